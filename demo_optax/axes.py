@@ -1,0 +1,69 @@
+"""What JAX's types say about a named axis: which values differ between workers.
+
+Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes it varies
+over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types are silent.
+"""
+
+import jax
+
+AxisName = str | tuple[str, ...] | None
+
+
+def names(axis_name: AxisName) -> tuple[str, ...]:
+    """The axis names as a tuple: ``()`` for None, ``(name,)`` for a single name."""
+    if axis_name is None:
+        return ()
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def manual_names(axis_name: AxisName) -> tuple[str, ...]:
+    """Those of the names that ``shard_map`` or ``pmap`` binds; ``vmap`` leaves types alone."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(name for name in names(axis_name) if name in manual)
+
+
+def varying(x: jax.Array) -> frozenset:
+    """The axes over which the type of ``x`` says that it differs between workers."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def as_varying(tree, axis_name: AxisName):
+    """Types every leaf as differing between the workers of ``axis_name``; values stay as they are.
+
+    Works in every mode: leaves that vary already are left alone, and so is everything
+    where the types are silent.
+
+    >>> import jax, jax.numpy as jnp
+    >>> jax.vmap(lambda x: as_varying(x, "data"), axis_name="data")(jnp.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+
+    def cast(x):
+        missing = tuple(name for name in manual_names(axis_name) if name not in varying(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def like(x: jax.Array, reference: jax.Array) -> jax.Array:
+    """``x`` typed as varying over the axes of ``reference``, as a scan's first carry must be."""
+    return as_varying(x, tuple(varying(reference)))
+
+
+def size(axis_name: AxisName) -> int:
+    """The number of workers on ``axis_name`` (1 for None); NameError where it is not bound."""
+    if axis_name is None:
+        return 1
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"the optimizer exchanges over the axis {axis_name!r}, which is not bound here. Call "
+            "its update inside jax.shard_map, jax.pmap or jax.vmap(axis_name=...) with that axis "
+            "(demo_optax.make_train_step does), or pass axis_name=None to train a single worker."
+        ) from error
+
+
+def types_are_tracked(axis_name: AxisName) -> bool:
+    """Whether the types tell local from replicated values over ``axis_name`` in this trace."""
+    return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))

@@ -1,0 +1,110 @@
+"""Block geometry: how a tensor of any rank is cut into the blocks that are compressed.
+
+A block has one side per dimension and at most ``chunk_size**2`` elements, so that ``topk``
+coefficients of a block mean about the same share of every large tensor:
+
+* The last two dimensions larger than 1 get sides of ``chunk_size`` (or the dimension, where
+  that is smaller). A matrix is cut into ``64 x 64`` blocks, a vector into runs of 64.
+* Where those two leave room, the dimensions in front join the block, each with the largest of
+  its divisors that still fits: a convolution kernel ``(3, 3, 3, 64)`` is one block of 1728
+  elements, and an attention kernel ``(768, 12, 64)`` has blocks of ``(4, 12, 64)``. Layers
+  stacked by a scan, ``(layers, 512, 512)``, are compressed layer by layer.
+
+A dimension that its side does not divide ends in a smaller block (``block_rule="pad"``). That
+block is *stored* at full size, and what lies beyond its edge is zero for ever.
+"""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+BlockRule = Literal["pad", "divisor"]
+BLOCK_RULES = get_args(BlockRule)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockGeometry:
+    """Blocks of one tensor.
+
+    Attributes:
+      shape: the tensor's shape.
+      sides: elements per side of a block, one for each dimension.
+    """
+
+    shape: tuple[int, ...]
+    sides: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Blocks along each dimension."""
+        return tuple(-(-dim // side) for dim, side in zip(self.shape, self.sides, strict=True))
+
+    @property
+    def num_blocks(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def core(self) -> tuple[tuple[int, int], ...]:
+        """``(dimension, side)`` of the dimensions larger than 1; those of size 1 hold no block."""
+        dims = zip(self.shape, self.sides, strict=True)
+        return tuple((dim, side) for dim, side in dims if dim != 1) or ((1, 1),)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """``(columns, rows)`` of a stored block: the last core dimension, and all the others."""
+        *rows, (_, columns) = self.core
+        return columns, math.prod(side for _, side in rows)
+
+    @property
+    def block_size(self) -> int:
+        """Coefficients of a stored block."""
+        return math.prod(self.block_shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the coefficients: the grid, then ``(columns, rows)`` of a block.
+
+        The first ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
+        """
+        return (*self.grid, *self.block_shape)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some blocks end before their stored size does."""
+        return any(dim % side for dim, side in self.core)
+
+
+def block_geometry(
+    shape: tuple[int, ...], chunk_size: int = 64, rule: BlockRule = "pad"
+) -> BlockGeometry:
+    """Chooses the blocks of a tensor.
+
+    Args:
+      shape: the tensor's shape, of any rank.
+      chunk_size: elements per side of a block at most.
+      rule: ``"pad"`` lets the last block of a dimension be smaller; ``"divisor"`` takes the
+        largest divisor of the dimension up to ``chunk_size`` for a side, as the published code
+        does (a large prime then gives blocks of one element). Both agree where ``chunk_size``
+        divides the dimension.
+
+    Example:
+      >>> block_geometry((50257, 512)).sides, block_geometry((50257, 512)).grid
+      ((64, 64), (786, 8))
+      >>> block_geometry((50257, 512), rule="divisor").sides
+      (29, 64)
+      >>> block_geometry((768, 12, 64)).sides
+      (4, 12, 64)
+    """
+    side_of = _largest_divisor if rule == "divisor" else min
+    sides = [1] * len(shape)
+    large = [axis for axis, dim in enumerate(shape) if dim > 1]
+    for axis in large[-2:]:
+        sides[axis] = side_of(shape[axis], chunk_size)
+    for axis in reversed(large[:-2]):
+        room = chunk_size**2 // math.prod(sides)
+        sides[axis] = _largest_divisor(shape[axis], min(room, chunk_size))
+    return BlockGeometry(tuple(shape), tuple(sides))
+
+
+def _largest_divisor(dim: int, limit: int) -> int:
+    return next(side for side in range(min(dim, limit), 0, -1) if dim % side == 0)

@@ -1,0 +1,199 @@
+"""Decoupled momentum (DeMo) as an optax gradient transformation: the algorithm on one page."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from demo_optax import axes, checks
+from demo_optax.axes import AxisName
+from demo_optax.compression import packet, scheme, transforms
+from demo_optax.compression.scheme import Compression
+from demo_optax.exchange import MEANS, ExchangeMetrics, Mean, exchange, nothing_heard, require_local
+
+
+class DecoupledMomentumState(NamedTuple):
+    """State of `decoupled_momentum`, as one worker sees it.
+
+    Attributes:
+      count: int32 scalar, updates so far; the same on all workers.
+      momentum: a tree like the parameters. A parameter ``shape`` has the coefficients
+        ``(*grid, columns, rows)`` of its blocks, in the momentum's dtype; each worker its own.
+      precondition: state of the local preconditioner; each worker its own.
+      metrics: what the last exchange told; the same on all workers.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # as in optax; hides tuple.count
+    momentum: optax.Updates
+    precondition: optax.OptState
+    metrics: ExchangeMetrics
+
+
+def decoupled_momentum(
+    decay: jax.typing.ArrayLike = 0.999,
+    compression: Compression = Compression(),
+    *,
+    axis_name: AxisName = None,
+    gradient_weight: optax.ScalarOrSchedule | None = None,
+    mean: Mean = "senders",
+    subtraction_factor: jax.typing.ArrayLike = 1.0,
+    momentum_dtype: DTypeLike = jnp.float32,
+    precondition: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Momentum that stays with its worker; only its largest coefficients are exchanged.
+
+    With :math:`T` a blockwise orthonormal transform, worker :math:`i` keeps the coefficients
+    :math:`m_i` of its own momentum and on each step computes
+
+    .. math::
+        m_i &\leftarrow \beta m_i + w\, T(g_i) \\
+        q_i &= \mathrm{top}_k(m_i) \\
+        m_i &\leftarrow m_i - \alpha\, q_i \\
+        u &= T^{-1}(\mathrm{mean}(q_1, \dots, q_N))
+
+    All workers return the same :math:`u` to the last bit, in the parameters' shapes, for the
+    next transformation of the chain. What is subtracted is what the others decode: rounding by
+    the value coding stays in the momentum.
+
+    A worker whose momentum would become infinite or NaN sends nothing on that step and keeps
+    its momentum as it was. If no worker is left, the update is zero.
+
+    Args:
+      decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
+      compression: transform, blocks, number of coefficients and their coding.
+      axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
+        tuple of names for workers along several axes; None for a single worker.
+      gradient_weight: :math:`w`, a number or a schedule of the step. ``1 - decay`` by default
+        (the second version); the first version has the learning rate here.
+      mean: for each coefficient over the ``"senders"`` that sent it (the published code), or
+        over all ``"workers"``.
+      subtraction_factor: :math:`\alpha` in (0, 1], the part of what was sent that leaves the
+        momentum.
+      momentum_dtype: of the stored momentum, whatever the parameters' dtype.
+      precondition: a transformation of the local gradient before it enters the momentum, such
+        as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs``. Its ``update`` takes the worker's *local*
+      gradient and returns updates in the gradient's dtypes.
+
+    Raises:
+      ValueError, TypeError: a setting is out of range; a leaf is not of a floating dtype; the
+        gradient or the compression does not match the state; the gradient is not local.
+      NameError: ``axis_name`` is not bound where ``update`` is called.
+
+    References:
+      Peng et al., `DeMo: Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_,
+      versions of 2024 and 2026.
+
+    Example:
+      A chain for one worker; `demo_optax.make_train_step` runs it on many.
+
+      >>> import jax.numpy as jnp, optax
+      >>> tx = optax.chain(
+      ...     optax.clip_by_global_norm(1.0),
+      ...     decoupled_momentum(0.95, Compression(topk=2), gradient_weight=1.0),
+      ...     optax.scale_by_sign(),
+      ...     optax.scale_by_learning_rate(0.1),
+      ... )
+      >>> params = {"w": jnp.ones((4, 4))}
+      >>> updates, state = tx.update({"w": jnp.full((4, 4), 2.0)}, tx.init(params), params)
+      >>> updates["w"][0]
+      Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
+    """
+    checks.in_interval("decay", decay, "[0, 1)")
+    checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
+    checks.one_of("mean", mean, MEANS)
+    precondition = optax.with_extra_args_support(precondition or optax.identity())
+
+    def init_fn(params):
+        checks.floating_leaves(params)
+
+        def zeros(param):
+            geometry = scheme.geometry(compression, param.shape)
+            return jnp.zeros(geometry.stored_shape, momentum_dtype)
+
+        return DecoupledMomentumState(
+            count=jnp.zeros((), jnp.int32),
+            momentum=jax.tree.map(zeros, params),
+            precondition=precondition.init(params),
+            metrics=nothing_heard(),
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        axes.size(axis_name)
+        checks.same_structure(updates, state.momentum)
+        require_local(updates, axis_name)
+        plan = scheme.plan(compression, tuple(x.shape for x in jax.tree.leaves(updates)))
+        checks.same_blocks(updates, state.momentum, plan.geometries)
+
+        local, precondition_state = precondition.update(
+            updates, state.precondition, params, **extra_args
+        )
+        weight = 1 - decay if gradient_weight is None else gradient_weight
+        weight = weight(state.count) if callable(weight) else weight
+        basis = transforms.basis_at(compression.transform, compression.seed, state.count)
+
+        kept, momenta = [], []
+        for geometry, old, gradient in zip(
+            plan.geometries, jax.tree.leaves(state.momentum), jax.tree.leaves(local), strict=True
+        ):
+            if transforms.is_redrawn(compression.transform):
+                last = transforms.basis_at(compression.transform, compression.seed, state.count - 1)
+                old = transforms.change_basis(old, geometry, last, basis)
+            wide = jnp.promote_types(momentum_dtype, jnp.float32)
+            coefficients = transforms.forward(gradient.astype(wide), geometry, basis)
+            kept.append(old)
+            momenta.append((decay * old.astype(wide) + weight * coefficients).astype(wide))
+
+        message = scheme.select(plan, momenta)
+        body = packet.encode(plan.layout, message)
+        sent = packet.decode(plan.layout, body)
+        left = [
+            values - subtraction_factor * decoded
+            for values, decoded in zip(message.values, sent.values, strict=True)
+        ]
+        energy = _energy(momenta)
+        finite = jnp.isfinite(energy)
+        header = packet.Header(
+            validity=jnp.where(finite, packet.VALID, 0),
+            momentum=energy,
+            sent=_energy(sent.values),
+            residual=jnp.maximum(energy - _energy(message.values) + _energy(left), 0.0),
+        )
+        whole = packet.add_header(header, body)
+        aggregate, metrics = exchange(whole, plan.layout, axis_name, mean)
+
+        residuals = scheme.replace(plan, momenta, message._replace(values=tuple(left)))
+        momentum = [
+            jnp.where(finite, new.astype(old.dtype), old)
+            for new, old in zip(residuals, kept, strict=True)
+        ]
+        decoded = [
+            transforms.inverse(coefficients, geometry, basis).astype(leaf.dtype)
+            for coefficients, geometry, leaf in zip(
+                scheme.ungroup(plan, aggregate),
+                plan.geometries,
+                jax.tree.leaves(updates),
+                strict=True,
+            )
+        ]
+        structure = jax.tree.structure(updates)
+        return jax.tree.unflatten(structure, decoded), DecoupledMomentumState(
+            count=optax.safe_increment(state.count),
+            momentum=jax.tree.unflatten(structure, momentum),
+            precondition=jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), precondition_state, state.precondition
+            ),
+            metrics=metrics,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _energy(tensors) -> jax.Array:
+    """Sum of squares over all tensors, a float32 scalar."""
+    zero = jnp.zeros((), jnp.float32)
+    return sum((jnp.sum(jnp.square(x), dtype=jnp.float32) for x in tensors), zero)

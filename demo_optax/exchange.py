@@ -1,0 +1,146 @@
+"""The one collective of a step, and how the workers' packets become one aggregate.
+
+Every worker decodes the same bytes in the same order with the same program, so that the
+aggregate is equal to the last bit everywhere: packets are added one after the other, and within
+one packet each position of a block occurs at most once, so that no addition races another.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from demo_optax import axes
+from demo_optax.axes import AxisName
+from demo_optax.compression import packet as packets
+
+Mean = Literal["senders", "workers"]
+MEANS = get_args(Mean)
+
+
+class ExchangeMetrics(NamedTuple):
+    """What a step's packets told, the same on every worker.
+
+    Attributes:
+      heard: int32 scalar, workers whose packet counted.
+      identical: bool scalar, True where several workers sent the very same packet, which means
+        that their gradients are not local (see `demo_optax.check_metrics`).
+      sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
+      residual_norm: float32 scalar, root mean square over the workers of the norm of what stays.
+    """
+
+    heard: jax.Array
+    identical: jax.Array
+    sent_share: jax.Array
+    residual_norm: jax.Array
+
+
+def nothing_heard() -> ExchangeMetrics:
+    """The metrics before the first exchange."""
+    zero = jnp.zeros((), jnp.float32)
+    return ExchangeMetrics(jnp.zeros((), jnp.int32), jnp.zeros((), bool), zero, zero)
+
+
+def exchange(
+    packet: jax.Array, layout: packets.PacketLayout, axis_name: AxisName, mean: Mean
+) -> tuple[list[jax.Array], ExchangeMetrics]:
+    """Gives every worker the mean of all workers' messages.
+
+    Args:
+      packet: uint32 ``(layout.words,)``, this worker's.
+      layout: of every worker's packet.
+      axis_name: the workers' axis or axes; None for a single worker.
+      mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` heard.
+
+    Returns:
+      For each group of the layout float32 ``(blocks, block_size)``, zero where nobody sent
+      anything, and the metrics.
+    """
+    gathered = gather(packet, axis_name)
+    headers = jax.vmap(lambda words: packets.split_header(words)[0])(gathered)
+    valid = headers.validity == packets.VALID
+    heard = jnp.sum(valid, dtype=jnp.int32)
+    shapes = [(group.blocks, group.block_size) for group in layout.groups]
+    start = (
+        [axes.like(jnp.zeros(shape, jnp.float32), gathered) for shape in shapes],
+        [axes.like(jnp.zeros(shape, jnp.int16), gathered) for shape in shapes],
+    )
+
+    def add(carry, worker):
+        words, counts = worker
+        message = packets.decode(layout, packets.split_header(words)[1])
+        sums, senders = [], []
+        for total, number, indices, values in zip(*carry, *message, strict=True):
+            at = jnp.arange(len(indices))[:, None], indices
+            options = dict(unique_indices=True, mode="promise_in_bounds")
+            sums.append(total.at[at].add(jnp.where(counts, values, 0.0), **options))
+            senders.append(number.at[at].add(counts.astype(number.dtype), **options))
+        return (sums, senders), None
+
+    (sums, senders), _ = jax.lax.scan(add, start, (gathered, valid))
+    number = senders if mean == "senders" else [heard] * len(sums)
+    aggregate = [total / jnp.maximum(n, 1) for total, n in zip(sums, number, strict=True)]
+    return aggregate, _metrics(gathered, headers, valid, heard)
+
+
+def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
+    """All workers' packets ``(workers, words)``, typed as the same everywhere where types are."""
+    if axis_name is None:
+        return packet[None]
+    if axes.manual_names(axis_name):
+        return jax.lax.all_gather(packet, axis_name, to="invarying")
+    return jax.lax.all_gather(packet, axis_name)  # vmap knows only the plain form
+
+
+def require_local(updates, axis_name: AxisName) -> None:
+    """Refuses gradients that are the same on all workers, where the types can tell."""
+    if axis_name is None or not axes.types_are_tracked(axis_name):
+        return
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        missing = [name for name in axes.names(axis_name) if name not in axes.varying(leaf)]
+        if missing:
+            raise ValueError(
+                f"the gradient{jax.tree_util.keystr(path)} is not local: its type "
+                f"{jax.typeof(leaf)} says that it is the same on all workers of axis "
+                f"{missing[0]!r}, so it was summed over them already. jax.grad does so by "
+                "itself inside jax.shard_map for parameters that are replicated. Take gradients "
+                "with demo_optax.local_value_and_grad(loss_fn, axis_name), or call "
+                f"jax.lax.pcast(params, {missing[0]!r}, to='varying') before jax.grad."
+            )
+
+
+def _metrics(gathered, headers, valid, heard) -> ExchangeMetrics:
+    def total(energies):
+        return jnp.sum(jnp.where(valid, energies, 0.0))
+
+    momentum = total(headers.momentum)
+    same = jnp.all(gathered == gathered[0]) & (momentum > 0)
+    return ExchangeMetrics(
+        heard=heard,
+        identical=same & (heard > 1),
+        sent_share=total(headers.sent) / jnp.where(momentum > 0, momentum, 1.0),
+        residual_norm=jnp.sqrt(total(headers.residual) / jnp.maximum(heard, 1)),
+    )
+
+
+def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+    """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
+
+    In front of any optax optimizer it gives the baseline that DeMo is compared with, on the same
+    train step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> tx = optax.chain(mean_over_workers("data"), optax.sgd(1.0))
+      >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(jnp.array([1.0, 3.0]))
+      Array([-2., -2.], dtype=float32)
+    """
+
+    def update(updates, params=None):
+        del params
+        axes.size(axis_name)
+        require_local(updates, axis_name)
+        return updates if axis_name is None else jax.lax.pmean(updates, axis_name)
+
+    return optax.with_extra_args_support(optax.stateless(update))

@@ -1,0 +1,217 @@
+"""A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax import accounting, checks
+from demo_optax.axes import AxisName
+from demo_optax.exchange import ExchangeMetrics
+from demo_optax.parallel import worker_axis
+from demo_optax.parallel.local_gradients import local_value_and_grad
+
+
+class TrainMetrics(NamedTuple):
+    """What one step tells, without a collective of its own.
+
+    Attributes:
+      loss: float ``(workers,)``, each worker's own.
+      gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
+      aux: what the loss function returned beside the loss, with a leading axis of workers.
+      exchange: `demo_optax.ExchangeMetrics`, or None where the optimizer keeps none.
+      packet_bytes: int, bytes that each worker handed to the exchange.
+    """
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    aux: Any
+    exchange: ExchangeMetrics | None
+    packet_bytes: int
+
+
+def make_train_step(
+    loss_fn: Callable,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis_name: AxisName = "data",
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    random_key: bool = False,
+    check_vma: bool = True,
+) -> Callable:
+    """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
+        or a tuple of a scalar and aux.
+      tx: any optax transformation that exchanges over ``axis_name``.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+      microbatches: parts into which each worker's batch is cut to save memory; gradients are
+        averaged over them, and there is one exchange.
+      clip_norm: largest global norm of each worker's local gradient.
+      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``: another one for
+        each worker and microbatch.
+      check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
+        are local and parameters replicated; for models whose operations do not support them.
+
+    Returns:
+      ``step(params, opt_state, batch[, key]) -> (params, opt_state, metrics)``, a jitted function
+      that donates parameters and state. ``batch`` is a tree of arrays whose first dimension is
+      divided among the workers, ``opt_state`` comes from `init_opt_state`, and ``metrics`` is a
+      `TrainMetrics`.
+
+      If no worker has a finite gradient, the parameters stay as they are.
+
+    Raises:
+      ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made
+        for another number of workers, or the batch cannot be divided.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-2, axis_name="data")
+      >>> params = {"w": jnp.ones((8, 8))}
+      >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      >>> step = make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx, mesh)
+      >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((4, 8)))
+      >>> metrics.loss
+      Array([64.], dtype=float32)
+    """
+    checks.static_integer("microbatches", microbatches, at_least=1)
+    workers = worker_axis.num_workers(mesh, axis_name)
+    stacked = worker_axis.stack_workers(tx, mesh, axis_name)
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+
+    def worker_step(params, opt_state, batch, *key):
+        own_key = [jax.random.fold_in(k, jax.lax.axis_index(axis_name)) for k in key]
+        (loss, aux), gradient = _accumulate(
+            loss_fn, axis_name, microbatches, params, batch, *own_key
+        )
+        norm = optax.tree.norm(gradient)
+        gradient, _ = clip.update(gradient, clip.init(params))
+        updates, opt_state = stacked.update(gradient, opt_state, params)
+        exchanged = exchange_metrics(opt_state)
+        if exchanged is not None:
+            updates = jax.tree.map(
+                lambda u: jnp.where(exchanged.heard > 0, u, jnp.zeros_like(u)), updates
+            )
+        of_workers = jax.tree.map(lambda x: x[None], (loss, norm.astype(jnp.float32), aux))
+        return optax.apply_updates(params, updates), opt_state, of_workers, exchanged
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def placed_step(params, opt_state, batch, *key):
+        specs = worker_axis.state_specs(tx, params, mesh, axis_name)
+        sharded = jax.shard_map(
+            worker_step,
+            mesh=mesh,
+            in_specs=(P(), specs, P(axis_name), *[P() for _ in key]),
+            out_specs=(P(), specs, P(axis_name), P()),
+            check_vma=check_vma,
+        )
+        size = accounting.packet_bytes(tx, params, axis_name)
+        params, opt_state, (loss, norm, aux), exchanged = sharded(params, opt_state, batch, *key)
+        return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, jnp.int32(size))
+
+    everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))
+
+    def step(params, opt_state, batch, *key):
+        _require_divisible(batch, workers)
+        # Arrays that are in their place already, as all are from the second step on, stay there.
+        params, key = jax.device_put((params, key), everywhere)
+        return placed_step(params, opt_state, jax.device_put(batch, divided), *key)
+
+    return step
+
+
+def _require_divisible(batch, workers):
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if not leaf.shape or leaf.shape[0] % workers:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has shape {leaf.shape}, whose first dimension "
+                f"cannot be divided among {workers} workers: choose a batch size that is a "
+                "multiple of their number."
+            )
+
+
+def exchange_metrics(opt_state) -> ExchangeMetrics | None:
+    """The metrics of the last exchange, from any optimizer state that holds them, else None.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> exchange_metrics(demo_optax.demo(1e-3).init(jnp.ones(3))).heard
+      Array(0, dtype=int32)
+    """
+
+    def is_metrics(x):
+        return isinstance(x, ExchangeMetrics)
+
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_metrics) if is_metrics(x)]
+    return found[0] if found else None
+
+
+def check_metrics(metrics: ExchangeMetrics) -> None:
+    """Raises where a step's metrics show that the workers' gradients were not local.
+
+    Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
+    can: several workers with different data never send the very same packet. The check costs
+    nothing on the device; call it once after the first step, or each time metrics are logged.
+
+    Raises:
+      ValueError: all workers sent the same packet.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> state = demo_optax.demo(1e-3).init(jnp.ones(3))
+      >>> check_metrics(exchange_metrics(state))
+    """
+    if metrics.identical:
+        raise ValueError(
+            f"all {int(metrics.heard)} workers sent the very same packet: their gradients are not "
+            "local (summed or averaged over the workers already), or they all saw the same data. "
+            "Take gradients with demo_optax.local_value_and_grad, leave out any pmean or psum of "
+            "gradient or loss, and give each worker its own part of the batch."
+        )
+
+
+def _accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
+    """Loss, aux and gradient of a worker's batch, averaged over its microbatches."""
+
+    def loss_and_aux(*args):
+        out = loss_fn(*args)
+        return out if isinstance(out, tuple) else (out, None)
+
+    value_and_grad = local_value_and_grad(loss_and_aux, axis_name, has_aux=True)
+    if microbatches == 1:
+        return value_and_grad(params, batch, *key)
+
+    def cut(x):
+        if x.shape[0] % microbatches:
+            raise ValueError(
+                f"a worker's part of the batch has {x.shape[0]} rows, which cannot be cut into "
+                f"{microbatches} equal microbatches: choose a batch size that is a multiple of "
+                "workers x microbatches."
+            )
+        return x.reshape(microbatches, -1, *x.shape[1:])
+
+    parts = jax.tree.map(cut, batch)
+    keys = [jax.random.split(k, microbatches) for k in key]
+    first = jax.tree.map(lambda x: x[0], (parts, *keys))
+    rest = jax.tree.map(lambda x: x[1:], (parts, *keys))
+
+    def add(total, args):
+        (loss, aux), gradient = value_and_grad(params, *args)
+        return jax.tree.map(jnp.add, total, (loss, gradient)), aux
+
+    (loss, aux), gradient = value_and_grad(params, *first)
+    (loss, gradient), auxes = jax.lax.scan(add, (loss, gradient), rest)
+    loss, gradient = jax.tree.map(lambda x: x / microbatches, (loss, gradient))
+    aux = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), aux, auxes)
+    return (loss, aux), gradient
