@@ -1,0 +1,74 @@
+"""What one optimizer step costs on one device: nanoseconds per parameter, beside optax.adamw.
+
+    python benchmarks/step_cost.py [--layers 4] [--topk 8 32]
+
+Only the ratios mean something on a shared machine; each is a median of steps run in turn.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import demo_optax
+
+
+def transformer_params(layers: int, width: int) -> dict:
+    """Parameters of the paper's model family, random."""
+    shapes = {"embedding": (8192, width)}
+    for i in range(layers):
+        shapes |= {
+            f"layer{i}/attention_in": (width, 3 * width),
+            f"layer{i}/attention_out": (width, width),
+            f"layer{i}/ff_proj": (width, 8 * width),
+            f"layer{i}/ff_out": (4 * width, width),
+        }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+
+    params = transformer_params(args.layers, args.width)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    optimizers = {"optax.adamw": optax.adamw(1e-3)} | {
+        f"demo, topk={k}": demo_optax.demo(1e-3, topk=k) for k in args.topk
+    }
+    runs = {}
+    for name, tx in optimizers.items():
+
+        def update(state, params, gradient, tx=tx):
+            updates, state = tx.update(gradient, state, params)
+            return state, optax.apply_updates(params, updates)
+
+        step = jax.jit(update, donate_argnums=(0, 1))
+        own = jax.tree.map(jnp.copy, params)
+        runs[name] = (step, [tx.init(own), own], [])
+
+    for _ in range(args.rounds + 2):
+        for step, carry, times in runs.values():
+            start = time.perf_counter()
+            carry[:] = jax.block_until_ready(step(*carry, params))
+            times.append(time.perf_counter() - start)
+
+    medians = {name: statistics.median(times[2:]) for name, (_, _, times) in runs.items()}
+    print(f"{count / 1e6:.1f}M parameters on {jax.devices()[0].device_kind}")
+    for name, seconds in medians.items():
+        ratio = seconds / medians["optax.adamw"]
+        print(f"{name:16} {1e9 * seconds / count:7.2f} ns/parameter {ratio:6.1f}x adamw")
+
+
+if __name__ == "__main__":
+    main()
