@@ -38,11 +38,11 @@ def packet_bytes(
       >>> import jax, jax.numpy as jnp
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
       >>> packet_bytes(Compression(topk=8, values="bfloat16"), params)
-      28688
+      27536
     """
     if isinstance(tx_or_compression, Compression):
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(params))
-        return 4 * scheme.plan(tx_or_compression, shapes).layout.words
+        return 4 * scheme.arrange(tx_or_compression, shapes).layout.words
     tx = optax.with_extra_args_support(tx_or_compression)
 
     def update():

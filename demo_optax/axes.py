@@ -5,6 +5,7 @@ over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types are silent.
 """
 
 import jax
+import jax.numpy as jnp
 
 AxisName = str | tuple[str, ...] | None
 
@@ -62,6 +63,11 @@ def size(axis_name: AxisName) -> int:
             "its update inside jax.shard_map, jax.pmap or jax.vmap(axis_name=...) with that axis "
             "(demo_optax.make_train_step does), or pass axis_name=None to train a single worker."
         ) from error
+
+
+def index(axis_name: AxisName) -> jax.Array:
+    """This worker's number on ``axis_name`` (0 for None)."""
+    return jnp.zeros((), jnp.int32) if axis_name is None else jax.lax.axis_index(axis_name)
 
 
 def types_are_tracked(axis_name: AxisName) -> bool:

@@ -58,7 +58,8 @@ def decoupled_momentum(
     the value coding stays in the momentum.
 
     A worker whose momentum would become infinite or NaN sends nothing on that step and keeps
-    its momentum as it was. If no worker is left, the update is zero.
+    its momentum as it was. If no worker is left, the update is zero. A packet that arrives
+    damaged counts on no worker, and its sender keeps all of it in the momentum.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -126,71 +127,79 @@ def decoupled_momentum(
         axes.size(axis_name)
         checks.same_structure(updates, state.momentum)
         require_local(updates, axis_name)
-        plan = scheme.plan(compression, tuple(x.shape for x in jax.tree.leaves(updates)))
-        checks.same_blocks(updates, state.momentum, plan.geometries)
+        structure = jax.tree.structure(updates)
+        leaves = jax.tree.leaves(updates)
+        arrangement = scheme.arrange(compression, tuple(x.shape for x in leaves))
+        geometries = arrangement.geometries
+        checks.same_blocks(updates, state.momentum, geometries)
 
         local, precondition_state = precondition.update(
             updates, state.precondition, params, **extra_args
         )
         weight = 1 - decay if gradient_weight is None else gradient_weight
         weight = weight(state.count) if callable(weight) else weight
-        basis = transforms.basis_at(compression.transform, compression.seed, state.count)
-
-        kept, momenta = [], []
-        for geometry, old, gradient in zip(
-            plan.geometries, jax.tree.leaves(state.momentum), jax.tree.leaves(local), strict=True
-        ):
-            if transforms.is_redrawn(compression.transform):
-                last = transforms.basis_at(compression.transform, compression.seed, state.count - 1)
-                old = transforms.change_basis(old, geometry, last, basis)
-            wide = jnp.promote_types(momentum_dtype, jnp.float32)
-            coefficients = transforms.forward(gradient.astype(wide), geometry, basis)
-            kept.append(old)
-            momenta.append((decay * old.astype(wide) + weight * coefficients).astype(wide))
-
-        message = scheme.select(plan, momenta)
-        body = packet.encode(plan.layout, message)
-        sent = packet.decode(plan.layout, body)
-        left = [
-            values - subtraction_factor * decoded
-            for values, decoded in zip(message.values, sent.values, strict=True)
+        basis = scheme.basis_at(compression, state.count)
+        old = scheme.in_current_basis(
+            compression, arrangement, jax.tree.leaves(state.momentum), state.count
+        )
+        momenta = [
+            _accumulate(decay, m, weight, transforms.forward(g.astype(_wide(m)), geometry, basis))
+            for m, g, geometry in zip(old, jax.tree.leaves(local), geometries, strict=True)
         ]
+
+        known = scheme.known_positions(compression, arrangement, state.count)
+        message = scheme.select(arrangement, momenta, known)
+        key = scheme.rounding_key(compression, state.count, axes.index(axis_name))
+        body = packet.encode(arrangement.layout, message, key)
+        sent, _ = packet.decode(arrangement.layout, body, known)
+        left = tuple(
+            value - subtraction_factor * decoded
+            for value, decoded in zip(message.values, sent.values, strict=True)
+        )
         energy = _energy(momenta)
         finite = jnp.isfinite(energy)
         header = packet.Header(
-            validity=jnp.where(finite, packet.VALID, 0),
             momentum=energy,
             sent=_energy(sent.values),
             residual=jnp.maximum(energy - _energy(message.values) + _energy(left), 0.0),
         )
-        whole = packet.add_header(header, body)
-        aggregate, metrics = exchange(whole, plan.layout, axis_name, mean)
+        aggregate, delivered, metrics = exchange(
+            packet.seal(header, body, count=finite), arrangement.layout, known, axis_name, mean
+        )
 
-        residuals = scheme.replace(plan, momenta, message._replace(values=tuple(left)))
-        momentum = [
-            jnp.where(finite, new.astype(old.dtype), old)
-            for new, old in zip(residuals, kept, strict=True)
-        ]
+        left = tuple(
+            jnp.where(delivered, rest, value)
+            for rest, value in zip(left, message.values, strict=True)
+        )
+        residuals = scheme.replace(arrangement, momenta, message._replace(values=left))
         decoded = [
             transforms.inverse(coefficients, geometry, basis).astype(leaf.dtype)
             for coefficients, geometry, leaf in zip(
-                scheme.ungroup(plan, aggregate),
-                plan.geometries,
-                jax.tree.leaves(updates),
-                strict=True,
+                scheme.ungroup(arrangement, aggregate), geometries, leaves, strict=True
             )
         ]
-        structure = jax.tree.structure(updates)
+
+        def unless_infinite(new, old):
+            return jnp.where(finite, new.astype(old.dtype), old)
+
         return jax.tree.unflatten(structure, decoded), DecoupledMomentumState(
             count=optax.safe_increment(state.count),
-            momentum=jax.tree.unflatten(structure, momentum),
-            precondition=jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), precondition_state, state.precondition
-            ),
+            momentum=jax.tree.unflatten(structure, map(unless_infinite, residuals, old)),
+            precondition=jax.tree.map(unless_infinite, precondition_state, state.precondition),
             metrics=metrics,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _wide(momentum: jax.Array) -> jnp.dtype:
+    """The dtype to compute in: the momentum's, float32 at least."""
+    return jnp.promote_types(momentum.dtype, jnp.float32)
+
+
+def _accumulate(decay, momentum, weight, coefficients) -> jax.Array:
+    dtype = coefficients.dtype
+    return (decay * momentum.astype(dtype) + weight * coefficients).astype(dtype)
 
 
 def _energy(tensors) -> jax.Array:

@@ -43,45 +43,53 @@ def nothing_heard() -> ExchangeMetrics:
 
 
 def exchange(
-    packet: jax.Array, layout: packets.PacketLayout, axis_name: AxisName, mean: Mean
-) -> tuple[list[jax.Array], ExchangeMetrics]:
+    packet: jax.Array,
+    layout: packets.PacketLayout,
+    known: tuple[jax.Array | None, ...],
+    axis_name: AxisName,
+    mean: Mean,
+) -> tuple[list[jax.Array], jax.Array, ExchangeMetrics]:
     """Gives every worker the mean of all workers' messages.
+
+    No packet is trusted: one with a wrong checksum, with positions that do not ascend within
+    their block, or with a value that is not finite counts as absent, on all workers alike.
 
     Args:
       packet: uint32 ``(layout.words,)``, this worker's.
       layout: of every worker's packet.
+      known: for each group the positions that every worker knows, or None where they travel.
       axis_name: the workers' axis or axes; None for a single worker.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` heard.
 
     Returns:
       For each group of the layout float32 ``(blocks, block_size)``, zero where nobody sent
-      anything, and the metrics.
+      anything; a bool scalar, whether this worker's own packet counted; and the metrics.
     """
     gathered = gather(packet, axis_name)
-    headers = jax.vmap(lambda words: packets.split_header(words)[0])(gathered)
-    valid = headers.validity == packets.VALID
-    heard = jnp.sum(valid, dtype=jnp.int32)
-    shapes = [(group.blocks, group.block_size) for group in layout.groups]
+    sizes = [(group.blocks, group.block_size) for group in layout.groups]
     start = (
-        [axes.like(jnp.zeros(shape, jnp.float32), gathered) for shape in shapes],
-        [axes.like(jnp.zeros(shape, jnp.int16), gathered) for shape in shapes],
+        [axes.like(jnp.zeros(size, jnp.float32), gathered) for size in sizes],
+        [axes.like(jnp.zeros(size, jnp.int16), gathered) for size in sizes],
     )
 
-    def add(carry, worker):
-        words, counts = worker
-        message = packets.decode(layout, packets.split_header(words)[1])
+    def add(carry, words):
+        header, body, intact = packets.unseal(words)
+        message, sound = packets.decode(layout, body, known)
+        counts = intact & sound
         sums, senders = [], []
         for total, number, indices, values in zip(*carry, *message, strict=True):
-            at = jnp.arange(len(indices))[:, None], indices
+            first = jnp.arange(indices.shape[1], dtype=indices.dtype)
+            at = jnp.arange(len(indices))[:, None], jnp.where(counts, indices, first)
             options = dict(unique_indices=True, mode="promise_in_bounds")
             sums.append(total.at[at].add(jnp.where(counts, values, 0.0), **options))
             senders.append(number.at[at].add(counts.astype(number.dtype), **options))
-        return (sums, senders), None
+        return (sums, senders), (header, counts)
 
-    (sums, senders), _ = jax.lax.scan(add, start, (gathered, valid))
+    (sums, senders), (headers, counted) = jax.lax.scan(add, start, gathered)
+    heard = jnp.sum(counted, dtype=jnp.int32)
     number = senders if mean == "senders" else [heard] * len(sums)
     aggregate = [total / jnp.maximum(n, 1) for total, n in zip(sums, number, strict=True)]
-    return aggregate, _metrics(gathered, headers, valid, heard)
+    return aggregate, counted[axes.index(axis_name)], _metrics(gathered, headers, counted, heard)
 
 
 def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -110,9 +118,9 @@ def require_local(updates, axis_name: AxisName) -> None:
             )
 
 
-def _metrics(gathered, headers, valid, heard) -> ExchangeMetrics:
+def _metrics(gathered, headers, counted, heard) -> ExchangeMetrics:
     def total(energies):
-        return jnp.sum(jnp.where(valid, energies, 0.0))
+        return jnp.sum(jnp.where(counted, energies, 0.0))
 
     momentum = total(headers.momentum)
     same = jnp.all(gathered == gathered[0]) & (momentum > 0)

@@ -47,14 +47,12 @@ def hadamard_basis(n: int) -> np.ndarray:
     return basis
 
 
-def basis_at(name: TransformName, seed: int, step: jax.Array) -> Basis | None:
-    """The transform's basis for every side, at a step; None where it is the identity.
+def make_basis(name: TransformName, key: jax.Array) -> Basis | None:
+    """The transform's basis for every side; None where it is the identity.
 
-    Only ``"random"`` depends on the step: its orthogonal matrices are redrawn each time, the
-    same on all workers.
+    Only ``"random"`` depends on the key, from which all workers draw the same matrices.
     """
     if name == "random":
-        key = jax.random.fold_in(jax.random.key(seed), step)
         return lambda n: jax.random.orthogonal(jax.random.fold_in(key, n), n)
     return {"dct": dct_basis, "hadamard": hadamard_basis, "identity": None}[name]
 
@@ -97,8 +95,7 @@ def change_basis(
     coefficients: jax.Array, geometry: BlockGeometry, old: Basis | None, new: Basis | None
 ) -> jax.Array:
     """The coefficients of the same tensor in another basis, at the cost of one transform."""
-    if old is None or new is None:
-        raise ValueError("only a basis that is redrawn can be changed.")
+    assert old is not None and new is not None
     grid, _ = _core(geometry)
 
     def turn(n):
