@@ -1,6 +1,11 @@
 """DeMo, decoupled momentum, as an optax gradient transformation for JAX."""
 
+from demo_optax.accounting import StepTime as StepTime
+from demo_optax.accounting import collectives as collectives
+from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
+from demo_optax.accounting import plan as plan
+from demo_optax.accounting import reference_bytes as reference_bytes
 from demo_optax.compression import Compression as Compression
 from demo_optax.decoupled_momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax.decoupled_momentum import decoupled_momentum as decoupled_momentum

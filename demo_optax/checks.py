@@ -28,6 +28,17 @@ def static_integer(name: str, value, *, at_least: int) -> None:
         raise ValueError(f"{name} must be at least {at_least}, not {value}.")
 
 
+def static_dtype(name: str, value) -> None:
+    """Requires a floating dtype, which ``optax.inject_hyperparams`` would call as a schedule."""
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls whatever can be "
+            f"called, jnp.float32 included: give the dtype's name, as in {name}='float32'."
+        )
+    if not jnp.issubdtype(value, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point dtype, not {value!r}.")
+
+
 def in_interval(name: str, value: Any, interval: str) -> None:
     """Requires a number inside ``"[low, high)"`` or the like; traced values pass."""
     if isinstance(value, jax.core.Tracer):

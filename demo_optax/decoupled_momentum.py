@@ -39,7 +39,7 @@ def decoupled_momentum(
     gradient_weight: optax.ScalarOrSchedule | None = None,
     mean: Mean = "senders",
     subtraction_factor: jax.typing.ArrayLike = 1.0,
-    momentum_dtype: DTypeLike = jnp.float32,
+    momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Momentum that stays with its worker; only its largest coefficients are exchanged.
@@ -72,7 +72,8 @@ def decoupled_momentum(
         over all ``"workers"``.
       subtraction_factor: :math:`\alpha` in (0, 1], the part of what was sent that leaves the
         momentum.
-      momentum_dtype: of the stored momentum, whatever the parameters' dtype.
+      momentum_dtype: of the stored momentum, whatever the parameters' dtype; float32 or wider is
+        computed as it is, what is narrower in float32.
       precondition: a transformation of the local gradient before it enters the momentum, such
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
 
@@ -107,6 +108,7 @@ def decoupled_momentum(
     checks.in_interval("decay", decay, "[0, 1)")
     checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
     checks.one_of("mean", mean, MEANS)
+    checks.static_dtype("momentum_dtype", momentum_dtype)
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
     def init_fn(params):

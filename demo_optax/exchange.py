@@ -78,7 +78,7 @@ def exchange(
         counts = intact & sound
         sums, senders = [], []
         for total, number, indices, values in zip(*carry, *message, strict=True):
-            first = jnp.arange(indices.shape[1], dtype=indices.dtype)
+            first = jnp.arange(indices.shape[1], dtype=indices.dtype)[None]
             at = jnp.arange(len(indices))[:, None], jnp.where(counts, indices, first)
             options = dict(unique_indices=True, mode="promise_in_bounds")
             sums.append(total.at[at].add(jnp.where(counts, values, 0.0), **options))
@@ -123,7 +123,7 @@ def _metrics(gathered, headers, counted, heard) -> ExchangeMetrics:
         return jnp.sum(jnp.where(counted, energies, 0.0))
 
     momentum = total(headers.momentum)
-    same = jnp.all(gathered == gathered[0]) & (momentum > 0)
+    same = jnp.all(gathered == gathered[:1]) & (momentum > 0)
     return ExchangeMetrics(
         heard=heard,
         identical=same & (heard > 1),

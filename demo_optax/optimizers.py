@@ -38,7 +38,7 @@ def demo(
     subtraction_factor: ArrayLike = 1.0,
     weight_decay: ArrayLike = 0.0,
     mask: Mask = None,
-    momentum_dtype: DTypeLike = jnp.float32,
+    momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -117,7 +117,7 @@ def demo_sgd(
     subtraction_factor: ArrayLike = 1.0,
     weight_decay: ArrayLike = 0.0,
     mask: Mask = None,
-    momentum_dtype: DTypeLike = jnp.float32,
+    momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -179,7 +179,7 @@ def demo_adamw(
     subtraction_factor: ArrayLike = 1.0,
     weight_decay: ArrayLike = 1e-4,
     mask: Mask = None,
-    momentum_dtype: DTypeLike = jnp.float32,
+    momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -245,7 +245,7 @@ def demo_lion(
     subtraction_factor: ArrayLike = 1.0,
     weight_decay: ArrayLike = 1e-3,
     mask: Mask = None,
-    momentum_dtype: DTypeLike = jnp.float32,
+    momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -309,7 +309,7 @@ def demo_muon(
     subtraction_factor: ArrayLike = 1.0,
     weight_decay: ArrayLike = 0.0,
     mask: Mask = None,
-    momentum_dtype: DTypeLike = jnp.float32,
+    momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:

@@ -59,7 +59,7 @@ def encode(indices: jax.Array, n: int, coding: IndexCoding) -> jax.Array:
     low = indices.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
     words = [pack_bits(low, low_bits)]
     if high_size:
-        ones = (indices >> low_bits) + (jnp.arange(k) if coding == "elias-fano" else 0)
+        ones = (indices >> low_bits) + _shift(k, coding)
         rows = jnp.arange(blocks)[:, None]
         bitmap = jnp.zeros((blocks, high_size), jnp.uint32)
         words.append(pack_bits(bitmap.at[rows, ones].set(1, unique_indices=True), 1))
@@ -82,8 +82,7 @@ def decode(
     if high_size:
         bitmap = unpack_bits(words[split:], 1, blocks * high_size).reshape(blocks, high_size)
         ones, complete = _positions_of_ones(bitmap.astype(jnp.int32), k)
-        high = ones - (jnp.arange(k) if coding == "elias-fano" else 0)
-        indices |= high << low_bits
+        indices |= (ones - _shift(k, coding)) << low_bits
     ascending = jnp.all(indices[:, 1:] > indices[:, :-1])
     inside = jnp.all((indices >= 0) & (indices < n))
     return indices, complete & ascending & inside
@@ -97,6 +96,12 @@ def _fields(n: int, k: int, coding: IndexCoding) -> tuple[int, int]:
         return 0, n
     low = (n // k).bit_length() - 1
     return low, k + -(-n >> low) - 1
+
+
+def _shift(k: int, coding: IndexCoding) -> jax.Array:
+    """What Elias-Fano adds to high parts, so that equal ones set different bits: ``(1, k)``."""
+    steps = jnp.arange(k, dtype=jnp.int32)[None]
+    return steps if coding == "elias-fano" else jnp.zeros_like(steps)
 
 
 def _positions_of_ones(bitmap: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -56,7 +56,7 @@ def shared(
         draw, shift = jax.random.split(key)
         chosen = jax.random.permutation(draw, n)[:k]
         offsets = jax.random.randint(shift, (blocks, 1), 0, n)
-        return (chosen + offsets).astype(jnp.int32) % n
+        return (chosen[None] + offsets).astype(jnp.int32) % n
     start, move = (jnp.arange(k) * n // k, 1) if selection == "striding" else (jnp.arange(k), k)
     positions = (start + (step % n) * move) % n
     return jnp.broadcast_to(positions.astype(jnp.int32), (blocks, k))

@@ -1,6 +1,7 @@
 """Bytes on the wire, from shapes alone."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
-from demo_optax.compression import scheme
+from demo_optax.compression import indices, scheme
+from demo_optax.compression.blocks import block_geometry
 from demo_optax.compression.scheme import Compression
 
 
@@ -60,6 +62,66 @@ def packet_bytes(
         if equation.primitive.name.startswith(("all_gather", "psum", "all_reduce"))
         for operand in equation.invars
     )
+
+
+def reference_bytes(params, topk: int = 32, chunk_size: int = 64) -> int:
+    """What the published code sends by its own count: 12 bytes for each coefficient.
+
+    An int64 index and a float32 value, for blocks by the rule ``"divisor"``; the counts in the
+    byte table of Peng et al., version 2.
+
+    Args:
+      params: arrays or shapes of the parameters.
+      topk: coefficients of each block.
+      chunk_size: elements per side of a block at most.
+
+    Returns:
+      Bytes per step and worker.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> reference_bytes(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), topk=8)
+      98304
+    """
+    blocks = [block_geometry(x.shape, chunk_size, "divisor") for x in jax.tree.leaves(params)]
+    return sum(12 * b.num_blocks * min(topk, b.block_size) for b in blocks)
+
+
+def dense_bytes(params, bytes_per_value: int = 4) -> int:
+    """Bytes of the whole gradient, which data parallelism hands to an all-reduce.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> dense_bytes({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, bytes_per_value=2)
+      144
+    """
+    return bytes_per_value * sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+
+class IndexCost(NamedTuple):
+    """What the position of one of ``k`` of ``n`` coefficients costs.
+
+    Attributes:
+      coding: the cheapest coding.
+      bits: per position.
+      bound: bits that no coding can beat, ``log2(C(n, k)) / k``.
+    """
+
+    coding: str
+    bits: float
+    bound: float
+
+
+def index_cost(n: int, k: int) -> IndexCost:
+    """Bits per position for ``k`` of ``n`` coefficients, by the coding that ``"auto"`` takes.
+
+    Example:
+      >>> cost = index_cost(4096, 8)
+      >>> cost.coding, cost.bits, round(cost.bound, 2)
+      ('elias-fano', 10.875, 10.09)
+    """
+    coding = indices.cheapest(n, k)
+    return IndexCost(coding, indices.index_bits(n, k, coding) / k, indices.entropy_bits(n, k) / k)
 
 
 def _equations(jaxpr: core.Jaxpr):

@@ -1,0 +1,21 @@
+"""Eight simulated devices for all tests, and no silent broadcasting between ranks."""
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def compiled(caplog):
+    """A function that names the programs compiled since it was last called."""
+
+    def names():
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return [m for m in messages if m.startswith("Finished XLA compilation")]
+
+    with jax.log_compiles():
+        yield names

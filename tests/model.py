@@ -1,0 +1,48 @@
+"""A small network and its data, for tests of training on eight workers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import demo_optax
+
+WORKERS = 8
+
+
+def init(dtype=jnp.float32):
+    random = np.random.default_rng(0)
+    shapes = {"hidden": (12, 20), "bias": (20,), "out": (20, 3)}
+    return {n: jnp.asarray(0.3 * random.normal(size=s), dtype) for n, s in shapes.items()}
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["hidden"] + params["bias"][None])
+    return jnp.mean(jnp.square(hidden @ params["out"] - batch["y"]))
+
+
+def batch(step, rows=2 * WORKERS):
+    """Other data on each step and in each row, so that no two workers see the same."""
+    random = np.random.default_rng(step + 1)
+    x = random.normal(size=(rows, 12)).astype(np.float32)
+    return {"x": x, "y": np.sin(x[:, :3] * 2).astype(np.float32)}
+
+
+def part(batch, worker, workers=WORKERS):
+    """The rows that a worker sees."""
+    return {n: np.split(x, workers)[worker] for n, x in batch.items()}
+
+
+def stacked(batch, workers=WORKERS):
+    """The batch with an axis of workers in front."""
+    return {n: np.stack(np.split(x, workers)) for n, x in batch.items()}
+
+
+def train(tx, steps, *, mesh=None, axis_name="data", params=None, **options):
+    """Trains on the batches 0, 1, ...; returns parameters, state and the last metrics."""
+    mesh = mesh or jax.make_mesh((WORKERS,), ("data",))
+    params = init() if params is None else params
+    state = demo_optax.init_opt_state(tx, params, mesh, axis_name)
+    step = demo_optax.make_train_step(loss, tx, mesh, axis_name, **options)
+    for i in range(steps):
+        params, state, metrics = step(params, state, batch(i))
+    return params, state, metrics

@@ -1,0 +1,106 @@
+"""What blocks and their transforms are, written down a second time: NumPy float64 and SciPy.
+
+Shares nothing with the library. The stored layout is the documented one: the grid of blocks,
+then ``(columns, rows)``, where a block's columns are its last dimension larger than 1 and its
+rows all others, flattened.
+"""
+
+import numpy as np
+import scipy.fft
+import scipy.linalg
+
+
+def block_sides(shape, chunk, rule):
+    """Sides of a block: the last two dimensions larger than 1 first, then what still fits."""
+
+    def divisor(dim, limit):
+        return max(side for side in range(1, dim + 1) if dim % side == 0 and side <= limit)
+
+    sides = [1] * len(shape)
+    axes = [axis for axis in range(len(shape)) if shape[axis] > 1][::-1]
+    for place, axis in enumerate(axes):
+        if place >= 2:
+            sides[axis] = divisor(shape[axis], min(chunk, chunk * chunk // int(np.prod(sides))))
+        elif rule == "divisor":
+            sides[axis] = divisor(shape[axis], chunk)
+        else:
+            sides[axis] = min(shape[axis], chunk)
+    return tuple(sides)
+
+
+def dct(block):
+    return scipy.fft.dctn(block, norm="ortho")
+
+
+def inverse_dct(block):
+    return scipy.fft.idctn(block, norm="ortho")
+
+
+def by_matrix(basis):
+    """A block transform that multiplies each dimension with ``basis(n)``."""
+
+    def transform(block):
+        for axis in range(block.ndim):
+            turned = np.tensordot(basis(block.shape[axis]), block, axes=(1, axis))
+            block = np.moveaxis(turned, 0, axis)
+        return block
+
+    return transform
+
+
+def hadamard_matrix(n):
+    """Sylvester's matrices of the powers of two that sum to ``n``, the largest first."""
+    powers = [1 << bit for bit in range(n.bit_length()) if n >> bit & 1][::-1]
+    return scipy.linalg.block_diag(*[scipy.linalg.hadamard(p) / np.sqrt(p) for p in powers])
+
+
+def to_coefficients(tensor, sides, transform):
+    """The stored coefficients of a tensor, float64 ``(*grid, columns, rows)``."""
+    tensor = np.asarray(tensor, np.float64)
+    if tensor.shape == ():
+        return to_coefficients(tensor.reshape(1), (1,), transform)[0]
+    grid = _grid(tensor.shape, sides)
+    stored = np.zeros((*grid, *_stored_block(tensor.shape, sides)))
+    for where in np.ndindex(*grid):
+        block = transform(tensor[_region(where, sides)])
+        full = np.zeros(sides)
+        full[tuple(slice(n) for n in block.shape)] = block
+        stored[where] = np.moveaxis(full, _last(tensor.shape), 0).reshape(stored.shape[-2:])
+    return stored
+
+
+def to_tensor(stored, shape, sides, inverse):
+    """The tensor of stored coefficients, float64; what is stored beyond an edge is not read."""
+    if shape == ():
+        return to_tensor(stored[None], (1,), (1,), inverse).reshape(())
+    tensor, last = np.zeros(shape), _last(shape)
+    columns_first = (sides[last], *sides[:last], *sides[last + 1 :])
+    for where in np.ndindex(*_grid(shape, sides)):
+        real = tensor[_region(where, sides)].shape
+        full = np.asarray(stored[where], np.float64).reshape(columns_first)
+        full = np.moveaxis(full, 0, last)
+        tensor[_region(where, sides)] = inverse(full[tuple(slice(n) for n in real)])
+    return tensor
+
+
+def beyond_the_edge(shape, sides):
+    """Booleans like the stored coefficients: places that stand for no coefficient."""
+    return to_coefficients(np.ones(shape), sides, lambda block: block) == 0
+
+
+def _grid(shape, sides):
+    return tuple(-(-dim // side) for dim, side in zip(shape, sides, strict=True))
+
+
+def _region(where, sides):
+    return tuple(slice(g * s, (g + 1) * s) for g, s in zip(where, sides, strict=True))
+
+
+def _last(shape):
+    """The last dimension larger than 1."""
+    return max((axis for axis, dim in enumerate(shape) if dim > 1), default=0)
+
+
+def _stored_block(shape, sides):
+    columns = sides[_last(shape)]
+    return columns, int(np.prod(sides)) // columns

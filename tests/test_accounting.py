@@ -1,0 +1,164 @@
+"""Bytes and seconds: the paper's table, the command, and what other programs send."""
+
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from demo_optax import Compression
+from demo_optax.accounting import collectives, index_cost
+from demo_optax.accounting.models import checkpoint_shapes, preset_shapes
+
+# Peng et al., version 2: MB per step and worker, as printed there (truncated).
+PAPER = {
+    "300m": {32: "29.9", 16: "14.9", 8: "7.49", 4: "3.74", 2: "1.87", 1: "0.93"},
+    "1b": {32: "110.32", 16: "55.16", 8: "27.58", 4: "13.79", 2: "6.89", 1: "3.44"},
+}
+PARAMETERS = {"300m": 319_946_752, "1b": 1_176_764_416}
+
+
+@pytest.mark.parametrize("preset", PAPER)
+def test_the_papers_byte_table_digit_for_digit(preset):
+    shapes = preset_shapes(preset)
+    assert demo_optax.dense_bytes(shapes, 1) == PARAMETERS[preset]
+    for k, printed in PAPER[preset].items():
+        digits = len(printed.split(".")[1])
+        size = demo_optax.reference_bytes(shapes, topk=k, chunk_size=64)
+        assert math.floor(size / 10 ** (6 - digits)) / 10**digits == float(printed)
+
+
+def test_300m_with_four_bits_is_five_hundred_times_smaller_than_the_papers_adamw():
+    size = demo_optax.packet_bytes(Compression(topk=8, values="int4"), preset_shapes("300m"))
+    assert size <= 1_260_000
+    assert 636.9e6 / size > 500
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_block"),
+    [
+        (dict(topk=8, values="int4"), 8 * 4 + 10 + (8 * 9 + 8 + 8 - 1)),
+        (dict(topk=8, values="sign"), 8 + 10 + (8 * 9 + 8 + 8 - 1)),
+        (dict(topk=1, values="bfloat16"), 16 + 12),
+        (dict(topk=2048, values="int8"), 2048 * 8 + 10 + 4096),
+        (dict(topk=4096, values="float32"), 4096 * 32),
+        (dict(topk=8, values="int8", selection="random"), 8 * 8 + 10),
+    ],
+)
+def test_packets_are_as_large_as_the_sum_of_their_bits(settings, per_block):
+    params = {"w": jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)}  # 256 blocks: whole words
+    expected = 16 + 256 * per_block / 8
+    assert demo_optax.packet_bytes(Compression(**settings), params) == expected
+
+
+def test_any_chain_can_be_asked():
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    alone = demo_optax.packet_bytes(Compression(topk=8), params)
+    demo = demo_optax.demo(1e-3, topk=8, axis_name="data")
+    injected = optax.inject_hyperparams(demo_optax.demo, static_args=("topk", "chunk_size"))
+    for tx in (
+        demo,
+        optax.chain(optax.clip_by_global_norm(1.0), demo),
+        injected(1e-3, topk=8, axis_name="data"),
+        optax.masked(demo, {"w": True, "b": True}),
+    ):
+        assert demo_optax.packet_bytes(tx, params) == alone
+    dense = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(1e-3))
+    assert demo_optax.packet_bytes(dense, params) == 4 * (64 * 64 + 64)
+    halves = optax.partition({"a": demo, "b": demo}, {"w": "a", "b": "b"})
+    only = [demo_optax.packet_bytes(Compression(topk=8), {n: params[n]}) for n in params]
+    assert demo_optax.packet_bytes(halves, params) == sum(only)
+
+
+def test_plan_adds_up():
+    params = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
+    settings = {"k=8": Compression(topk=8), "k=1": Compression(topk=1)}
+    times = demo_optax.plan(params, settings, 16, bandwidth=1e8, latency=0.01, compute_time=2.0)
+    dense, packet = times["AdamW, float32"], times["k=8"]
+    assert dense.transfer == pytest.approx(2 * 4e6 * 15 / 16 * 8 / 1e8)
+    assert dense.waiting == pytest.approx(30 * 0.01)
+    assert packet.packet == demo_optax.packet_bytes(settings["k=8"], params)
+    assert packet.wire == 15 * packet.packet
+    assert packet.step == pytest.approx(2.0 + packet.transfer + packet.waiting)
+    at_that = demo_optax.plan(params, settings, 16, packet.hiding_bandwidth, 0.01, 2.0)["k=8"]
+    assert at_that.transfer + at_that.waiting == pytest.approx(2.0)
+    assert times["k=1"].step < packet.step < times["AdamW, bfloat16"].step < dense.step
+    alone = demo_optax.plan(params, settings, 1, 1e8, 0.01, 2.0)
+    assert {time.step for time in alone.values()} == {2.0}
+    with pytest.raises(ValueError, match="workers >= 1"):
+        demo_optax.plan(params, settings, 0, 1e8)
+
+
+@pytest.mark.parametrize(
+    ("collective", "kind", "size"),
+    [
+        (lambda x: jax.lax.all_gather(x, "data"), "all-gather", 400),
+        (lambda x: jax.lax.psum(x, "data"), "all-reduce", 400),
+        (lambda x: jax.lax.psum_scatter(x, "data", tiled=True), "reduce-scatter", 400),
+        (lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "collective-permute", 400),
+    ],
+)
+def test_collectives_are_read_from_compiled_programs(collective, kind, size):
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    spec = jax.sharding.PartitionSpec("data")
+    placed = jax.device_put(np.ones((400,), np.float32), jax.NamedSharding(mesh, spec))
+    fn = jax.jit(
+        jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    found = collectives(fn.lower(placed).compile().as_text())
+    assert [(c.kind, c.dtype, c.operand_bytes) for c in found] == [(kind, "f32", size)]
+
+
+def run_command(*arguments):
+    command = [sys.executable, "-W", "error", "-m", "demo_optax.accounting", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_its_tables():
+    arguments = ["--preset", "300m", "--topk", "8", "--values", "int4", "--workers", "64", "--bandwidth", "1Gbit"]
+    done = run_command(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "319,946,752 parameters in 65 tensors" in done.stdout
+    assert "1,259,572 bytes a step" in done.stdout
+    table = done.stdout.split("Bits per index")[1].splitlines()[2:9]
+    for row, k in zip(table, (1, 2, 4, 8, 16, 32, 64), strict=True):
+        cells = row.split()
+        assert int(cells[0]) == k
+        assert float(cells[2]) == pytest.approx(index_cost(4096, k).bits, abs=1e-3)
+        assert float(cells[4]) <= 1.11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--preset", "300m", "--bandwidth", "1GB"], "is no bandwidth"),
+        (["--checkpoint", "nowhere"], "neither an Orbax checkpoint"),
+        (["--preset", "300m", "--topk", "0"], "topk must be at least 1"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, complaint):
+    done = run_command(*arguments)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_shapes_of_checkpoints(tmp_path):
+    from orbax import checkpoint
+
+    params = {"dense": {"w": np.ones((8, 4), np.float32)}, "b": np.ones(3, np.float32)}
+    np.savez(tmp_path / "arrays.npz", w=np.ones((8, 4), np.float32), step=np.int32(3))
+    assert (
+        json.dumps({n: x.shape for n, x in checkpoint_shapes(str(tmp_path / "arrays.npz")).items()})
+        == '{"w": [8, 4]}'
+    )
+    with checkpoint.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", {"params": params, "other": np.ones(99)})
+    found = checkpoint_shapes(str(tmp_path / "saved"))
+    assert sorted(x.shape for x in found.values()) == [(3,), (8, 4)]

@@ -1,0 +1,242 @@
+"""The packet: what arrives, what is refused, and that nothing is lost either way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import demo_optax
+from demo_optax import Compression, exchange
+from demo_optax.accounting import collectives
+from demo_optax.compression import packet as packets
+from demo_optax.compression import scheme
+from demo_optax.compression.values import VALUE_CODINGS
+from tests import model, oracles, workers
+
+SHAPES = {"w": (40, 24), "b": (7,), "s": ()}
+PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+WORKERS = 4
+DECAY = 0.9
+CODINGS = [Compression(topk=5, chunk_size=16, values=values) for values in VALUE_CODINGS]
+SHARED = [
+    Compression(topk=5, chunk_size=16, values="int8", selection=selection)
+    for selection in ("random", "striding", "slicing")
+]
+STOCHASTIC = [Compression(3, 16, values=v, rounding="stochastic") for v in ("bfloat16", "int4")]
+
+
+def name(compression):
+    return f"{compression.values}-{compression.selection}-{compression.rounding}"
+
+
+def gradients(seed):
+    """All workers' gradients, heavy-tailed, ``(workers, *shape)``."""
+    rng = np.random.default_rng(seed)
+    return {n: rng.standard_t(3, (WORKERS, *s)).astype(np.float32) for n, s in SHAPES.items()}
+
+
+def in_parameter_space(stored, shape, compression):
+    sides = oracles.block_sides(shape, compression.chunk_size, "pad")
+    return np.stack([oracles.to_tensor(m, shape, sides, oracles.inverse_dct) for m in stored])
+
+
+def momentum_tx(compression, factor=1.0):
+    return demo_optax.decoupled_momentum(
+        DECAY,
+        compression,
+        axis_name="data",
+        gradient_weight=1.0,
+        mean="workers",
+        subtraction_factor=factor,
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("compression", CODINGS + SHARED + STOCHASTIC, ids=name)
+def test_momentum_loses_exactly_what_the_others_decode(compression, factor):
+    """Summed over the workers: before = after + factor * workers * aggregate."""
+    tx = momentum_tx(compression, factor)
+    update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
+    for step in range(3):
+        gradient = gradients(step)
+        updates, new = update(gradient, state, PARAMS)
+        assert new.metrics.heard == WORKERS
+        for n, shape in SHAPES.items():
+            old = in_parameter_space(state.momentum[n], shape, compression)
+            left = in_parameter_space(new.momentum[n], shape, compression)
+            before = (DECAY * old + gradient[n]).sum(axis=0)
+            after = left.sum(axis=0) + factor * WORKERS * updates[n]
+            np.testing.assert_allclose(after, before, atol=3e-6 * np.abs(before).max())
+        state = new
+
+
+def corrupted(change):
+    """Puts ``change(packet)`` in the place of what worker 2 sent, on its way to everybody."""
+
+    def gather(packet, axis_name):
+        gathered = original(packet, axis_name)
+        return gathered.at[2].set(change(gathered[2]))
+
+    original = exchange.gather
+    return gather
+
+
+def resealed(change):
+    """A change behind which the checksum is right again: a sender that is wrong itself."""
+
+    def forge(words):
+        header, body, _ = packets.unseal(words)
+        header, body = change(header, body)
+        return packets.seal(header, body, jnp.array(True))
+
+    return forge
+
+
+SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
+ARRANGED = scheme.arrange(Compression(topk=5, chunk_size=16, values="int4"), SORTED_SHAPES)
+LAYOUT = ARRANGED.layout
+BY_COEFFICIENT = Compression(topk=5, chunk_size=16, indices="packed", values="float32")
+
+
+def first_of(group_size, section):
+    """The first word behind the header of a section of the group of blocks of this size."""
+    start = 0
+    for group in scheme.arrange(BY_COEFFICIENT, SORTED_SHAPES).layout.groups:
+        if group.block_size == group_size:
+            return start + sum(group.sections[:section])
+        start += sum(group.sections)
+    raise AssertionError
+
+
+def put(word, value):
+    return lambda header, body: (header, body.at[word].set(jnp.uint32(value)))
+
+
+FORGERIES = {
+    "not its checksum": lambda words: words.at[0].add(1),
+    "only zeros": jnp.zeros_like,
+    "only ones": lambda words: jnp.full_like(words, 0xFFFFFFFF),
+    "an infinite value": resealed(put(first_of(256, 2), 0x7F800000)),
+    "a value that is NaN": resealed(put(first_of(256, 2), 0x7FC00001)),
+    "one position twice": resealed(lambda h, b: (h, b.at[first_of(256, 0)].set(0))),
+    "an energy that is NaN": resealed(lambda h, b: (h._replace(sent=jnp.float32(np.nan)), b)),
+}
+
+
+@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery, mode, monkeypatch):
+    monkeypatch.setattr(exchange, "gather", corrupted(FORGERIES[forgery]))
+    tx = momentum_tx(BY_COEFFICIENT)
+    state, gradient = workers.init(tx, PARAMS, WORKERS), gradients(0)
+    updates, new = workers.update_of(tx, PARAMS, WORKERS, mode)(gradient, state, PARAMS)
+
+    monkeypatch.undo()
+    silent = {
+        n: np.where(np.arange(WORKERS).reshape(-1, *[1] * len(s)) == 2, np.nan, gradient[n])
+        for n, s in SHAPES.items()
+    }
+    expected, without = workers.update_of(tx, PARAMS, WORKERS, mode)(silent, state, PARAMS)
+
+    assert new.metrics.heard == without.metrics.heard == WORKERS - 1
+    for n, shape in SHAPES.items():
+        np.testing.assert_array_equal(updates[n], expected[n])
+        kept = in_parameter_space(new.momentum[n], shape, BY_COEFFICIENT)
+        np.testing.assert_allclose(kept[2], gradient[n][2], atol=1e-5)
+        others = [0, 1, 3]
+        np.testing.assert_array_equal(new.momentum[n][others], without.momentum[n][others])
+
+
+@pytest.mark.parametrize("compression", CODINGS, ids=name)
+def test_any_bit_that_flips_on_the_way_is_noticed(compression):
+    arrangement = scheme.arrange(compression, SORTED_SHAPES)
+    known = scheme.known_positions(compression, arrangement, jnp.int32(0))
+    rng = np.random.default_rng(0)
+    momenta = [
+        jnp.asarray(rng.normal(size=g.stored_shape), jnp.float32) for g in arrangement.geometries
+    ]
+    body = packets.encode(arrangement.layout, scheme.select(arrangement, momenta, known))
+    words = packets.seal(packets.Header(*jnp.ones(3)), body, jnp.array(True))
+    assert words.shape == (arrangement.layout.words,)
+
+    @jax.jit
+    @jax.vmap
+    def intact(word, bit):
+        changed = words.at[word].set(words[word] ^ (jnp.uint32(1) << bit))
+        return packets.unseal(changed)[2]
+
+    word, bit = np.divmod(np.arange(32 * words.size), 32)
+    assert packets.unseal(words)[2]
+    assert not intact(word, bit.astype(np.uint32)).any()
+
+
+@settings(deadline=None, max_examples=60)
+@given(words=st.binary(min_size=4 * LAYOUT.words, max_size=4 * LAYOUT.words))
+def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(words):
+    """With a checksum that is right: every position that is accepted lies in its block."""
+    _, body, _ = packets.unseal(jnp.asarray(np.frombuffer(words, np.uint32)))
+    known = scheme.known_positions(Compression(), ARRANGED, jnp.int32(0))
+    message, sound = packets.decode(LAYOUT, body, known)
+    if sound:
+        for group, indices, values in zip(LAYOUT.groups, *message, strict=True):
+            assert (np.diff(indices, axis=1) > 0).all()
+            assert int(indices.min()) >= 0 and int(indices.max()) < group.block_size
+            assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize("compression", CODINGS + SHARED[:1] + STOCHASTIC[:1], ids=name)
+def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(compression):
+    mesh = jax.make_mesh((8,), ("data",))
+    tx = optax.chain(
+        demo_optax.decoupled_momentum(0.9, compression, axis_name="data"),
+        optax.scale_by_sign(),
+        optax.scale_by_learning_rate(1e-2),
+    )
+    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    params = model.init()
+    opt_state = demo_optax.init_opt_state(tx, params, mesh)
+    program = jax.jit(step).lower(params, opt_state, model.batch(0)).compile().as_text()
+    for seed in range(5):
+        params, opt_state, metrics = step(params, opt_state, model.batch(seed))
+
+    (only,) = collectives(program)
+    assert (only.kind, only.dtype[0], only.participants) == ("all-gather", "u", 8)
+    assert only.operand_bytes == demo_optax.packet_bytes(tx, params) == metrics.packet_bytes
+    assert only.operand_bytes == demo_optax.packet_bytes(compression, params)
+    for leaf in jax.tree.leaves(params):
+        copies = {bytes(np.asarray(shard.data)) for shard in leaf.addressable_shards}
+        assert len(leaf.addressable_shards) == 8
+        assert len(copies) == 1
+
+
+def test_stochastic_rounding_differs_between_workers_and_is_reproducible():
+    tx = momentum_tx(Compression(3, 16, values="int4", rounding="stochastic"))
+    state = workers.init(tx, PARAMS, WORKERS)
+    same = {n: np.broadcast_to(g[:1], g.shape) for n, g in gradients(0).items()}
+    update = workers.update_of(tx, PARAMS, WORKERS)
+    (_, one), (_, two) = update(same, state, PARAMS), update(same, state, PARAMS)
+    assert (one.momentum["w"][0] != one.momentum["w"][1]).any()
+    np.testing.assert_array_equal(one.momentum["w"], two.momentum["w"])
+
+
+@pytest.mark.parametrize("selection", ["random", "striding", "slicing"])
+def test_shared_positions_take_no_room_and_visit_everything(selection):
+    """Without decay, a gradient that is seen once is delivered in the end."""
+    compression = Compression(topk=5, chunk_size=8, selection=selection)
+    tx = demo_optax.decoupled_momentum(0.999999, compression, axis_name="data", gradient_weight=1.0)
+    params = {"w": np.zeros((8, 8), np.float32)}
+    with_positions = demo_optax.packet_bytes(Compression(topk=5, chunk_size=8), params)
+    assert demo_optax.packet_bytes(compression, params) == 4 * 4 + 4 * 5 < with_positions
+
+    rng = np.random.default_rng(0)
+    gradient = {"w": rng.normal(size=(WORKERS, 8, 8)).astype(np.float32)}
+    nothing = {"w": np.zeros_like(gradient["w"])}
+    update, state = workers.update_of(tx, params, WORKERS), workers.init(tx, params, WORKERS)
+    total = np.zeros((8, 8))
+    for step in range(13 if selection != "random" else 150):
+        updates, state = update(nothing if step else gradient, state, params)
+        total += updates["w"]
+    np.testing.assert_allclose(total, gradient["w"].mean(axis=0), atol=1e-4)

@@ -1,0 +1,119 @@
+"""Value codings against NumPy, and the properties that error feedback rests on."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from demo_optax.compression import values as codings
+
+QUANTISED = [c for c in codings.VALUE_CODINGS if c not in ("float32", "bfloat16")]
+LEVELS = {
+    "int8": np.arange(-127, 128),
+    "int4": np.arange(-7, 8),
+    "int2": np.array([-3, -2, 2, 3]),
+    "sign": np.array([-1, 1]),
+    "float8": np.unique(
+        [
+            x
+            for x in np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
+            if np.isfinite(x)
+        ]
+    ),
+}
+
+blocks = hnp.arrays(
+    np.float32,
+    st.sampled_from([(1, 1), (3, 8), (2, 33)]),  # few, since each is another program to compile
+    elements=st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False),
+)
+
+
+def roundtrip(values, coding, key=None):
+    fields = codings.encode(jnp.asarray(values), coding, key)
+    decoded, sound = codings.decode(fields, coding)
+    assert sound
+    assert int(fields.values.max()) < 2 ** codings.value_bits(coding)
+    assert int(np.array(fields.steps).max(initial=0)) < 2**10
+    return np.array(decoded), fields
+
+
+@settings(deadline=None, max_examples=30)
+@given(values=blocks)
+def test_plain_codings_are_those_of_ml_dtypes(values):
+    np.testing.assert_array_equal(roundtrip(values, "float32")[0], values)
+    expected = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(roundtrip(values, "bfloat16")[0], expected)
+
+
+@pytest.mark.parametrize("coding", QUANTISED)
+@settings(deadline=None, max_examples=30)
+@given(values=blocks)
+def test_quantised_values_are_the_nearest_level_times_a_coarse_step(coding, values):
+    decoded, fields = roundtrip(values, coding)
+    for row, out, field in zip(values, decoded, np.array(fields.steps), strict=True):
+        step = np.uint32(field << 21).view(np.float32).astype(float)
+        levels = LEVELS[coding] * step
+        assert set(out.astype(float)) <= set(levels)  # exact: no rounding of level times step
+        error = np.abs(out - row.astype(float))
+        best = np.abs(levels[:, None] - row.astype(float)).min(axis=0)
+        assert (error <= best * (1 + 1e-5) + 1e-6 * step).all()
+        largest = np.abs(row).max()
+        if coding in ("int8", "int4", "float8") and step > 0:
+            assert largest <= levels.max() <= 1.26 * largest  # nothing is clipped, little wasted
+
+
+@pytest.mark.parametrize("coding", QUANTISED)
+@settings(deadline=None, max_examples=30)
+@given(values=blocks)
+def test_what_stays_has_no_more_energy_than_what_was_there(coding, values):
+    values = values.astype(float)
+    left = values - roundtrip(values, coding)[0]
+    assert (left**2).sum() <= 1.1 * (values**2).sum() + 1e-30
+
+
+@pytest.mark.parametrize("coding", ["bfloat16", "float8", "int8", "int4", "int2", "sign"])
+def test_stochastic_rounding_is_reproducible_and_right_on_average(coding):
+    values = np.linspace(-1.0, 1.0, 41, dtype=np.float32)[None] * 0.9
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(
+        roundtrip(values, coding, key)[0], roundtrip(values, coding, key)[0]
+    )
+    draws = jax.vmap(
+        lambda k: codings.decode(codings.encode(jnp.asarray(values), coding, k), coding)[0]
+    )(jax.random.split(key, 4000))
+    low, high = np.array(draws).min(), np.array(draws).max()
+    inside = (values[0] >= low) & (values[0] <= high)
+    spread = np.array(draws).std(axis=0)[0][inside]
+    error = np.abs(np.array(draws).mean(axis=0)[0] - values[0])[inside]
+    assert inside.sum() >= 15
+    assert (error <= 5 * spread / np.sqrt(4000) + 1e-6).all()
+    assert spread.max() > 0
+
+
+@pytest.mark.parametrize("coding", QUANTISED)
+def test_steps_and_levels_that_do_not_exist_are_found(coding):
+    fields = codings.encode(jnp.ones((3, 5)), coding)
+    assert codings.decode(fields, coding)[1]
+    infinite = fields._replace(steps=fields.steps.at[1].set(255 << 2))
+    assert not codings.decode(infinite, coding)[1]
+    if len(LEVELS[coding]) < 2 ** codings.value_bits(coding):
+        unknown = fields._replace(values=fields.values.at[2, 4].set(len(LEVELS[coding])))
+        assert not codings.decode(unknown, coding)[1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("coding", ["float32", "bfloat16"])
+def test_values_that_are_not_finite_are_found(coding, bad):
+    fields = codings.encode(jnp.array([[1.0, bad]]), coding)
+    assert not codings.decode(fields, coding)[1]
+
+
+def test_zeros_and_numbers_too_small_for_a_step_are_sent_as_zeros():
+    for coding in QUANTISED:
+        decoded, _ = roundtrip(np.array([[0.0, 0.0], [1e-39, 0.0]], np.float32), coding)
+        np.testing.assert_array_equal(decoded, 0.0)
