@@ -121,7 +121,18 @@ def run_command(*arguments):
 
 
 def test_the_command_prints_its_tables():
-    arguments = ["--preset", "300m", "--topk", "8", "--values", "int4", "--workers", "64", "--bandwidth", "1Gbit"]
+    arguments = [
+        "--preset",
+        "300m",
+        "--topk",
+        "8",
+        "--values",
+        "int4",
+        "--workers",
+        "64",
+        "--bandwidth",
+        "1Gbit",
+    ]
     done = run_command(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "319,946,752 parameters in 65 tensors" in done.stdout

@@ -25,7 +25,7 @@ class TrainMetrics(NamedTuple):
       gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
       aux: what the loss function returned beside the loss, with a leading axis of workers.
       exchange: `demo_optax.ExchangeMetrics`, or None where the optimizer keeps none.
-      packet_bytes: int, bytes that each worker handed to the exchange.
+      packet_bytes: int, the bytes that each worker handed to the exchange.
     """
 
     loss: jax.Array
@@ -116,17 +116,22 @@ def make_train_step(
             out_specs=(P(), specs, P(axis_name), P()),
             check_vma=check_vma,
         )
-        size = accounting.packet_bytes(tx, params, axis_name)
         params, opt_state, (loss, norm, aux), exchanged = sharded(params, opt_state, batch, *key)
-        return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, jnp.int32(size))
+        return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
 
     everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))
+    packet_bytes = None
 
     def step(params, opt_state, batch, *key):
+        nonlocal packet_bytes
+        if packet_bytes is None:
+            packet_bytes = accounting.packet_bytes(tx, params, axis_name)
         _require_divisible(batch, workers)
         # Arrays that are in their place already, as all are from the second step on, stay there.
         params, key = jax.device_put((params, key), everywhere)
-        return placed_step(params, opt_state, jax.device_put(batch, divided), *key)
+        batch = jax.device_put(batch, divided)
+        params, opt_state, metrics = placed_step(params, opt_state, batch, *key)
+        return params, opt_state, metrics._replace(packet_bytes=packet_bytes)
 
     return step
 

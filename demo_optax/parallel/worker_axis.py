@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
+from demo_optax.decoupled_momentum import DecoupledMomentumState
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
@@ -133,7 +134,8 @@ def stack_workers(
 
     ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is
     called inside, where each worker holds one entry of that axis. With it a Flax ``TrainState``
-    or any other holder of an optax transformation works unchanged.
+    or any other holder of an optax transformation works unchanged. A worker whose gradient is
+    not finite keeps its entries as they were, so that no second moment is lost to one bad batch.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
@@ -171,9 +173,18 @@ def stack_workers(
     def update_fn(updates, state, params=None, **extra_args):
         single = jax.eval_shape(tx.init, updates if params is None else params)
         stacked = jax.tree.map(lambda x, one: x.ndim > one.ndim, state, single)
-        state = jax.tree.map(_own_entry, state, single)
-        updates, state = tx.update(updates, state, params, **extra_args)
-        return updates, jax.tree.map(lambda x, s: x[None] if s else x, state, stacked)
+        old = jax.tree.map(_own_entry, state, single)
+        finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]).all()
+        updates, new = tx.update(updates, old, params, **extra_args)
+
+        def keep(new, old, stacked):
+            if isinstance(new, DecoupledMomentumState):  # which protects itself
+                return jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
+            return jnp.where(finite, new, old)[None] if stacked else new
+
+        return updates, jax.tree.map(
+            keep, new, old, stacked, is_leaf=lambda x: isinstance(x, DecoupledMomentumState)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

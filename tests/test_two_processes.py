@@ -1,0 +1,39 @@
+"""Two processes on one machine: what they exchange crosses a real network interface."""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).parent / "programs" / "count_wire_bytes.py"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("values", ["float32", "int4"])
+def test_two_processes_move_the_bytes_that_are_accounted_for(values):
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), address, str(i), values],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert results[0]["parameters"] == results[1]["parameters"]
+    for result in results:
+        assert result["heard"] == 2
+        both = 2 * result["packet"]  # each sends its packet to the other
+        assert both <= result["seen"] <= 1.1 * both + 4096
