@@ -44,5 +44,6 @@ def train(tx, steps, *, mesh=None, axis_name="data", params=None, **options):
     state = demo_optax.init_opt_state(tx, params, mesh, axis_name)
     step = demo_optax.make_train_step(loss, tx, mesh, axis_name, **options)
     for i in range(steps):
-        params, state, metrics = step(params, state, batch(i))
+        # Simulated devices share a few threads: several steps in flight can wait for each other.
+        params, state, metrics = jax.block_until_ready(step(params, state, batch(i)))
     return params, state, metrics

@@ -1,0 +1,63 @@
+"""The optimizers by name, with defaults found in short sweeps on the `tiny` model."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import optax
+
+import demo_optax
+from demo_optax.compression.values import ValueCoding
+
+OptimizerName = Literal[
+    "demo", "demo-paper", "demo-sgd", "demo-adamw", "demo-lion", "demo-muon", "adamw"
+]
+
+
+class Settings(NamedTuple):
+    """What an optimizer is made from; its momentum decay is AdamW's b1."""
+
+    learning_rate: optax.Schedule
+    decay: float
+    weight_decay: float
+    topk: int
+    chunk_size: int
+    values: ValueCoding
+
+
+class Recipe(NamedTuple):
+    """Default learning rate, momentum decay and weight decay, and what makes the optimizer."""
+
+    learning_rate: float
+    decay: float
+    weight_decay: float
+    make: Callable[[Settings], optax.GradientTransformation]
+
+
+def _decoupled(optimizer, settings: Settings, **options) -> optax.GradientTransformation:
+    return optimizer(**settings._asdict(), axis_name="data", **options)
+
+
+def _data_parallel_adamw(settings: Settings) -> optax.GradientTransformation:
+    rate, decay, weight_decay = settings[:3]
+    return optax.chain(
+        demo_optax.mean_over_workers("data"),
+        optax.adamw(rate, b1=decay, b2=0.95, weight_decay=weight_decay),
+    )
+
+
+def _scaled_demo(settings: Settings) -> optax.GradientTransformation:
+    # Each worker scales its own gradient before it compresses it: what is sent then matters.
+    scale = optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True)
+    return _decoupled(demo_optax.demo, settings, precondition=scale)
+
+
+RECIPES: dict[OptimizerName, Recipe] = {
+    "demo": Recipe(2e-3, 0.95, 0.0, _scaled_demo),
+    "demo-paper": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
+    "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
+    "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
+    "demo-lion": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_lion)),
+    "demo-muon": Recipe(1e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
+    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw),
+}

@@ -1,0 +1,51 @@
+"""What the properties are tried on: shapes of rank 0 to 4, odd and prime sizes, small blocks.
+
+The random transform, whose programs take long to compile, is asked for by name.
+"""
+
+import math
+
+import jax
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import demo_optax
+
+shapes = (
+    st.lists(st.integers(1, 13), max_size=4).map(tuple).filter(lambda shape: math.prod(shape) < 500)
+)
+trees = st.lists(shapes, min_size=1, max_size=3).map(tuple)
+chunks = st.integers(1, 8)
+rules = st.sampled_from(["pad", "divisor"])
+values = st.sampled_from(["float32", "bfloat16"])
+seeds = st.integers(0, 10**6)
+compressions = st.builds(
+    demo_optax.Compression,
+    topk=st.integers(1, 20),
+    chunk_size=chunks,
+    values=values,
+    transform=st.sampled_from(["dct", "hadamard", "identity"]),
+    block_rule=rules,
+)
+
+
+def examples(number):
+    """So many examples, the same on each run; each compiles a program of its own."""
+    return settings(max_examples=number, deadline=None, derandomize=True)
+
+
+def gradients(seed, shapes, workers=None, dtype=np.float32):
+    """A list of random tensors, with an axis of workers in front where there are several."""
+    random = np.random.default_rng(seed)
+    front = () if workers is None else (workers,)
+    return [random.normal(size=(*front, *shape)).astype(dtype) for shape in shapes]
+
+
+def start(tx, shapes, workers=None):
+    """``tx.update``, compiled, and the first state; for several workers stacked under vmap."""
+    state = tx.init([np.zeros(shape, np.float32) for shape in shapes])
+    if workers is None:
+        return jax.jit(tx.update), state
+    state = jax.tree.map(lambda x: np.stack([x] * workers), state)
+    return jax.jit(jax.vmap(tx.update, axis_name="data")), state

@@ -1,0 +1,109 @@
+"""Nothing is lost: what leaves the momentum is what the others decode, rounding included."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import demo_optax
+from tests import draws, oracles
+
+alphas = st.sampled_from([1.0, 0.5, 0.2])
+
+
+INVERSES = {
+    "dct": oracles.inverse_dct,
+    "hadamard": oracles.by_matrix(lambda n: oracles.hadamard_matrix(n).T),
+    "identity": lambda block: block,
+}
+
+
+def by_oracle(momenta, shapes, compression):
+    """Each worker's momentum as tensors."""
+    inverse, rule = INVERSES[compression.transform], compression.block_rule
+    return [
+        np.stack([oracles.to_tensor(m, shape, sides, inverse) for m in np.asarray(stored)])
+        for stored, shape in zip(momenta, shapes, strict=True)
+        for sides in [oracles.block_sides(shape, compression.chunk_size, rule)]
+    ]
+
+
+def assert_conserved(shapes, compression, alpha, seed, workers, steps=2):
+    tx = demo_optax.decoupled_momentum(
+        0.9,
+        compression,
+        gradient_weight=0.3,
+        mean="workers",
+        subtraction_factor=alpha,
+        axis_name="data",
+    )
+    update, state = draws.start(tx, shapes, workers)
+    for step in range(steps):
+        before = by_oracle(state.momentum, shapes, compression)
+        gradients = draws.gradients(seed + step, shapes, workers)
+        aggregate, state = update(gradients, state)
+        after = by_oracle(state.momentum, shapes, compression)
+        for m, g, kept, mean in zip(before, gradients, after, aggregate, strict=True):
+            total = np.sum(0.9 * m + 0.3 * g, axis=0)
+            sent = workers * np.asarray(mean, np.float64)[0]
+            scale = max(np.abs(total).max(), 1.0)
+            np.testing.assert_allclose(
+                np.sum(kept, axis=0) + alpha * sent, total, rtol=0, atol=3e-6 * scale
+            )
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@draws.examples(12)
+@given(shapes=draws.trees, compression=draws.compressions, alpha=alphas, seed=draws.seeds)
+def test_momentum_before_is_momentum_after_and_what_was_sent(
+    workers, shapes, compression, alpha, seed
+):
+    assert_conserved(shapes, compression, alpha, seed, workers)
+
+
+def test_random_basis_is_carried_over_without_loss():
+    """One gradient arrives whole, in many messages, each in another basis."""
+    shape, steps = (11, 9), 40
+    compression = demo_optax.Compression(20, 8, "bfloat16", "random")
+    tx = demo_optax.decoupled_momentum(1 - 1e-7, compression, gradient_weight=1.0)
+    update, state = draws.start(tx, [shape])
+    [gradient] = draws.gradients(0, [shape])
+    sent = np.zeros(shape)
+    for step in range(steps):
+        [aggregate], state = update([gradient * (step == 0)], state)
+        sent += aggregate
+    np.testing.assert_allclose(sent, gradient, rtol=0, atol=1e-4)
+
+
+@draws.examples(16)
+@given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
+def test_sending_everything_empties_the_momentum(shapes, compression, seed):
+    largest = compression.chunk_size**2
+    compression = dataclasses.replace(compression, topk=largest, values="float32")
+    tx = demo_optax.decoupled_momentum(0.9, compression, gradient_weight=0.3)
+    update, state = draws.start(tx, shapes)
+    gradients = draws.gradients(seed, shapes)
+    aggregate, state = update(gradients, state)
+    for gradient, sent, momentum in zip(gradients, aggregate, state.momentum, strict=True):
+        np.testing.assert_array_equal(momentum, 0.0)
+        np.testing.assert_allclose(sent, 0.3 * gradient, rtol=1e-4, atol=1e-5)
+
+
+@draws.examples(20)
+@given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
+def test_padding_takes_no_coefficients_place_and_stays_zero(shape, compression, seed):
+    """Of each block as many coefficients leave as are asked for, or as it really has."""
+    compression = dataclasses.replace(compression, values="float32", block_rule="pad")
+    tx = demo_optax.decoupled_momentum(0.9, compression, gradient_weight=1.0)
+    update, state = draws.start(tx, [shape])
+    sides = oracles.block_sides(shape, compression.chunk_size, "pad")
+    padding = oracles.beyond_the_edge(shape, sides).reshape(-1, np.prod(sides, dtype=int))
+    for step in range(2):
+        _, state = update(draws.gradients(seed + step, [shape]), state)
+        blocks = np.asarray(state.momentum[0]).reshape(padding.shape)
+        np.testing.assert_array_equal(blocks[padding], 0.0)
+        left = np.sum(~padding & (blocks == 0), axis=1)
+        real = np.sum(~padding, axis=1)
+        np.testing.assert_array_equal(left, np.minimum(real, compression.topk))

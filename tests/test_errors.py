@@ -1,0 +1,211 @@
+"""Wrong use is an error that says what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from tests import model, workers
+
+DEMO = demo_optax.demo(1e-3, topk=4, chunk_size=8, axis_name="data")
+ALONE = demo_optax.demo(1e-3, topk=4, chunk_size=8)
+Compression = demo_optax.Compression
+
+
+@pytest.mark.parametrize(
+    "settings, error, message",
+    [
+        (dict(topk=0), ValueError, "topk must be at least 1, not 0"),
+        (dict(topk=-3), ValueError, "topk must be at least 1"),
+        (dict(topk=2.5), TypeError, "topk must be an integer"),
+        (dict(topk=True), TypeError, "topk must be an integer"),
+        (dict(topk=jnp.array(3)), TypeError, "static_args"),
+        (dict(chunk_size=0), ValueError, "chunk_size must be at least 1, not 0"),
+        (dict(chunk_size=jnp.array(8)), TypeError, "static_args"),
+        (dict(seed=-1), ValueError, "seed must be at least 0"),
+        (dict(values="float7"), ValueError, "values must be one of 'float32', 'bfloat16'"),
+        (dict(transform="fft"), ValueError, "transform must be one of 'dct', 'hadamard'"),
+        (dict(block_rule="crop"), ValueError, "block_rule must be one of 'pad', 'divisor'"),
+    ],
+)
+def test_compression_refuses(settings, error, message):
+    with pytest.raises(error, match=message):
+        Compression(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings, error, message",
+    [
+        (dict(decay=1.0), ValueError, r"decay must lie in \[0, 1\), not 1.0"),
+        (dict(decay=-0.1), ValueError, r"decay must lie in \[0, 1\)"),
+        (dict(decay=np.nan), ValueError, r"decay must lie in \[0, 1\)"),
+        (dict(decay="0.9"), TypeError, "decay must be a number"),
+        (dict(decay=[0.9, 0.9]), TypeError, "decay must be a number"),
+        (dict(decay=jnp.ones(2)), TypeError, "decay must be a number"),
+        (dict(subtraction_factor=0.0), ValueError, r"subtraction_factor must lie in \(0, 1\]"),
+        (dict(subtraction_factor=1.5), ValueError, r"subtraction_factor must lie in \(0, 1\]"),
+        (dict(mean="median"), ValueError, "mean must be one of 'senders', 'workers'"),
+    ],
+)
+def test_momentum_refuses(settings, error, message):
+    with pytest.raises(error, match=message):
+        demo_optax.decoupled_momentum(**settings)
+    with pytest.raises(error, match=message):
+        demo_optax.demo(1e-3, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(decay=0.0), dict(decay=0.999), dict(subtraction_factor=1.0), dict(topk=10**6)]
+)
+def test_limits_themselves_are_allowed(settings):
+    tx = demo_optax.demo(1e-3, **settings)
+    tx.init(jnp.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_leaves_must_be_real_numbers(dtype):
+    params = {"w": jnp.ones((4, 4)), "steps": jnp.ones((3,), dtype)}
+    with pytest.raises(TypeError, match=r"parameter\['steps'\].*optax.masked"):
+        ALONE.init(params)
+
+
+def test_topk_turned_into_an_array_by_inject_hyperparams():
+    tx = optax.inject_hyperparams(demo_optax.demo)(learning_rate=1e-3)
+    with pytest.raises(TypeError, match=r'static_args=\("topk", "chunk_size"\)'):
+        tx.init(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "tx", [DEMO, demo_optax.mean_over_workers("data")], ids=["demo", "mean_over_workers"]
+)
+def test_axis_must_be_bound(tx):
+    params = model.init()
+    with pytest.raises(NameError, match=r"'data', which is not bound here.*make_train_step"):
+        tx.update(params, tx.init(params), params)
+
+
+def summed_gradients(tx, mode):
+    """An update with the gradients that ``jax.grad`` gives inside ``shard_map`` by itself."""
+    params = model.init()
+    specs = demo_optax.state_specs(DEMO, params, workers.mesh_of(8))
+
+    def step(params, state, batch):
+        gradient = jax.grad(model.loss)(params, batch)
+        if mode != "shard_map":
+            gradient = jax.lax.psum(gradient, "data")
+        return tx.update(gradient, state, params)
+
+    run = workers.spread(step, (P(), specs, P("data")), (P(), specs), 8, mode)
+    return run(params, workers.init(DEMO, params, 8), model.stacked(model.batch(0)))
+
+
+def test_summed_gradients_are_refused_by_their_type():
+    with pytest.raises(ValueError, match=r"gradient\['bias'\] is not local.*local_value_and_grad"):
+        summed_gradients(DEMO, "shard_map")
+
+
+def test_summed_gradients_are_refused_by_the_dense_mean_too():
+    mean = demo_optax.mean_over_workers("data")
+    run = workers.spread(lambda g: mean.update(g, mean.init(g))[0], (P(),), P(), 8, "shard_map")
+    with pytest.raises(ValueError, match=r"is not local.*local_value_and_grad"):
+        run(model.init())
+
+
+@pytest.mark.parametrize("mode", ["vmap", "pmap", "shard_map unchecked"])
+def test_summed_gradients_are_found_out_by_their_packets(mode):
+    _, state = summed_gradients(DEMO, mode)
+    with pytest.raises(ValueError, match=r"all 8 workers sent the very same packet.*not local"):
+        demo_optax.check_metrics(demo_optax.exchange_metrics(state))
+
+
+def test_train_step_refuses_an_optimizer_that_does_not_exchange():
+    mesh = workers.mesh_of(8)
+    for tx in (optax.adam(1e-3), ALONE):
+        with pytest.raises(ValueError, match=r"differ between the workers.*axis_name='data'"):
+            demo_optax.init_opt_state(tx, model.init(), mesh)
+        with pytest.raises(ValueError, match="drift apart unseen"):
+            demo_optax.state_specs(tx, model.init(), mesh)
+        step = demo_optax.make_train_step(model.loss, tx, mesh)
+        with pytest.raises(ValueError, match="mean_over_workers"):
+            step(model.init(), tx.init(model.init()), model.batch(0))
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("made_for, used_on", [(8, 4), (4, 8)])
+def test_state_of_another_number_of_workers(made_for, used_on, placed):
+    params = model.init()
+    state = demo_optax.init_opt_state(DEMO, params, workers.mesh_of(made_for))
+    step = demo_optax.make_train_step(model.loss, DEMO, workers.mesh_of(used_on))
+    with pytest.raises(ValueError, match="another number of workers"):
+        step(params, state if placed else jax.device_get(state), model.batch(0))
+
+
+def test_state_without_a_worker_axis():
+    params = model.init()
+    step = demo_optax.make_train_step(model.loss, DEMO, workers.mesh_of(8))
+    with pytest.raises(ValueError, match="init_opt_state"):
+        step(params, DEMO.init(params), model.batch(0))
+
+
+def test_stacked_state_used_without_taking_the_worker_axis_off():
+    params = model.init()
+    state = workers.init(DEMO, params, 8)
+    run = workers.spread(DEMO.update, (P("data"), P(), P()), (P(), P()), 8, "vmap")
+    gradients = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), params)
+    with pytest.raises(ValueError, match=r"axis of 8 workers.*stack_workers"):
+        run(gradients, state, params)
+
+
+def test_gradient_of_another_tree():
+    params = model.init()
+    state = ALONE.init(params)
+    for other in ({"hidden": params["hidden"]}, list(params.values())):
+        with pytest.raises(ValueError, match="tree is not the one that the state was made for"):
+            ALONE.update(other, state, other)
+
+
+def test_gradient_of_another_shape():
+    state = ALONE.init({"w": jnp.ones((16, 8))})
+    other = {"w": jnp.ones((24, 8))}
+    with pytest.raises(ValueError, match=r"gradient\['w'\] of shape \(24, 8\).*anew"):
+        ALONE.update(other, state, other)
+
+
+def test_compression_that_does_not_match_the_state():
+    params = {"w": jnp.ones((16, 16))}
+    changed = demo_optax.demo(1e-3, topk=4, chunk_size=16)
+    with pytest.raises(ValueError, match="chunk_size or block_rule changed"):
+        changed.update(params, ALONE.init(params), params)
+
+
+def test_batch_that_cannot_be_divided():
+    params, mesh = model.init(), workers.mesh_of(8)
+    state = demo_optax.init_opt_state(DEMO, params, mesh)
+    step = demo_optax.make_train_step(model.loss, DEMO, mesh)
+    with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(12, 12\).*8 workers"):
+        step(params, state, model.batch(0, rows=12))
+    with pytest.raises(ValueError, match=r"batch has shape \(\).*8 workers"):
+        step(params, state, np.float32(1))
+    cut = demo_optax.make_train_step(model.loss, DEMO, mesh, microbatches=3)
+    with pytest.raises(ValueError, match=r"2 rows.*3 equal microbatches.*workers x microbatches"):
+        cut(params, state, model.batch(0))
+
+
+@pytest.mark.parametrize(
+    "microbatches, error", [(0, ValueError), (1.5, TypeError), (jnp.array(2), TypeError)]
+)
+def test_microbatches_must_be_a_positive_integer(microbatches, error):
+    with pytest.raises(error, match="microbatches must be"):
+        demo_optax.make_train_step(model.loss, DEMO, workers.mesh_of(8), microbatches=microbatches)
+
+
+@pytest.mark.parametrize("axis_name", ["model", ("data", "model"), None])
+def test_axis_must_be_the_meshs(axis_name):
+    mesh = workers.mesh_of(8)
+    with pytest.raises(ValueError, match=r"one or several of the mesh's axes \('data',\)"):
+        demo_optax.make_train_step(model.loss, DEMO, mesh, axis_name)
+    with pytest.raises(ValueError, match=r"one or several of the mesh's axes \('data',\)"):
+        demo_optax.init_opt_state(DEMO, model.init(), mesh, axis_name)

@@ -1,0 +1,115 @@
+"""A worker whose gradient is not finite is left out; the others go on as if it were not there."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from tests import model, workers
+
+SMALL = dict(topk=4, chunk_size=8, axis_name="data")
+DEMO = demo_optax.demo(
+    5e-3,
+    decay=0.95,
+    weight_decay=0.1,
+    precondition=optax.scale_by_rms(0.9, bias_correction=True),
+    **SMALL,
+)
+CHAINS = {
+    "demo": DEMO,
+    "adamw": demo_optax.demo_adamw(5e-3, weight_decay=0.1, **SMALL),
+    "lion": demo_optax.demo_lion(5e-3, b1=0.5, weight_decay=0.1, **SMALL),
+    "by hand": optax.chain(
+        demo_optax.decoupled_momentum(0.9, demo_optax.Compression(4, 8), axis_name="data"),
+        optax.trace(0.9),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(0.1),
+    ),
+}
+
+
+def broken_batch(step, broken):
+    """A batch in which the losses of some workers are not finite: ``{worker: nan or inf}``."""
+    batch = model.stacked(model.batch(step))
+    for worker, value in broken.items():
+        batch["x"][worker, 0, 0] = value
+    return {n: np.concatenate(x) for n, x in batch.items()}
+
+
+def trainer(tx, count=model.WORKERS, check_vma=True):
+    """A step from and to NumPy arrays, and the specs of its state."""
+    mesh = workers.mesh_of(count)
+    specs = demo_optax.state_specs(tx, model.init(), mesh)
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    step = demo_optax.make_train_step(model.loss, tx, mesh, check_vma=check_vma)
+
+    def train(params, state, batch):
+        params = jax.tree.map(np.copy, params)
+        return jax.tree.map(np.asarray, step(params, jax.device_put(state, shardings), batch))
+
+    return train, specs
+
+
+def after_two_steps(tx, train):
+    params, state = model.init(), workers.init(tx, model.init(), model.WORKERS)
+    for i in range(2):
+        params, state, _ = train(params, state, model.batch(i))
+    return params, state
+
+
+def assert_same(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
+    train, specs = trainer(DEMO, check_vma=check_vma)
+    before, state_before = after_two_steps(DEMO, train)
+    broken, rest = {3: np.nan, 5: np.inf}, [0, 1, 2, 4, 6, 7]
+    batch = broken_batch(2, broken)
+    params, state, metrics = train(before, state_before, batch)
+
+    assert metrics.exchange.heard == 6
+    assert np.isfinite(metrics.gradient_norm).tolist() == [i in rest for i in range(8)]
+    for worker in broken:
+        for kept in ("momentum", "precondition"):
+            ours, theirs = (getattr(s[0], kept) for s in (state, state_before))
+            assert_same(*jax.tree.map(lambda x, w=worker: x[w] if x.ndim else x, (ours, theirs)))
+
+    def of_rest(spec, x):
+        return x[rest] if spec == jax.P("data") else x
+
+    train_rest, _ = trainer(DEMO, len(rest), check_vma)
+    batch_of_rest = {n: np.concatenate(x[rest]) for n, x in model.stacked(batch).items()}
+    state_of_rest = jax.tree.map(of_rest, specs, state_before)
+    params_alone, state_alone, metrics_alone = train_rest(before, state_of_rest, batch_of_rest)
+    assert_same(params, params_alone)
+    assert_same(jax.tree.map(of_rest, specs, state), state_alone)
+    assert_same(metrics.exchange, metrics_alone.exchange)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_parameters_rest_where_no_worker_is_heard(name):
+    tx = CHAINS[name]
+    train, _ = trainer(tx)
+    before, state_before = after_two_steps(tx, train)
+    batch = broken_batch(2, dict.fromkeys(range(8), np.nan))
+    params, state, metrics = train(before, state_before, batch)
+    assert metrics.exchange.heard == 0
+    assert_same(params, before)
+    assert_same(state[0].momentum, state_before[0].momentum)
+
+    params, state, metrics = train(params, state, model.batch(3))
+    assert metrics.exchange.heard == model.WORKERS
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+    assert all(np.any(params[n] != before[n]) for n in params)
+
+
+def test_a_ready_made_chain_rests_outside_the_train_step_too():
+    tx = demo_optax.demo(5e-3, weight_decay=0.1, topk=4, chunk_size=8)
+    params = model.init()
+    gradient = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
+    updates, state = jax.jit(tx.update)(gradient, tx.init(params), params)
+    assert_same(updates, jax.tree.map(np.zeros_like, params))
+    assert_same(state[0].momentum, tx.init(params)[0].momentum)

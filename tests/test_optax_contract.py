@@ -1,0 +1,109 @@
+"""optax's own contract suite for contributed optimizers, with ours in the place of its own."""
+
+import functools
+import importlib.util
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl.testing import parameterized
+
+import demo_optax
+
+SHAPE_SETTINGS = ("topk", "chunk_size")
+
+
+def contract(*optimizers, without=()):
+    """A fresh copy of the suite's module, made for these optimizers alone.
+
+    The suite hands its lists of optimizers to ``parameterized.product`` while its class is made:
+    that is where ours take their place, and where the targets named in ``without`` are left out.
+    """
+    entries = tuple(
+        dict(opt_name=name, opt_kwargs=kwargs, wrapper_name=None, wrapper_kwargs=None)
+        for name, kwargs in optimizers
+    )
+    product = parameterized.product
+
+    def product_for_ours(*lists, **grid):
+        if "target" in grid:
+            grid["target"] = tuple(t for t in grid["target"] if t.__name__ not in without)
+        return product(*[entries for _ in lists], **grid)
+
+    spec = importlib.util.find_spec("optax.contrib._common_test")
+    suite = importlib.util.module_from_spec(spec)
+    with mock.patch.object(parameterized, "product", product_for_ours):
+        spec.loader.exec_module(suite)
+    suite._get_opt_factory = functools.partial(getattr, demo_optax)
+    # Where the suite asks for settings that cannot be injected to be added to its list.
+    suite._inject = types.SimpleNamespace(inject_hyperparams=inject_ours)
+    return suite.ContribTest
+
+
+def inject_ours(factory, static_args=()):
+    return optax.inject_hyperparams(factory, (*static_args, *SHAPE_SETTINGS))
+
+
+class NothingSkipped:
+    """Makes the suite's own skips, as for optimizers that take no schedule, failures."""
+
+    def skipTest(self, reason):
+        self.fail(reason)
+
+
+class TestAll(
+    NothingSkipped,
+    contract(
+        ("demo_adamw", {"learning_rate": 1e-2}),
+        ("demo_sgd", {"learning_rate": 1e-1}),
+    ),
+):
+    pass
+
+
+class TestAllButRosenbrock(
+    NothingSkipped,
+    # Steps of fixed size cannot follow Rosenbrock's valley.
+    contract(
+        ("demo", {"learning_rate": 1e-3}),
+        ("demo_lion", {"learning_rate": 1e-3}),
+        ("demo_muon", {"learning_rate": 1e-3}),
+        without=("_setup_rosenbrock",),
+    ),
+):
+    pass
+
+
+def test_injected_learning_rate_acts_in_and_behind_the_momentum_of_many_workers(compiled):
+    decay, rates = 0.5, np.array([0.1, 0.02, 0.3, 0.05])
+    gradient = np.array([4.0, -3.0, 2.0, 1.0])
+    inject = optax.inject_hyperparams(demo_optax.demo, static_args=("topk", "chunk_size"))
+    tx = inject(
+        learning_rate=lambda step: jnp.array(rates, jnp.float32)[step],
+        decay=decay,
+        topk=1,
+        transform="identity",
+        axis_name="data",
+    )
+    mesh = jax.make_mesh((8,), ("data",))
+    params = {"w": jnp.zeros(4)}
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx, mesh)
+    batch = np.tile(gradient, (8, 1)).astype(np.float32)
+
+    momentum, expected = np.zeros(4), np.zeros(4)
+    for i, rate in enumerate(rates):
+        compiled()
+        params, state, _ = jax.block_until_ready(step(params, state, batch))
+        assert len(compiled()) == 0 or i == 0
+        momentum = decay * momentum + rate * gradient
+        largest = np.argmax(np.abs(momentum))
+        expected[largest] -= rate * np.sign(momentum[largest])
+        momentum[largest] = 0
+        np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
+        stored = np.asarray(state.inner_state[0].momentum["w"]).reshape(8, 4)
+        np.testing.assert_allclose(stored, np.tile(momentum, (8, 1)), rtol=1e-6)
+        np.testing.assert_allclose(state.hyperparams["learning_rate"], rate, rtol=1e-6)

@@ -1,0 +1,67 @@
+"""Parameters stay bit-identical on all workers, while every worker has its own momentum."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from tests import model
+
+SMALL = dict(topk=4, chunk_size=8, axis_name="data")
+OPTIMIZERS = {
+    "demo": demo_optax.demo(5e-3, decay=0.95, weight_decay=0.01, **SMALL),
+    "adamw": demo_optax.demo_adamw(5e-3, transform="random", values="bfloat16", **SMALL),
+    "preconditioned": demo_optax.demo(
+        5e-3, decay=0.95, precondition=optax.scale_by_rms(0.95, bias_correction=True), **SMALL
+    ),
+}
+
+
+def copies(x):
+    """The bytes of an array on each device."""
+    return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replicas_are_bit_identical_after_200_steps(name, check_vma):
+    tx = OPTIMIZERS[name]
+    before = model.loss(model.init(), model.batch(1000))
+    params, state, metrics = model.train(tx, 200, check_vma=check_vma)
+    for leaf in jax.tree.leaves(params):
+        assert len(copies(leaf)) == model.WORKERS
+        assert len(set(copies(leaf))) == 1
+    for leaf in jax.tree.leaves(state[0].momentum):
+        assert len(set(copies(leaf))) == model.WORKERS
+    for leaf in jax.tree.leaves(state[1:]):
+        assert len(set(copies(leaf))) == 1
+    assert metrics.exchange.heard == model.WORKERS
+    assert model.loss(jax.device_get(params), model.batch(1000)) < 0.5 * before
+
+
+@functools.cache
+def trained(steps):
+    params, state, _ = model.train(OPTIMIZERS["demo"], steps)
+    return params, state[0].momentum
+
+
+def test_replicas_along_two_axes_are_those_along_one():
+    both = ("outer", "inner")
+    tx = demo_optax.demo(5e-3, decay=0.95, weight_decay=0.01, **{**SMALL, "axis_name": both})
+    params, state, _ = model.train(tx, 5, mesh=jax.make_mesh((2, 4), both), axis_name=both)
+    ours = params, state[0].momentum
+    jax.tree.map(np.testing.assert_array_equal, ours, trained(5))
+
+
+@pytest.mark.parametrize("kind, placed", [("Explicit", True), ("Auto", True), ("Auto", False)])
+def test_replicas_are_the_same_on_every_type_of_mesh(kind, placed):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    params = model.init()
+    if placed:
+        params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    params, state, _ = model.train(OPTIMIZERS["demo"], 5, mesh=mesh, params=params)
+    ours = params, state[0].momentum
+    jax.tree.map(np.testing.assert_array_equal, ours, trained(5))

@@ -1,0 +1,150 @@
+"""The ready-made train step: its options, its metrics, and that it compiles once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from tests import model, oracles
+
+SMALL = dict(topk=4, chunk_size=8, axis_name="data")
+# Everything is sent at once and nothing is kept: a step along the mean of the gradients.
+PLAIN_SGD = demo_optax.demo_sgd(1.0, decay=0.0, topk=64, chunk_size=8, axis_name="data")
+
+
+def gradients_of_workers(batch):
+    parts = [model.part(batch, worker) for worker in range(model.WORKERS)]
+    return [jax.device_get(jax.grad(model.loss)(model.init(), part)) for part in parts]
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
+
+
+def mesh():
+    return jax.make_mesh((model.WORKERS,), ("data",))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_loss_and_gradient_norm_are_each_workers_own(check_vma):
+    _, _, metrics = model.train(PLAIN_SGD, 1, check_vma=check_vma, clip_norm=0.01)
+    batch = model.batch(0)
+    losses = [model.loss(model.init(), model.part(batch, i)) for i in range(model.WORKERS)]
+    np.testing.assert_allclose(metrics.loss, losses, rtol=1e-5)
+    norms = [norm(gradient) for gradient in gradients_of_workers(batch)]
+    np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
+    tx = demo_optax.decoupled_momentum(
+        0.9, demo_optax.Compression(4, 8), axis_name="data", subtraction_factor=alpha
+    )
+    _, _, metrics = model.train(tx, 1)
+    total, sent, kept = 0.0, 0.0, 0.0
+    for gradient in gradients_of_workers(model.batch(0)):
+        for leaf in gradient.values():
+            sides = oracles.block_sides(leaf.shape, 8, "pad")
+            coefficients = 0.1 * oracles.to_coefficients(leaf, sides, oracles.dct)
+            energies = np.sort(np.square(coefficients).reshape(-1, np.prod(sides)))
+            total += energies.sum()
+            sent += energies[:, -4:].sum()
+            kept += energies[:, :-4].sum() + (1 - alpha) ** 2 * energies[:, -4:].sum()
+    assert metrics.exchange.heard == model.WORKERS
+    assert not metrics.exchange.identical
+    np.testing.assert_allclose(metrics.exchange.sent_share, sent / total, rtol=1e-4)
+    expected = np.sqrt(kept / model.WORKERS)
+    np.testing.assert_allclose(metrics.exchange.residual_norm, expected, rtol=1e-4)
+    assert metrics.packet_bytes == demo_optax.packet_bytes(tx, model.init())
+
+
+def test_clipping_acts_on_each_local_gradient():
+    gradients = gradients_of_workers(model.batch(0))
+    limit = float(np.median([norm(gradient) for gradient in gradients]))
+    params, _, _ = model.train(PLAIN_SGD, 1, clip_norm=limit)
+    scales = [min(1.0, limit / norm(gradient)) for gradient in gradients]
+    for n, start in model.init().items():
+        clipped = [s * g[n] for s, g in zip(scales, gradients, strict=True)]
+        expected = np.asarray(start) - np.mean(clipped, axis=0)
+        np.testing.assert_allclose(params[n], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_microbatches_are_one_big_batch():
+    tx = demo_optax.demo_sgd(1.0, decay=0.9, **SMALL)
+
+    def train(microbatches):
+        step = demo_optax.make_train_step(model.loss, tx, mesh(), microbatches=microbatches)
+        params = model.init()
+        state = demo_optax.init_opt_state(tx, params, mesh())
+        for i in range(3):
+            batch = model.batch(i, rows=6 * model.WORKERS)
+            params, state, metrics = jax.block_until_ready(step(params, state, batch))
+        return params, state[0].momentum, metrics.loss, metrics.gradient_norm
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), train(3), train(1)
+    )
+
+
+def test_each_worker_and_microbatch_has_its_own_key():
+    def loss_fn(params, batch, key):
+        return model.loss(params, batch), jax.random.bits(key, (2,))
+
+    step = demo_optax.make_train_step(loss_fn, PLAIN_SGD, mesh(), microbatches=2, random_key=True)
+    params = model.init()
+    state = demo_optax.init_opt_state(PLAIN_SGD, params, mesh())
+    drawn = set()
+    for i in range(3):
+        key = jax.random.fold_in(jax.random.key(0), i)
+        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i), key))
+        assert metrics.aux.shape == (model.WORKERS, 2, 2)
+        drawn |= {tuple(bits) for bits in np.asarray(metrics.aux).reshape(-1, 2).tolist()}
+    assert len(drawn) == 3 * model.WORKERS * 2
+
+
+def test_aux_has_an_axis_of_workers():
+    def loss_fn(params, batch):
+        return model.loss(params, batch), {"sum": batch["x"].sum(), "rows": batch["y"]}
+
+    step = demo_optax.make_train_step(loss_fn, PLAIN_SGD, mesh())
+    params, batch = model.init(), model.batch(0)
+    state = demo_optax.init_opt_state(PLAIN_SGD, params, mesh())
+    _, _, metrics = jax.block_until_ready(step(params, state, batch))
+    stacked = model.stacked(batch)
+    np.testing.assert_array_equal(metrics.aux["rows"], stacked["y"])
+    sums = stacked["x"].sum((1, 2))
+    np.testing.assert_allclose(metrics.aux["sum"], sums, rtol=1e-4, atol=1e-4)
+
+
+def test_step_compiles_once_with_schedules(compiled):
+    tx = demo_optax.demo_adamw(optax.cosine_decay_schedule(1e-2, 5), transform="random", **SMALL)
+    params = model.init()
+    state = demo_optax.init_opt_state(tx, params, mesh())
+    step = demo_optax.make_train_step(model.loss, tx, mesh(), clip_norm=1.0)
+    compiled()
+    params, state, _ = step(params, state, model.batch(0))
+    assert any("placed_step" in name for name in compiled())
+    for i in range(1, 5):
+        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
+        demo_optax.check_metrics(metrics.exchange)
+    assert not [name for name in compiled() if "step" in name]
+
+
+def test_bfloat16_parameters_have_a_float32_momentum():
+    tx = demo_optax.decoupled_momentum(0.9, demo_optax.Compression(1, 8), axis_name="data")
+    start = model.init(jnp.bfloat16)
+    params, state, _ = model.train(tx, 1, params=start)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.momentum))
+    for worker in range(model.WORKERS):
+        part = model.part(model.batch(0), worker)
+        gradient = jax.device_get(jax.grad(model.loss)(model.init(jnp.bfloat16), part))
+        for n, leaf in gradient.items():
+            sides = oracles.block_sides(leaf.shape, 8, "pad")
+            expected = 0.1 * oracles.to_coefficients(leaf, sides, oracles.dct)
+            flat = expected.reshape(-1, np.prod(sides))
+            np.put_along_axis(flat, np.abs(flat).argmax(1)[:, None], 0.0, axis=1)
+            stored = np.asarray(state.momentum[n])[worker]
+            np.testing.assert_allclose(stored, flat.reshape(stored.shape), atol=1e-5)

@@ -1,0 +1,110 @@
+"""Blocks and their transforms against SciPy and NumPy in float64."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import demo_optax
+from tests import draws, oracles
+
+TRANSFORMS = {
+    "dct": oracles.dct,
+    "hadamard": oracles.by_matrix(oracles.hadamard_matrix),
+    "identity": lambda block: block,
+}
+
+
+def all_coefficients(shape, compression, gradient):
+    """What the momentum holds of a gradient, and what comes back when all of it is sent."""
+    compression = dataclasses.replace(compression, topk=10**4, values="float32")
+    tx = demo_optax.decoupled_momentum(
+        0.0, compression, gradient_weight=1.0, subtraction_factor=1e-30
+    )
+    update, state = draws.start(tx, [shape])
+    [restored], state = update([gradient], state)
+    return np.asarray(state.momentum[0]), np.asarray(restored, np.float64)
+
+
+def assert_coefficients(shape, compression, gradient, rtol):
+    stored, restored = all_coefficients(shape, compression, gradient)
+    exact = np.asarray(gradient, np.float64)
+    np.testing.assert_allclose(restored, exact, rtol=rtol, atol=1e-5)
+    sides = oracles.block_sides(shape, compression.chunk_size, compression.block_rule)
+    np.testing.assert_array_equal(stored[oracles.beyond_the_edge(shape, sides)], 0.0)
+    np.testing.assert_allclose(np.sum(stored**2), np.sum(exact**2), rtol=1e-4)
+    if compression.transform in TRANSFORMS:
+        expected = oracles.to_coefficients(exact, sides, TRANSFORMS[compression.transform])
+        np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(jnp.float32, 1e-4), (jnp.bfloat16, 1e-2)])
+@draws.examples(24)
+@given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
+def test_coefficients_are_the_oracles_and_go_back(dtype, rtol, shape, compression, seed):
+    [gradient] = draws.gradients(seed, [shape], dtype=dtype)
+    assert_coefficients(shape, compression, gradient, rtol)
+
+
+@draws.examples(5)
+@given(shape=draws.shapes, chunk=draws.chunks, rule=draws.rules, seed=draws.seeds)
+def test_random_transform_is_orthonormal(shape, chunk, rule, seed):
+    compression = demo_optax.Compression(1, chunk, transform="random", block_rule=rule)
+    [gradient] = draws.gradients(seed, [shape])
+    assert_coefficients(shape, compression, gradient, 1e-4)
+
+
+@draws.examples(60)
+@given(
+    shape=st.lists(st.integers(1, 200), max_size=4).map(tuple),
+    chunk=st.integers(1, 80),
+    rule=draws.rules,
+)
+def test_blocks_follow_the_documented_rule(shape, chunk, rule):
+    compression = demo_optax.Compression(1, chunk, block_rule=rule)
+    sides = oracles.block_sides(shape, chunk, rule)
+    assert np.prod(sides) <= chunk**2
+    grid = tuple(-(-dim // side) for dim, side in zip(shape, sides, strict=True))
+    columns = next((s for s, dim in zip(sides[::-1], shape[::-1], strict=True) if dim > 1), 1)
+    stored = (*grid, columns, np.prod(sides, dtype=int) // columns)
+    assert demo_optax.compression.scheme.geometry(compression, shape).stored_shape == stored
+
+
+@draws.examples(8)
+@given(
+    chunk=draws.chunks,
+    grid=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    seed=draws.seeds,
+    transform=st.sampled_from(["dct", "hadamard"]),
+)
+def test_rules_agree_where_the_chunk_divides(chunk, grid, seed, transform):
+    shape = tuple(chunk * n for n in grid)
+    [gradient] = draws.gradients(seed, [shape])
+    results = []
+    for rule in ("pad", "divisor"):
+        compression = demo_optax.Compression(3, chunk, transform=transform, block_rule=rule)
+        update, state = draws.start(demo_optax.decoupled_momentum(0.9, compression), [shape])
+        [aggregate], state = update([gradient], state)
+        results.append((np.asarray(aggregate), np.asarray(state.momentum[0])))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_random_basis_is_another_on_each_step_and_loses_nothing():
+    compression = demo_optax.Compression(64, 8, transform="random")
+    tx = demo_optax.decoupled_momentum(
+        0.5, compression, gradient_weight=1.0, subtraction_factor=1e-30
+    )
+    [gradient] = draws.gradients(0, [(11, 9)])
+    update, state = draws.start(tx, [(11, 9)])
+    stored, total = [], 0.0
+    for _ in range(3):
+        [aggregate], state = update([gradient], state)
+        total = 0.5 * total + gradient
+        np.testing.assert_allclose(aggregate, total, rtol=1e-4, atol=1e-5)
+        stored.append(np.asarray(state.momentum[0]) / np.linalg.norm(total))
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert np.abs(stored[one] - stored[other]).max() > 0.05

@@ -1,0 +1,59 @@
+"""Trees of every kind: what is no parameter passes through."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+
+SMALL = demo_optax.Compression(4, 8)
+
+
+def step(params, tx=None):
+    tx = tx or demo_optax.decoupled_momentum(0.9, SMALL, gradient_weight=1.0)
+    return jax.jit(tx.update)(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 4), (0, 1)])
+def test_empty_leaves_pass_through(shape):
+    params = {"empty": jnp.zeros(shape), "w": jnp.ones((9, 10))}
+    updates, state = step(params)
+    assert updates["empty"].shape == shape
+    assert state.momentum["empty"].size == 0
+    alone, _ = step({"w": params["w"]})
+    np.testing.assert_array_equal(updates["w"], alone["w"])
+    assert state.metrics.heard == 1
+
+
+@pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=["None", "MaskedNode"])
+def test_missing_leaves_pass_through(nothing):
+    params = {"absent": nothing, "w": jnp.ones((9, 10)), "nested": [nothing, (nothing,)]}
+    updates, state = step(params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert jax.tree.structure(state.momentum) == jax.tree.structure(params)
+    alone, _ = step({"w": params["w"]})
+    np.testing.assert_array_equal(updates["w"], alone["w"])
+
+
+@pytest.mark.parametrize("params", [{}, [], None, {"empty": np.zeros((0, 3), np.float32)}])
+def test_a_tree_without_numbers_is_no_error(params):
+    updates, state = step(params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert state.metrics.heard == 1
+    assert state.metrics.sent_share == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_momentum_keeps_the_dtype_that_is_asked_for(dtype):
+    tx = demo_optax.decoupled_momentum(0.9, SMALL, momentum_dtype=dtype)
+    params = {"w": jnp.linspace(-1, 1, 90).reshape(9, 10)}
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(params, state)
+    assert updates["w"].dtype == jnp.float32
+    assert state.momentum["w"].dtype == dtype
+    exact, _ = step(params, demo_optax.decoupled_momentum(0.9, SMALL))
+    first, _ = step(params, tx)
+    np.testing.assert_allclose(first["w"], exact["w"], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,203 @@
+"""Which state belongs to a worker, in whatever chain or holder the optimizer stands."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from tests import model, workers
+
+SMALL = demo_optax.Compression(4, 8)
+MOMENTUM = demo_optax.decoupled_momentum(0.9, SMALL, axis_name="data")
+LOCAL, SHARED = P("data"), P()
+GRADIENTS = {
+    n: np.random.default_rng(1).normal(size=(4, *x.shape)).astype(np.float32)
+    for n, x in model.init().items()
+}
+
+
+def specs_of(tx):
+    return demo_optax.state_specs(tx, model.init(), workers.mesh_of(8))
+
+
+def same(specs, spec):
+    leaves = jax.tree.leaves(specs)
+    return len(leaves) > 0 and all(leaf == spec for leaf in leaves)
+
+
+def scaled(tree, factor):
+    return jax.tree.map(lambda x: x * np.float32(factor), tree)
+
+
+def run(tx, steps=3, mode="shard_map", count=4, gradients=GRADIENTS):
+    """Updates of each step, for gradients that are scaled differently on each."""
+    params = {n: x for n, x in model.init().items() if n in gradients}
+    state, update = workers.init(tx, params, count), workers.update_of(tx, params, count, mode)
+    all_updates = []
+    for step in range(steps):
+        updates, state = update(scaled(gradients, 1 + step), state, params)
+        all_updates.append(updates)
+    return all_updates, state
+
+
+def assert_close(ours, theirs):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours, theirs)
+
+
+def test_state_in_front_of_the_exchange_is_local_and_behind_it_shared():
+    tx = optax.chain(optax.scale_by_adam(), MOMENTUM, optax.scale_by_adam(), optax.scale(-1e-2))
+    before, momentum, behind, _ = specs_of(tx)
+    assert same((before.mu, before.nu), LOCAL)
+    assert before.count == SHARED
+    assert same(momentum.momentum, LOCAL)
+    assert momentum.count == SHARED
+    assert same(momentum.metrics, SHARED)
+    assert same(behind, SHARED)
+
+    params, state, _ = model.train(tx, 3)
+    for local in jax.tree.leaves((state[0].mu, state[0].nu, state[1].momentum)):
+        entries = np.asarray(local)
+        assert len(entries) == model.WORKERS
+        assert len({entry.tobytes() for entry in entries}) == model.WORKERS
+    shapes = jax.tree.map(jnp.shape, params)
+    assert jax.tree.map(jnp.shape, state[2].nu) == shapes
+    for leaf in jax.tree.leaves((params, state[2])):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+
+
+def test_state_of_the_preconditioner_is_local():
+    tx = demo_optax.demo(1e-3, precondition=optax.scale_by_rms(), axis_name="data")
+    assert same(specs_of(tx)[0].precondition, LOCAL)
+
+
+def test_state_grows_a_worker_axis_where_its_specs_say_so():
+    tx = demo_optax.demo_adamw(1e-3, topk=4, chunk_size=8, axis_name="data")
+    params = model.init()
+    state = demo_optax.init_opt_state(tx, params, workers.mesh_of(8))
+    jax.tree.map(
+        lambda x, one, spec: (
+            np.testing.assert_equal(x.shape, (8, *one.shape) if spec == LOCAL else one.shape),
+            np.testing.assert_equal(x.sharding.spec == spec, True),
+        ),
+        state,
+        tx.init(params),
+        specs_of(tx),
+    )
+
+
+def test_map_params_finds_the_momentum_in_a_stacked_state():
+    tx = demo_optax.demo(1e-3, axis_name="data")
+    state = demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(8))
+    specs = optax.tree.map_params(tx, lambda _: LOCAL, state, transform_non_params=lambda _: SHARED)
+    assert specs == specs_of(tx)
+
+
+@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
+def test_partition_leaves_each_part_its_own_optimizer(mode):
+    dense = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(0.1))
+    labels = {"hidden": "demo", "out": "demo", "bias": "dense"}
+    tx = optax.partition({"demo": optax.chain(MOMENTUM, optax.scale(-1.0)), "dense": dense}, labels)
+    ours, _ = run(tx, mode=mode)
+
+    matrices = {n: GRADIENTS[n] for n in ("hidden", "out")}
+    theirs, _ = run(optax.chain(MOMENTUM, optax.scale(-1.0)), gradients=matrices)
+    bias, adam = {"bias": GRADIENTS["bias"].mean(0)}, optax.adam(0.1)
+    state = adam.init(bias)
+    for step, updates in enumerate(ours):
+        assert_close({n: updates[n] for n in matrices}, theirs[step])
+        expected, state = adam.update(scaled(bias, 1 + step), state)
+        assert_close({"bias": updates["bias"]}, expected)
+
+
+def test_masked_leaves_go_another_way():
+    matrices = {"hidden": True, "out": True, "bias": False}
+    rest = jax.tree.map(lambda x: not x, matrices)
+    dense = demo_optax.mean_over_workers("data")
+    ours, state = run(optax.chain(optax.masked(MOMENTUM, matrices), optax.masked(dense, rest)))
+    assert isinstance(state[0].inner_state.momentum["bias"], optax.MaskedNode)
+    theirs, _ = run(MOMENTUM, gradients={n: GRADIENTS[n] for n in ("hidden", "out")})
+    for step, updates in enumerate(ours):
+        assert_close({n: updates[n] for n in ("hidden", "out")}, theirs[step])
+        np.testing.assert_allclose(
+            updates["bias"], (1 + step) * GRADIENTS["bias"].mean(0), rtol=1e-5, atol=1e-7
+        )
+
+
+def test_multi_steps_exchange_the_mean_of_their_gradients():
+    tx = optax.MultiSteps(MOMENTUM, 2).gradient_transformation()
+    assert same(specs_of(tx).acc_grads, LOCAL)
+    ours, _ = run(tx, 4)
+    params = model.init()
+    state, update = workers.init(MOMENTUM, params, 4), workers.update_of(MOMENTUM, params, 4)
+    for step, factor in ((1, 1.5), (3, 3.5)):
+        assert not any(np.any(x) for x in jax.tree.leaves(ours[step - 1]))
+        expected, state = update(scaled(GRADIENTS, factor), state, params)
+        assert_close(ours[step], expected)
+
+
+def test_linen_train_state_holds_a_stacked_optimizer():
+    class Network(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(3)(jnp.tanh(linen.Dense(20)(x)))
+
+    network, batch, mesh = Network(), model.batch(0), workers.mesh_of(8)
+    params = network.init(jax.random.key(0), batch["x"])["params"]
+    plain = demo_optax.demo(5e-3, topk=4, chunk_size=8, axis_name="data")
+    state = TrainState.create(
+        apply_fn=network.apply, params=params, tx=demo_optax.stack_workers(plain, mesh)
+    )
+
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.square(network.apply({"params": params}, batch["x"]) - batch["y"]))
+
+    def worker(state, batch):
+        _, gradient = demo_optax.local_value_and_grad(loss_fn, "data")(state.params, batch)
+        return state.apply_gradients(grads=gradient)
+
+    specs = jax.tree.map(lambda _: SHARED, state).replace(
+        opt_state=demo_optax.state_specs(plain, params, mesh)
+    )
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), (specs, P("data")))
+    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs))
+    ready_made = demo_optax.make_train_step(loss_fn, plain, mesh)
+    expected, opt_state = (
+        jax.tree.map(jnp.copy, params),
+        demo_optax.init_opt_state(plain, params, mesh),
+    )
+    for i in range(3):
+        state = jax.block_until_ready(step(*jax.device_put((state, model.batch(i)), shardings)))
+        expected, opt_state, _ = jax.block_until_ready(
+            ready_made(expected, opt_state, model.batch(i))
+        )
+    assert int(state.step) == 3
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected)
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, opt_state)
+
+
+def test_nnx_model_trains_by_split_and_merge():
+    network = nnx.Sequential(
+        nnx.Linear(12, 20, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(20, 3, rngs=nnx.Rngs(1))
+    )
+    graph, params = nnx.split(network, nnx.Param)
+
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.square(nnx.merge(graph, params)(batch["x"]) - batch["y"]))
+
+    mesh, tx = workers.mesh_of(8), demo_optax.demo(5e-3, topk=4, chunk_size=8, axis_name="data")
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(loss_fn, tx, mesh)
+    losses = []
+    for i in range(60):
+        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
+        losses.append(float(metrics.loss.mean()))
+    assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:3])
+    nnx.update(network, params)
+    np.testing.assert_allclose(
+        network.layers[0].kernel[...], jax.tree.leaves(params)[1], rtol=0, atol=0
+    )
