@@ -4,8 +4,12 @@ Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes i
 over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types are silent.
 """
 
+from collections.abc import Callable, Mapping
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 AxisName = str | tuple[str, ...] | None
 
@@ -14,6 +18,8 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
     """The axis names as a tuple: ``()`` for None, ``(name,)`` for a single name."""
     if axis_name is None:
         return ()
+    if isinstance(axis_name, list):
+        raise TypeError(f"several axis names are given as a tuple: {tuple(axis_name)}.")
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
@@ -44,6 +50,21 @@ def as_varying(tree, axis_name: AxisName):
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
+    """The program of a function without arguments, traced as a worker on a mesh of these sizes.
+
+    Nothing is computed or allocated, and the mesh that is in context plays no part.
+    """
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+    def worker():
+        fn()
+        return jnp.zeros(())
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()))()
 
 
 def like(x: jax.Array, reference: jax.Array) -> jax.Array:

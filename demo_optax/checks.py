@@ -35,12 +35,18 @@ def static_dtype(name: str, value) -> None:
             f"{name} must be a dtype, not an array. optax.inject_hyperparams calls whatever can be "
             f"called, jnp.float32 included: give the dtype's name, as in {name}='float32'."
         )
-    if not jnp.issubdtype(value, jnp.floating):
-        raise TypeError(f"{name} must be a floating-point dtype, not {value!r}.")
+    if not jnp.issubdtype(value, jnp.floating) or jnp.finfo(value).bits < 16:
+        raise TypeError(f"{name} must be a floating-point dtype of 16 bits or more, not {value!r}.")
 
 
 def in_interval(name: str, value: Any, interval: str) -> None:
     """Requires a number inside ``"[low, high)"`` or the like; traced values pass."""
+    dtype = getattr(value, "dtype", None)
+    if dtype in (jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"{name} has dtype {dtype}, in which 0.999 is 1. optax.inject_hyperparams takes the "
+            "parameters' dtype: pass it hyperparam_dtype=jnp.float32."
+        )
     if isinstance(value, jax.core.Tracer):
         return
     if not isinstance(value, (int, float, np.number, jax.Array, np.ndarray)) or np.ndim(value):
@@ -62,11 +68,13 @@ def one_of(name: str, value, choices) -> None:
 def floating_leaves(params) -> None:
     """Requires real floating-point leaves."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        dtype = jnp.result_type(leaf)
+        if not hasattr(leaf, "shape") or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"parameter{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, but decoupled "
-                "momentum takes real floating-point parameters only. Leave other leaves out with "
-                "optax.masked or optax.partition, or by splitting the model "
+                f"parameter{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of dtype "
+                f"{dtype}, but decoupled momentum takes arrays of real floating-point numbers "
+                "only. Leave other leaves out with optax.masked or optax.partition, or by "
+                "splitting the model "
                 "(flax.nnx.split(model, flax.nnx.Param, ...))."
             )
 

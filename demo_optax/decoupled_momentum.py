@@ -57,9 +57,9 @@ def decoupled_momentum(
     next transformation of the chain. What is subtracted is what the others decode: rounding by
     the value coding stays in the momentum.
 
-    A worker whose momentum would become infinite or NaN sends nothing on that step and keeps
-    its momentum as it was. If no worker is left, the update is zero. A packet that arrives
-    damaged counts on no worker, and its sender keeps all of it in the momentum.
+    A worker whose gradient, momentum or preconditioner would become infinite or NaN sends nothing
+    on that step and keeps both as they were. If no worker is left, the update is zero. A packet
+    that arrives damaged counts on no worker, and its sender keeps all of it in the momentum.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -145,7 +145,7 @@ def decoupled_momentum(
             compression, arrangement, jax.tree.leaves(state.momentum), state.count
         )
         momenta = [
-            _accumulate(decay, m, weight, transforms.forward(g.astype(_wide(m)), geometry, basis))
+            _accumulate(decay, m, weight, transforms.forward(scheme.wide(g), geometry, basis))
             for m, g, geometry in zip(old, jax.tree.leaves(local), geometries, strict=True)
         ]
 
@@ -154,25 +154,25 @@ def decoupled_momentum(
         key = scheme.rounding_key(compression, state.count, axes.index(axis_name))
         body = packet.encode(arrangement.layout, message, key)
         sent, _ = packet.decode(arrangement.layout, body, known)
-        left = tuple(
-            value - subtraction_factor * decoded
-            for value, decoded in zip(message.values, sent.values, strict=True)
-        )
+        sent = scheme.without_padding(arrangement, sent)
+        left = _subtract(message.values, 1.0, sent.values)
         energy = _energy(momenta)
-        finite = jnp.isfinite(energy)
         header = packet.Header(
+            gradient=_energy(leaves),
             momentum=energy,
-            sent=_energy(sent.values),
-            residual=jnp.maximum(energy - _energy(message.values) + _energy(left), 0.0),
+            sent=_energy(message.values) - _energy(left),
+        )
+        finite = (
+            jnp.isfinite(header.gradient)
+            & jnp.isfinite(_energy(m.astype(momentum_dtype) for m in momenta))
+            & _all_finite(precondition_state)
         )
         aggregate, delivered, metrics = exchange(
             packet.seal(header, body, count=finite), arrangement.layout, known, axis_name, mean
         )
 
-        left = tuple(
-            jnp.where(delivered, rest, value)
-            for rest, value in zip(left, message.values, strict=True)
-        )
+        removed = jnp.where(delivered, subtraction_factor, 0.0)
+        left = _subtract(message.values, removed, sent.values)
         residuals = scheme.replace(arrangement, momenta, message._replace(values=left))
         decoded = [
             transforms.inverse(coefficients, geometry, basis).astype(leaf.dtype)
@@ -194,17 +194,20 @@ def decoupled_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _wide(momentum: jax.Array) -> jnp.dtype:
-    """The dtype to compute in: the momentum's, float32 at least."""
-    return jnp.promote_types(momentum.dtype, jnp.float32)
-
-
 def _accumulate(decay, momentum, weight, coefficients) -> jax.Array:
-    dtype = coefficients.dtype
-    return (decay * momentum.astype(dtype) + weight * coefficients).astype(dtype)
+    dtype = jnp.promote_types(momentum.dtype, coefficients.dtype)
+    return (decay * momentum.astype(dtype) + weight * coefficients.astype(dtype)).astype(dtype)
+
+
+def _subtract(values, factor, decoded) -> tuple[jax.Array, ...]:
+    return tuple((v - factor * d).astype(v.dtype) for v, d in zip(values, decoded, strict=True))
 
 
 def _energy(tensors) -> jax.Array:
     """Sum of squares over all tensors, a float32 scalar."""
-    zero = jnp.zeros((), jnp.float32)
-    return sum((jnp.sum(jnp.square(x), dtype=jnp.float32) for x in tensors), zero)
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in tensors]
+    return sum(squares, jnp.zeros((), jnp.float32))
+
+
+def _all_finite(tree) -> jax.Array:
+    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)], bool).all()

@@ -24,10 +24,11 @@ class ExchangeMetrics(NamedTuple):
 
     Attributes:
       heard: int32 scalar, workers whose packet counted.
-      identical: bool scalar, True where several workers sent the very same packet, which means
-        that their gradients are not local (see `demo_optax.check_metrics`).
+      identical: bool scalar, True where all of several workers had gradients of the very same
+        norm, which means that they are not local (see `demo_optax.check_metrics`).
       sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
-      residual_norm: float32 scalar, root mean square over the workers of the norm of what stays.
+      residual_norm: float32 scalar, root mean square over the workers of the norm of what was
+        not sent.
     """
 
     heard: jax.Array
@@ -89,7 +90,7 @@ def exchange(
     heard = jnp.sum(counted, dtype=jnp.int32)
     number = senders if mean == "senders" else [heard] * len(sums)
     aggregate = [total / jnp.maximum(n, 1) for total, n in zip(sums, number, strict=True)]
-    return aggregate, counted[axes.index(axis_name)], _metrics(gathered, headers, counted, heard)
+    return aggregate, counted[axes.index(axis_name)], _metrics(headers, counted, heard)
 
 
 def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -118,17 +119,18 @@ def require_local(updates, axis_name: AxisName) -> None:
             )
 
 
-def _metrics(gathered, headers, counted, heard) -> ExchangeMetrics:
+def _metrics(headers, counted, heard) -> ExchangeMetrics:
     def total(energies):
         return jnp.sum(jnp.where(counted, energies, 0.0))
 
-    momentum = total(headers.momentum)
-    same = jnp.all(gathered == gathered[:1]) & (momentum > 0)
+    momentum, sent = total(headers.momentum), total(headers.sent)
+    smallest = jnp.min(jnp.where(counted, headers.gradient, jnp.inf))
+    largest = jnp.max(jnp.where(counted, headers.gradient, 0.0))
     return ExchangeMetrics(
         heard=heard,
-        identical=same & (heard > 1),
-        sent_share=total(headers.sent) / jnp.where(momentum > 0, momentum, 1.0),
-        residual_norm=jnp.sqrt(total(headers.residual) / jnp.maximum(heard, 1)),
+        identical=(smallest == largest) & (largest > 0) & (heard > 1),
+        sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
+        residual_norm=jnp.sqrt(jnp.maximum(momentum - sent, 0.0) / jnp.maximum(heard, 1)),
     )
 
 

@@ -59,7 +59,8 @@ def demo(
       decay: momentum decay :math:`\beta` in [0, 1).
       topk: coefficients sent of each block.
       chunk_size: elements per side of a block at most (see `demo_optax.compression.blocks`).
-      values: coding of the values on the wire, ``"float32"`` or ``"bfloat16"``.
+      values: coding of the values on the wire, from ``"float32"`` down to ``"sign"`` (see
+        `demo_optax.Compression`).
       transform: ``"dct"``, ``"hadamard"``, ``"random"`` or ``"identity"``.
       block_rule: for dimensions that ``chunk_size`` does not divide, ``"pad"`` or ``"divisor"``.
       mean: over the ``"senders"`` of a coefficient or over all ``"workers"``.
@@ -68,8 +69,8 @@ def demo(
       mask: the parameters that decay, a tree of booleans or a function that makes it.
       momentum_dtype: dtype of the stored momentum.
       precondition: a transformation of the local gradient, before the momentum. Scaling it by its
-        own second moment, ``optax.scale_by_rms(0.95, bias_correction=True)``, closed most of the
-        gap to AdamW in our runs; the state stays with its worker.
+        own second moment, ``optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True)``,
+        closed most of the gap to AdamW in our runs; the state stays with its worker.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Returns:
@@ -287,9 +288,10 @@ def demo_lion(
         momentum_dtype=momentum_dtype,
         precondition=precondition,
     )
+    without_momentum = isinstance(b1, (int, float)) and b1 == 0
     return _drive(
         momentum,
-        optax.scale_by_lion(b1, b2),
+        optax.scale_by_sign() if without_momentum else optax.scale_by_lion(b1, b2),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -318,7 +320,8 @@ def demo_muon(
     Matrices step by the aggregate with its singular values set to about 1, by the Newton-Schulz
     iteration of ``optax.contrib.muon``, which runs here without its momentum and without
     Nesterov. All other parameters are handed to Adam without its first moment. In both cases the
-    decoupled momentum is the only one. All workers orthogonalise the same aggregate.
+    decoupled momentum is the only one, though optax still stores an unused one for the base. All
+    workers orthogonalise the same aggregate.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
@@ -350,17 +353,13 @@ def demo_muon(
         momentum_dtype=momentum_dtype,
         precondition=precondition,
     )
-    base = contrib.muon(
-        learning_rate,
-        beta=0.0,
-        nesterov=False,
-        weight_decay=weight_decay,
-        weight_decay_mask=mask,
-        adam_b1=0.0,
-        adam_b2=b2,
-        adam_weight_decay=weight_decay,
+    return _drive(
+        momentum,
+        contrib.muon(1.0, beta=0.0, nesterov=False, adam_b1=0.0, adam_b2=b2),
+        optax.scale(-1.0),  # which took the place of a learning rate
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
     )
-    return _drive(momentum, base)
 
 
 def _drive(momentum: optax.GradientTransformation, *base: optax.GradientTransformation):

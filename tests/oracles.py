@@ -20,7 +20,9 @@ def block_sides(shape, chunk, rule):
     axes = [axis for axis in range(len(shape)) if shape[axis] > 1][::-1]
     for place, axis in enumerate(axes):
         if place >= 2:
-            sides[axis] = divisor(shape[axis], min(chunk, chunk * chunk // int(np.prod(sides))))
+            rows = int(np.prod(sides)) // sides[axes[0]]
+            room = min(chunk, chunk * chunk // int(np.prod(sides)), 4 * chunk // rows)
+            sides[axis] = divisor(shape[axis], max(room, 1))
         elif rule == "divisor":
             sides[axis] = divisor(shape[axis], chunk)
         else:

@@ -39,40 +39,30 @@ def collectives(hlo: str) -> list[Collective]:
       [Collective(kind='all-gather', dtype='u32', operand_bytes=4928, participants=8)]
     """
     found = []
+    partitions = re.search(r"(?:num_partitions|replica_count)=(\d+)", hlo)
     for line in hlo.splitlines():
         instruction = _INSTRUCTION.search(line)
         if not instruction:
             continue
         groups = _GROUPS.search(line)
-        size = 1
+        size = int(partitions[1]) if partitions else 1
         if groups:
             listed = groups["listed"]
             size = int(groups["iota"]) if listed is None else listed.count(",") + 1
-        shapes = list(_SHAPE.finditer(instruction["result"]))
-        if instruction["start"]:  # the result is (operands, results)
-            shapes = shapes[: max(1, len(shapes) // 2)]
-        found.append(
-            Collective(
-                kind=instruction["kind"],
-                dtype=shapes[0]["dtype"],
-                operand_bytes=sum(
-                    _operand_bytes(shape, instruction["kind"], bool(instruction["start"]), size)
-                    for shape in shapes
-                ),
-                participants=size,
-            )
-        )
+        kind, shapes = instruction["kind"], list(_SHAPE.finditer(instruction["result"]))
+        share = {"all-gather": 1 / size, "reduce-scatter": size}.get(kind, 1)
+        if instruction["start"] and kind != "all-reduce":
+            # Asynchronous ones return their operands, then their results, then other things.
+            shapes = shapes[:1] if kind == "collective-permute" else shapes[: len(shapes) // 2]
+            share = 1
+        operands = round(share * sum(map(_bytes, shapes)))
+        found.append(Collective(kind, shapes[0]["dtype"], operands, size))
     return found
 
 
-def _operand_bytes(shape: re.Match, kind: str, is_operand: bool, participants: int) -> int:
+def _bytes(shape: re.Match) -> int:
     elements = math.prod(int(dim) for dim in shape["dims"].split(",") if dim)
-    size = elements * _bits(shape["dtype"]) // 8
-    if is_operand:
-        return size
-    if kind == "all-gather":
-        return size // participants
-    return size * participants if kind == "reduce-scatter" else size
+    return elements * _bits(shape["dtype"]) // 8
 
 
 def _bits(dtype: str) -> int:

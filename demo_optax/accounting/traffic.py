@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core
-from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
@@ -34,7 +32,7 @@ def packet_bytes(
 
     Returns:
       Bytes: the packet's size for `decoupled_momentum`, the dense gradient's for
-      `mean_over_workers`.
+      `mean_over_workers`, 0 for an optimizer of a single worker (``axis_name=None``).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -51,11 +49,8 @@ def packet_bytes(
         values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
         gradient = axes.as_varying(values, axis_name)
         tx.update(gradient, tx.init(values), values)
-        return jnp.zeros(())
 
-    names = axes.names(axis_name)
-    mesh = AbstractMesh((1,) * len(names), names)
-    program = jax.make_jaxpr(jax.shard_map(update, mesh=mesh, in_specs=(), out_specs=P()))()
+    program = axes.trace_worker(update, dict.fromkeys(axes.names(axis_name), 1))
     return sum(
         math.prod(operand.aval.shape) * operand.aval.dtype.itemsize
         for equation in _equations(program.jaxpr)

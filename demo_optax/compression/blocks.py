@@ -5,10 +5,11 @@ coefficients of a block mean about the same share of every large tensor:
 
 * The last two dimensions larger than 1 get sides of ``chunk_size`` (or the dimension, where
   that is smaller). A matrix is cut into ``64 x 64`` blocks, a vector into runs of 64.
-* Where those two leave room, the dimensions in front join the block, each with the largest of
-  its divisors that still fits: a convolution kernel ``(3, 3, 3, 64)`` is one block of 1728
-  elements, and an attention kernel ``(768, 12, 64)`` has blocks of ``(4, 12, 64)``. Layers
-  stacked by a scan, ``(layers, 512, 512)``, are compressed layer by layer.
+* Where those two leave room, the dimensions in front join the block's rows, each with the largest
+  of its divisors that still fits, up to ``4 * chunk_size`` rows: a convolution kernel
+  ``(3, 3, 3, 64)`` is one block of 1728 elements, and an attention kernel ``(768, 12, 64)`` has
+  blocks of ``(4, 12, 64)``. Layers stacked by a scan, ``(layers, 512, 512)``, are compressed
+  layer by layer.
 
 A dimension that its side does not divide ends in a smaller block (``block_rule="pad"``). That
 block is *stored* at full size, and what lies beyond its edge is zero for ever.
@@ -101,8 +102,9 @@ def block_geometry(
     for axis in large[-2:]:
         sides[axis] = side_of(shape[axis], chunk_size)
     for axis in reversed(large[:-2]):
-        room = chunk_size**2 // math.prod(sides)
-        sides[axis] = _largest_divisor(shape[axis], min(room, chunk_size))
+        rows = math.prod(sides) // sides[large[-1]]
+        room = min(chunk_size**2 // math.prod(sides), 4 * chunk_size // rows, chunk_size)
+        sides[axis] = _largest_divisor(shape[axis], max(room, 1))
     return BlockGeometry(tuple(shape), tuple(sides))
 
 

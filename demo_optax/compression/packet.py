@@ -67,14 +67,14 @@ class Header(NamedTuple):
     """What a worker says about its message.
 
     Attributes:
-      momentum: float32, energy (sum of squares) of the momentum before anything was taken out.
-      sent: float32, energy of the values as the others decode them.
-      residual: float32, energy of the momentum afterwards.
+      gradient: float32, energy (sum of squares) of the local gradient.
+      momentum: float32, energy of the momentum before anything was taken out.
+      sent: float32, the part of it that the others get: what was selected, less rounding errors.
     """
 
+    gradient: jax.Array
     momentum: jax.Array
     sent: jax.Array
-    residual: jax.Array
 
 
 class Message(NamedTuple):

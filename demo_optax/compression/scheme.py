@@ -116,6 +116,11 @@ def basis_at(compression: Compression, step: jax.Array) -> Basis | None:
     return transforms.make_basis(compression.transform, _key(compression, step, 0))
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """``x`` in the dtype to compute in: float32 at least."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def in_current_basis(
     compression: Compression, arrangement: Arrangement, momenta: Sequence[jax.Array], step
 ) -> Sequence[jax.Array]:
@@ -124,7 +129,7 @@ def in_current_basis(
         return momenta
     last, now = basis_at(compression, step - 1), basis_at(compression, step)
     return [
-        transforms.change_basis(momentum, geometry, last, now)
+        transforms.change_basis(wide(momentum), geometry, last, now)
         for momentum, geometry in zip(momenta, arrangement.geometries, strict=True)
     ]
 
@@ -179,7 +184,7 @@ def select(
 def replace(
     arrangement: Arrangement, momenta: Sequence[jax.Array], message: packet.Message
 ) -> list[jax.Array]:
-    """The momenta with the message's values in the message's places, but never in padding."""
+    """The momenta with the message's values in the message's places."""
     momenta = list(momenta)
     for members, indices, values in zip(arrangement.members, *message, strict=True):
         sizes = [arrangement.geometries[i].num_blocks for i in members]
@@ -187,15 +192,30 @@ def replace(
             members, _split(indices, sizes), _split(values, sizes), strict=True
         ):
             blocks = _blocks(arrangement, momenta, i)
-            real = _real_blocks(arrangement.geometries[i])
-            if real is not None:
-                value = jnp.where(jnp.take_along_axis(real, index, axis=-1), value, 0)
             rows = jnp.arange(len(blocks))[:, None]
             blocks = blocks.at[rows, index].set(
                 value.astype(blocks.dtype), unique_indices=True, mode="promise_in_bounds"
             )
             momenta[i] = blocks.reshape(arrangement.geometries[i].stored_shape)
     return momenta
+
+
+def without_padding(arrangement: Arrangement, message: packet.Message) -> packet.Message:
+    """The message with zeros wherever it names a place that is padding."""
+    all_values = []
+    for members, indices, values in zip(arrangement.members, *message, strict=True):
+        geometries = [arrangement.geometries[i] for i in members]
+        if any(geometry.ragged for geometry in geometries):
+            parts = _split(indices, [geometry.num_blocks for geometry in geometries])
+            real = [
+                jnp.ones(index.shape, bool)
+                if (blocks := _real_blocks(geometry)) is None
+                else jnp.take_along_axis(blocks, index, axis=-1)
+                for geometry, index in zip(geometries, parts, strict=True)
+            ]
+            values = jnp.where(jnp.concatenate(real), values, 0)
+        all_values.append(values)
+    return message._replace(values=tuple(all_values))
 
 
 def ungroup(arrangement: Arrangement, dense: Sequence[jax.Array]) -> list[jax.Array]:

@@ -5,10 +5,12 @@ that every worker knows from the step alone (FlexDeMo, From et al., arXiv 2502.0
 none travel; the mean over the senders is then the mean over all workers.
 """
 
+import math
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Selection = Literal["topk", "random", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
@@ -57,6 +59,7 @@ def shared(
         chosen = jax.random.permutation(draw, n)[:k]
         offsets = jax.random.randint(shift, (blocks, 1), 0, n)
         return (chosen[None] + offsets).astype(jnp.int32) % n
-    start, move = (jnp.arange(k) * n // k, 1) if selection == "striding" else (jnp.arange(k), k)
-    positions = (start + (step % n) * move) % n
+    start, move = (np.arange(k) * n // k, 1) if selection == "striding" else (np.arange(k), k)
+    moved = (step % (n // math.gcd(n, move)) * move) % n
+    positions = (jnp.asarray(start, jnp.int32) + moved) % n
     return jnp.broadcast_to(positions.astype(jnp.int32), (blocks, k))

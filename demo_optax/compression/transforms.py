@@ -64,6 +64,8 @@ def is_redrawn(name: TransformName) -> bool:
 
 def forward(x: jax.Array, geometry: BlockGeometry, basis: Basis | None) -> jax.Array:
     """Coefficients ``geometry.stored_shape`` of a tensor ``geometry.shape``, in the same dtype."""
+    if not geometry.num_blocks:
+        return jnp.zeros(geometry.stored_shape, x.dtype)
     grid, sides = _core(geometry)
     rank = len(grid)
     dims = [dim for dim, _ in geometry.core]
@@ -79,6 +81,8 @@ def forward(x: jax.Array, geometry: BlockGeometry, basis: Basis | None) -> jax.A
 
 def inverse(coefficients: jax.Array, geometry: BlockGeometry, basis: Basis | None) -> jax.Array:
     """The tensor ``geometry.shape`` whose coefficients these are: the transpose of `forward`."""
+    if not geometry.num_blocks:
+        return jnp.zeros(geometry.shape, coefficients.dtype)
     grid, sides = _core(geometry)
     rank = len(grid)
     transposed = basis and (lambda n: basis(n).T)
@@ -96,6 +100,8 @@ def change_basis(
 ) -> jax.Array:
     """The coefficients of the same tensor in another basis, at the cost of one transform."""
     assert old is not None and new is not None
+    if not geometry.num_blocks:
+        return coefficients
     grid, _ = _core(geometry)
 
     def turn(n):

@@ -31,8 +31,8 @@ class Quantiser:
     Attributes:
       bits: of one field.
       levels: ascending; a field is the position of its level.
-      mean_level: the level of a block's mean magnitude. None puts its largest magnitude at the
-        largest level instead, for codings fine enough to cover the whole range.
+      mean_level: the level of a block's mean magnitude, zeros left out. None puts its largest
+        magnitude at the largest level instead, for codings fine enough to cover the whole range.
     """
 
     bits: int
@@ -93,7 +93,7 @@ def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None)
     if coding == "bfloat16":
         below = jnp.uint32(0xFFFF)
         nearest = jnp.uint32(0x7FFF) + ((_bits(values) >> 16) & 1)
-        noise = nearest if key is None else jax.random.bits(key, values.shape) & below
+        noise = nearest if key is None else jax.random.bits(key, values.shape, jnp.uint32) & below
         return Fields(jnp.zeros(0, jnp.uint32), (_bits(values) + noise) >> 16)
 
     quantiser = QUANTISERS[coding]
@@ -103,7 +103,7 @@ def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None)
     scaled = jnp.where(step > 0, values / step, 0.0)
     below = jnp.clip(jnp.searchsorted(levels, scaled, side="right") - 1, 0, len(levels) - 2)
     place = (scaled - levels[below]) / (levels[below + 1] - levels[below])
-    threshold = 0.5 if key is None else jax.random.uniform(key, values.shape)
+    threshold = _halves(values.shape) if key is None else jax.random.uniform(key, values.shape)
     return Fields(steps, (below + (place > threshold)).astype(jnp.uint32))
 
 
@@ -123,6 +123,15 @@ def decode(fields: Fields, coding: ValueCoding) -> tuple[jax.Array, jax.Array]:
     return chosen * _decode_step(fields.steps)[:, None], known
 
 
+def _halves(shape) -> jax.Array:
+    """One half, and a little less in every second place: ties go up and down in turn.
+
+    So exact zeros do not all become the same of two levels where a coding has none for them.
+    """
+    even = (jnp.arange(shape[0])[:, None] + jnp.arange(shape[1])[None]) % 2 == 0
+    return jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
+
+
 def _encode_step(values: jax.Array, quantiser: Quantiser) -> jax.Array:
     """A block's step size, rounded up where the largest magnitude must fit."""
     magnitudes = jnp.abs(values)
@@ -130,7 +139,8 @@ def _encode_step(values: jax.Array, quantiser: Quantiser) -> jax.Array:
         step = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]
         rounding = (1 << _STEP_SHIFT) - 1
     else:
-        step = jnp.mean(magnitudes, axis=1) / quantiser.mean_level
+        count = jnp.maximum(jnp.sum(magnitudes > 0, axis=1), 1)
+        step = jnp.sum(magnitudes, axis=1) / count / quantiser.mean_level
         rounding = 1 << (_STEP_SHIFT - 1)
     fields = (_bits(step) + jnp.uint32(rounding)) >> _STEP_SHIFT
     normal = fields >> (STEP_BITS - 8) > 0

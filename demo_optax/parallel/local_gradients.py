@@ -17,8 +17,8 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
     varying first. Under ``pmap`` and ``vmap`` gradients are local anyway, and it is the same.
 
     Args:
-      fun: the worker's loss; its first argument is differentiated. It must not average over
-        ``axis_name`` itself.
+      fun: the worker's loss; its first argument is differentiated, or ``argnums``. It must not
+        average over ``axis_name`` itself.
       axis_name: the workers' axis, or axes.
       **kwargs: for ``jax.value_and_grad``, such as ``has_aux``.
 
@@ -37,9 +37,14 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
       Array([3.], dtype=float32)
     """
     value_and_grad = jax.value_and_grad(fun, **kwargs)
+    argnums = kwargs.get("argnums", 0)
+    differentiated = argnums if isinstance(argnums, tuple) else (argnums,)
 
     @functools.wraps(fun)
-    def wrapped(params, *args, **kwds):
-        return value_and_grad(axes.as_varying(params, axis_name), *args, **kwds)
+    def wrapped(*args, **kwds):
+        local = list(args)
+        for i in differentiated:
+            local[i] = axes.as_varying(local[i], axis_name)
+        return value_and_grad(*local, **kwds)
 
     return wrapped

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import accounting, checks
+from demo_optax import accounting, axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.exchange import ExchangeMetrics
 from demo_optax.parallel import worker_axis
@@ -63,10 +64,10 @@ def make_train_step(
         are local and parameters replicated; for models whose operations do not support them.
 
     Returns:
-      ``step(params, opt_state, batch[, key]) -> (params, opt_state, metrics)``, a jitted function
-      that donates parameters and state. ``batch`` is a tree of arrays whose first dimension is
-      divided among the workers, ``opt_state`` comes from `init_opt_state`, and ``metrics`` is a
-      `TrainMetrics`.
+      ``step(params, opt_state, batch[, key]) -> (params, opt_state, metrics)``, compiled once,
+      which donates parameters and state once they lie on the mesh. ``batch`` is a tree of arrays
+      whose first dimension is divided among the workers, ``opt_state`` comes from
+      `init_opt_state`, and ``metrics`` is a `TrainMetrics`.
 
       If no worker has a finite gradient, the parameters stay as they are.
 
@@ -88,22 +89,24 @@ def make_train_step(
     checks.static_integer("microbatches", microbatches, at_least=1)
     workers = worker_axis.num_workers(mesh, axis_name)
     stacked = worker_axis.stack_workers(tx, mesh, axis_name)
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    if clip_norm is not None:
+        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
 
     def worker_step(params, opt_state, batch, *key):
         own_key = [jax.random.fold_in(k, jax.lax.axis_index(axis_name)) for k in key]
         (loss, aux), gradient = _accumulate(
             loss_fn, axis_name, microbatches, params, batch, *own_key
         )
-        norm = optax.tree.norm(gradient)
-        gradient, _ = clip.update(gradient, clip.init(params))
+        norm = optax.tree.norm(optax.tree.cast(gradient, jnp.float32))
+        if clip_norm is not None:
+            scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
+            gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
         updates, opt_state = stacked.update(gradient, opt_state, params)
         exchanged = exchange_metrics(opt_state)
         if exchanged is not None:
-            updates = jax.tree.map(
-                lambda u: jnp.where(exchanged.heard > 0, u, jnp.zeros_like(u)), updates
-            )
-        of_workers = jax.tree.map(lambda x: x[None], (loss, norm.astype(jnp.float32), aux))
+            heard = jnp.any(jnp.array([m.heard > 0 for m in _all_metrics(opt_state)]))
+            updates = jax.tree.map(lambda u: jnp.where(heard, u, jnp.zeros_like(u)), updates)
+        of_workers = jax.tree.map(lambda x: x[None], (loss, norm, aux))
         return optax.apply_updates(params, updates), opt_state, of_workers, exchanged
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -125,52 +128,95 @@ def make_train_step(
     def step(params, opt_state, batch, *key):
         nonlocal packet_bytes
         if packet_bytes is None:
+            expected = jax.eval_shape(stacked.init, params)
+            worker_axis.require_state(opt_state, expected, workers)
             packet_bytes = accounting.packet_bytes(tx, params, axis_name)
         _require_divisible(batch, workers)
-        # Arrays that are in their place already, as all are from the second step on, stay there.
-        params, key = jax.device_put((params, key), everywhere)
-        batch = jax.device_put(batch, divided)
+        params, batch = _place(params, everywhere), _place(batch, divided)
         params, opt_state, metrics = placed_step(params, opt_state, batch, *key)
         return params, opt_state, metrics._replace(packet_bytes=packet_bytes)
 
     return step
 
 
+def _place(tree, sharding):
+    """The tree with this sharding: arrays that have it stay, all others are copied.
+
+    Copied, since the step donates what it is given: an array of the caller's, or one that is
+    used for two leaves, must not be what it gives away.
+    """
+    seen = set()
+
+    def place(x):
+        if isinstance(x, jax.core.Tracer):
+            return jax.device_put(x, sharding)
+        given = getattr(x, "sharding", None)
+        if (
+            isinstance(given, NamedSharding)
+            and given.mesh == sharding.mesh
+            and given.is_equivalent_to(sharding, x.ndim)
+            and id(x) not in seen
+        ):
+            seen.add(id(x))
+            return x
+        if not sharding.is_fully_addressable and np.ndim(x) and not sharding.is_fully_replicated:
+            raise ValueError(
+                f"with several processes a batch must be a global array, not {type(x).__name__} "
+                f"of shape {np.shape(x)}: make it of each process's own part with "
+                f"jax.make_array_from_process_local_data({sharding}, part)."
+            )
+        return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, sharding)
+
+    return jax.tree.map(place, tree)
+
+
 def _require_divisible(batch, workers):
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if not leaf.shape or leaf.shape[0] % workers:
+        if not np.ndim(leaf) or np.shape(leaf)[0] % workers:
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {leaf.shape}, whose first dimension "
-                f"cannot be divided among {workers} workers: choose a batch size that is a "
-                "multiple of their number."
+                f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose first "
+                f"dimension cannot be divided among {workers} workers: choose a batch size that is "
+                "a multiple of their number."
             )
 
 
 def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     """The metrics of the last exchange, from any optimizer state that holds them, else None.
 
+    Where several decoupled momenta exchange in one step (``optax.partition``): the fewest workers
+    heard, whether any saw identical gradients, the mean share sent, the norm of all residuals.
+
     Example:
       >>> import jax.numpy as jnp, demo_optax
       >>> exchange_metrics(demo_optax.demo(1e-3).init(jnp.ones(3))).heard
       Array(0, dtype=int32)
     """
+    found = _all_metrics(opt_state)
+    if len(found) < 2:
+        return found[0] if found else None
+    heard, identical, sent_share, residual_norm = map(jnp.stack, zip(*found, strict=True))
+    return ExchangeMetrics(
+        jnp.min(heard), jnp.any(identical), jnp.mean(sent_share), jnp.linalg.norm(residual_norm)
+    )
 
+
+def _all_metrics(opt_state) -> list[ExchangeMetrics]:
     def is_metrics(x):
         return isinstance(x, ExchangeMetrics)
 
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_metrics) if is_metrics(x)]
-    return found[0] if found else None
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_metrics) if is_metrics(x)]
 
 
 def check_metrics(metrics: ExchangeMetrics) -> None:
     """Raises where a step's metrics show that the workers' gradients were not local.
 
     Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
-    can: several workers with different data never send the very same packet. The check costs
-    nothing on the device; call it once after the first step, or each time metrics are logged.
+    can: they carry the norm of each worker's gradient, and workers with different data never
+    have the very same. The check costs nothing on the device; call it once after the first step,
+    or each time metrics are logged.
 
     Raises:
-      ValueError: all workers sent the same packet.
+      ValueError: all workers had gradients of the same norm.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -179,8 +225,8 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
     """
     if metrics.identical:
         raise ValueError(
-            f"all {int(metrics.heard)} workers sent the very same packet: their gradients are not "
-            "local (summed or averaged over the workers already), or they all saw the same data. "
+            f"the gradients of all {int(metrics.heard)} workers have the very same norm: they are "
+            "not local (summed or averaged over the workers already), or all saw the same data. "
             "Take gradients with demo_optax.local_value_and_grad, leave out any pmean or psum of "
             "gradient or loss, and give each worker its own part of the batch."
         )
@@ -206,17 +252,19 @@ def _accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
             )
         return x.reshape(microbatches, -1, *x.shape[1:])
 
-    parts = jax.tree.map(cut, batch)
-    keys = [jax.random.split(k, microbatches) for k in key]
-    first = jax.tree.map(lambda x: x[0], (parts, *keys))
-    rest = jax.tree.map(lambda x: x[1:], (parts, *keys))
+    def wide(x):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     def add(total, args):
         (loss, aux), gradient = value_and_grad(params, *args)
-        return jax.tree.map(jnp.add, total, (loss, gradient)), aux
+        return jax.tree.map(lambda t, x: t + wide(x), total, (loss, gradient)), aux
 
-    (loss, aux), gradient = value_and_grad(params, *first)
-    (loss, gradient), auxes = jax.lax.scan(add, (loss, gradient), rest)
-    loss, gradient = jax.tree.map(lambda x: x / microbatches, (loss, gradient))
-    aux = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), aux, auxes)
+    parts = jax.tree.map(cut, batch), *[jax.random.split(k, microbatches) for k in key]
+    first = jax.tree.map(lambda x: x[0], parts)
+    (loss, _), gradient = jax.eval_shape(value_and_grad, params, *first)
+    zeros = jax.tree.map(lambda x: wide(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
+    total, aux = jax.lax.scan(add, axes.as_varying(zeros, axis_name), parts)
+    loss, gradient = jax.tree.map(
+        lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
+    )
     return (loss, aux), gradient

@@ -6,6 +6,8 @@ worker, sharded over the workers. Which leaves these are is read from JAX's type
 evaluated abstractly, and what comes out varying over the axis belongs to a worker.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -53,7 +55,7 @@ def worker_local(
     """
     num_workers(mesh, axis_name)
     tx = optax.with_extra_args_support(tx)
-    outcome = {}
+    outcome: dict[str, Any] = {}
 
     def differs(x):
         return any(name in axes.varying(x) for name in axes.names(axis_name))
@@ -69,15 +71,22 @@ def worker_local(
             updates, state = tx.update(axes.as_varying(values, axis_name), state, values)
             outcome["state"] = jax.tree.map(differs, state)
             outcome["updates"] = jax.tree.map(differs, updates)
-            return jnp.zeros(())
 
-        abstract = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape))
-        jax.eval_shape(jax.shard_map(update, mesh=abstract, in_specs=(), out_specs=P()))
+        axes.trace_worker(update, mesh.shape)
         return jax.tree.map(lambda a, b: a or b, local, outcome["state"])
 
     local = jax.tree.map(lambda _: False, jax.eval_shape(tx.init, params))
-    while (found := probe(local)) != local:
-        local = found
+    try:
+        while jax.tree.leaves(found := probe(local)) != jax.tree.leaves(local):
+            local = found
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{error}\n\nThis came up while an update was evaluated abstractly, to find which "
+            "parts of the state differ between workers. optax.MultiSteps and "
+            "optax.apply_if_finite cannot be evaluated so: accumulate with "
+            "make_train_step(microbatches=...) instead; workers whose gradient is not finite are "
+            "left out already."
+        ) from error
     drifting = [
         jax.tree_util.keystr(path)
         for path, varies in jax.tree.leaves_with_path(outcome["updates"])
@@ -171,9 +180,10 @@ def stack_workers(
         return jax.jit(init, out_shardings=shardings)(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        single = jax.eval_shape(tx.init, updates if params is None else params)
-        stacked = jax.tree.map(lambda x, one: x.ndim > one.ndim, state, single)
-        old = jax.tree.map(_own_entry, state, single)
+        like = updates if params is None else params
+        single = jax.eval_shape(tx.init, like)
+        stacked = worker_local(tx, like, mesh, axis_name)
+        old = jax.tree.map(_own_entry, state, single, stacked)
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]).all()
         updates, new = tx.update(updates, old, params, **extra_args)
 
@@ -210,15 +220,34 @@ def init_opt_state(
     return stack_workers(tx, mesh, axis_name).init(params)
 
 
-def _own_entry(x, single):
-    """One worker's entry of a stacked leaf, checked against the shape of a single worker's."""
-    if x.shape == single.shape:
-        return x
-    if x.shape == (1, *single.shape):
-        return x[0]
+def require_state(opt_state, expected, workers: int) -> None:
+    """Refuses a state made for another number of workers or another model."""
+    given: Any = jax.tree.structure(opt_state)
+    if given != jax.tree.structure(expected):
+        raise ValueError(
+            "the optimizer state is not one of this optimizer and these parameters: make it with "
+            "demo_optax.init_opt_state."
+        )
+    leaves = jax.tree.leaves_with_path(opt_state)
+    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if leaf.shape != wanted.shape:
+            raise ValueError(
+                f"the optimizer state{jax.tree_util.keystr(path)} has shape {leaf.shape}, but "
+                f"{workers} workers need {wanted.shape}: it was made for another number of "
+                "workers or another model, or by tx.init alone. Make it with "
+                "demo_optax.init_opt_state on the mesh that it is used on."
+            )
+
+
+def _own_entry(x, single, stacked):
+    """One worker's entry of a leaf, checked against the shape of a single worker's."""
+    wanted = (1, *single.shape) if stacked else single.shape
+    if x.shape == wanted:
+        return x[0] if stacked else x
     raise ValueError(
-        f"a leaf of the optimizer state has shape {x.shape} inside the step, where one worker's "
-        f"entry has {single.shape} (with an axis of length 1 in front where workers differ). The "
-        "state was made for another number of workers, another model, or without the worker "
-        "axis: make it with demo_optax.init_opt_state on the mesh that it is used on."
+        f"a leaf of the optimizer state has shape {x.shape} inside the step, where {wanted} is "
+        f"expected ({single.shape} for one worker, behind an axis of length 1 where workers "
+        "differ). The state was made for another number of workers, another model, or without "
+        "the worker axis: make it with demo_optax.init_opt_state on the mesh that it is used on, "
+        "and pass it with the specs of demo_optax.state_specs."
     )
