@@ -55,7 +55,7 @@ def main() -> None:
 
             def pack(message, arrangement=arrangement):
                 body = packet.encode(arrangement.layout, message)
-                return packet.seal(packet.Header(*jnp.ones(3)), body, jnp.array(True))
+                return packet.seal(packet.Header(*jnp.ones(4)), body, jnp.array(True))
 
             def unpack(words, arrangement=arrangement, known=known):
                 return packet.decode(arrangement.layout, packet.unseal(words)[1], known)

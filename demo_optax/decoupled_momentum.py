@@ -155,12 +155,13 @@ def decoupled_momentum(
         body = packet.encode(arrangement.layout, message, key)
         sent, _ = packet.decode(arrangement.layout, body, known)
         sent = scheme.without_padding(arrangement, sent)
-        left = _subtract(message.values, 1.0, sent.values)
-        energy = _energy(momenta)
+        left = _subtract(message.values, subtraction_factor, sent.values)
+        energy, selected = _energy(momenta), _energy(message.values)
         header = packet.Header(
             gradient=_energy(leaves),
             momentum=energy,
-            sent=_energy(message.values) - _energy(left),
+            sent=selected - _energy(_subtract(message.values, 1.0, sent.values)),
+            residual=jnp.maximum(energy - selected, 0.0) + _energy(left),
         )
         finite = (
             jnp.isfinite(header.gradient)
@@ -171,8 +172,10 @@ def decoupled_momentum(
             packet.seal(header, body, count=finite), arrangement.layout, known, axis_name, mean
         )
 
-        removed = jnp.where(delivered, subtraction_factor, 0.0)
-        left = _subtract(message.values, removed, sent.values)
+        left = tuple(
+            jnp.where(delivered, rest, value)
+            for rest, value in zip(left, message.values, strict=True)
+        )
         residuals = scheme.replace(arrangement, momenta, message._replace(values=left))
         decoded = [
             transforms.inverse(coefficients, geometry, basis).astype(leaf.dtype)

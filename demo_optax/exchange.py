@@ -27,8 +27,8 @@ class ExchangeMetrics(NamedTuple):
       identical: bool scalar, True where all of several workers had gradients of the very same
         norm, which means that they are not local (see `demo_optax.check_metrics`).
       sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
-      residual_norm: float32 scalar, root mean square over the workers of the norm of what was
-        not sent.
+      residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
+        in the momentum.
     """
 
     heard: jax.Array
@@ -130,7 +130,7 @@ def _metrics(headers, counted, heard) -> ExchangeMetrics:
         heard=heard,
         identical=(smallest == largest) & (largest > 0) & (heard > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
-        residual_norm=jnp.sqrt(jnp.maximum(momentum - sent, 0.0) / jnp.maximum(heard, 1)),
+        residual_norm=jnp.sqrt(total(headers.residual) / jnp.maximum(heard, 1)),
     )
 
 

@@ -12,8 +12,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import data
@@ -23,62 +21,21 @@ import numpy as np
 import optax
 import report
 import tyro
+from config import Config
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from model import PRESETS, PresetName, build, cross_entropy
-from recipes import RECIPES, OptimizerName, Settings
+from model import PRESETS, build, cross_entropy
+from recipes import RECIPES, Settings
 from report import console
+from rich.console import Console
 
 import demo_optax
-from demo_optax.compression.values import ValueCoding
 
 SIMULATED_WORKERS = 8
 TUNED_WIDTH = PRESETS["tiny"].width
 EVALUATION_BYTES = 2**15
 LAST_EVALUATION_BYTES = 2**18
-
-
-@dataclass(frozen=True)
-class Config:
-    optimizer: OptimizerName = "demo"
-    """demo: DeMo with locally scaled gradients. demo-paper: DeMo as published. demo-*: decoupled
-    momentum before other steps. adamw: ordinary data parallelism with a dense all-reduce."""
-    preset: PresetName = "tiny"
-    """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two."""
-    text: tuple[Path, ...] = ()
-    """Files or folders to learn from; by default the source of Python's standard library."""
-    workers: int | None = None
-    """Devices to train on; by default all accelerators, or 8 simulated devices on the CPU."""
-    steps: int = 600
-    """Updates of the parameters."""
-    batch_size: int = 16
-    """Sequences in one step, of all workers together."""
-    sequence_length: int = 128
-    """Bytes in a sequence."""
-    microbatches: int = 1
-    """Parts into which each worker cuts its sequences, to save memory."""
-    learning_rate: float | None = None
-    """Highest learning rate, behind a linear warm-up and before a cosine to a tenth. By default
-    what suits the optimizer on tiny, less in proportion for wider models."""
-    warmup_steps: int = 50
-    """Steps of the warm-up."""
-    decay: float | None = None
-    """Decay of the momentum, for adamw b1; by default what suits the optimizer."""
-    weight_decay: float | None = None
-    """Decoupled weight decay; by default what suits the optimizer."""
-    clip_norm: float = 1.0
-    """Largest norm of each worker's own gradient."""
-    topk: int = 32
-    """Coefficients that are sent of each block."""
-    chunk_size: int = 64
-    """Elements per side of a block."""
-    values: ValueCoding = "float32"
-    """Coding of the values that are sent."""
-    evaluate_every: int = 100
-    """Steps between two evaluations on held-out text."""
-    seed: int = 0
-    """Of the parameters' start and of the order of the text."""
 
 
 class Run(NamedTuple):
@@ -99,7 +56,7 @@ class Run(NamedTuple):
 def prepare(config: Config) -> Run:
     """Raises ValueError, TypeError or OSError for whatever a user may have set wrongly."""
     mesh = make_mesh(config.workers)
-    require_sensible(config, mesh.size)
+    config.require_sensible(mesh.size)
     text = data.read(config.text, config.sequence_length)
     preset = PRESETS[config.preset]
     definition, params = build(preset, config.seed)
@@ -109,16 +66,20 @@ def prepare(config: Config) -> Run:
         return cross_entropy(model(bytes_BxT[:, :-1].astype(jnp.int32)), bytes_BxT[:, 1:])
 
     recipe = RECIPES[config.optimizer]
-    peak = config.learning_rate or recipe.learning_rate * TUNED_WIDTH / preset.width
+    peak = default(config.learning_rate, recipe.learning_rate * TUNED_WIDTH / preset.width)
     settings = Settings(
         learning_rate=schedule(peak, config.warmup_steps, config.steps),
-        decay=recipe.decay if config.decay is None else config.decay,
-        weight_decay=recipe.weight_decay if config.weight_decay is None else config.weight_decay,
+        decay=default(config.decay, recipe.decay),
+        weight_decay=default(config.weight_decay, recipe.weight_decay),
         topk=config.topk,
         chunk_size=config.chunk_size,
         values=config.values,
     )
     return Run(config, text, mesh, loss_fn, params, recipe.make(settings))
+
+
+def default(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given
 
 
 def make_mesh(workers: int | None) -> Mesh:
@@ -131,18 +92,6 @@ def make_mesh(workers: int | None) -> Mesh:
             f"--workers {count}: there are {len(devices)} devices here ({devices[0].device_kind})."
         )
     return jax.make_mesh((count,), ("data",), devices=devices[:count])
-
-
-def require_sensible(config: Config, workers: int) -> None:
-    for name in ("steps", "batch_size", "sequence_length", "microbatches", "evaluate_every"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1.")
-    parts = workers * config.microbatches
-    if config.batch_size % parts:
-        raise ValueError(
-            f"--batch-size {config.batch_size} cannot be divided among {workers} workers x "
-            f"{config.microbatches} microbatches: choose a multiple of {parts}."
-        )
 
 
 def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
@@ -242,7 +191,7 @@ def main() -> None:
         try:
             run = prepare(config)
         except (ValueError, TypeError, OSError) as error:
-            console.print(f"[bold red]error:[/] {error}", highlight=False)
+            Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             sys.exit(2)
         train(run)
     except KeyboardInterrupt:

@@ -45,7 +45,9 @@ def gradients(seed, shapes, workers=None, dtype=np.float32):
 def start(tx, shapes, workers=None):
     """``tx.update``, compiled, and the first state; for several workers stacked under vmap."""
     state = tx.init([np.zeros(shape, np.float32) for shape in shapes])
-    if workers is None:
-        return jax.jit(tx.update), state
-    state = jax.tree.map(lambda x: np.stack([x] * workers), state)
-    return jax.jit(jax.vmap(tx.update, axis_name="data")), state
+    update = tx.update
+    if workers is not None:
+        state = jax.tree.map(lambda x: np.stack([x] * workers), state)
+        update = jax.vmap(update, axis_name="data")
+    # Each program runs once or twice: most of the time goes into its compilation.
+    return jax.jit(update, compiler_options={"xla_backend_optimization_level": 0}), state

@@ -41,7 +41,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("mean", ["senders", "workers"])
-@draws.examples(12)
+@draws.examples(10)
 @given(
     shapes=draws.trees,
     topk=st.integers(1, 10),
@@ -77,7 +77,7 @@ def test_steps_of_several_workers(mean, shapes, topk, chunk, rule, alpha, dtype,
             np.testing.assert_allclose(momenta, tensor.momenta, rtol=1e-4, atol=1e-5)
 
 
-@draws.examples(10)
+@draws.examples(5)
 @given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
 def test_identical_workers_are_one_worker(shapes, compression, seed):
     one, one_state = draws.start(decoupled(DECAY, compression), shapes)
@@ -94,7 +94,7 @@ def test_identical_workers_are_one_worker(shapes, compression, seed):
                 np.testing.assert_allclose(of_worker, theirs, rtol=1e-4, atol=1e-6)
 
 
-@draws.examples(10)
+@draws.examples(6)
 @given(
     shapes=draws.trees,
     compression=draws.compressions,

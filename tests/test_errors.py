@@ -117,7 +117,7 @@ def test_summed_gradients_are_refused_by_the_dense_mean_too():
 @pytest.mark.parametrize("mode", ["vmap", "pmap", "shard_map unchecked"])
 def test_summed_gradients_are_found_out_by_their_packets(mode):
     _, state = summed_gradients(DEMO, mode)
-    with pytest.raises(ValueError, match=r"all 8 workers sent the very same packet.*not local"):
+    with pytest.raises(ValueError, match=r"all 8 workers have the very same norm.*not local"):
         demo_optax.check_metrics(demo_optax.exchange_metrics(state))
 
 

@@ -159,7 +159,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
         jnp.asarray(rng.normal(size=g.stored_shape), jnp.float32) for g in arrangement.geometries
     ]
     body = packets.encode(arrangement.layout, scheme.select(arrangement, momenta, known))
-    words = packets.seal(packets.Header(*jnp.ones(3)), body, jnp.array(True))
+    words = packets.seal(packets.Header(*jnp.ones(4)), body, jnp.array(True))
     assert words.shape == (arrangement.layout.words,)
 
     @jax.jit
@@ -198,9 +198,9 @@ def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(comp
     step = demo_optax.make_train_step(model.loss, tx, mesh)
     params = model.init()
     opt_state = demo_optax.init_opt_state(tx, params, mesh)
-    program = jax.jit(step).lower(params, opt_state, model.batch(0)).compile().as_text()
-    for seed in range(5):
+    for seed in range(3):
         params, opt_state, metrics = step(params, opt_state, model.batch(seed))
+    program = jax.jit(step).lower(params, opt_state, model.batch(0)).compile().as_text()
 
     (only,) = collectives(program)
     assert (only.kind, only.dtype[0], only.participants) == ("all-gather", "u", 8)
@@ -229,7 +229,7 @@ def test_shared_positions_take_no_room_and_visit_everything(selection):
     tx = demo_optax.decoupled_momentum(0.999999, compression, axis_name="data", gradient_weight=1.0)
     params = {"w": np.zeros((8, 8), np.float32)}
     with_positions = demo_optax.packet_bytes(Compression(topk=5, chunk_size=8), params)
-    assert demo_optax.packet_bytes(compression, params) == 4 * 4 + 4 * 5 < with_positions
+    assert demo_optax.packet_bytes(compression, params) == 4 * 5 + 4 * 5 < with_positions
 
     rng = np.random.default_rng(0)
     gradient = {"w": rng.normal(size=(WORKERS, 8, 8)).astype(np.float32)}

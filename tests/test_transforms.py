@@ -42,14 +42,14 @@ def assert_coefficients(shape, compression, gradient, rtol):
 
 
 @pytest.mark.parametrize("dtype, rtol", [(jnp.float32, 1e-4), (jnp.bfloat16, 1e-2)])
-@draws.examples(24)
+@draws.examples(16)
 @given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
 def test_coefficients_are_the_oracles_and_go_back(dtype, rtol, shape, compression, seed):
     [gradient] = draws.gradients(seed, [shape], dtype=dtype)
     assert_coefficients(shape, compression, gradient, rtol)
 
 
-@draws.examples(5)
+@draws.examples(3)
 @given(shape=draws.shapes, chunk=draws.chunks, rule=draws.rules, seed=draws.seeds)
 def test_random_transform_is_orthonormal(shape, chunk, rule, seed):
     compression = demo_optax.Compression(1, chunk, transform="random", block_rule=rule)
@@ -73,7 +73,7 @@ def test_blocks_follow_the_documented_rule(shape, chunk, rule):
     assert demo_optax.compression.scheme.geometry(compression, shape).stored_shape == stored
 
 
-@draws.examples(8)
+@draws.examples(6)
 @given(
     chunk=draws.chunks,
     grid=st.lists(st.integers(1, 3), min_size=1, max_size=2),

@@ -1,5 +1,7 @@
 """Trees of every kind: what is no parameter passes through."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,14 +18,18 @@ def step(params, tx=None):
     return jax.jit(tx.update)(params, tx.init(params), params)
 
 
+@functools.cache
+def alone():
+    return step({"w": jnp.ones((9, 10))})[0]["w"]
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 4), (0, 1)])
 def test_empty_leaves_pass_through(shape):
     params = {"empty": jnp.zeros(shape), "w": jnp.ones((9, 10))}
     updates, state = step(params)
     assert updates["empty"].shape == shape
     assert state.momentum["empty"].size == 0
-    alone, _ = step({"w": params["w"]})
-    np.testing.assert_array_equal(updates["w"], alone["w"])
+    np.testing.assert_array_equal(updates["w"], alone())
     assert state.metrics.heard == 1
 
 
@@ -33,8 +39,7 @@ def test_missing_leaves_pass_through(nothing):
     updates, state = step(params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert jax.tree.structure(state.momentum) == jax.tree.structure(params)
-    alone, _ = step({"w": params["w"]})
-    np.testing.assert_array_equal(updates["w"], alone["w"])
+    np.testing.assert_array_equal(updates["w"], alone())
 
 
 @pytest.mark.parametrize("params", [{}, [], None, {"empty": np.zeros((0, 3), np.float32)}])
@@ -45,15 +50,13 @@ def test_a_tree_without_numbers_is_no_error(params):
     assert state.metrics.sent_share == 0
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_momentum_keeps_the_dtype_that_is_asked_for(dtype):
-    tx = demo_optax.decoupled_momentum(0.9, SMALL, momentum_dtype=dtype)
-    params = {"w": jnp.linspace(-1, 1, 90).reshape(9, 10)}
-    state = tx.init(params)
-    for _ in range(2):
-        updates, state = jax.jit(tx.update)(params, state)
+def test_momentum_keeps_the_dtype_that_is_asked_for():
+    tx = demo_optax.decoupled_momentum(0.9, SMALL, gradient_weight=1.0, momentum_dtype=jnp.bfloat16)
+    params = {"w": jnp.ones((9, 10))}
+    state, update = tx.init(params), jax.jit(tx.update)
+    updates, state = update(params, state)
+    # Only what is stored is rounded, so the first update is none the worse for it.
+    np.testing.assert_allclose(updates["w"], alone(), rtol=1e-5, atol=1e-6)
+    updates, state = update(params, state)
     assert updates["w"].dtype == jnp.float32
-    assert state.momentum["w"].dtype == dtype
-    exact, _ = step(params, demo_optax.decoupled_momentum(0.9, SMALL))
-    first, _ = step(params, tx)
-    np.testing.assert_allclose(first["w"], exact["w"], rtol=1e-5, atol=1e-6)
+    assert state.momentum["w"].dtype == jnp.bfloat16

@@ -69,6 +69,6 @@ def test_packet_is_a_header_indices_and_values(values, width):
     compression = demo_optax.Compression(4, 8, values)
     matrix = math.ceil(6 * 4 * 6 / 32) + 6 * 4 * width // 32
     vector = math.ceil(4 * 3 / 32) + 4 * width // 32
-    assert demo_optax.packet_bytes(compression, params) == 4 * (4 + matrix + vector)
+    assert demo_optax.packet_bytes(compression, params) == 4 * (5 + matrix + vector)
     tx = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
-    assert demo_optax.packet_bytes(tx, params) == 4 * (4 + matrix + vector)
+    assert demo_optax.packet_bytes(tx, params) == 4 * (5 + matrix + vector)

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def words_of(fields: int, bits: int) -> int:
@@ -28,33 +29,35 @@ def pack_bits(fields: jax.Array, bits: int) -> jax.Array:
     words = words_of(fields.size, bits)
     if words == 0:
         return jnp.zeros(0, jnp.uint32)
-    per_period, period = _period(bits)
+    word, shift = _places(bits)
     fields = fields.reshape(-1)
-    fields = jnp.pad(fields, (0, -fields.size % per_period)).reshape(-1, per_period)
-    columns = [jnp.zeros_like(fields[:, 0])] * period
-    for i in range(per_period):
-        word, shift = divmod(i * bits, 32)
-        columns[word] |= fields[:, i] << shift
-        if shift + bits > 32:
-            columns[word + 1] |= fields[:, i] >> (32 - shift)
-    return jnp.stack(columns, axis=1).reshape(-1)[:words]
+    fields = jnp.pad(fields, (0, -fields.size % len(word))).reshape(-1, len(word))
+    low = fields << shift
+    high = jnp.where(shift > 0, fields >> (32 - shift) % 32, 0)
+    # Each word is the sum of the parts that lie in it, whose bits are disjoint.
+    columns = np.arange(_period(bits)[1])[None]
+    in_low, in_high = ((word[:, None] + i == columns)[None].astype(np.uint32) for i in (0, 1))
+    packed = jnp.sum(low[:, :, None] * in_low + high[:, :, None] * in_high, 1, jnp.uint32)
+    return packed.reshape(-1)[:words]
 
 
 def unpack_bits(words: jax.Array, bits: int, count: int) -> jax.Array:
     """The inverse of `pack_bits`: ``count`` fields of ``bits`` bits, uint32 ``(count,)``."""
     if count * bits == 0:
         return jnp.zeros(count, jnp.uint32)
-    per_period, period = _period(bits)
+    word, shift = _places(bits)
+    period = _period(bits)[1]
     words = jnp.pad(words, (0, -words.size % period)).reshape(-1, period)
-    mask = jnp.uint32((1 << bits) - 1)
-    fields = []
-    for i in range(per_period):
-        word, shift = divmod(i * bits, 32)
-        field = words[:, word] >> shift
-        if shift + bits > 32:
-            field |= words[:, word + 1] << (32 - shift)
-        fields.append(field & mask)
-    return jnp.stack(fields, axis=1).reshape(-1)[:count]
+    low = words[:, word] >> shift
+    high = jnp.where(shift > 0, words[:, np.minimum(word + 1, period - 1)] << (32 - shift) % 32, 0)
+    fields = (low | high) & np.uint32((1 << bits) - 1)
+    return fields.reshape(-1)[:count]
+
+
+def _places(bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Word and bit at which each field of a period begins, shift as uint32 ``(1, fields)``."""
+    word, shift = np.divmod(np.arange(_period(bits)[0]) * bits, 32)
+    return word, shift.astype(np.uint32)[None]
 
 
 def _period(bits: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from demo_optax.compression.indices import IndexCoding
 from demo_optax.compression.values import Fields, ValueCoding
 
 _SEAL = 0x44654D6F  # "DeMo"
-_HEADER_WORDS = 4  # validity, then the three energies of a Header
+_HEADER_WORDS = 5  # validity, then the four energies of a Header
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,13 @@ class Header(NamedTuple):
       gradient: float32, energy (sum of squares) of the local gradient.
       momentum: float32, energy of the momentum before anything was taken out.
       sent: float32, the part of it that the others get: what was selected, less rounding errors.
+      residual: float32, energy of the momentum afterwards.
     """
 
     gradient: jax.Array
     momentum: jax.Array
     sent: jax.Array
+    residual: jax.Array
 
 
 class Message(NamedTuple):

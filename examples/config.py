@@ -1,0 +1,73 @@
+"""The settings of a run, as the command line takes them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from model import PresetName
+from recipes import OptimizerName
+
+from demo_optax.compression.values import ValueCoding
+
+
+@dataclass(frozen=True)
+class Config:
+    optimizer: OptimizerName = "demo"
+    """demo: DeMo with locally scaled gradients. demo-paper: DeMo as published. demo-*: decoupled
+    momentum before other steps. adamw: ordinary data parallelism with a dense all-reduce."""
+    preset: PresetName = "tiny"
+    """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two."""
+    text: tuple[Path, ...] = ()
+    """Files or folders to learn from; by default the source of Python's standard library."""
+    workers: int | None = None
+    """Devices to train on; by default all accelerators, or 8 simulated devices on the CPU."""
+    steps: int = 600
+    """Updates of the parameters."""
+    batch_size: int = 32
+    """Sequences in one step, of all workers together. Like the next, chosen for tiny on a CPU."""
+    sequence_length: int = 64
+    """Bytes in a sequence."""
+    microbatches: int = 1
+    """Parts into which each worker cuts its sequences, to save memory."""
+    learning_rate: float | None = None
+    """Highest learning rate, behind a linear warm-up and before a cosine to a tenth. By default
+    what suits the optimizer on tiny, less in proportion for wider models."""
+    warmup_steps: int = 50
+    """Steps of the warm-up."""
+    decay: float | None = None
+    """Decay of the momentum, for adamw b1; by default what suits the optimizer."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; by default what suits the optimizer."""
+    clip_norm: float = 1.0
+    """Largest norm of each worker's own gradient."""
+    topk: int = 32
+    """Coefficients that are sent of each block."""
+    chunk_size: int = 64
+    """Elements per side of a block."""
+    values: ValueCoding = "float32"
+    """Coding of the values that are sent."""
+    evaluate_every: int = 100
+    """Steps between two evaluations on held-out text."""
+    seed: int = 0
+    """Of the parameters' start and of the order of the text."""
+
+    def require_sensible(self, workers: int) -> None:
+        """Raises ValueError for what no run could be made of."""
+        for name in (
+            "steps",
+            "batch_size",
+            "sequence_length",
+            "microbatches",
+            "learning_rate",
+            "warmup_steps",
+            "clip_norm",
+            "evaluate_every",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {value}.")
+        parts = workers * self.microbatches
+        if self.batch_size % parts:
+            raise ValueError(
+                f"--batch-size {self.batch_size} cannot be divided among {workers} workers x "
+                f"{self.microbatches} microbatches: choose a multiple of {parts}."
+            )
