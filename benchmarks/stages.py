@@ -54,7 +54,9 @@ def main() -> None:
                 return scheme.select(arrangement, momenta, known)
 
             def pack(message, arrangement=arrangement):
-                body = packet.encode(arrangement.layout, message)
+                body = packet.encode(
+                    arrangement.layout, message, [None] * len(arrangement.layout.groups)
+                )
                 return packet.seal(packet.Header(*jnp.ones(4)), body, jnp.array(True))
 
             def unpack(words, arrangement=arrangement, known=known):

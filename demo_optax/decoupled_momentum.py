@@ -152,15 +152,19 @@ def decoupled_momentum(
         known = scheme.known_positions(compression, arrangement, state.count)
         message = scheme.select(arrangement, momenta, known)
         key = scheme.rounding_key(compression, state.count, axes.index(axis_name))
-        body = packet.encode(arrangement.layout, message, key)
+        real = scheme.real_places(arrangement, message.indices)
+        body = packet.encode(arrangement.layout, message, real, key)
         sent, _ = packet.decode(arrangement.layout, body, known)
-        sent = scheme.without_padding(arrangement, sent)
-        left = _subtract(message.values, subtraction_factor, sent.values)
+        decoded = [
+            values if mask is None else jnp.where(mask, values, 0)
+            for values, mask in zip(sent.values, real, strict=True)
+        ]
+        left = _subtract(message.values, subtraction_factor, decoded)
         energy, selected = _energy(momenta), _energy(message.values)
         header = packet.Header(
             gradient=_energy(leaves),
             momentum=energy,
-            sent=selected - _energy(_subtract(message.values, 1.0, sent.values)),
+            sent=selected - _energy(_subtract(message.values, 1.0, decoded)),
             residual=jnp.maximum(energy - selected, 0.0) + _energy(left),
         )
         finite = (
@@ -177,7 +181,7 @@ def decoupled_momentum(
             for rest, value in zip(left, message.values, strict=True)
         )
         residuals = scheme.replace(arrangement, momenta, message._replace(values=left))
-        decoded = [
+        aggregated = [
             transforms.inverse(coefficients, geometry, basis).astype(leaf.dtype)
             for coefficients, geometry, leaf in zip(
                 scheme.ungroup(arrangement, aggregate), geometries, leaves, strict=True
@@ -187,7 +191,7 @@ def decoupled_momentum(
         def unless_infinite(new, old):
             return jnp.where(finite, new.astype(old.dtype), old)
 
-        return jax.tree.unflatten(structure, decoded), DecoupledMomentumState(
+        return jax.tree.unflatten(structure, aggregated), DecoupledMomentumState(
             count=optax.safe_increment(state.count),
             momentum=jax.tree.unflatten(structure, map(unless_infinite, residuals, old)),
             precondition=jax.tree.map(unless_infinite, precondition_state, state.precondition),

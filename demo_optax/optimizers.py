@@ -254,7 +254,8 @@ def demo_lion(
 
     Lion steps by the sign of :math:`b_1 \mu + (1 - b_1) u` and keeps
     :math:`\mu \leftarrow b_2 \mu + (1 - b_2) u`. With ``b1=0``, the default, :math:`\mu` plays no
-    part: the decoupled momentum is Lion's momentum, and the step is the sign of the aggregate.
+    part, though it is stored: the decoupled momentum is Lion's momentum, and the step is the sign
+    of the aggregate.
     A larger ``b1`` adds a second momentum behind the exchange.
 
     Args:
@@ -288,10 +289,9 @@ def demo_lion(
         momentum_dtype=momentum_dtype,
         precondition=precondition,
     )
-    without_momentum = isinstance(b1, (int, float)) and b1 == 0
     return _drive(
         momentum,
-        optax.scale_by_sign() if without_momentum else optax.scale_by_lion(b1, b2),
+        optax.scale_by_lion(b1, b2),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

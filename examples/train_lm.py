@@ -137,6 +137,8 @@ def train(run: Run) -> None:
     console.print(report.closing_table(log, loss, bigrams, 4 * parameters))
     same = replicas_are_identical(params)
     console.print(f"parameters on {mesh.size} devices: {'bit-identical' if same else 'DIFFERENT'}")
+    if not same:
+        sys.exit(1)
 
 
 def describe(run: Run, parameters: int) -> None:

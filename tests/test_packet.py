@@ -158,7 +158,11 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
     momenta = [
         jnp.asarray(rng.normal(size=g.stored_shape), jnp.float32) for g in arrangement.geometries
     ]
-    body = packets.encode(arrangement.layout, scheme.select(arrangement, momenta, known))
+    body = packets.encode(
+        arrangement.layout,
+        scheme.select(arrangement, momenta, known),
+        [None] * len(arrangement.layout.groups),
+    )
     words = packets.seal(packets.Header(*jnp.ones(4)), body, jnp.array(True))
     assert words.shape == (arrangement.layout.words,)
 

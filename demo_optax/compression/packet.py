@@ -8,6 +8,7 @@ The layout follows from shapes and settings alone.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -91,14 +92,27 @@ class Message(NamedTuple):
     values: tuple[jax.Array, ...]
 
 
-def encode(layout: PacketLayout, message: Message, key: jax.Array | None = None) -> jax.Array:
-    """The words behind the header, uint32; with a key, values are rounded stochastically."""
+def encode(
+    layout: PacketLayout,
+    message: Message,
+    real: Sequence[jax.Array | None],
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """The words behind the header, uint32.
+
+    Args:
+      layout: of the packet.
+      message: what to send.
+      real: for each group which of its places are not padding, or None where all are real.
+      key: for stochastic rounding; None rounds to the nearest.
+    """
     sections = [jnp.zeros(0, jnp.uint32)]
-    for number, (group, indices, values) in enumerate(zip(layout.groups, *message, strict=True)):
+    groups = zip(layout.groups, *message, real, strict=True)
+    for number, (group, indices, values, mask) in enumerate(groups):
         own_key = None if key is None else jax.random.fold_in(key, number)
         if group.indices is not None:
             sections.append(index_codings.encode(indices, group.block_size, group.indices))
-        fields = value_codings.encode(values, group.values, own_key)
+        fields = value_codings.encode(values, group.values, own_key, mask)
         sections.append(pack_bits(fields.steps, value_codings.step_bits(group.values)))
         sections.append(pack_bits(fields.values, value_codings.value_bits(group.values)))
     return jnp.concatenate(sections)

@@ -200,22 +200,25 @@ def replace(
     return momenta
 
 
-def without_padding(arrangement: Arrangement, message: packet.Message) -> packet.Message:
-    """The message with zeros wherever it names a place that is padding."""
-    all_values = []
-    for members, indices, values in zip(arrangement.members, *message, strict=True):
+def real_places(
+    arrangement: Arrangement, indices: Sequence[jax.Array]
+) -> tuple[jax.Array | None, ...]:
+    """For each group which of the positions are not padding, ``(blocks, k)``; None where all."""
+
+    def real(members, positions):
         geometries = [arrangement.geometries[i] for i in members]
-        if any(geometry.ragged for geometry in geometries):
-            parts = _split(indices, [geometry.num_blocks for geometry in geometries])
-            real = [
-                jnp.ones(index.shape, bool)
-                if (blocks := _real_blocks(geometry)) is None
-                else jnp.take_along_axis(blocks, index, axis=-1)
-                for geometry, index in zip(geometries, parts, strict=True)
-            ]
-            values = jnp.where(jnp.concatenate(real), values, 0)
-        all_values.append(values)
-    return message._replace(values=tuple(all_values))
+        if not any(geometry.ragged for geometry in geometries):
+            return None
+        parts = _split(positions, [geometry.num_blocks for geometry in geometries])
+        masks = [
+            jnp.ones(part.shape, bool)
+            if (blocks := _real_blocks(geometry)) is None
+            else jnp.take_along_axis(blocks, part, axis=-1)
+            for geometry, part in zip(geometries, parts, strict=True)
+        ]
+        return jnp.concatenate(masks)
+
+    return tuple(map(real, arrangement.members, indices))
 
 
 def ungroup(arrangement: Arrangement, dense: Sequence[jax.Array]) -> list[jax.Array]:

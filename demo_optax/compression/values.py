@@ -31,8 +31,8 @@ class Quantiser:
     Attributes:
       bits: of one field.
       levels: ascending; a field is the position of its level.
-      mean_level: the level of a block's mean magnitude, zeros left out. None puts its largest
-        magnitude at the largest level instead, for codings fine enough to cover the whole range.
+      mean_level: the level of a block's mean magnitude. None puts its largest magnitude at the
+        largest level instead, for codings fine enough to cover the whole range.
     """
 
     bits: int
@@ -78,7 +78,12 @@ def step_bits(coding: ValueCoding) -> int:
     return STEP_BITS if coding in QUANTISERS else 0
 
 
-def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None) -> Fields:
+def encode(
+    values: jax.Array,
+    coding: ValueCoding,
+    key: jax.Array | None = None,
+    real: jax.Array | None = None,
+) -> Fields:
     """Rounds values to what their coding can say.
 
     Args:
@@ -86,6 +91,8 @@ def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None)
       coding: one of `VALUE_CODINGS`.
       key: for stochastic rounding, whose mean is the value itself wherever the coding has levels
         on both sides of it; None rounds to the nearest.
+      real: bool ``(blocks, k)``, which values stand for a coefficient; the others, zeros, do not
+        count in a block's mean. None where all do.
     """
     values = values.astype(jnp.float32)
     if coding == "float32":
@@ -97,7 +104,7 @@ def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None)
         return Fields(jnp.zeros(0, jnp.uint32), (_bits(values) + noise) >> 16)
 
     quantiser = QUANTISERS[coding]
-    steps = _encode_step(values, quantiser)
+    steps = _encode_step(values, quantiser, real)
     step = _decode_step(steps)[:, None]
     levels = jnp.asarray(quantiser.levels, jnp.float32)
     scaled = jnp.where(step > 0, values / step, 0.0)
@@ -132,15 +139,15 @@ def _halves(shape) -> jax.Array:
     return jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
 
 
-def _encode_step(values: jax.Array, quantiser: Quantiser) -> jax.Array:
+def _encode_step(values: jax.Array, quantiser: Quantiser, real: jax.Array | None) -> jax.Array:
     """A block's step size, rounded up where the largest magnitude must fit."""
     magnitudes = jnp.abs(values)
     if quantiser.mean_level is None:
         step = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]
         rounding = (1 << _STEP_SHIFT) - 1
     else:
-        count = jnp.maximum(jnp.sum(magnitudes > 0, axis=1), 1)
-        step = jnp.sum(magnitudes, axis=1) / count / quantiser.mean_level
+        mean = jnp.mean(magnitudes, axis=1, where=real)
+        step = jnp.where(jnp.isfinite(mean), mean, 0.0) / quantiser.mean_level
         rounding = 1 << (_STEP_SHIFT - 1)
     fields = (_bits(step) + jnp.uint32(rounding)) >> _STEP_SHIFT
     normal = fields >> (STEP_BITS - 8) > 0
