@@ -26,7 +26,7 @@ class Preset(NamedTuple):
 
 
 PRESETS: dict[PresetName, Preset] = {
-    "tiny": Preset(layers=4, width=128, heads=4),
+    "tiny": Preset(layers=4, width=128, heads=2),
     "small": Preset(layers=6, width=320, heads=5),
     "300m": Preset(layers=16, width=1024, heads=8, vocabulary=50304, dtype=jnp.bfloat16),
     "1b": Preset(layers=16, width=2048, heads=16, vocabulary=50304, dtype=jnp.bfloat16),

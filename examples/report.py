@@ -47,7 +47,9 @@ class Log:
 
     def step(self, metrics: demo_optax.TrainMetrics) -> None:
         """Shows a step's metrics; waits until the step is done."""
-        loss = np.mean(metrics.loss)
+        # Fetched before it is averaged: np.mean of a jax.Array is a program with a collective,
+        # which can lock up simulated devices while the next step is under way.
+        loss = np.asarray(metrics.loss).mean()
         if metrics.exchange is not None:
             demo_optax.check_metrics(metrics.exchange)
             self.sent_shares.append(float(metrics.exchange.sent_share))

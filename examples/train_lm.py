@@ -171,7 +171,8 @@ def make_evaluation(run: Run) -> Callable[[nnx.State, int], float]:
         count = max(total_bytes // math.prod(run.batch_shape), 1)
         batches = data.even_windows(run.text.held_out, run.batch_shape, count)
         losses = [
-            np.mean(losses_of_workers(params, jax.device_put(batch, divided))) for batch in batches
+            np.asarray(losses_of_workers(params, jax.device_put(batch, divided)))
+            for batch in batches
         ]
         return float(np.mean(losses))
 
