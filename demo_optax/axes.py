@@ -94,3 +94,10 @@ def index(axis_name: AxisName) -> jax.Array:
 def types_are_tracked(axis_name: AxisName) -> bool:
     """Whether the types tell local from replicated values over ``axis_name`` in this trace."""
     return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))
+
+
+def copies_of(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
+    """The axes beside the workers' over which the types say that ``x`` is the same."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    others = tuple(n for n in manual if n not in names(axis_name) and n not in varying(x))
+    return others if types_are_tracked(manual) else ()

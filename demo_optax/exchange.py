@@ -94,12 +94,23 @@ def exchange(
 
 
 def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
-    """All workers' packets ``(workers, words)``, typed as the same everywhere where types are."""
+    """All workers' packets ``(workers, words)``, typed as the same everywhere where types are.
+
+    Where several devices of a worker hold the same packet, each sends its part of it, so that it
+    crosses the links between workers once; the parts are joined inside the worker.
+    """
     if axis_name is None:
         return packet[None]
-    if axes.manual_names(axis_name):
+    if not axes.manual_names(axis_name):
+        return jax.lax.all_gather(packet, axis_name)  # vmap knows only the plain form
+    copies = axes.copies_of(packet, axis_name)
+    if not copies:
         return jax.lax.all_gather(packet, axis_name, to="invarying")
-    return jax.lax.all_gather(packet, axis_name)  # vmap knows only the plain form
+    parts = jnp.pad(packet, (0, -packet.size % axes.size(copies)))
+    parts = parts.reshape(axes.size(copies), -1)[jax.lax.axis_index(copies)]
+    gathered = jax.lax.all_gather(parts, axis_name, to="invarying")
+    joined = jax.lax.all_gather(gathered, copies, axis=1, tiled=True, to="invarying")
+    return joined[:, : packet.size]
 
 
 def require_local(updates, axis_name: AxisName) -> None:

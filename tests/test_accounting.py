@@ -173,3 +173,28 @@ def test_shapes_of_checkpoints(tmp_path):
         checkpointer.save(tmp_path / "saved", {"params": params, "other": np.ones(99)})
     found = checkpoint_shapes(str(tmp_path / "saved"))
     assert sorted(x.shape for x in found.values()) == [(3,), (8, 4)]
+
+
+@pytest.mark.parametrize(
+    "written, groups",
+    [
+        ("{{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", ((0, 1), (2, 3))),
+        ("{}", ((0, 1, 2, 3),)),
+    ],
+)
+def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups):
+    line = f"%x.1 = u32[2,8]{{1,0}} all-gather(%y), channel_id=1, replica_groups={written}, d={{0}}"
+    (found,) = demo_optax.collectives(f"HloModule m, num_partitions=4\n{line}")
+    assert found.groups == groups
+    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    assert found.crosses(mesh, "replica") == (groups != ((0, 1), (2, 3)))
+    assert found.crosses(mesh, ("replica", "fsdp"))
+
+
+def test_groups_that_cannot_be_read_are_no_guess():
+    with pytest.raises(ValueError, match="not known here"):
+        demo_optax.collectives("%x = u32[8] all-gather(%y), replica_groups=@somewhere, d={0}")

@@ -207,7 +207,7 @@ def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(comp
     program = jax.jit(step).lower(params, opt_state, model.batch(0)).compile().as_text()
 
     (only,) = collectives(program)
-    assert (only.kind, only.dtype[0], only.participants) == ("all-gather", "u", 8)
+    assert (only.kind, only.dtype[0], only.groups) == ("all-gather", "u", (tuple(range(8)),))
     assert only.operand_bytes == demo_optax.packet_bytes(tx, params) == metrics.packet_bytes
     assert only.operand_bytes == demo_optax.packet_bytes(compression, params)
     for leaf in jax.tree.leaves(params):

@@ -4,10 +4,23 @@ import math
 import re
 from typing import NamedTuple
 
+import numpy as np
+from jax.sharding import Mesh
+
+from demo_optax import axes
+from demo_optax.axes import AxisName
+
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(rf"= (?P<result>\(.*?\)|\S+) (?P<kind>{_KINDS})(?P<start>-start)?\(")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+[0-9]*(?:e[0-9]m[0-9]\w*)?)\[(?P<dims>[0-9,]*)\]")
-_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(?P<iota>\d+)\]|\{\{(?P<listed>[\d,]+)\})")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(?P<groups>\{[\d,{}]+\})\}")
+_IOTA = re.compile(
+    r"replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<ids>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+)
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<mesh>[^\]]+)\]"
+    r"(?:, device_ids=\(\[(?P<ids>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<over>[^:}]+)\}"
+)
 
 
 class Collective(NamedTuple):
@@ -17,13 +30,19 @@ class Collective(NamedTuple):
       kind: as in HLO: ``"all-gather"``, ``"all-reduce"``, ...
       dtype: of its elements, as in HLO: ``"u32"``, ``"f32"``, ...
       operand_bytes: what each participant hands to it.
-      participants: devices in a group.
+      groups: numbers of the devices that take part together, in the order of the mesh.
     """
 
     kind: str
     dtype: str
     operand_bytes: int
-    participants: int
+    groups: tuple[tuple[int, ...], ...]
+
+    def crosses(self, mesh: Mesh, axis_name: AxisName) -> bool:
+        """Whether anything is sent from one worker along ``axis_name`` to another."""
+        places = np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))
+        along = [places[tuple(mesh.shape).index(name)] for name in axes.names(axis_name)]
+        return any(len({tuple(x[i] for x in along) for i in group}) > 1 for group in self.groups)
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -34,9 +53,9 @@ def collectives(hlo: str) -> list[Collective]:
 
     Example:
       >>> collectives('''
-      ...   %all-gather.1 = u32[8,1232]{1,0} all-gather(%packet), replica_groups=[1,8]<=[8]
+      ...   %all-gather.1 = u32[2,1232]{1,0} all-gather(%packet), replica_groups={{0,1}}
       ... ''')
-      [Collective(kind='all-gather', dtype='u32', operand_bytes=4928, participants=8)]
+      [Collective(kind='all-gather', dtype='u32', operand_bytes=4928, groups=((0, 1),))]
     """
     found = []
     partitions = re.search(r"(?:num_partitions|replica_count)=(\d+)", hlo)
@@ -44,11 +63,8 @@ def collectives(hlo: str) -> list[Collective]:
         instruction = _INSTRUCTION.search(line)
         if not instruction:
             continue
-        groups = _GROUPS.search(line)
-        size = int(partitions[1]) if partitions else 1
-        if groups:
-            listed = groups["listed"]
-            size = int(groups["iota"]) if listed is None else listed.count(",") + 1
+        groups = _groups(line, int(partitions[1]) if partitions else 1)
+        size = len(groups[0])
         kind, shapes = instruction["kind"], list(_SHAPE.finditer(instruction["result"]))
         share = {"all-gather": 1 / size, "reduce-scatter": size}.get(kind, 1)
         if instruction["start"] and kind != "all-reduce":
@@ -56,8 +72,40 @@ def collectives(hlo: str) -> list[Collective]:
             shapes = shapes[:1] if kind == "collective-permute" else shapes[: len(shapes) // 2]
             share = 1
         operands = round(share * sum(map(_bytes, shapes)))
-        found.append(Collective(kind, shapes[0]["dtype"], operands, size))
+        found.append(Collective(kind, shapes[0]["dtype"], operands, groups))
     return found
+
+
+def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    if listed := _LISTED.search(line):
+        return tuple(map(_numbers, re.findall(r"\{([\d,]+)\}", listed["groups"])))
+    if iota := _IOTA.search(line):
+        ids = _iota(iota["ids"], iota["order"])
+        return tuple(map(tuple, ids.reshape(_numbers(iota["shape"])).tolist()))
+    if mesh := _MESH.search(line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh["mesh"])}
+        over = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh["over"])]
+        shape = ",".join(map(str, sizes.values()))
+        ids = _iota(mesh["ids"] or shape, mesh["order"]).reshape(_numbers(shape))
+        last = range(ids.ndim - len(over), ids.ndim)
+        members = math.prod(ids.shape[i] for i in over)
+        return tuple(map(tuple, np.moveaxis(ids, over, last).reshape(-1, members).tolist()))
+    if "replica_groups={}" in line or "replica_groups" not in line:
+        return (tuple(range(devices)),)
+    raise ValueError(
+        "this collective names its groups of devices in a way that is not known here; please "
+        f"report it with the version of JAX: {line.strip()}"
+    )
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    """Numbers of devices as ``[4,2]T(1,0)`` writes them: counted up in a shape, and transposed."""
+    ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 def _bytes(shape: re.Match) -> int:

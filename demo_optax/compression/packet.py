@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from demo_optax.compression import indices as index_codings
 from demo_optax.compression import values as value_codings
-from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
+from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
 from demo_optax.compression.indices import IndexCoding
 from demo_optax.compression.values import Fields, ValueCoding
 
@@ -165,18 +165,14 @@ def seal(header: Header, body: jax.Array, count: jax.Array) -> jax.Array:
     """
     numbers = jnp.stack(header).astype(jnp.float32)
     rest = jnp.concatenate([jax.lax.bitcast_convert_type(numbers, jnp.uint32), body])
-    checksum = _checksum(rest)
-    return jnp.concatenate([jnp.where(count, checksum, ~checksum)[None], rest])
+    validity = checksum(rest) ^ jnp.uint32(_SEAL)
+    return jnp.concatenate([jnp.where(count, validity, ~validity)[None], rest])
 
 
 def unseal(packet: jax.Array) -> tuple[Header, jax.Array, jax.Array]:
     """Header, body, and whether the validity word is right and the energies finite."""
     numbers = jax.lax.bitcast_convert_type(packet[1:_HEADER_WORDS], jnp.float32)
-    intact = (packet[0] == _checksum(packet[1:])) & jnp.all(jnp.isfinite(numbers))
+    intact = (packet[0] ^ jnp.uint32(_SEAL) == checksum(packet[1:])) & jnp.all(
+        jnp.isfinite(numbers)
+    )
     return Header(*numbers), packet[_HEADER_WORDS:], intact
-
-
-def _checksum(words: jax.Array) -> jax.Array:
-    """A sum with odd weights modulo 2**32, which any single changed word changes."""
-    weights = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
-    return jnp.sum(words * weights, dtype=jnp.uint32) ^ jnp.uint32(_SEAL)

@@ -1,5 +1,8 @@
 """Many workers: local gradients, the worker axis of the state, the train step."""
 
+from demo_optax.parallel.drift import Drift as Drift
+from demo_optax.parallel.drift import check_replicas as check_replicas
+from demo_optax.parallel.drift import repair_replicas as repair_replicas
 from demo_optax.parallel.local_gradients import local_value_and_grad as local_value_and_grad
 from demo_optax.parallel.train_step import TrainMetrics as TrainMetrics
 from demo_optax.parallel.train_step import check_metrics as check_metrics

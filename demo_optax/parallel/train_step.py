@@ -1,7 +1,7 @@
 """A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import accounting, axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.exchange import ExchangeMetrics
-from demo_optax.parallel import worker_axis
+from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.local_gradients import local_value_and_grad
 
 
@@ -24,9 +24,10 @@ class TrainMetrics(NamedTuple):
     Attributes:
       loss: float ``(workers,)``, each worker's own.
       gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
-      aux: what the loss function returned beside the loss, with a leading axis of workers.
+      aux: what the loss function returned beside the loss, with a leading axis of workers, or of
+        all devices where a worker has several that the step handles itself.
       exchange: `demo_optax.ExchangeMetrics`, or None where the optimizer keeps none.
-      packet_bytes: int, the bytes that each worker handed to the exchange.
+      packet_bytes: int, the bytes that each worker, with all its devices, handed to the exchange.
     """
 
     loss: jax.Array
@@ -46,8 +47,14 @@ def make_train_step(
     clip_norm: float | None = None,
     random_key: bool = False,
     check_vma: bool = True,
+    param_specs=None,
+    axis_names: Collection[str] | None = None,
 ) -> Callable:
     """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
+
+    Further axes of the mesh lie inside the workers: the devices along them share the worker's
+    batch, average their gradients in full precision, and hold its parameters whole, or sharded as
+    ``param_specs`` say (FlexDeMo). Only packets cross from one worker to another.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
@@ -62,11 +69,18 @@ def make_train_step(
         each worker and microbatch.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
         are local and parameters replicated; for models whose operations do not support them.
+      param_specs: PartitionSpecs of the parameters over the axes inside a worker, a tree or a
+        prefix of one; by default each device holds all of them.
+      axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
+        ``loss_fn`` then sees one device's part of the batch and whole parameters, which are
+        gathered for it, while gradients are scattered. With the workers' axis alone, the others
+        are left to the compiler: ``loss_fn`` is a program for a whole worker, with whatever
+        shardings it states itself. Their ``jax.sharding.AxisType`` should then be ``Auto``.
 
     Returns:
       ``step(params, opt_state, batch[, key]) -> (params, opt_state, metrics)``, compiled once,
       which donates parameters and state once they lie on the mesh. ``batch`` is a tree of arrays
-      whose first dimension is divided among the workers, ``opt_state`` comes from
+      whose first dimension is divided among all devices, ``opt_state`` comes from
       `init_opt_state`, and ``metrics`` is a `TrainMetrics`.
 
       If no worker has a finite gradient, the parameters stay as they are.
@@ -88,16 +102,27 @@ def make_train_step(
     """
     checks.static_integer("microbatches", microbatches, at_least=1)
     workers = worker_axis.num_workers(mesh, axis_name)
-    stacked = worker_axis.stack_workers(tx, mesh, axis_name)
+    stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
+    of_workers = axes.names(axis_name)
+    inner = shards.inner_axes(mesh, axis_name)
+    manual = _manual_axes(axis_names, mesh, of_workers)
+    inner_manual = tuple(name for name in inner if name in manual)
     if clip_norm is not None:
         checks.in_interval("clip_norm", clip_norm, "(0, inf]")
 
-    def worker_step(params, opt_state, batch, *key):
-        own_key = [jax.random.fold_in(k, jax.lax.axis_index(axis_name)) for k in key]
+    def worker_step(specs, params, opt_state, batch, *key):
+        def loss_of_shards(params, *args):
+            return loss_fn(shards.gather_params(params, specs), *args)
+
+        own = of_workers + inner_manual
+        own_key = [jax.random.fold_in(k, jax.lax.axis_index(own)) for k in key]
         (loss, aux), gradient = _accumulate(
-            loss_fn, axis_name, microbatches, params, batch, *own_key
+            loss_of_shards if inner_manual else loss_fn, own, microbatches, params, batch, *own_key
         )
-        norm = optax.tree.norm(optax.tree.cast(gradient, jnp.float32))
+        if inner_manual:
+            gradient = shards.mean_gradient(gradient, specs, inner)
+            loss = jax.lax.pmean(loss, inner)
+        norm = shards.norm(gradient, specs)
         if clip_norm is not None:
             scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
             gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
@@ -106,48 +131,80 @@ def make_train_step(
         if exchanged is not None:
             heard = jnp.any(jnp.array([m.heard > 0 for m in _all_metrics(opt_state)]))
             updates = jax.tree.map(lambda u: jnp.where(heard, u, jnp.zeros_like(u)), updates)
-        of_workers = jax.tree.map(lambda x: x[None], (loss, norm, aux))
-        return optax.apply_updates(params, updates), opt_state, of_workers, exchanged
+        loss, norm, aux = jax.tree.map(lambda x: x[None], (loss, norm, aux))
+        return optax.apply_updates(params, updates), opt_state, (loss, norm), aux, exchanged
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def placed_step(params, opt_state, batch, *key):
-        specs = worker_axis.state_specs(tx, params, mesh, axis_name)
+        whole = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        of_state = worker_axis.state_specs(tx, params, mesh, axis_name, param_specs)
+        specs, of_state_here = jax.tree.map(functools.partial(_handled, manual), (whole, of_state))
         sharded = jax.shard_map(
-            worker_step,
+            functools.partial(worker_step, specs),
             mesh=mesh,
-            in_specs=(P(), specs, P(axis_name), *[P() for _ in key]),
-            out_specs=(P(), specs, P(axis_name), P()),
+            axis_names=manual,
+            in_specs=(specs, of_state_here, P(of_workers + inner_manual), *[P() for _ in key]),
+            out_specs=(specs, of_state_here, P(axis_name), P(of_workers + inner_manual), P()),
             check_vma=check_vma,
         )
-        params, opt_state, (loss, norm, aux), exchanged = sharded(params, opt_state, batch, *key)
+        params, opt_state, (loss, norm), aux, exchanged = sharded(params, opt_state, batch, *key)
+        if manual != set(mesh.axis_names):
+            params, opt_state = jax.lax.with_sharding_constraint(
+                (params, opt_state), _shardings(mesh, (whole, of_state))
+            )
         return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
 
-    everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis_name))
     packet_bytes = None
 
     def step(params, opt_state, batch, *key):
         nonlocal packet_bytes
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         if packet_bytes is None:
             expected = jax.eval_shape(stacked.init, params)
             worker_axis.require_state(opt_state, expected, workers)
-            packet_bytes = accounting.packet_bytes(tx, params, axis_name)
-        _require_divisible(batch, workers)
-        params, batch = _place(params, everywhere), _place(batch, divided)
+            parts = shards.shard_shapes(params, specs, mesh)
+            of_a_shard = accounting.packet_bytes(tx, parts, axis_name)
+            packet_bytes = of_a_shard * shards.num_shards(specs, mesh)
+        _require_divisible(batch, mesh.size)
+        params = _place(params, _shardings(mesh, specs))
+        divided = NamedSharding(mesh, P(of_workers + inner))
+        batch = _place(batch, jax.tree.map(lambda _: divided, batch))
         params, opt_state, metrics = placed_step(params, opt_state, batch, *key)
         return params, opt_state, metrics._replace(packet_bytes=packet_bytes)
 
     return step
 
 
-def _place(tree, sharding):
-    """The tree with this sharding: arrays that have it stay, all others are copied.
+def _manual_axes(axis_names, mesh, of_workers) -> set[str]:
+    """The axes that a step handles itself: all, or those of the workers."""
+    manual = set(mesh.axis_names if axis_names is None else axis_names)
+    if manual not in (set(mesh.axis_names), set(of_workers)):
+        raise ValueError(
+            f"axis_names must be the workers' axes {of_workers} alone, with all others left to "
+            f"the compiler, or all axes of the mesh {tuple(mesh.axis_names)}, not "
+            f"{tuple(axis_names)}."
+        )
+    return manual
+
+
+def _handled(manual, spec: P) -> P:
+    """The part of a spec that is over manual axes."""
+    return P(*(entry if set(axes.names(entry)) <= manual else None for entry in spec))
+
+
+def _shardings(mesh, specs):
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def _place(tree, shardings):
+    """The tree with these shardings: arrays that have it stay, all others are copied.
 
     Copied, since the step donates what it is given: an array of the caller's, or one that is
     used for two leaves, must not be what it gives away.
     """
     seen = set()
 
-    def place(x):
+    def place(x, sharding):
         if isinstance(x, jax.core.Tracer):
             return jax.device_put(x, sharding)
         given = getattr(x, "sharding", None)
@@ -167,15 +224,15 @@ def _place(tree, sharding):
             )
         return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, sharding)
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(place, tree, shardings)
 
 
-def _require_divisible(batch, workers):
+def _require_divisible(batch, devices):
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if not np.ndim(leaf) or np.shape(leaf)[0] % workers:
+        if not np.ndim(leaf) or np.shape(leaf)[0] % devices:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose first "
-                f"dimension cannot be divided among {workers} workers: choose a batch size that is "
+                f"dimension cannot be divided among {devices} devices: choose a batch size that is "
                 "a multiple of their number."
             )
 

@@ -6,7 +6,8 @@ worker, sharded over the workers. Which leaves these are is read from JAX's type
 evaluated abstractly, and what comes out varying over the axis belongs to a worker.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes
 from demo_optax.axes import AxisName
 from demo_optax.decoupled_momentum import DecoupledMomentumState
+from demo_optax.parallel import shards
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
@@ -33,52 +35,62 @@ def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     return size
 
 
-def worker_local(
-    tx: optax.GradientTransformation, params, mesh: Mesh | AbstractMesh, axis_name: AxisName
-):
-    """Which leaves of ``tx``'s state differ between workers.
+class Variation(NamedTuple):
+    """Over which of a mesh's axes the outcome of an update differs: trees of frozensets."""
 
-    Evaluates updates abstractly under ``jax.shard_map(check_vma=True)``, with gradients that
-    vary over ``axis_name``, until no further leaf comes out varying.
+    state: Any
+    updates: Any
+
+
+def variation(
+    tx: optax.GradientTransformation,
+    params,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName,
+    specs,
+) -> Variation:
+    """Evaluates updates abstractly under ``jax.shard_map(check_vma=True)``.
+
+    With gradients that vary over ``axis_name`` and the axes of their parameter's spec, until
+    nothing more of the state comes out varying.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
-      params: arrays or shapes of the parameters.
+      params: arrays or shapes of the whole parameters.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
-
-    Returns:
-      A tree of booleans like ``tx.init(params)``.
+      specs: the parameters' PartitionSpecs inside a worker.
 
     Raises:
       ValueError: the updates themselves differ between workers, because ``tx`` does not exchange.
     """
     num_workers(mesh, axis_name)
     tx = optax.with_extra_args_support(tx)
-    outcome: dict[str, Any] = {}
+    parts = shards.shard_shapes(params, specs, mesh)
+    sharded = shards.sharded_axes(specs)
+    outcome: list[Variation] = []
 
-    def differs(x):
-        return any(name in axes.varying(x) for name in axes.names(axis_name))
-
-    def probe(local):
+    def probe(over):
         def update():
-            values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+            values = jax.tree.map(
+                lambda x, spec: axes.as_varying(jnp.zeros(x.shape, x.dtype), shards.axes_of(spec)),
+                parts,
+                specs,
+            )
             state = jax.tree.map(
-                lambda x, varies: axes.as_varying(x, axis_name) if varies else x,
-                tx.init(values),
-                local,
+                lambda x, names: axes.as_varying(x, tuple(names)), tx.init(values), over
             )
             updates, state = tx.update(axes.as_varying(values, axis_name), state, values)
-            outcome["state"] = jax.tree.map(differs, state)
-            outcome["updates"] = jax.tree.map(differs, updates)
+            state = shards.combine_metrics(state, sharded)
+            outcome.append(Variation(*jax.tree.map(axes.varying, (state, updates))))
 
         axes.trace_worker(update, mesh.shape)
-        return jax.tree.map(lambda a, b: a or b, local, outcome["state"])
+        return outcome[-1]
 
-    local = jax.tree.map(lambda _: False, jax.eval_shape(tx.init, params))
+    over = jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts))
     try:
-        while jax.tree.leaves(found := probe(local)) != jax.tree.leaves(local):
-            local = found
+        while (found := probe(over)).state != over:
+            over = jax.tree.map(frozenset.union, over, found.state)
     except (TypeError, ValueError) as error:
         raise type(error)(
             f"{error}\n\nThis came up while an update was evaluated abstractly, to find which "
@@ -87,20 +99,16 @@ def worker_local(
             "make_train_step(microbatches=...) instead; workers whose gradient is not finite are "
             "left out already."
         ) from error
-    drifting = [
-        jax.tree_util.keystr(path)
-        for path, varies in jax.tree.leaves_with_path(outcome["updates"])
-        if varies
-    ]
-    if drifting:
-        raise ValueError(
-            f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
-            f"parameter{drifting[0]}), so their parameters would drift apart unseen. It must "
-            f"exchange over that axis: give demo_optax.decoupled_momentum (or demo_optax.demo, "
-            f"...) axis_name={axis_name!r}, or put demo_optax.mean_over_workers({axis_name!r}) in "
-            "front of an ordinary optimizer."
-        )
-    return local
+    for path, names in jax.tree.leaves_with_path(found.updates):
+        if names & set(axes.names(axis_name)):
+            raise ValueError(
+                f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
+                f"parameter{jax.tree_util.keystr(path)}), so their parameters would drift apart "
+                "unseen. It must exchange over that axis: give demo_optax.decoupled_momentum (or "
+                f"demo_optax.demo, ...) axis_name={axis_name!r}, or put "
+                f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer."
+            )
+    return found
 
 
 def state_specs(
@@ -108,6 +116,7 @@ def state_specs(
     params,
     mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
+    param_specs=None,
 ):
     """PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
 
@@ -116,13 +125,16 @@ def state_specs(
       params: arrays or shapes of the parameters.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
+      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
 
     Returns:
-      A tree like the state: ``P(axis_name)`` for leaves with a leading worker axis, ``P()`` for
-      those that are the same on all workers.
+      A tree like the state. Leaves with a leading worker axis have ``P(axis_name, ...)``, those
+      that are the same on all workers have not; behind it stands the spec of the parameter whose
+      path ends the leaf's, where the shards of a worker differ.
 
     Raises:
-      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis.
+      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a leaf
+        differs between the shards of a worker, but cannot be sharded like its parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -132,12 +144,42 @@ def state_specs(
       >>> momentum.momentum, rms.nu
       ({'w': P('data',)}, {'w': P()})
     """
-    local = worker_local(tx, params, mesh, axis_name)
-    return jax.tree.map(lambda varies: P(axis_name) if varies else P(), local)
+    specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+    over = variation(tx, params, mesh, axis_name, specs).state
+    return _specs_of_state(over, tx, params, specs, axis_name)
+
+
+def _specs_of_state(over, tx, params, specs, axis_name):
+    workers = set(axes.names(axis_name))
+    of_params = {path: spec for path, spec in jax.tree.leaves_with_path(specs)}
+
+    def inside(path, names, leaf) -> P:
+        if names <= workers:
+            return P()
+        for start in range(len(path) + 1):
+            spec = of_params.get(path[start:])
+            if spec is not None and len(spec) <= leaf.ndim:
+                return spec
+        raise ValueError(
+            f"the optimizer state{jax.tree_util.keystr(path)} of shape {leaf.shape} differs "
+            f"between the shards of a worker, over {sorted(names - workers)}, but cannot be "
+            "sharded like a parameter. Leave its parameter whole (param_specs=P()), or use an "
+            "optimizer whose state has the shapes of the parameters."
+        )
+
+    def spec_of(path, names, leaf) -> P:
+        spec = inside(path, names, leaf)
+        return P(axis_name, *spec) if names & workers else spec
+
+    state = jax.eval_shape(tx.init, params)
+    return jax.tree.map_with_path(spec_of, over, state)
 
 
 def stack_workers(
-    tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName = "data"
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` with a state whose worker-local leaves carry a leading worker axis.
 
@@ -146,10 +188,16 @@ def stack_workers(
     or any other holder of an optax transformation works unchanged. A worker whose gradient is
     not finite keeps its entries as they were, so that no second moment is lost to one bad batch.
 
+    Where the mesh has further axes, inside the workers, they may be manual around ``update``, or
+    left to the compiler, ``jax.shard_map(axis_names={axis_name})``: then the optimizer alone runs
+    in a ``jax.shard_map`` of its own over them, so that each device compresses its own shard.
+
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
+      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one;
+        by default each device of a worker holds all of them.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``.
@@ -161,37 +209,72 @@ def stack_workers(
       >>> tx.init({"w": jnp.ones((128, 64))})[0].momentum["w"].shape
       (1, 2, 1, 64, 64)
     """
-    workers = num_workers(mesh, axis_name)
+    num_workers(mesh, axis_name)
+    inner = shards.inner_axes(mesh, axis_name)
     tx = optax.with_extra_args_support(tx)
 
+    def differs(spec):
+        return bool(set(axes.names(axis_name)) & set(shards.axes_of(spec)))
+
     def init_fn(params):
-        local = worker_local(tx, params, mesh, axis_name)
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        of_state = state_specs(tx, params, mesh, axis_name, param_specs)
 
         def init(params):
-            return jax.tree.map(
-                lambda x, varies: jnp.broadcast_to(x, (workers, *x.shape)) if varies else x,
-                tx.init(params),
-                local,
-            )
+            state = tx.init(params)
+            return jax.tree.map(lambda x, spec: x[None] if differs(spec) else x, state, of_state)
 
-        shardings = jax.tree.map(
-            lambda varies: NamedSharding(mesh, P(axis_name) if varies else P()), local
+        placed = jax.device_put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+        return jax.jit(jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state))(
+            placed
         )
-        return jax.jit(init, out_shardings=shardings)(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        like = updates if params is None else params
-        single = jax.eval_shape(tx.init, like)
-        stacked = worker_local(tx, like, mesh, axis_name)
+        specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        to_compiler = {name for name in inner if name not in manual}
+        if not to_compiler:
+            whole = _whole_shapes(updates, specs, mesh)
+            return update_shards(updates, state, params, whole, specs, extra_args)
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), updates)
+        of_state = jax.tree.map(
+            lambda spec: P(None, *spec[1:]) if differs(spec) else spec,
+            state_specs(tx, whole, mesh, axis_name, param_specs),
+        )
+
+        def update_inside(updates, state, params):
+            return update_shards(updates, state, params, whole, specs, extra_args)
+
+        return jax.shard_map(
+            update_inside,
+            axis_names=to_compiler,
+            in_specs=(specs, of_state, P() if params is None else specs),
+            out_specs=(specs, of_state),
+        )(updates, state, params)
+
+    def update_shards(updates, state, params, whole, specs, extra_args):
+        over = variation(tx, whole, mesh, axis_name, specs)
+        of_state = _specs_of_state(over.state, tx, whole, specs, axis_name)
+        sharded = shards.sharded_axes(specs)
+        stacked = jax.tree.map(differs, of_state)
+        single = jax.eval_shape(tx.init, shards.shard_shapes(whole, specs, mesh))
         old = jax.tree.map(_own_entry, state, single, stacked)
+        updates = shards.all_or_nothing(updates, sharded)
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]).all()
         updates, new = tx.update(updates, old, params, **extra_args)
+
+        def in_common(x, names, spec):
+            rest = names - set(shards.axes_of(spec)) - set(axes.names(axis_name))
+            return shards.from_first(x, tuple(sorted(rest)))
 
         def keep(new, old, stacked):
             if isinstance(new, DecoupledMomentumState):  # which protects itself
                 return jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
             return jnp.where(finite, new, old)[None] if stacked else new
 
+        updates = jax.tree.map(in_common, updates, over.updates, specs)
+        new = shards.combine_metrics(new, sharded)
+        new = jax.tree.map(in_common, new, over.state, of_state)
         return updates, jax.tree.map(
             keep, new, old, stacked, is_leaf=lambda x: isinstance(x, DecoupledMomentumState)
         )
@@ -199,8 +282,24 @@ def stack_workers(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _whole_shapes(parts, specs, mesh):
+    """Shapes and dtypes of the whole arrays that these are the shards of."""
+
+    def whole(x, spec):
+        counts = [math.prod(mesh.shape[n] for n in axes.names(entry)) for entry in spec]
+        counts += [1] * (x.ndim - len(counts))
+        shape = tuple(size * count for size, count in zip(x.shape, counts, strict=True))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(whole, parts, specs)
+
+
 def init_opt_state(
-    tx: optax.GradientTransformation, params, mesh: Mesh, axis_name: AxisName = "data"
+    tx: optax.GradientTransformation,
+    params,
+    mesh: Mesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
 ):
     """The state of ``tx`` for all workers of a mesh, placed on it.
 
@@ -209,15 +308,18 @@ def init_opt_state(
       params: the parameters.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
+      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
 
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis of
-      their number, sharded as `state_specs` says.
+      their number, sharded as `state_specs` says. Momenta are those of each device's shard of
+      its parameter.
 
     Raises:
-      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis.
+      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a
+        parameter cannot be divided as ``param_specs`` says.
     """
-    return stack_workers(tx, mesh, axis_name).init(params)
+    return stack_workers(tx, mesh, axis_name, param_specs).init(params)
 
 
 def require_state(opt_state, expected, workers: int) -> None:

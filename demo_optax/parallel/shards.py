@@ -1,0 +1,140 @@
+"""One worker on several devices: parameters sharded inside it, or its batch alone.
+
+A mesh may have axes beside the workers' own (``fsdp``, ``tensor``, ``local``). Along these inner
+axes the devices of one worker share its parameters as their PartitionSpecs say, average their
+gradients in full precision, and compress each its own shard, whose blocks end where it ends (From
+et al., "DeToNATION", FlexDeMo). What the shards of a worker hold in common they must agree on.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax import axes
+from demo_optax.axes import AxisName
+from demo_optax.exchange import ExchangeMetrics
+
+
+def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh's axes inside a worker."""
+    return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
+
+
+def axes_of(spec: P) -> tuple[str, ...]:
+    """The axes that a PartitionSpec shards over."""
+    return tuple(name for entry in spec for name in axes.names(entry))
+
+
+def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """A PartitionSpec for every parameter, from a tree or a prefix of one; None for ``P()``.
+
+    Raises:
+      ValueError: a spec shards over the workers' axis, or over one that the mesh lacks.
+    """
+    specs = jax.tree.broadcast(P() if param_specs is None else param_specs, params)
+    inner = inner_axes(mesh, axis_name)
+    for path, spec in jax.tree.leaves_with_path(specs):
+        if wrong := [name for name in axes_of(spec) if name not in inner]:
+            raise ValueError(
+                f"param_specs{jax.tree_util.keystr(path)} is {spec}, but parameters are sharded "
+                f"inside a worker only, over the axes {inner}: {wrong[0]!r} is "
+                + ("the workers' axis." if wrong[0] in axes.names(axis_name) else "not among them.")
+            )
+    return specs
+
+
+def sharded_axes(specs) -> tuple[str, ...]:
+    """All axes that any of the specs shards over, in the order of their first use."""
+    return tuple(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in axes_of(spec)))
+
+
+def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
+    """Shapes and dtypes of one device's shards; ValueError where a dimension does not divide."""
+
+    def shard(x, spec):
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+
+    return jax.tree.map(shard, params, specs)
+
+
+def gather_params(shards, specs):
+    """Whole parameters from a device's shards; its gradient sums over the shards by itself."""
+
+    def gather(x, spec):
+        for dimension, entry in enumerate(spec):
+            if entry is not None:
+                x = jax.lax.all_gather(x, entry, axis=dimension, tiled=True)
+        return x
+
+    return jax.tree.map(gather, shards, specs)
+
+
+def mean_gradient(gradient, specs, inner: tuple[str, ...]):
+    """The worker's mean gradient, from what `gather_params` and one device's batch gave."""
+
+    def mean(g, spec):
+        rest = tuple(name for name in inner if name not in axes_of(spec))
+        g = jax.lax.pmean(g, rest) if rest else g
+        return (g / axes.size(axes_of(spec))).astype(g.dtype) if axes_of(spec) else g
+
+    return jax.tree.map(mean, gradient, specs)
+
+
+def norm(tree, specs) -> jax.Array:
+    """Global norm of a worker's sharded tree, float32."""
+    energies: dict[tuple[str, ...], jax.Array] = {}
+    for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+        energy = jnp.sum(jnp.square(x.astype(jnp.float32)))
+        energies[axes_of(spec)] = energies.get(axes_of(spec), jnp.zeros(())) + energy
+    return jnp.sqrt(sum(jax.lax.psum(e, over) if over else e for over, e in energies.items()))
+
+
+def all_or_nothing(gradient, sharded: tuple[str, ...]):
+    """The gradient, with NaN on every shard of a worker if any of them is not finite.
+
+    A worker then takes part in a step with all its shards or with none.
+    """
+    if not sharded:
+        return gradient
+    finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(gradient)]).all()
+    finite = jax.lax.pmin(finite.astype(jnp.int32), sharded) > 0
+    return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), gradient)
+
+
+def combine_metrics(state, sharded: tuple[str, ...]):
+    """The state with the metrics of a worker's shards made one."""
+
+    def combine(x):
+        if not isinstance(x, ExchangeMetrics):
+            return x
+        return ExchangeMetrics(
+            heard=jax.lax.pmin(x.heard, sharded),
+            identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
+            sent_share=jax.lax.pmean(x.sent_share, sharded),
+            residual_norm=jnp.sqrt(jax.lax.psum(jnp.square(x.residual_norm), sharded)),
+        )
+
+    if not sharded:
+        return state
+    return jax.tree.map(combine, state, is_leaf=lambda x: isinstance(x, ExchangeMetrics))
+
+
+def from_first(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """What the first device along some axes has, on all of them.
+
+    What all shards of a worker hold was exchanged by each of them. Should one of their packets
+    arrive damaged, they would differ from then on.
+    """
+    if not over:
+        return x
+    wide = x.astype(jnp.int32) if x.dtype == bool else x
+    first = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, wide, 0), over)
+    return first.astype(x.dtype)
+
+
+def num_shards(specs, mesh: Mesh | AbstractMesh) -> int:
+    """Different shards of one worker, each of which exchanges a packet of its own."""
+    return math.prod(mesh.shape[name] for name in sharded_axes(specs))

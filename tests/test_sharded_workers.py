@@ -1,0 +1,313 @@
+"""Workers of several devices: sharded parameters, or a batch that is shared (FlexDeMo)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import exchange
+from demo_optax.exchange import gather
+from tests import model
+
+# A side that the blocks do not divide, so that momenta have other sizes than parameters.
+SHAPES = {"hidden": (12, 32), "bias": (32,), "out": (32, 3)}
+SPECS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}
+WAYS = {
+    "manual": {},
+    "manual, unchecked": dict(check_vma=False),
+    "compiler": dict(axis_names=("replica",)),
+}
+SMALL = dict(topk=4, chunk_size=8, axis_name="replica")
+SGD = demo_optax.demo_sgd(0.5, decay=0.9, **SMALL)
+OPTIMIZERS = {
+    "sgd": SGD,
+    "adamw behind a preconditioner": demo_optax.demo_adamw(
+        1e-2, eps=1e-3, decay=0.9, precondition=optax.scale_by_rms(0.9, eps=1e-3), **SMALL
+    ),
+}
+
+
+def params():
+    random = np.random.default_rng(0)
+    return {n: (0.3 * random.normal(size=s)).astype(np.float32) for n, s in SHAPES.items()}
+
+
+def mesh_of(replica, *inner, names=("fsdp", "tensor")):
+    shape = (replica, *inner)
+    kinds = (AxisType.Auto,) * len(shape)
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, ("replica", *names[: len(inner)]), kinds, devices=devices)
+
+
+def train(mesh, specs, steps=4, tx=SGD, batch=model.batch, **way):
+    values, state = params(), demo_optax.init_opt_state(tx, params(), mesh, "replica", specs)
+    step = demo_optax.make_train_step(
+        model.loss, tx, mesh, "replica", param_specs=specs, clip_norm=1.0, **way
+    )
+    losses = []
+    for i in range(steps):
+        values, state, metrics = jax.block_until_ready(step(values, state, batch(i)))
+        losses.append(np.asarray(metrics.loss))
+    return values, state, metrics, np.stack(losses)
+
+
+def assert_follows(ours, theirs):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), ours[0], theirs[0]
+    )
+    np.testing.assert_allclose(ours[3], theirs[3], rtol=1e-4)
+
+
+def assert_shards_agree(tree, mesh, specs):
+    """The same bits on all devices that ought to hold the same."""
+    for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
+        wanted = NamedSharding(mesh, spec).devices_indices_map(leaf.shape)
+        copies = {}
+        for shard in leaf.addressable_shards:
+            assert shard.index == wanted[shard.device]
+            copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert all(len(bits) == 1 for bits in copies.values())
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Runs on workers of one device each."""
+    return {name: train(mesh_of(2, 1), SPECS, tx=tx) for name, tx in OPTIMIZERS.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_devices_a_worker_follow_one(name, way, whole):
+    mesh, tx = mesh_of(2, 2), OPTIMIZERS[name]
+    ours = train(mesh, SPECS, tx=tx, **WAYS[way])
+    assert_follows(ours, whole[name])
+    assert_shards_agree(ours[0], mesh, SPECS)
+    specs = demo_optax.state_specs(tx, params(), mesh, "replica", SPECS)
+    assert specs[0].momentum == {
+        "hidden": P("replica", None, "fsdp"),
+        "bias": P("replica"),
+        "out": P("replica", "fsdp"),
+    }
+    assert_shards_agree(ours[1], mesh, specs)
+    assert ours[2].exchange.heard == 2
+
+
+@pytest.mark.parametrize("way", ["manual", "compiler"])
+def test_two_sharded_axes_follow_none(way, whole):
+    mesh, specs = mesh_of(2, 2, 2), {"hidden": P(None, ("fsdp", "tensor")), "bias": P("tensor")}
+    specs["out"] = P("tensor")
+    ours = train(mesh, specs, **WAYS[way])
+    assert_follows(ours, whole["sgd"])
+    assert_shards_agree(ours[0], mesh, specs)
+    assert_shards_agree(
+        ours[1], mesh, demo_optax.state_specs(SGD, params(), mesh, "replica", specs)
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_of_several_devices_may_hold_whole_parameters(way, whole):
+    mesh = mesh_of(2, 4, names=("local",))
+    ours = train(mesh, None, **WAYS[way])
+    assert_follows(ours, whole["sgd"])
+    assert_shards_agree(ours[0], mesh, jax.tree.map(lambda _: P(), ours[0]))
+    assert_shards_agree(ours[1], mesh, demo_optax.state_specs(SGD, ours[0], mesh, "replica"))
+
+
+def lower_step(mesh, specs, way):
+    state = demo_optax.init_opt_state(SGD, params(), mesh, "replica", specs)
+    step = demo_optax.make_train_step(
+        model.loss, SGD, mesh, "replica", param_specs=specs, **WAYS[way]
+    )
+    return jax.jit(step).lower(params(), state, model.batch(0)).compile()
+
+
+@pytest.mark.parametrize("way", ["manual", "compiler"])
+def test_only_the_packet_crosses_between_workers(way):
+    mesh = mesh_of(2, 2)
+    sent = demo_optax.collectives(lower_step(mesh, SPECS, way).as_text())
+    (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
+    assert (packet.kind, packet.dtype, packet.groups) == ("all-gather", "u32", ((0, 2), (1, 3)))
+    of_a_shard = {"hidden": (12, 16), "bias": (32,), "out": (16, 3)}
+    shards = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in of_a_shard.items()}
+    assert packet.operand_bytes == demo_optax.packet_bytes(SGD, shards, "replica")
+    inside = [one for one in sent if not one.crosses(mesh, "replica")]
+    assert {one.groups for one in inside} == {((0, 1), (2, 3))}
+
+
+@pytest.mark.parametrize("way", ["manual", "compiler"])
+def test_packets_of_whole_parameters_cross_in_parts(way):
+    mesh = mesh_of(2, 4, names=("local",))
+    sent = demo_optax.collectives(lower_step(mesh, None, way).as_text())
+    (part,) = [one for one in sent if one.crosses(mesh, "replica")]
+    assert (part.kind, part.dtype) == ("all-gather", "u32")
+    packet = demo_optax.packet_bytes(SGD, params(), "replica")
+    assert packet <= 4 * part.operand_bytes < packet + 4 * 4
+
+
+@pytest.mark.parametrize("way", ["manual", "compiler"])
+def test_the_optimizer_gathers_no_momentum(way):
+    """What it sends inside a worker is a few numbers, and what all shards hold in common."""
+    mesh = mesh_of(2, 2)
+    tx = demo_optax.stack_workers(SGD, mesh, "replica", SPECS)
+    state = tx.init(params())
+    manual = {"replica"} if way == "compiler" else {"replica", "fsdp"}
+    specs = (SPECS, demo_optax.state_specs(SGD, params(), mesh, "replica", SPECS))
+    gradient, opt_state = jax.device_put(
+        (params(), state), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    )
+
+    def here(spec):
+        return P(*(entry if entry in manual else None for entry in spec))
+
+    def update(gradient, state):
+        gradient = jax.lax.pcast(gradient, "replica", to="varying")
+        return tx.update(gradient, state)
+
+    inside = jax.tree.map(here, specs)
+    program = jax.jit(
+        jax.shard_map(update, mesh=mesh, axis_names=manual, in_specs=inside, out_specs=inside)
+    ).lower(gradient, opt_state)
+    sent = demo_optax.collectives(program.compile().as_text())
+    assert len([one for one in sent if one.crosses(mesh, "replica")]) == 1
+    within = [one for one in sent if not one.crosses(mesh, "replica")]
+    assert {one.kind for one in within} == {"all-reduce"}
+    bias = 32 * 4
+    numbers = 4 * 8
+    assert sum(one.operand_bytes for one in within) <= bias + bias + numbers
+
+
+@pytest.mark.parametrize("way", ["manual", "compiler"])
+def test_memory_of_a_device_halves(way):
+    def held(fsdp):
+        specs = {"hidden": P(None, "fsdp"), "out": P("fsdp"), "bias": P("fsdp")}
+        values, state, *_ = train(mesh_of(2, fsdp), specs, steps=1, **WAYS[way])
+        first = jax.devices()[0]
+        return [
+            sum(
+                shard.data.nbytes
+                for leaf in jax.tree.leaves(tree)
+                for shard in leaf.addressable_shards
+                if shard.device == first
+            )
+            for tree in (values, state[0].momentum)
+        ]
+
+    assert [2 * size for size in held(2)] == held(1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_is_left_out_with_all_its_shards(way):
+    """The gradient of one shard is infinite: no shard of that worker may take part."""
+    mesh, specs = mesh_of(2, 2), {"hidden": P("fsdp"), "bias": P(), "out": P()}
+
+    def batch(step):
+        whole = model.batch(step)
+        if step == 2:
+            whole["x"][0, 11] = 1e38  # in the second shard of the rows of "hidden"
+        return whole
+
+    before = train(mesh, specs, steps=2, **WAYS[way])
+    values, state, metrics, _ = train(mesh, specs, steps=3, batch=batch, **WAYS[way])
+    assert metrics.exchange.heard == 1
+    for name in SHAPES:
+        old, new = (np.asarray(run[0].momentum[name]) for run in (before[1], state))
+        np.testing.assert_array_equal(new[0], old[0])
+        assert np.isfinite(new).all() and (new[1] != old[1]).any()
+        assert np.isfinite(values[name]).all()
+    assert_shards_agree(values, mesh, specs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
+    """What all shards hold is sent by each of them, and the damage reaches but one."""
+
+    def damaged(packet, axis_name):
+        packets = gather(packet, axis_name)
+        hit = jax.lax.axis_index("fsdp") == 1
+        return packets.at[1, 7].add(hit.astype(packets.dtype))
+
+    monkeypatch.setattr(exchange, "gather", damaged)
+    mesh = mesh_of(2, 2)
+    values, state, metrics, _ = train(mesh, SPECS, **WAYS[way])
+    assert metrics.exchange.heard == 1
+    assert_shards_agree(values, mesh, SPECS)
+    assert_shards_agree(state, mesh, demo_optax.state_specs(SGD, params(), mesh, "replica", SPECS))
+
+
+def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
+    """The compiler shards the model inside a worker; the optimizer is told the shardings."""
+    mesh = mesh_of(2, 2)
+    tx = demo_optax.stack_workers(SGD, mesh, "replica", SPECS)
+    values = jax.device_put(params(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS))
+    state = tx.init(values)
+    of_workers = jax.tree.map(
+        lambda spec: P(*(entry if entry == "replica" else None for entry in spec)),
+        demo_optax.state_specs(SGD, values, mesh, "replica", SPECS),
+    )
+
+    def loss_fn(values, batch):
+        hidden = jnp.tanh(batch["x"] @ values["hidden"] + values["bias"][None])
+        hidden = jax.lax.with_sharding_constraint(hidden, P(None, "fsdp"))
+        return jnp.mean(jnp.square(hidden @ values["out"] - batch["y"]))
+
+    def worker(values, state, batch):
+        loss, gradient = demo_optax.local_value_and_grad(loss_fn, "replica")(values, batch)
+        norm = optax.tree.norm(gradient)
+        gradient = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), gradient)
+        updates, state = tx.update(gradient, state, values)
+        return optax.apply_updates(values, updates), state, loss[None]
+
+    step = jax.jit(
+        jax.shard_map(
+            worker,
+            mesh=mesh,
+            axis_names={"replica"},
+            in_specs=(P(), of_workers, P("replica")),
+            out_specs=(P(), of_workers, P("replica")),
+        )
+    )
+    losses = []
+    for i in range(4):
+        batch = jax.device_put(model.batch(i), NamedSharding(mesh, P("replica")))
+        values, state, loss = jax.block_until_ready(step(values, state, batch))
+        losses.append(np.asarray(loss))
+    assert_follows((values, state, None, np.stack(losses)), whole["sgd"])
+
+
+@pytest.mark.parametrize("way", ["manual", "compiler"])
+def test_sharded_steps_compile_once(way, compiled):
+    mesh = mesh_of(2, 2)
+    values, state = params(), demo_optax.init_opt_state(SGD, params(), mesh, "replica", SPECS)
+    step = demo_optax.make_train_step(
+        model.loss, SGD, mesh, "replica", param_specs=SPECS, **WAYS[way]
+    )
+    values, state, _ = step(values, state, model.batch(0))
+    compiled()
+    for i in range(3):
+        values, state, _ = jax.block_until_ready(step(values, state, model.batch(i)))
+    assert not compiled()
+
+
+@pytest.mark.parametrize(
+    "specs, message",
+    [
+        (P("replica"), "'replica' is the workers' axis"),
+        ({"hidden": P("model"), "bias": P(), "out": P()}, "'model' is not among them"),
+    ],
+)
+def test_specs_that_cannot_be_are_refused(specs, message):
+    with pytest.raises(ValueError, match=message):
+        demo_optax.init_opt_state(SGD, params(), mesh_of(2, 2), "replica", specs)
+
+
+def test_axes_that_are_neither_all_nor_the_workers_are_refused():
+    with pytest.raises(ValueError, match="all axes of the mesh"):
+        demo_optax.make_train_step(
+            model.loss, SGD, mesh_of(2, 2, 2), "replica", axis_names=("replica", "fsdp")
+        )
