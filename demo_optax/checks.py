@@ -114,3 +114,13 @@ def same_blocks(updates, momentum, geometries: Sequence[BlockGeometry]) -> None:
             f"state holds {stored.shape}. The parameter's shape, chunk_size or block_rule changed "
             "since the state was made: go back to the old ones, or make the state anew."
         )
+
+
+def same_coordinates(given, expected) -> None:
+    """Requires the momentum to be stored as the compression reads it."""
+    if given != expected:
+        raise ValueError(
+            f"the state's momentum is stored as {given}, but the optimizer was made for "
+            f"{expected}: go back to the old settings, make the state anew, or convert it with "
+            "demo_optax.checkpoint, which carries a momentum over when it restores."
+        )

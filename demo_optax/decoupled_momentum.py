@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from demo_optax import axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.compression import packet, scheme, transforms
+from demo_optax.compression.coordinates import Coordinates
 from demo_optax.compression.scheme import Compression
 from demo_optax.exchange import MEANS, ExchangeMetrics, Mean, exchange, nothing_heard, require_local
 
@@ -23,12 +24,14 @@ class DecoupledMomentumState(NamedTuple):
         ``(*grid, columns, rows)`` of its blocks, in the momentum's dtype; each worker its own.
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
+      coordinates: static, what the numbers of the momentum are coefficients of.
     """
 
     count: jax.Array  # type: ignore[assignment]  # as in optax; hides tuple.count
     momentum: optax.Updates
     precondition: optax.OptState
     metrics: ExchangeMetrics
+    coordinates: Coordinates
 
 
 def decoupled_momentum(
@@ -109,20 +112,22 @@ def decoupled_momentum(
     checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
     checks.one_of("mean", mean, MEANS)
     checks.static_dtype("momentum_dtype", momentum_dtype)
+    coordinates = compression.coordinates
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
     def init_fn(params):
         checks.floating_leaves(params)
 
         def zeros(param):
-            geometry = scheme.geometry(compression, param.shape)
-            return jnp.zeros(geometry.stored_shape, momentum_dtype)
+            shape = coordinates.geometry(param.shape).stored_shape
+            return jnp.zeros(shape, momentum_dtype)
 
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),
             momentum=jax.tree.map(zeros, params),
             precondition=precondition.init(params),
             metrics=nothing_heard(),
+            coordinates=coordinates,
         )
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -134,16 +139,16 @@ def decoupled_momentum(
         arrangement = scheme.arrange(compression, tuple(x.shape for x in leaves))
         geometries = arrangement.geometries
         checks.same_blocks(updates, state.momentum, geometries)
+        checks.same_coordinates(state.coordinates, coordinates)
 
         local, precondition_state = precondition.update(
             updates, state.precondition, params, **extra_args
         )
         weight = 1 - decay if gradient_weight is None else gradient_weight
         weight = weight(state.count) if callable(weight) else weight
-        basis = scheme.basis_at(compression, state.count)
-        old = scheme.in_current_basis(
-            compression, arrangement, jax.tree.leaves(state.momentum), state.count
-        )
+        basis = coordinates.basis(state.count)
+        stored = jax.tree.leaves(state.momentum)
+        old = scheme.in_current_basis(compression, arrangement, stored, state.count)
         momenta = [
             _accumulate(decay, m, weight, transforms.forward(scheme.wide(g), geometry, basis))
             for m, g, geometry in zip(old, jax.tree.leaves(local), geometries, strict=True)
@@ -188,14 +193,17 @@ def decoupled_momentum(
             )
         ]
 
-        def unless_infinite(new, old):
-            return jnp.where(finite, new.astype(old.dtype), old)
+        def unless_infinite(new, old, stored):
+            return jnp.where(finite, new.astype(stored.dtype), old.astype(stored.dtype))
 
         return jax.tree.unflatten(structure, aggregated), DecoupledMomentumState(
             count=optax.safe_increment(state.count),
-            momentum=jax.tree.unflatten(structure, map(unless_infinite, residuals, old)),
-            precondition=jax.tree.map(unless_infinite, precondition_state, state.precondition),
+            momentum=jax.tree.unflatten(structure, map(unless_infinite, residuals, old, stored)),
+            precondition=jax.tree.map(
+                unless_infinite, precondition_state, state.precondition, state.precondition
+            ),
             metrics=metrics,
+            coordinates=coordinates,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

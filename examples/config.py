@@ -19,7 +19,10 @@ class Config:
     text: tuple[Path, ...] = ()
     """Files or folders to learn from; by default the source of Python's standard library."""
     workers: int | None = None
-    """Devices to train on; by default all accelerators, or 8 simulated devices on the CPU."""
+    """DeMo workers, of all processes together; by default one on each accelerator, or 8 simulated
+    ones on the CPU."""
+    fsdp: int = 1
+    """Devices of each worker, which share its batch and hold a part of its parameters each."""
     steps: int = 600
     """Updates of the parameters."""
     batch_size: int = 32
@@ -43,14 +46,34 @@ class Config:
     """Coefficients that are sent of each block."""
     chunk_size: int = 64
     """Elements per side of a block."""
-    values: ValueCoding = "float32"
-    """Coding of the values that are sent."""
+    values: ValueCoding = "int4"
+    """Coding of the values that are sent; examples/value_codings.py compares them."""
     evaluate_every: int = 100
     """Steps between two evaluations on held-out text."""
     seed: int = 0
     """Of the parameters' start and of the order of the text."""
+    checkpoint_dir: Path | None = None
+    """Folder to save to, and to go on from if there is something in it. With several hosts one
+    that all of them see. SIGTERM saves and stops."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints."""
+    keep_checkpoints: int = 3
+    """Checkpoints to keep, the latest."""
+    check_replicas_every: int = 100
+    """Steps between two comparisons of the workers' parameters, bit by bit; damage is repaired
+    from the majority, or ends the run where there is none."""
+    coordinator: str | None = None
+    """HOST:PORT of the first process, where there are several; needs the next two."""
+    num_processes: int | None = None
+    """Processes in all, one on each host."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+    distributed: bool = False
+    """Several processes that JAX finds itself: under SLURM, Kubernetes, or on a TPU pod."""
+    peer_timeout: int = 300
+    """Seconds without progress after which other processes are given up for gone."""
 
-    def require_sensible(self, workers: int) -> None:
+    def require_sensible(self, devices: int) -> None:
         """Raises ValueError for what no run could be made of."""
         for name in (
             "steps",
@@ -61,13 +84,18 @@ class Config:
             "warmup_steps",
             "clip_norm",
             "evaluate_every",
+            "fsdp",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "check_replicas_every",
+            "peer_timeout",
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {value}.")
-        parts = workers * self.microbatches
+        parts = devices * self.microbatches
         if self.batch_size % parts:
             raise ValueError(
-                f"--batch-size {self.batch_size} cannot be divided among {workers} workers x "
+                f"--batch-size {self.batch_size} cannot be divided among {devices} devices x "
                 f"{self.microbatches} microbatches: choose a multiple of {parts}."
             )

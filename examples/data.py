@@ -87,11 +87,15 @@ def _join(contents: list[bytes]) -> np.ndarray:
     return np.frombuffer(END_OF_FILE.join(contents), np.uint8)
 
 
-def random_windows(text: np.ndarray, shape: tuple[int, int], seed: int) -> Iterator[np.ndarray]:
-    """Batches ``(batch, length + 1)`` from random places, for ever."""
-    generator = np.random.default_rng(seed)
-    while True:
-        yield _windows(text, generator.integers(0, text.size - shape[1], shape[0]), shape[1])
+def random_windows(text: np.ndarray, shape: tuple[int, int], seed: int, step: int):
+    """The batch ``(batch, length + 1)`` of a step, from random places, as a function of its rows.
+
+    Every process knows all places and reads those of its own rows, and a run that goes on at some
+    step needs no more than the number of that step.
+    """
+    generator = np.random.default_rng([seed, step])
+    starts = generator.integers(0, text.size - shape[1], shape[0])
+    return lambda rows: _windows(text, starts[rows], shape[1])
 
 
 def even_windows(text: np.ndarray, shape: tuple[int, int], batches: int) -> list[np.ndarray]:

@@ -19,13 +19,14 @@ class Log:
       steps: of the run.
       tokens: of one step.
       packet_bytes: that each worker sends on one step.
+      start: steps that were done before.
     """
 
-    def __init__(self, steps: int, tokens: int, packet_bytes: int):
+    def __init__(self, steps: int, tokens: int, packet_bytes: int, start: int = 0):
         self.tokens, self.packet_bytes = tokens, packet_bytes
         self.first_step_seconds = self.other_steps_seconds = 0.0
         self.sent_shares: list[float] = []
-        self.done = 0
+        self.start = self.done = start
         self.bar = progress.Progress(
             progress.TextColumn("step"),
             progress.MofNCompleteColumn(),
@@ -36,30 +37,32 @@ class Log:
             progress.TimeRemainingColumn(),
             console=console,
         )
-        self.task = self.bar.add_task("", total=steps, loss=np.nan, speed=0.0, sent=0.0)
+        self.task = self.bar.add_task(
+            "", total=steps, completed=start, loss=np.nan, speed=0.0, sent=0.0
+        )
         self.resumed = time.monotonic()
 
     @property
     def speed(self) -> float:
         """Tokens per second; the first step, which is compiled, does not count."""
         seconds = self.other_steps_seconds
-        return self.tokens * (self.done - 1) / seconds if seconds else 0.0
+        return self.tokens * (self.done - self.start - 1) / seconds if seconds else 0.0
 
     def step(self, metrics: demo_optax.TrainMetrics) -> None:
         """Shows a step's metrics; waits until the step is done."""
         # Fetched before it is averaged: np.mean of a jax.Array is a program with a collective,
         # which can lock up simulated devices while the next step is under way.
-        loss = np.asarray(metrics.loss).mean()
+        loss = np.mean([np.asarray(shard.data) for shard in metrics.loss.addressable_shards])
         if metrics.exchange is not None:
             demo_optax.check_metrics(metrics.exchange)
             self.sent_shares.append(float(metrics.exchange.sent_share))
         seconds = time.monotonic() - self.resumed
-        if self.done == 0:
+        if self.done == self.start:
             self.first_step_seconds = seconds
         else:
             self.other_steps_seconds += seconds
         self.done += 1
-        sent = self.done * self.packet_bytes / 1e6
+        sent = (self.done - self.start) * self.packet_bytes / 1e6
         self.bar.update(self.task, completed=self.done, loss=loss, speed=self.speed, sent=sent)
         self.resumed = time.monotonic()
 

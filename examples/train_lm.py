@@ -4,10 +4,14 @@
     python examples/train_lm.py --optimizer adamw    ordinary data parallelism, for comparison
     python examples/train_lm.py --help               all settings
 
-On a machine with accelerators each of them is a worker.
+On a machine with accelerators each of them is a worker. With one process on each of several hosts,
+start the same command on all of them, with --distributed under SLURM, Kubernetes or on a TPU pod,
+or with --coordinator, --num-processes and --process-id; examples/launch_local.py does so on one
+machine for a try. With --checkpoint-dir a run that was stopped goes on when it is started again,
+on as many processes or others.
 """
 
-import functools
+import contextlib
 import math
 import os
 import sys
@@ -15,6 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import data
+import hosts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +28,7 @@ import report
 import tyro
 from config import Config
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from model import PRESETS, build, cross_entropy
 from recipes import RECIPES, Settings
@@ -31,6 +36,7 @@ from report import console
 from rich.console import Console
 
 import demo_optax
+from demo_optax.checkpoint import Checkpointer
 
 SIMULATED_WORKERS = 8
 TUNED_WIDTH = PRESETS["tiny"].width
@@ -46,6 +52,7 @@ class Run(NamedTuple):
     mesh: Mesh
     loss_fn: Callable[..., jax.Array]
     params: nnx.State
+    param_specs: nnx.State
     tx: optax.GradientTransformation
 
     @property
@@ -55,11 +62,12 @@ class Run(NamedTuple):
 
 def prepare(config: Config) -> Run:
     """Raises ValueError, TypeError or OSError for whatever a user may have set wrongly."""
-    mesh = make_mesh(config.workers)
+    mesh = make_mesh(config)
     config.require_sensible(mesh.size)
     text = data.read(config.text, config.sequence_length)
     preset = PRESETS[config.preset]
     definition, params = build(preset, config.seed)
+    specs = jax.tree.map(lambda x: shard_spec(x.shape, config.fsdp), params)
 
     def loss_fn(params, bytes_BxT):
         model = nnx.merge(definition, params)
@@ -75,23 +83,46 @@ def prepare(config: Config) -> Run:
         chunk_size=config.chunk_size,
         values=config.values,
     )
-    return Run(config, text, mesh, loss_fn, params, recipe.make(settings))
+    return Run(config, text, mesh, loss_fn, params, specs, recipe.make(settings))
 
 
 def default(given: float | None, otherwise: float) -> float:
     return otherwise if given is None else given
 
 
-def make_mesh(workers: int | None) -> Mesh:
-    """One axis of workers: accelerators where there are any, else simulated devices."""
-    jax.config.update("jax_num_cpu_devices", max(workers or SIMULATED_WORKERS, 1))
+def make_mesh(config: Config) -> Mesh:
+    """Workers, and the devices of each; accelerators where there are any, else simulated ones."""
+    wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
+    jax.config.update("jax_num_cpu_devices", max(wanted // (config.num_processes or 1), 1))
+    hosts.connect(config)
     devices = jax.devices()
-    count = len(devices) if workers is None else workers
-    if not 1 <= count <= len(devices):
+    used = (config.workers or len(devices) // config.fsdp) * config.fsdp
+    if not 1 <= used <= len(devices) or used % jax.process_count():
         raise ValueError(
-            f"--workers {count}: there are {len(devices)} devices here ({devices[0].device_kind})."
+            f"--workers {config.workers} of --fsdp {config.fsdp} devices each: there are "
+            f"{len(devices)} devices ({devices[0].device_kind}) in {jax.process_count()} "
+            "processes, of each of which as many are taken."
         )
-    return jax.make_mesh((count,), ("data",), devices=devices[:count])
+    shape, kinds = (used // config.fsdp, config.fsdp), (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh(shape, ("data", "fsdp"), kinds, devices=chosen(devices, used))
+
+
+def chosen(devices: list[jax.Device], used: int) -> list[jax.Device]:
+    """As many devices of every process, so that a worker's lie together."""
+    each = used // jax.process_count()
+    return [
+        device
+        for process in range(jax.process_count())
+        for device in [d for d in devices if d.process_index == process][:each]
+    ]
+
+
+def shard_spec(shape: tuple[int, ...], fsdp: int) -> P:
+    """The first dimension that divides is divided among a worker's devices."""
+    for axis, size in enumerate(shape):
+        if fsdp > 1 and size % fsdp == 0:
+            return P(*[None] * axis, "fsdp")
+    return P()
 
 
 def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
@@ -103,53 +134,141 @@ def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
 
 
 def train(run: Run) -> None:
-    config, mesh, params = run.config, run.mesh, run.params
-    packet_bytes = demo_optax.packet_bytes(run.tx, params)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    describe(run, parameters)
-
-    opt_state = demo_optax.init_opt_state(run.tx, params, mesh)
+    config, mesh = run.config, run.mesh
+    describe(run)
     train_step = demo_optax.make_train_step(
         run.loss_fn,
         run.tx,
         mesh,
         microbatches=config.microbatches,
         clip_norm=config.clip_norm,
+        param_specs=run.param_specs,
     )
     evaluate = make_evaluation(run)
-    batches = data.random_windows(run.text.train, run.batch_shape, config.seed)
-    log = report.Log(config.steps, math.prod(run.batch_shape), packet_bytes)
-    unread = None
-    with log.bar:
-        for number, batch in zip(range(1, config.steps + 1), batches, strict=False):
-            params, opt_state, metrics = train_step(params, opt_state, batch)
-            # To read metrics is to wait for their step: by now the next one is on its way.
-            if unread is not None:
+    regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
+    with (
+        hosts.Watch(config.peer_timeout, how_to_go_on(config)) as watch,
+        open_checkpoints(run) as checkpointer,
+        watch.failures(),
+    ):
+        start, params, opt_state = begin(run, checkpointer)
+        packet_bytes = demo_optax.packet_bytes(run.tx, run.params)
+        log = report.Log(config.steps, math.prod(run.batch_shape), packet_bytes, start)
+        unread = None
+        with log.bar:
+            for number in range(start + 1, config.steps + 1):
+                params, opt_state, metrics = train_step(params, opt_state, batch_of(run, number))
+                # To read metrics is to wait for their step: by now the next one is on its way.
+                if unread is not None:
+                    log.step(unread)
+                    watch.progress(number - 1)
+                unread = metrics
+                stopping, last = hosts.stop_requested(number), number == config.steps
+                if not (stopping or last or any(number % every == 0 for every in regular)):
+                    continue
                 log.step(unread)
-            unread = metrics
-            if number % config.evaluate_every == 0 or number == config.steps:
-                log.step(unread)
+                watch.progress(number)
                 unread = None
-                log.evaluation(evaluate(params, EVALUATION_BYTES))
+                if number % config.check_replicas_every == 0:
+                    params, opt_state = checked((params, opt_state), mesh)
+                if number % config.evaluate_every == 0 or last:
+                    log.evaluation(evaluate(params, EVALUATION_BYTES))
+                if checkpointer and (stopping or last or number % config.checkpoint_every == 0):
+                    checkpointer.save(number, params, opt_state, data_order(config))
+                if stopping and not last:
+                    console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
+                    sys.exit(hosts.STOPPED)
         loss = evaluate(params, LAST_EVALUATION_BYTES)
+        different = demo_optax.check_replicas(params, mesh)
 
     bigrams = data.bigram_entropy(run.text)
-    console.print(report.closing_table(log, loss, bigrams, 4 * parameters))
-    same = replicas_are_identical(params)
-    console.print(f"parameters on {mesh.size} devices: {'bit-identical' if same else 'DIFFERENT'}")
-    if not same:
+    console.print(report.closing_table(log, loss, bigrams, demo_optax.dense_bytes(run.params)))
+    console.print(
+        f"parameters on {mesh.size} devices: {'DIFFERENT' if different else 'bit-identical'}"
+    )
+    if different:
         sys.exit(1)
 
 
-def describe(run: Run, parameters: int) -> None:
+def how_to_go_on(config: Config) -> str:
+    if config.checkpoint_dir:
+        return (
+            "Start the same command again, on as many processes or others, to go on from the last "
+            f"checkpoint in {config.checkpoint_dir}."
+        )
+    return "Nothing was saved; with --checkpoint-dir it could go on."
+
+
+def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer | None]:
+    config = run.config
+    if config.checkpoint_dir is None:
+        return contextlib.nullcontext()
+    return Checkpointer(
+        config.checkpoint_dir,
+        run.tx,
+        run.mesh,
+        param_specs=run.param_specs,
+        keep=config.keep_checkpoints,
+    )
+
+
+def begin(run: Run, checkpointer: Checkpointer | None) -> tuple[int, nnx.State, optax.OptState]:
+    """Steps done, parameters and optimizer state: from the last checkpoint, or the start."""
+    found = checkpointer and checkpointer.restore(run.params, data_order(run.config))
+    if found:
+        console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
+        if found.extra != data_order(run.config):
+            console.print(f"The text comes in another order than before: it was {found.extra}.")
+        return found.step, found.params, found.opt_state
+    opt_state = demo_optax.init_opt_state(run.tx, run.params, run.mesh, param_specs=run.param_specs)
+    return 0, run.params, opt_state
+
+
+def data_order(config: Config) -> dict[str, int]:
+    """What the order of the text depends on, beside the number of the step."""
+    return {
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "sequence_length": config.sequence_length,
+    }
+
+
+def batch_of(run: Run, step: int) -> jax.Array:
+    """The batch of a step, of which each process reads the rows of its own devices."""
+    batch, length = run.batch_shape
+    windows = data.random_windows(run.text.train, run.batch_shape, run.config.seed, step)
+    return divided(run.mesh, (batch, length + 1), windows)
+
+
+def divided(mesh: Mesh, shape: tuple[int, int], rows: Callable) -> jax.Array:
+    """An array whose rows are divided among all devices; each process makes those of its own."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    return jax.make_array_from_callback(shape, sharding, lambda index: rows((index or [...])[0]))
+
+
+def checked(state, mesh: Mesh):
+    """The state with every replica like the majority; ends the run where there is none."""
+    found = demo_optax.check_replicas(state, mesh)
+    for drift in found:
+        console.print(f"leaf{drift.leaf} differs on worker {drift.worker}, {drift.position}")
+    try:
+        return demo_optax.repair_replicas(state, mesh) if found else state
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def describe(run: Run) -> None:
     text, device = run.text, run.mesh.devices.flat[0]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+    workers, devices_each = run.mesh.devices.shape
     console.print(
         f"{text.train_files} files, {text.train.size:,} bytes to train on; "
         f"{text.held_out_files} files, {text.held_out.size:,} bytes held out"
     )
     console.print(
-        f"{run.config.preset}: {parameters:,} parameters, {run.mesh.size} workers "
-        f"({device.device_kind}), optimizer {run.config.optimizer}"
+        f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {devices_each} "
+        f"({device.device_kind}) in {jax.process_count()} processes, optimizer "
+        f"{run.config.optimizer}"
     )
     if device.platform == "cpu":
         console.print(
@@ -160,32 +279,20 @@ def describe(run: Run, parameters: int) -> None:
 
 def make_evaluation(run: Run) -> Callable[[nnx.State, int], float]:
     """A function of parameters and a number of bytes: their loss on the same held-out text."""
-    divided = NamedSharding(run.mesh, P("data"))
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=run.mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-    def losses_of_workers(params, batch):
-        return run.loss_fn(params, batch)[None]
+    def loss_of(params, batch):
+        return run.loss_fn(params, batch)
 
     def evaluate(params, total_bytes):
         count = max(total_bytes // math.prod(run.batch_shape), 1)
-        batches = data.even_windows(run.text.held_out, run.batch_shape, count)
-        losses = [
-            np.asarray(losses_of_workers(params, jax.device_put(batch, divided)))
-            for batch in batches
-        ]
+        losses = []
+        for batch in data.even_windows(run.text.held_out, run.batch_shape, count):
+            rows = divided(run.mesh, batch.shape, batch.__getitem__)
+            losses.append(float(loss_of(params, rows)))
         return float(np.mean(losses))
 
     return evaluate
-
-
-def replicas_are_identical(params: nnx.State) -> bool:
-    """Whether all devices hold the same bits."""
-    for leaf in jax.tree.leaves(params):
-        first, *others = (np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards)
-        if any(other != first for other in others):
-            return False
-    return True
 
 
 def main() -> None:
@@ -193,12 +300,13 @@ def main() -> None:
     try:
         try:
             run = prepare(config)
+            console.quiet = not hosts.is_first()
         except (ValueError, TypeError, OSError) as error:
             Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             sys.exit(2)
         train(run)
     except KeyboardInterrupt:
-        console.print("Stopped before the end; nothing was saved.")
+        console.print(f"Stopped at once. {how_to_go_on(config)}")
         sys.exit(130)
 
 

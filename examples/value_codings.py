@@ -7,18 +7,18 @@ table gives the mean over the seeds of the held-out loss, its difference from fl
 seed (with the standard error of that difference), and bytes per step and worker.
 """
 
+import dataclasses
 import math
 import statistics
 from dataclasses import dataclass
 
-import data
 import numpy as np
 import tyro
 from model import PRESETS, build
 from report import console
 from rich.progress import Progress
 from rich.table import Table
-from train_lm import LAST_EVALUATION_BYTES, Config, make_evaluation, prepare
+from train_lm import LAST_EVALUATION_BYTES, Config, batch_of, make_evaluation, prepare
 
 import demo_optax
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
@@ -46,9 +46,9 @@ def train(config: Config, seeds: int, advance) -> tuple[list[float], int]:
         _, params = build(PRESETS[config.preset], seed)
         packet_bytes = demo_optax.packet_bytes(run.tx, params)
         opt_state = demo_optax.init_opt_state(run.tx, params, run.mesh)
-        batches = data.random_windows(run.text.train, run.batch_shape, seed)
-        for _, batch in zip(range(config.steps), batches, strict=False):
-            params, opt_state, metrics = step(params, opt_state, batch)
+        own = run._replace(config=dataclasses.replace(config, seed=seed))
+        for number in range(1, config.steps + 1):
+            params, opt_state, metrics = step(params, opt_state, batch_of(own, number))
             metrics.loss.block_until_ready()
             advance()
         losses.append(evaluate(params, LAST_EVALUATION_BYTES))

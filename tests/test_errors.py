@@ -185,7 +185,7 @@ def test_batch_that_cannot_be_divided():
     params, mesh = model.init(), workers.mesh_of(8)
     state = demo_optax.init_opt_state(DEMO, params, mesh)
     step = demo_optax.make_train_step(model.loss, DEMO, mesh)
-    with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(12, 12\).*8 workers"):
+    with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(12, 12\).*8 devices"):
         step(params, state, model.batch(0, rows=12))
     with pytest.raises(ValueError, match=r"batch has shape \(\).*8 workers"):
         step(params, state, np.float32(1))

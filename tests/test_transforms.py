@@ -70,7 +70,7 @@ def test_blocks_follow_the_documented_rule(shape, chunk, rule):
     grid = tuple(-(-dim // side) for dim, side in zip(shape, sides, strict=True))
     columns = next((s for s, dim in zip(sides[::-1], shape[::-1], strict=True) if dim > 1), 1)
     stored = (*grid, columns, np.prod(sides, dtype=int) // columns)
-    assert demo_optax.compression.scheme.geometry(compression, shape).stored_shape == stored
+    assert compression.coordinates.geometry(shape).stored_shape == stored
 
 
 @draws.examples(6)

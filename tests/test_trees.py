@@ -50,13 +50,22 @@ def test_a_tree_without_numbers_is_no_error(params):
     assert state.metrics.sent_share == 0
 
 
-def test_momentum_keeps_the_dtype_that_is_asked_for():
-    tx = demo_optax.decoupled_momentum(0.9, SMALL, gradient_weight=1.0, momentum_dtype=jnp.bfloat16)
+@pytest.mark.parametrize("transform", ["dct", "random"])
+def test_momentum_keeps_the_dtype_that_is_asked_for(transform):
+    def tx(dtype):
+        compression = demo_optax.Compression(4, 8, transform=transform)
+        return demo_optax.decoupled_momentum(
+            0.9, compression, gradient_weight=1.0, momentum_dtype=dtype
+        )
+
     params = {"w": jnp.ones((9, 10))}
-    state, update = tx.init(params), jax.jit(tx.update)
+    narrow = tx(jnp.bfloat16)
+    state, update = narrow.init(params), jax.jit(narrow.update)
     updates, state = update(params, state)
     # Only what is stored is rounded, so the first update is none the worse for it.
-    np.testing.assert_allclose(updates["w"], alone(), rtol=1e-5, atol=1e-6)
+    expected, _ = step(params, tx(jnp.float32))
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5, atol=1e-6)
+    assert state.momentum["w"].dtype == jnp.bfloat16
     updates, state = update(params, state)
     assert updates["w"].dtype == jnp.float32
     assert state.momentum["w"].dtype == jnp.bfloat16

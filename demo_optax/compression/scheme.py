@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from demo_optax import checks
 from demo_optax.compression import indices as index_codings
 from demo_optax.compression import packet, selection, transforms
-from demo_optax.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
+from demo_optax.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule
+from demo_optax.compression.coordinates import Coordinates
 from demo_optax.compression.indices import INDEX_CODINGS, IndexCoding
 from demo_optax.compression.selection import SELECTIONS, Selection
-from demo_optax.compression.transforms import TRANSFORMS, Basis, TransformName
+from demo_optax.compression.transforms import TRANSFORMS, TransformName
 from demo_optax.compression.values import ROUNDINGS, VALUE_CODINGS, Rounding, ValueCoding
 
 
@@ -68,6 +69,12 @@ class Compression:
         checks.one_of("indices", self.indices, ("auto", *INDEX_CODINGS))
         checks.one_of("rounding", self.rounding, ROUNDINGS)
 
+    @property
+    def coordinates(self) -> Coordinates:
+        """What decides how a momentum is stored."""
+        seed = self.seed if transforms.is_redrawn(self.transform) else 0
+        return Coordinates(self.transform, self.chunk_size, self.block_rule, seed)
+
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
@@ -84,15 +91,10 @@ class Arrangement:
     layout: packet.PacketLayout
 
 
-def geometry(compression: Compression, shape: tuple[int, ...]) -> BlockGeometry:
-    """The blocks of one tensor."""
-    return block_geometry(shape, compression.chunk_size, compression.block_rule)
-
-
 @functools.lru_cache(maxsize=64)
 def arrange(compression: Compression, shapes: tuple[tuple[int, ...], ...]) -> Arrangement:
     """The arrangement of tensors of these shapes. Empty tensors belong to no group."""
-    geometries = tuple(geometry(compression, shape) for shape in shapes)
+    geometries = tuple(map(compression.coordinates.geometry, shapes))
     members: dict[int, list[int]] = {}
     for index, blocks in enumerate(geometries):
         if blocks.num_blocks:
@@ -111,11 +113,6 @@ def arrange(compression: Compression, shapes: tuple[tuple[int, ...], ...]) -> Ar
     return Arrangement(geometries, tuple(tuple(of) for of in members.values()), layout)
 
 
-def basis_at(compression: Compression, step: jax.Array) -> Basis | None:
-    """The transform's basis at a step, the same on all workers; None for the identity."""
-    return transforms.make_basis(compression.transform, _key(compression, step, 0))
-
-
 def wide(x: jax.Array) -> jax.Array:
     """``x`` in the dtype to compute in: float32 at least."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -127,7 +124,7 @@ def in_current_basis(
     """Momenta as the step before left them, as coefficients of this step's basis."""
     if not transforms.is_redrawn(compression.transform):
         return momenta
-    last, now = basis_at(compression, step - 1), basis_at(compression, step)
+    last, now = compression.coordinates.basis(step - 1), compression.coordinates.basis(step)
     return [
         transforms.change_basis(wide(momentum), geometry, last, now)
         for momentum, geometry in zip(momenta, arrangement.geometries, strict=True)

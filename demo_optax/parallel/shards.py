@@ -46,6 +46,11 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     return specs
 
 
+def shardings(mesh: Mesh | AbstractMesh, specs):
+    """How arrays of these specs lie on the mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
 def sharded_axes(specs) -> tuple[str, ...]:
     """All axes that any of the specs shards over, in the order of their first use."""
     return tuple(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in axes_of(spec)))
@@ -58,6 +63,12 @@ def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
 
     return jax.tree.map(shard, params, specs)
+
+
+def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Into how many shards a spec divides each dimension."""
+    divided = [math.prod(mesh.shape[name] for name in axes.names(entry)) for entry in spec]
+    return (*divided, *[1] * (len(shape) - len(divided)))
 
 
 def gather_params(shards, specs):

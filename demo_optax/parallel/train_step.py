@@ -124,7 +124,9 @@ def make_train_step(
             loss = jax.lax.pmean(loss, inner)
         norm = shards.norm(gradient, specs)
         if clip_norm is not None:
+            # A norm that is not finite makes NaNs, and the worker sits the step out.
             scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
+            scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
             gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
         updates, opt_state = stacked.update(gradient, opt_state, params)
         exchanged = exchange_metrics(opt_state)
@@ -150,7 +152,7 @@ def make_train_step(
         params, opt_state, (loss, norm), aux, exchanged = sharded(params, opt_state, batch, *key)
         if manual != set(mesh.axis_names):
             params, opt_state = jax.lax.with_sharding_constraint(
-                (params, opt_state), _shardings(mesh, (whole, of_state))
+                (params, opt_state), shards.shardings(mesh, (whole, of_state))
             )
         return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
 
@@ -166,7 +168,8 @@ def make_train_step(
             of_a_shard = accounting.packet_bytes(tx, parts, axis_name)
             packet_bytes = of_a_shard * shards.num_shards(specs, mesh)
         _require_divisible(batch, mesh.size)
-        params = _place(params, _shardings(mesh, specs))
+        _require_global(batch)
+        params = _place(params, shards.shardings(mesh, specs))
         divided = NamedSharding(mesh, P(of_workers + inner))
         batch = _place(batch, jax.tree.map(lambda _: divided, batch))
         params, opt_state, metrics = placed_step(params, opt_state, batch, *key)
@@ -192,10 +195,6 @@ def _handled(manual, spec: P) -> P:
     return P(*(entry if set(axes.names(entry)) <= manual else None for entry in spec))
 
 
-def _shardings(mesh, specs):
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
 def _place(tree, shardings):
     """The tree with these shardings: arrays that have it stay, all others are copied.
 
@@ -216,12 +215,6 @@ def _place(tree, shardings):
         ):
             seen.add(id(x))
             return x
-        if not sharding.is_fully_addressable and np.ndim(x) and not sharding.is_fully_replicated:
-            raise ValueError(
-                f"with several processes a batch must be a global array, not {type(x).__name__} "
-                f"of shape {np.shape(x)}: make it of each process's own part with "
-                f"jax.make_array_from_process_local_data({sharding}, part)."
-            )
         return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, sharding)
 
     return jax.tree.map(place, tree, shardings)
@@ -234,6 +227,18 @@ def _require_divisible(batch, devices):
                 f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose first "
                 f"dimension cannot be divided among {devices} devices: choose a batch size that is "
                 "a multiple of their number."
+            )
+
+
+def _require_global(batch):
+    """With several processes no array of one of them alone can be the batch of all."""
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if jax.process_count() > 1 and getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                f"with several processes a batch must be a global array, but batch"
+                f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of shape "
+                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
+                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
             )
 
 

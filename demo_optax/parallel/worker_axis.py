@@ -6,13 +6,12 @@ worker, sharded over the workers. Which leaves these are is read from JAX's type
 evaluated abstractly, and what comes out varying over the axis belongs to a worker.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
@@ -224,10 +223,9 @@ def stack_workers(
             state = tx.init(params)
             return jax.tree.map(lambda x, spec: x[None] if differs(spec) else x, state, of_state)
 
-        placed = jax.device_put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
-        return jax.jit(jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state))(
-            placed
-        )
+        placed = jax.device_put(params, shards.shardings(mesh, specs))
+        sharded = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
+        return jax.jit(sharded, out_shardings=shards.shardings(mesh, of_state))(placed)
 
     def update_fn(updates, state, params=None, **extra_args):
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
@@ -286,8 +284,7 @@ def _whole_shapes(parts, specs, mesh):
     """Shapes and dtypes of the whole arrays that these are the shards of."""
 
     def whole(x, spec):
-        counts = [math.prod(mesh.shape[n] for n in axes.names(entry)) for entry in spec]
-        counts += [1] * (x.ndim - len(counts))
+        counts = shards.counts(x.shape, spec, mesh)
         shape = tuple(size * count for size, count in zip(x.shape, counts, strict=True))
         return jax.ShapeDtypeStruct(shape, x.dtype)
 

@@ -1,0 +1,382 @@
+"""Checkpoints of a whole run with Orbax: exact on the same workers, elastic on others.
+
+Each worker's momentum is saved as its own, beside parameters, the rest of the optimizer state and
+whatever else the run needs. On another number of workers the momenta are merged or copied so that
+their mean stays what it was; in other blocks, under another transform or in other shards they are
+carried over through parameter space. Nothing is ever filled with zeros or cut off.
+"""
+
+import collections
+import dataclasses
+import math
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.tree_util import keystr
+
+from demo_optax import axes
+from demo_optax.axes import AxisName
+from demo_optax.compression.coordinates import (
+    Coordinates,
+    from_parameters,
+    same_numbers,
+    to_parameters,
+)
+from demo_optax.decoupled_momentum import DecoupledMomentumState
+from demo_optax.parallel import shards, worker_axis
+
+try:
+    from orbax.checkpoint import v1 as orbax
+except ImportError as error:
+    raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
+
+
+class Checkpoint(NamedTuple):
+    """What `Checkpointer.restore` gives back.
+
+    Attributes:
+      step: int, updates that were done when it was saved.
+      params: the parameters, on the mesh.
+      opt_state: the optimizer state for this mesh's workers.
+      extra: what was saved beside them.
+    """
+
+    step: int
+    params: Any
+    opt_state: optax.OptState
+    extra: Any
+
+
+class Checkpointer:
+    """Saves and restores one run in a folder.
+
+    Args:
+      directory: the run's folder, made if it does not exist. With several hosts one that all of
+        them see.
+      tx: the run's optimizer, not wrapped by `demo_optax.stack_workers`.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+      param_specs: PartitionSpecs of the parameters inside a worker.
+      keep: checkpoints to keep, the latest.
+
+    With several processes every method is called by all of them together, from their main thread.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, demo_optax
+      >>> from demo_optax.checkpoint import Checkpointer
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> params = {"w": jnp.ones((4, 4))}
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
+      ...     opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      ...     checkpointer.save(7, params, opt_state, extra={"key": jax.random.key(0)})
+      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
+      ...     checkpointer.restore(params, extra={"key": jax.random.key(0)}).step
+      7
+      >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        axis_name: AxisName = "data",
+        param_specs=None,
+        *,
+        keep: int = 3,
+    ):
+        self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
+        self._param_specs = param_specs
+        self._workers = worker_axis.num_workers(mesh, axis_name)
+        self._orbax = orbax.training.Checkpointer(
+            os.path.abspath(directory),
+            preservation_policy=orbax.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._orbax.close()
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the latest checkpoint, None where there is none."""
+        return None if self._orbax.latest is None else self._orbax.latest.step
+
+    def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
+        """Saves in the background; what is given may be donated to the next step at once.
+
+        Args:
+          step: updates done so far, which numbers the checkpoint. The latest stays as it is if it
+            has this number, an older one is replaced.
+          params: the parameters, as the train step returned them.
+          opt_state: the optimizer state, likewise, with its worker axis.
+          extra: a tree of arrays, random keys, numbers and strings, the same on all processes:
+            the position in the data, keys, what was logged.
+          wait: whether to return only when it is on disk.
+        """
+        if self.latest != step:
+            self._orbax.save_checkpointables_async(
+                step,
+                {
+                    "params": params,
+                    "opt_state": _by_path(opt_state),
+                    "extra": _beside(step, extra),
+                },
+                force=True,
+                overwrite=True,
+                custom_metadata=self._description(params, opt_state),
+            )
+        if wait:
+            self._orbax.wait()
+
+    def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
+        """The latest checkpoint, or that of a step; None where there is none at all.
+
+        Args:
+          params: arrays or shapes of the parameters, as a tree of the same structure.
+          extra: a tree like the one that was saved.
+          step: which checkpoint; the latest by default.
+
+        Returns:
+          A `Checkpoint`, placed on the mesh. On as many workers as saved it, in the same blocks, it
+          is equal to the last bit. On another number of workers, for whatever differs between
+          them: where the old number is a multiple of the new, the mean of as many neighbours;
+          where the new is a multiple of the old, copies; else the mean of all. The mean over the
+          workers stays the same.
+
+        Raises:
+          ValueError: the checkpoint is not one of this model, optimizer or ``extra``; there are
+            checkpoints, but none of this step.
+          UserWarning: a momentum is carried over to other blocks, another transform or other
+            shards.
+        """
+        if self._orbax.latest is None:
+            return None
+        steps = [checkpoint.step for checkpoint in self._orbax.checkpoints]
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise ValueError(f"there is no checkpoint of step {step}; there are those of {steps}.")
+        settings = self._tx, self._mesh, self._axis_name, self._param_specs
+        wanted = jax.eval_shape(worker_axis.stack_workers(*settings).init, params)
+        placed = self._placed(wanted, worker_axis.state_specs(settings[0], params, *settings[1:]))
+        metadata = self._orbax.checkpointables_metadata(step)
+        saved, description = metadata.custom_metadata, self._description(params, wanted)
+        _require_same_params(params, metadata.metadata["params"])
+        _require_same_state(_by_path(wanted), metadata.metadata["opt_state"])
+        exact = saved == description
+        in_memory = jax.tree.map(_in_memory, metadata.metadata["opt_state"])
+        specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
+        loaded = self._orbax.load_checkpointables(
+            step,
+            {
+                "params": self._placed(params, specs),
+                "opt_state": _by_path(placed) if exact else in_memory,
+                "extra": _beside(step, extra),
+            },
+        )
+        state = loaded["opt_state"]
+        if not exact:
+            state = _converted(state, saved, _by_path(placed), description, self._axis_name)
+        return Checkpoint(
+            step,
+            loaded["params"],
+            jax.tree.unflatten(
+                jax.tree.structure(wanted), [state[name] for name in _by_path(wanted)]
+            ),
+            jax.tree.map(_like, loaded["extra"]["tree"], extra),
+        )
+
+    def _placed(self, tree, specs):
+        """Shapes, dtypes and shardings on the mesh."""
+
+        def place(x, spec):
+            sharding = NamedSharding(self._mesh, spec)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, tree, specs)
+
+    def _description(self, params, opt_state) -> dict:
+        """What a momentum's numbers mean, in JSON."""
+        specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
+        tensors = {
+            path: (x.shape, shards.counts(x.shape, spec, self._mesh))
+            for (path, x), spec in zip(
+                jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True
+            )
+        }
+        momenta = {}
+        for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=_is_momentum):
+            if _is_momentum(node):
+                for inside, _ in jax.tree.leaves_with_path(node.momentum):
+                    shape, counts = tensors[inside]
+                    momenta[f"{keystr(path)}.momentum{keystr(inside)}"] = {
+                        "coordinates": dataclasses.asdict(node.coordinates),
+                        "shape": list(shape),
+                        "shards": list(counts),
+                        "count": f"{keystr(path)}.count",
+                    }
+        return {"workers": self._workers, "momenta": momenta}
+
+
+def load_params(directory: str | os.PathLike, params, *, step: int | None = None):
+    """The parameters alone of a run's checkpoint, for evaluation: no optimizer, no mesh.
+
+    Args:
+      directory: the run's folder.
+      params: arrays or shapes of the parameters; those with a sharding are placed so, others on
+        the default device.
+      step: which checkpoint; the latest by default.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+    """
+    with orbax.training.Checkpointer(os.path.abspath(directory)) as checkpointer:
+        steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
+        step = max(steps, default=None) if step is None else step
+        if step not in steps:
+            raise FileNotFoundError(f"no checkpoint of step {step} in {directory}, only {steps}.")
+        here = SingleDeviceSharding(jax.local_devices()[0])
+
+        def place(x):
+            sharding = getattr(x, "sharding", None) or here
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        _require_same_params(params, checkpointer.checkpointables_metadata(step).metadata["params"])
+        wanted = {"params": jax.tree.map(place, params)}
+        return checkpointer.load_checkpointables(step, wanted)["params"]
+
+
+def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
+    """Entries ``(workers, ...)`` for another number of workers; their mean stays the same.
+
+    Neighbours are merged by their mean where the old number is a multiple of the new, entries are
+    copied where it is the other way round, and otherwise all get the mean of all. Of what is not
+    floating, such as counters, the first of those that are merged is kept.
+
+    Example:
+      >>> redistribute(np.array([1.0, 3.0, 5.0, 7.0]), 2)
+      array([2., 6.])
+      >>> redistribute(np.array([1.0, 3.0]), 4)
+      array([1., 1., 3., 3.])
+      >>> redistribute(np.array([1.0, 3.0]), 3)
+      array([2., 2., 2.])
+    """
+    groups = math.gcd(len(x), workers)
+    if groups not in (len(x), workers):
+        groups = 1
+    grouped = x.reshape(groups, -1, *x.shape[1:])
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        merged = grouped.mean(axis=1, dtype=np.float64).astype(x.dtype)
+    else:
+        merged = grouped[:, 0]
+    return np.repeat(merged, workers // groups, axis=0)
+
+
+def _converted(state: dict, saved: dict, wanted: dict, description: dict, axis_name) -> dict:
+    """Arrays on the mesh, from a state in memory that other workers or settings have left."""
+    converted, result = [], {}
+    for name, target in wanted.items():
+        x = np.asarray(state[name])
+        old, new = (momenta["momenta"].get(name) for momenta in (saved, description))
+        if old and new and old["shape"] == new["shape"]:
+            before, after, shape = _coordinates(old), _coordinates(new), tuple(new["shape"])
+            if not same_numbers(before, after, shape):
+                step = max(int(state[new["count"]]) - 1, 0)
+                tensors = [to_parameters(own, before, shape, step) for own in x]
+                x = np.stack([from_parameters(tensor, after, step) for tensor in tensors])
+                converted.append(name)
+        if x.ndim and set(axes.names(axis_name)) & set(shards.axes_of(target.sharding.spec)):
+            x = redistribute(x, description["workers"])
+        if x.shape != target.shape:
+            raise ValueError(
+                f"the optimizer state{name} was saved with shape {state[name].shape}, which does "
+                f"not fit the {target.shape} that is needed: the model or the optimizer is "
+                "another than the one that was saved."
+            )
+        x = x.astype(target.dtype)
+        result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
+    if converted:
+        warnings.warn(
+            f"{len(converted)} momenta (first: {converted[0]}) were saved in other blocks, under "
+            "another transform or in other shards than the optimizer has now. They were carried "
+            "over through parameter space, equal but for rounding.",
+            stacklevel=3,
+        )
+    return result
+
+
+def _coordinates(momentum: dict) -> tuple[Coordinates, tuple[int, ...]]:
+    return Coordinates(**momentum["coordinates"]), tuple(momentum["shards"])
+
+
+def _require_same_params(params, saved) -> None:
+    given, held = (
+        collections.Counter(tuple(x.shape) for x in jax.tree.leaves(tree))
+        for tree in (params, saved)
+    )
+    if given != held:
+        raise ValueError(
+            f"the checkpoint holds another model: {sum(held.values())} parameters, where "
+            f"{sum(given.values())} are expected, of shapes {list((held - given).elements())[:3]} "
+            f"where {list((given - held).elements())[:3]} are expected. Restore it with the model "
+            "that it was saved with."
+        )
+
+
+def _require_same_state(wanted: dict, saved: dict) -> None:
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the checkpoint's optimizer state is not one of this optimizer: it lacks "
+            f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside what is "
+            "expected. Restore it with the optimizer that it was saved with; for the parameters "
+            "alone use demo_optax.checkpoint.load_params."
+        )
+
+
+def _is_momentum(x) -> bool:
+    return isinstance(x, DecoupledMomentumState)
+
+
+def _by_path(tree) -> dict:
+    return {keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def _in_memory(metadata) -> np.ndarray:
+    return np.empty(metadata.shape, metadata.dtype)
+
+
+def _beside(step: int, extra) -> dict:
+    """What is saved beside parameters and state; with an array, which Orbax warns without."""
+    return {"step": np.asarray(step), "tree": jax.tree.map(_plain, extra)}
+
+
+def _is_key(x) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _plain(x):
+    """Arrays and random keys as NumPy arrays; numbers and strings as they are."""
+    x = jax.random.key_data(x) if _is_key(x) else x
+    return np.asarray(x) if isinstance(x, jax.Array) else x
+
+
+def _like(x, original):
+    if _is_key(original):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(original))
+    return jnp.asarray(x) if isinstance(original, jax.Array) else x

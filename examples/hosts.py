@@ -1,0 +1,99 @@
+"""One process on each host: how they find each other, stop together, and notice that one is gone.
+
+The engine is JAX's own. What it lacks is an end with one clear line: where another process dies,
+a collective fails on some backends, and waits on others until JAX aborts without a word of advice.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import jax
+from config import Config
+from jax.experimental import multihost_utils
+
+STOPPED = 143  # the exit status of what SIGTERM ends
+PEER_LOST = 75  # and of failures that are worth another try (EX_TEMPFAIL)
+
+_terminated = threading.Event()
+
+
+def connect(config: Config) -> None:
+    """Joins the other processes, if there are any; before any other use of JAX."""
+    signal.signal(signal.SIGTERM, lambda *_: _terminated.set())
+    if config.coordinator or config.distributed:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.num_processes,
+            config.process_id,
+            initialization_timeout=config.peer_timeout,
+            # JAX aborts at this; the watch below, which can say why, comes first.
+            heartbeat_timeout_seconds=2 * config.peer_timeout,
+        )
+
+
+def is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def stop_requested(step: int) -> bool:
+    """Whether to stop after this step, as SIGTERM asks for: all processes say so at the same."""
+    if jax.process_count() > 1:
+        return multihost_utils.reached_preemption_sync_point(step)
+    return _terminated.is_set()
+
+
+class Watch:
+    """Ends this process when others seem to be gone: at an error, or when nothing goes on.
+
+    Args:
+      timeout: seconds without progress, behind the first step, after which to give up.
+      advice: how to go on, for the last line.
+    """
+
+    def __init__(self, timeout: float, advice: str):
+        self.timeout, self.advice = timeout, advice
+        self.step = 0
+        self.last: float | None = None
+        self.ended = threading.Event()
+        self.several = jax.process_count() > 1
+
+    def progress(self, step: int) -> None:
+        self.step, self.last = step, time.monotonic()
+
+    def __enter__(self) -> "Watch":
+        if self.several:
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.ended.set()
+
+    @contextlib.contextmanager
+    def failures(self):
+        """Ends the process where a collective fails."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if not self.several:
+                raise
+            reason = str(error).strip().splitlines()[0]
+            self._give_up(f"the exchange with the other processes failed ({reason[:200]})")
+
+    def _watch(self) -> None:
+        while not self.ended.wait(min(1.0, self.timeout / 4)):
+            if self.last is not None and time.monotonic() - self.last > self.timeout:
+                self._give_up(f"nothing has gone on for {self.timeout:g} s")
+
+    def _give_up(self, what: str) -> None:
+        here = f"process {jax.process_index()} of {jax.process_count()}"
+        print(
+            f"{here}, after step {self.step}: {what}: another process is gone. {self.advice}",
+            file=sys.stderr,
+            flush=True,
+        )
+        # An ordinary exit would wait for the others, which is what has failed.
+        os._exit(PEER_LOST)

@@ -1,0 +1,275 @@
+"""Runs that stop and go on: on the same workers to the last bit, on others without loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.fft
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import checkpoint
+from demo_optax.checkpoint import Checkpointer
+from tests import model, workers
+
+SMALL = dict(topk=4, chunk_size=8, axis_name="data")
+SGD = demo_optax.demo_sgd(0.3, decay=0.9, **SMALL)
+OPTIMIZERS = {
+    "preconditioned demo": demo_optax.demo(
+        5e-3, decay=0.95, precondition=optax.scale_by_rms(0.9, bias_correction=True), **SMALL
+    ),
+    "adamw, redrawn transform, bfloat16 momentum": demo_optax.demo_adamw(
+        5e-3, transform="random", momentum_dtype="bfloat16", **SMALL
+    ),
+    "a chain with a partition and random keys": optax.chain(
+        optax.partition(
+            {
+                "demo": demo_optax.decoupled_momentum(
+                    0.9, demo_optax.Compression(4, 8), axis_name="data"
+                ),
+                "dense": demo_optax.mean_over_workers("data"),
+            },
+            {"hidden": "demo", "out": "demo", "bias": "dense"},
+        ),
+        optax.add_noise(1e-4, 0.5, key=jax.random.key(3)),
+        optax.scale(-0.3),
+    ),
+}
+
+
+def train(tx, mesh, steps, params=None, state=None):
+    """Steps ``range(*steps)``; returns parameters, state and losses."""
+    params = model.init() if params is None else params
+    state = demo_optax.init_opt_state(tx, params, mesh) if state is None else state
+    step, losses = demo_optax.make_train_step(model.loss, tx, mesh), []
+    for i in range(*steps):
+        batch = model.batch(i, rows=24)
+        params, state, metrics = jax.block_until_ready(step(params, state, batch))
+        losses.append(float(np.mean(metrics.loss)))
+    return params, state, losses
+
+
+def assert_same_bits(ours, theirs):
+    def bits(x):
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
+
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert bits(a) == bits(b)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
+    tx, mesh = OPTIMIZERS[name], workers.mesh_of(4)
+    params, state, _ = train(tx, mesh, (0, 3))
+    extra = {"key": jax.random.key(5), "position": 3, "note": "abc", "table": np.arange(3)}
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        assert checkpointer.restore(model.init()) is None
+        checkpointer.save(3, params, state, extra)
+        # What was saved is given away to the next steps while it is being written.
+        expected = train(tx, mesh, (3, 6), params, state)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.init())
+    template = {"key": jax.random.key(0), "position": 0, "note": "", "table": np.zeros(3, int)}
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        assert checkpointer.latest == 3
+        found = checkpointer.restore(shapes, template)
+    assert (found.step, found.extra["position"], found.extra["note"]) == (3, 3, "abc")
+    assert jnp.array_equal(
+        jax.random.key_data(found.extra["key"]), jax.random.key_data(extra["key"])
+    )
+    np.testing.assert_array_equal(found.extra["table"], extra["table"])
+    went_on = train(tx, mesh, (3, 6), found.params, found.opt_state)
+    assert_same_bits(went_on[:2], expected[:2])
+    assert went_on[2] == expected[2]
+
+
+@pytest.mark.parametrize("before, after", [(4, 2), (2, 4), (4, 3), (3, 1)])
+def test_other_numbers_of_workers_keep_the_mean(before, after, tmp_path):
+    tx = OPTIMIZERS["preconditioned demo"]
+    params, state, losses = train(tx, workers.mesh_of(before), (0, 40))
+    with Checkpointer(tmp_path, tx, workers.mesh_of(before)) as checkpointer:
+        checkpointer.save(40, params, state)
+    mesh = workers.mesh_of(after)
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        found = checkpointer.restore(model.init())
+    jax.tree.map(np.testing.assert_array_equal, found.params, params)
+
+    def local(state):
+        return jax.tree.map(np.asarray, (state[0].momentum, state[0].precondition.nu))
+
+    for old, new in zip(*map(jax.tree.leaves, (local(state), local(found.opt_state))), strict=True):
+        assert len(new) == after and np.any(new)
+        np.testing.assert_allclose(new.mean(0), old.mean(0), rtol=1e-5, atol=1e-7)
+        if before % after == 0:
+            merged = old.reshape(after, before // after, *old.shape[1:]).mean(1)
+            np.testing.assert_allclose(new, merged, rtol=1e-6, atol=1e-8)
+        elif after % before == 0:
+            np.testing.assert_array_equal(new, np.repeat(old, after // before, axis=0))
+        else:
+            assert all((entry == new[0]).all() for entry in new)
+
+    *_, went_on = train(tx, mesh, (40, 60), found.params, found.opt_state)
+    assert np.mean(went_on) < 1.1 * np.mean(losses[20:])
+    assert max(went_on[:5]) < 1.2 * max(losses[30:])
+
+
+def in_parameter_space(momentum, shape, chunk):
+    """By SciPy, for a matrix or vector in DCT blocks of ``chunk``; the last may be smaller."""
+    rows, columns = (1, *shape)[-2:]
+    full = np.zeros((rows, columns))
+    sides = [min(n, chunk) for n in (rows, columns)]
+    grid = [-(-n // side) for n, side in zip((rows, columns), sides, strict=True)]
+    blocks = np.asarray(momentum, np.float64).reshape(*grid, sides[1], sides[0])
+    for i, j in np.ndindex(*grid):
+        area = np.s_[i * sides[0] : (i + 1) * sides[0], j * sides[1] : (j + 1) * sides[1]]
+        height, width = full[area].shape
+        full[area] = scipy.fft.idctn(blocks[i, j, :width, :height].T, norm="ortho")
+    return full.reshape(shape)
+
+
+def test_other_blocks_are_reached_through_parameter_space(tmp_path):
+    mesh = workers.mesh_of(4)
+    params, state, _ = train(SGD, mesh, (0, 3))
+    with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
+        checkpointer.save(3, params, state)
+    other = demo_optax.demo_sgd(0.3, decay=0.9, topk=4, chunk_size=5, axis_name="data")
+    with (
+        Checkpointer(tmp_path, other, workers.mesh_of(2)) as checkpointer,
+        pytest.warns(UserWarning, match="carried over through parameter space"),
+    ):
+        found = checkpointer.restore(model.init())
+    for name, x in model.init().items():
+        old = [in_parameter_space(own, x.shape, 8) for own in state[0].momentum[name]]
+        new = [in_parameter_space(own, x.shape, 5) for own in found.opt_state[0].momentum[name]]
+        np.testing.assert_allclose(new[0], np.mean(old[:2], axis=0), atol=1e-6)
+        np.testing.assert_allclose(new[1], np.mean(old[2:], axis=0), atol=1e-6)
+    train(other, workers.mesh_of(2), (3, 5), found.params, found.opt_state)
+
+
+@pytest.mark.parametrize("one, other", [("dct", "random"), ("random", "hadamard")])
+def test_other_transforms_are_reached_through_parameter_space(one, other, tmp_path):
+    """There and back again is the same momentum, and the steps in between go on as they would."""
+    mesh = workers.mesh_of(2)
+    first, second = (
+        demo_optax.demo_sgd(0.3, decay=0.9, transform=name, **SMALL | {"topk": 64})
+        for name in (one, other)
+    )
+    params, state, _ = train(first, mesh, (0, 3))
+    with Checkpointer(tmp_path / "there", first, mesh) as checkpointer:
+        checkpointer.save(3, params, state)
+    with (
+        Checkpointer(tmp_path / "there", second, mesh) as checkpointer,
+        pytest.warns(UserWarning, match="carried over"),
+    ):
+        there = checkpointer.restore(model.init())
+    with Checkpointer(tmp_path / "back", second, mesh) as checkpointer:
+        checkpointer.save(3, there.params, there.opt_state)
+    with (
+        Checkpointer(tmp_path / "back", first, mesh) as checkpointer,
+        pytest.warns(UserWarning, match="carried over"),
+    ):
+        back = checkpointer.restore(model.init())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        back.opt_state[0].momentum,
+        state[0].momentum,
+    )
+    ours, _, _ = train(second, mesh, (3, 5), there.params, there.opt_state)
+    theirs, _, _ = train(first, mesh, (3, 5), back.params, back.opt_state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
+
+
+def sharded(replica, fsdp):
+    kinds = (AxisType.Auto,) * 2
+    devices = jax.devices()[: replica * fsdp]
+    return jax.make_mesh((replica, fsdp), ("replica", "fsdp"), kinds, devices=devices)
+
+
+def test_other_shards_are_reached_through_parameter_space(tmp_path):
+    """Shards of 10 columns end in blocks of 2, where one of 20 has none there."""
+    tx = demo_optax.demo_sgd(0.3, decay=0.9, topk=64, chunk_size=8, axis_name="replica")
+    specs = {"hidden": P(None, "fsdp"), "bias": P("fsdp"), "out": P("fsdp")}
+    settings = dict(axis_name="replica", param_specs=specs)
+
+    def run(mesh, steps, params, state):
+        step = demo_optax.make_train_step(model.loss, tx, mesh, **settings)
+        for i in range(*steps):
+            params, state, _ = jax.block_until_ready(step(params, state, model.batch(i)))
+        return params, state
+
+    mesh = sharded(2, 2)
+    params, state = run(
+        mesh, (0, 3), model.init(), demo_optax.init_opt_state(tx, model.init(), mesh, **settings)
+    )
+    with Checkpointer(tmp_path, tx, mesh, **settings) as checkpointer:
+        checkpointer.save(3, params, state)
+        again = checkpointer.restore(model.init())
+    assert_same_bits((again.params, again.opt_state), (params, state))
+    expected, _ = run(mesh, (3, 6), params, state)
+
+    mesh = sharded(2, 1)
+    with (
+        Checkpointer(tmp_path, tx, mesh, **settings) as checkpointer,
+        pytest.warns(UserWarning, match="other shards"),
+    ):
+        found = checkpointer.restore(model.init())
+    went_on, _ = run(mesh, (3, 6), found.params, found.opt_state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), went_on, expected
+    )
+
+
+def test_the_last_few_are_kept_and_any_of_them_can_be_restored(tmp_path):
+    mesh, params = workers.mesh_of(2), model.init()
+    state = demo_optax.init_opt_state(SGD, params, mesh)
+    with Checkpointer(tmp_path, SGD, mesh, keep=2) as checkpointer:
+        for step in (1, 2, 3):
+            scaled = {name: x * step for name, x in params.items()}
+            checkpointer.save(step, scaled, state, wait=True)
+        checkpointer.save(3, params, state)
+        found = checkpointer.restore(params, step=2)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), found.params, params)
+        with pytest.raises(ValueError, match=r"there are those of \[2, 3\]"):
+            checkpointer.restore(params, step=1)
+    loaded = checkpoint.load_params(tmp_path, params)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 3 * b), loaded, params)
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 7"):
+        checkpoint.load_params(tmp_path, params, step=7)
+
+
+def test_parameters_alone_of_a_flax_model(tmp_path):
+    network = nnx.Linear(12, 8, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(network, nnx.Param)
+    mesh = workers.mesh_of(2)
+    with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
+        checkpointer.save(1, params, demo_optax.init_opt_state(SGD, params, mesh))
+    shapes = nnx.state(nnx.eval_shape(lambda: nnx.Linear(12, 8, rngs=nnx.Rngs(1))), nnx.Param)
+    restored = nnx.merge(graph, checkpoint.load_params(tmp_path, shapes))
+    x = jnp.ones((3, 12))
+    np.testing.assert_array_equal(restored(x), network(x))
+
+
+@pytest.mark.parametrize(
+    "tx, params, message",
+    [
+        (OPTIMIZERS["preconditioned demo"], model.init(), "not one of this optimizer"),
+        (SGD, model.init() | {"out": np.zeros((20, 5), np.float32)}, "holds another model"),
+        (SGD, {"hidden": model.init()["hidden"]}, "holds another model"),
+    ],
+    ids=["optimizer", "shape", "leaf"],
+)
+def test_a_checkpoint_of_something_else_is_refused(tx, params, message, tmp_path):
+    mesh = workers.mesh_of(2)
+    with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
+        checkpointer.save(1, model.init(), demo_optax.init_opt_state(SGD, model.init(), mesh))
+    with (
+        Checkpointer(tmp_path, tx, mesh) as checkpointer,
+        pytest.raises(ValueError, match=message),
+    ):
+        checkpointer.restore(params)
