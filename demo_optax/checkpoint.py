@@ -233,13 +233,13 @@ class Checkpointer:
         return {"workers": self._workers, "momenta": momenta}
 
 
-def load_params(directory: str | os.PathLike, params, *, step: int | None = None):
+def load_params(directory: str | os.PathLike, params=None, *, step: int | None = None):
     """The parameters alone of a run's checkpoint, for evaluation: no optimizer, no mesh.
 
     Args:
       directory: the run's folder.
       params: arrays or shapes of the parameters; those with a sharding are placed so, others on
-        the default device.
+        the default device. Without them, NumPy arrays in nested dicts.
       step: which checkpoint; the latest by default.
 
     Raises:
@@ -256,9 +256,13 @@ def load_params(directory: str | os.PathLike, params, *, step: int | None = None
             sharding = getattr(x, "sharding", None) or here
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        _require_same_params(params, checkpointer.checkpointables_metadata(step).metadata["params"])
-        wanted = {"params": jax.tree.map(place, params)}
-        return checkpointer.load_checkpointables(step, wanted)["params"]
+        saved = checkpointer.checkpointables_metadata(step).metadata["params"]
+        if params is None:
+            wanted = jax.tree.map(_in_memory, saved)
+        else:
+            _require_same_params(params, saved)
+            wanted = jax.tree.map(place, params)
+        return checkpointer.load_checkpointables(step, {"params": wanted})["params"]
 
 
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:

@@ -167,13 +167,13 @@ def decoupled_momentum(
         left = _subtract(message.values, subtraction_factor, decoded)
         energy, selected = _energy(momenta), _energy(message.values)
         header = packet.Header(
-            gradient=_energy(leaves),
+            fingerprint=_fingerprint(leaves),
             momentum=energy,
             sent=selected - _energy(_subtract(message.values, 1.0, decoded)),
             residual=jnp.maximum(energy - selected, 0.0) + _energy(left),
         )
         finite = (
-            jnp.isfinite(header.gradient)
+            jnp.isfinite(header.fingerprint)
             & jnp.isfinite(_energy(m.astype(momentum_dtype) for m in momenta))
             & _all_finite(precondition_state)
         )
@@ -222,6 +222,19 @@ def _energy(tensors) -> jax.Array:
     """Sum of squares over all tensors, a float32 scalar."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in tensors]
     return sum(squares, jnp.zeros((), jnp.float32))
+
+
+def _fingerprint(tensors) -> jax.Array:
+    """A float32 scalar that differs between different tensors, and is not finite where one is not.
+
+    A weighted sum; norms would not do, since clipping makes them equal.
+    """
+    total = jnp.zeros((), jnp.float32)
+    for x in tensors:
+        scrambled = jax.lax.iota(jnp.uint32, x.size) * jnp.uint32(0x9E3779B9) >> 20
+        weights = 1.0 + scrambled.astype(jnp.float32) / 4096
+        total += jnp.sum(weights * x.reshape(-1).astype(jnp.float32))
+    return total
 
 
 def _all_finite(tree) -> jax.Array:

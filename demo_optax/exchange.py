@@ -24,8 +24,8 @@ class ExchangeMetrics(NamedTuple):
 
     Attributes:
       heard: int32 scalar, workers whose packet counted.
-      identical: bool scalar, True where all of several workers had gradients of the very same
-        norm, which means that they are not local (see `demo_optax.check_metrics`).
+      identical: bool scalar, True where all of several workers had the very same gradient, which
+        means that it is not local (see `demo_optax.check_metrics`).
       sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
       residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
         in the momentum.
@@ -135,11 +135,11 @@ def _metrics(headers, counted, heard) -> ExchangeMetrics:
         return jnp.sum(jnp.where(counted, energies, 0.0))
 
     momentum, sent = total(headers.momentum), total(headers.sent)
-    smallest = jnp.min(jnp.where(counted, headers.gradient, jnp.inf))
-    largest = jnp.max(jnp.where(counted, headers.gradient, 0.0))
+    smallest = jnp.min(jnp.where(counted, headers.fingerprint, jnp.inf))
+    largest = jnp.max(jnp.where(counted, headers.fingerprint, -jnp.inf))
     return ExchangeMetrics(
         heard=heard,
-        identical=(smallest == largest) & (largest > 0) & (heard > 1),
+        identical=(smallest == largest) & (largest != 0) & (heard > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         residual_norm=jnp.sqrt(total(headers.residual) / jnp.maximum(heard, 1)),
     )

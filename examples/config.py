@@ -15,7 +15,8 @@ class Config:
     """demo: DeMo with locally scaled gradients. demo-paper: DeMo as published. demo-*: decoupled
     momentum before other steps. adamw: ordinary data parallelism with a dense all-reduce."""
     preset: PresetName = "tiny"
-    """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two."""
+    """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two; nano is
+    for trying out the machinery."""
     text: tuple[Path, ...] = ()
     """Files or folders to learn from; by default the source of Python's standard library."""
     workers: int | None = None
@@ -62,6 +63,9 @@ class Config:
     check_replicas_every: int = 100
     """Steps between two comparisons of the workers' parameters, bit by bit; damage is repaired
     from the majority, or ends the run where there is none."""
+    step_log: Path | None = None
+    """File that gets a line of JSON for each step: its number, loss, seconds, bytes sent and what
+    the exchange told."""
     coordinator: str | None = None
     """HOST:PORT of the first process, where there are several; needs the next two."""
     num_processes: int | None = None

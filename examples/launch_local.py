@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
+import hosts
 import tyro
 
 TRAINER = pathlib.Path(__file__).with_name("train_lm.py")
@@ -54,37 +56,36 @@ def start(arguments: list[str], processes: int) -> list[subprocess.Popen]:
 def relay(number: int, process: subprocess.Popen) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        print(f"[{number}] {line}", end="", flush=True)
+        if "[Gloo] Rank" not in line:  # which JAX's CPU backend prints for each group it makes
+            print(f"[{number}] {line}", end="", flush=True)
 
 
 def wait(processes: list[subprocess.Popen], grace: float) -> int:
-    """The exit status of the first process that fails, 0 where none does."""
-    running = set(range(len(processes)))
-    while running:
-        for number in list(running):
-            try:
-                status = processes[number].wait(0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            running.discard(number)
-            if status:
-                print(f"process {number} {how_it_ended(status)}; stopping the others", flush=True)
-                stop([processes[i] for i in running], grace)
-                return status if status > 0 else 128 - status
-    return 0
-
-
-def stop(processes: list[subprocess.Popen], grace: float) -> None:
+    """Until all have ended; the exit status of the one that failed, 0 where none did."""
+    while not any(process.poll() for process in processes):
+        if all(process.poll() == 0 for process in processes):
+            return 0
+        time.sleep(0.1)
+    deadline = time.monotonic() + grace
     for process in processes:
         try:
-            process.wait(grace)
+            process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             process.kill()  # JAX traps SIGTERM, and would go on waiting
             process.wait()
+    failed = [(number, process.returncode) for number, process in enumerate(processes)]
+    failed = [(number, status) for number, status in failed if status]
+    # Those that noticed end with a status of their own, or are aborted by JAX.
+    noticed = hosts.PEER_LOST, -signal.SIGABRT
+    number, status = next((one for one in failed if one[1] not in noticed), failed[0])
+    print(f"process {number} {how_it_ended(status)}, and the others ended too", flush=True)
+    return status if status > 0 else 128 - status
 
 
 def how_it_ended(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited {status}"
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-PresetName = Literal["tiny", "small", "300m", "1b"]
+PresetName = Literal["nano", "tiny", "small", "300m", "1b"]
 
 
 class Preset(NamedTuple):
@@ -26,6 +26,7 @@ class Preset(NamedTuple):
 
 
 PRESETS: dict[PresetName, Preset] = {
+    "nano": Preset(layers=1, width=64, heads=1),
     "tiny": Preset(layers=4, width=128, heads=2),
     "small": Preset(layers=6, width=320, heads=5),
     "300m": Preset(layers=16, width=1024, heads=8, vocabulary=50304, dtype=jnp.bfloat16),

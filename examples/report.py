@@ -1,5 +1,7 @@
 """What a run shows: a bar while it trains, and a table at its end."""
 
+import json
+import pathlib
 import time
 
 import numpy as np
@@ -20,10 +22,14 @@ class Log:
       tokens: of one step.
       packet_bytes: that each worker sends on one step.
       start: steps that were done before.
+      path: of a file that gets a line of JSON for each step.
     """
 
-    def __init__(self, steps: int, tokens: int, packet_bytes: int, start: int = 0):
+    def __init__(
+        self, steps: int, tokens: int, packet_bytes: int, start: int, path: pathlib.Path | None
+    ):
         self.tokens, self.packet_bytes = tokens, packet_bytes
+        self.file = path and path.open("a", buffering=1)
         self.first_step_seconds = self.other_steps_seconds = 0.0
         self.sent_shares: list[float] = []
         self.start = self.done = start
@@ -54,7 +60,8 @@ class Log:
         # which can lock up simulated devices while the next step is under way.
         loss = np.mean([np.asarray(shard.data) for shard in metrics.loss.addressable_shards])
         if metrics.exchange is not None:
-            demo_optax.check_metrics(metrics.exchange)
+            if self.done == self.start:
+                demo_optax.check_metrics(metrics.exchange)
             self.sent_shares.append(float(metrics.exchange.sent_share))
         seconds = time.monotonic() - self.resumed
         if self.done == self.start:
@@ -62,6 +69,12 @@ class Log:
         else:
             self.other_steps_seconds += seconds
         self.done += 1
+        if self.file:
+            exchanged = metrics.exchange._asdict() if metrics.exchange else {}
+            line = {"step": self.done, "loss": float(loss), "seconds": seconds}
+            line |= {"packet_bytes": metrics.packet_bytes}
+            line |= {name: np.asarray(x).item() for name, x in exchanged.items()}
+            print(json.dumps(line), file=self.file)
         sent = (self.done - self.start) * self.packet_bytes / 1e6
         self.bar.update(self.task, completed=self.done, loss=loss, speed=self.speed, sent=sent)
         self.resumed = time.monotonic()

@@ -153,7 +153,8 @@ def train(run: Run) -> None:
     ):
         start, params, opt_state = begin(run, checkpointer)
         packet_bytes = demo_optax.packet_bytes(run.tx, run.params)
-        log = report.Log(config.steps, math.prod(run.batch_shape), packet_bytes, start)
+        tokens = math.prod(run.batch_shape)
+        log = report.Log(config.steps, tokens, packet_bytes, start, config.step_log)
         unread = None
         with log.bar:
             for number in range(start + 1, config.steps + 1):
@@ -285,6 +286,7 @@ def make_evaluation(run: Run) -> Callable[[nnx.State, int], float]:
         return run.loss_fn(params, batch)
 
     def evaluate(params, total_bytes):
+        total_bytes = min(total_bytes, run.text.held_out.size)
         count = max(total_bytes // math.prod(run.batch_shape), 1)
         losses = []
         for batch in data.even_windows(run.text.held_out, run.batch_shape, count):

@@ -117,8 +117,20 @@ def test_summed_gradients_are_refused_by_the_dense_mean_too():
 @pytest.mark.parametrize("mode", ["vmap", "pmap", "shard_map unchecked"])
 def test_summed_gradients_are_found_out_by_their_packets(mode):
     _, state = summed_gradients(DEMO, mode)
-    with pytest.raises(ValueError, match=r"all 8 workers have the very same norm.*not local"):
+    with pytest.raises(ValueError, match=r"all 8 workers have the very same gradient.*not local"):
         demo_optax.check_metrics(demo_optax.exchange_metrics(state))
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, None])
+def test_local_gradients_are_not_accused_even_where_clipping_makes_their_norms_equal(clip_norm):
+    """A large batch of steps, since equal norms are a matter of the last bits."""
+    step = demo_optax.make_train_step(
+        model.loss, DEMO, workers.mesh_of(2), "data", clip_norm=clip_norm
+    )
+    params, state = model.init(), demo_optax.init_opt_state(DEMO, model.init(), workers.mesh_of(2))
+    for i in range(50):
+        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
+        demo_optax.check_metrics(metrics.exchange)
 
 
 def test_train_step_refuses_an_optimizer_that_does_not_exchange():
@@ -187,7 +199,7 @@ def test_batch_that_cannot_be_divided():
     step = demo_optax.make_train_step(model.loss, DEMO, mesh)
     with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(12, 12\).*8 devices"):
         step(params, state, model.batch(0, rows=12))
-    with pytest.raises(ValueError, match=r"batch has shape \(\).*8 workers"):
+    with pytest.raises(ValueError, match=r"batch has shape \(\).*8 devices"):
         step(params, state, np.float32(1))
     cut = demo_optax.make_train_step(model.loss, DEMO, mesh, microbatches=3)
     with pytest.raises(ValueError, match=r"2 rows.*3 equal microbatches.*workers x microbatches"):

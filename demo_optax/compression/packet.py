@@ -21,7 +21,7 @@ from demo_optax.compression.indices import IndexCoding
 from demo_optax.compression.values import Fields, ValueCoding
 
 _SEAL = 0x44654D6F  # "DeMo"
-_HEADER_WORDS = 5  # validity, then the four energies of a Header
+_HEADER_WORDS = 5  # validity, then the four numbers of a Header
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Header(NamedTuple):
     """What a worker says about its message.
 
     Attributes:
-      gradient: float32, energy (sum of squares) of the local gradient.
-      momentum: float32, energy of the momentum before anything was taken out.
+      fingerprint: float32, a number that tells different local gradients apart.
+      momentum: float32, energy (sum of squares) of the momentum before anything was taken out.
       sent: float32, the part of it that the others get: what was selected, less rounding errors.
       residual: float32, energy of the momentum afterwards.
     """
 
-    gradient: jax.Array
+    fingerprint: jax.Array
     momentum: jax.Array
     sent: jax.Array
     residual: jax.Array
@@ -170,7 +170,7 @@ def seal(header: Header, body: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def unseal(packet: jax.Array) -> tuple[Header, jax.Array, jax.Array]:
-    """Header, body, and whether the validity word is right and the energies finite."""
+    """Header, body, and whether the validity word is right and the numbers finite."""
     numbers = jax.lax.bitcast_convert_type(packet[1:_HEADER_WORDS], jnp.float32)
     intact = (packet[0] ^ jnp.uint32(_SEAL) == checksum(packet[1:])) & jnp.all(
         jnp.isfinite(numbers)

@@ -273,12 +273,12 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
     """Raises where a step's metrics show that the workers' gradients were not local.
 
     Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
-    can: they carry the norm of each worker's gradient, and workers with different data never
-    have the very same. The check costs nothing on the device; call it once after the first step,
-    or each time metrics are logged.
+    can: they carry a fingerprint of each worker's gradient, and workers with different data never
+    have the very same. The check costs nothing on the device. Call it once, after the first step:
+    in a million steps, fingerprints may be equal by chance.
 
     Raises:
-      ValueError: all workers had gradients of the same norm.
+      ValueError: all workers had the same gradient.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -287,7 +287,7 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
     """
     if metrics.identical:
         raise ValueError(
-            f"the gradients of all {int(metrics.heard)} workers have the very same norm: they are "
+            f"all {int(metrics.heard)} workers have the very same gradient: their gradients are "
             "not local (summed or averaged over the workers already), or all saw the same data. "
             "Take gradients with demo_optax.local_value_and_grad, leave out any pmean or psum of "
             "gradient or loss, and give each worker its own part of the batch."

@@ -1,0 +1,147 @@
+"""The example as several processes: equal to one, and none the worse for being killed."""
+
+import functools
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from demo_optax import checkpoint
+
+ROOT = pathlib.Path(__file__).parents[1]
+LAUNCH = [sys.executable, str(ROOT / "examples" / "launch_local.py")]
+EVERY = 50
+TEXT = ["--text", str(ROOT / "demo_optax")]
+NANO = ["--preset", "nano", *TEXT, "--batch-size", "12", "--warmup-steps", "2"]
+ENDLESS = ["--steps", "1000000", "--evaluate-every", "1000000", "--checkpoint-every", str(EVERY)]
+
+
+def start(processes, *arguments, log):
+    """The launcher, with its output going to a file."""
+    command = [*LAUNCH, "-n", str(processes), "--", *NANO, *map(str, arguments)]
+    with log.open("w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+def wait_for(found, log, process, seconds=120):
+    """What ``found()`` returns, once that is something."""
+    deadline = time.monotonic() + seconds
+    while not (result := found()):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return result
+
+
+def saved(folder):
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+def newer(folder, step):
+    return [number for number in saved(folder) if number > step]
+
+
+def find(pattern, log):
+    return re.search(pattern, log.read_text())
+
+
+def kill(folder, number):
+    """SIGKILL for one of the trainers that save to a folder."""
+    pattern = f"checkpoint-dir {folder} .*--process-id {number}$"
+    pid = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=True)
+    subprocess.run(["kill", "-9", pid.stdout.split()[-1]], check=True)
+
+
+def parameters(folder):
+    """The parameters that were saved last, as a flat vector."""
+    return np.concatenate([x.ravel() for x in jax.tree.leaves(checkpoint.load_params(folder))])
+
+
+@pytest.mark.parametrize("optimizer", ["demo-sgd", pytest.param("demo", marks=pytest.mark.slow)])
+def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
+    common = ["--optimizer", optimizer, "--values", "float32", "--workers", 4, "--steps", 6]
+    results = []
+    for processes in (1, 2, 4):
+        folder, log = tmp_path / f"{processes}", tmp_path / f"{processes}.log"
+        run = start(processes, *common, "--checkpoint-dir", folder, log=log)
+        assert run.wait(200) == 0, log.read_text()
+        assert "parameters on 4 devices: bit-identical" in log.read_text()
+        assert f"in {processes} processes" in log.read_text()
+        results.append(parameters(folder))
+    for other in results[1:]:
+        close = np.isclose(other, results[0], rtol=1e-5, atol=1e-7)
+        # A sign may turn where an update is within rounding of zero.
+        assert close.mean() > (0.999 if optimizer == "demo" else 1.0 - 1e-12)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    arguments = [*ENDLESS, "--workers", 2, "--checkpoint-dir", folder]
+    run = start(2, *arguments, log=log)
+    first = wait_for(lambda: saved(folder), log, run)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(100) == 143, log.read_text()
+    stopped = int(re.search(r"Stopped after step (\d+)", log.read_text())[1])
+    assert saved(folder)[-1] == stopped >= first[-1]
+
+    arguments[1] = stopped + 3
+    run = start(2, *arguments, log=log)
+    assert run.wait(100) == 0, log.read_text()
+    assert f"going on after step {stopped}" in log.read_text()
+    assert saved(folder)[-1] == stopped + 3
+
+
+@pytest.mark.slow
+def test_one_of_four_is_killed_and_three_go_on(tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    arguments = [*ENDLESS, "--peer-timeout", 20, "--checkpoint-dir", folder]
+    run = start(4, "--workers", 4, *arguments, log=log)
+    wait_for(lambda: saved(folder), log, run)
+    kill(folder, 2)
+    assert run.wait(60) == 137, log.read_text()
+    text = log.read_text()
+    assert "process 2 was killed by SIGKILL, and the others ended too" in text
+    for number in (0, 1, 3):
+        (line,) = [x for x in text.splitlines() if f"process {number} of 4, after step" in x]
+        assert "another process is gone. Start the same command again" in line
+
+    last = saved(folder)[-1]
+    arguments[1] = last + 20
+    run = start(3, "--workers", 3, *arguments, log=log)
+    assert run.wait(100) == 0, log.read_text()
+    assert f"going on after step {last}" in log.read_text()
+    assert "parameters on 3 devices: bit-identical" in log.read_text()
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_lose_at_most_an_interval(tmp_path, capsys):
+    """An interval is from one complete checkpoint to the next, which is written in between."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    arguments = [*ENDLESS, "--workers", 2, "--peer-timeout", 20, "--checkpoint-dir", folder]
+    seed = random.randrange(2**32)
+    draw, repeated, reached = random.Random(seed), [], []
+    for number in range(21):
+        last = (saved(folder) or [0])[-1]
+        run = start(2, *arguments, log=log)
+        going_on = r"going on after step (\d+)" if number else "optimizer demo"
+        resumed = wait_for(functools.partial(find, going_on, log), log, run)
+        if number:
+            assert int(resumed[1]) == last
+            repeated += [step - last for step in reached]
+        wait_for(functools.partial(newer, folder, last), log, run)
+        time.sleep(draw.uniform(0, 3))
+        kill(folder, draw.randrange(2))
+        assert run.wait(60) == 137, log.read_text()
+        # Where the first process is killed, JAX may abort the other before it can say anything.
+        reached = [int(step) for step in re.findall(r"of 2, after step (\d+)", log.read_text())]
+    with capsys.disabled():
+        print(f"\nsteps repeated after each kill (interval {EVERY}, seed {seed}): {repeated}")
+    # What was done while a checkpoint was written is repeated with its interval.
+    assert repeated and max(repeated) <= 1.5 * EVERY
