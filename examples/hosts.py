@@ -16,7 +16,7 @@ from config import Config
 from jax.experimental import multihost_utils
 
 STOPPED = 143  # the exit status of what SIGTERM ends
-PEER_LOST = 75  # and of failures that are worth another try (EX_TEMPFAIL)
+PEER_LOST = os.EX_TEMPFAIL  # and of failures that are worth another try
 
 _terminated = threading.Event()
 

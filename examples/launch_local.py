@@ -6,6 +6,7 @@ What follows -- goes to train_lm.py, or to the script that it begins with. The o
 processes is relayed; when one of them fails, the others are stopped.
 """
 
+import os
 import pathlib
 import signal
 import socket
@@ -16,7 +17,6 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-import hosts
 import tyro
 
 TRAINER = pathlib.Path(__file__).with_name("train_lm.py")
@@ -67,16 +67,15 @@ def wait(processes: list[subprocess.Popen], grace: float) -> int:
             return 0
         time.sleep(0.1)
     deadline = time.monotonic() + grace
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ended = [(number, process.poll()) for number, process in enumerate(processes)]
+    failed = [(number, status) for number, status in ended if status]
     for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            process.kill()  # JAX traps SIGTERM, and would go on waiting
-            process.wait()
-    failed = [(number, process.returncode) for number, process in enumerate(processes)]
-    failed = [(number, status) for number, status in failed if status]
+        process.kill()  # JAX traps SIGTERM, and would go on waiting
+        process.wait()
     # Those that noticed end with a status of their own, or are aborted by JAX.
-    noticed = hosts.PEER_LOST, -signal.SIGABRT
+    noticed = os.EX_TEMPFAIL, -signal.SIGABRT
     number, status = next((one for one in failed if one[1] not in noticed), failed[0])
     print(f"process {number} {how_it_ended(status)}, and the others ended too", flush=True)
     return status if status > 0 else 128 - status

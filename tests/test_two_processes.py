@@ -33,7 +33,11 @@ def test_two_processes_move_the_bytes_that_are_accounted_for(values):
     assert [process.returncode for process in processes] == [0, 0], outputs
     results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     assert results[0]["parameters"] == results[1]["parameters"]
+    # In the end the second process has no finite gradient: the first goes on, and both follow.
+    assert [result["momentum_kept"] for result in results] == [False, True]
     for result in results:
         assert result["heard"] == 2
+        assert result["heard_at_last"] == 1
+        assert result["finite"]
         both = 2 * result["packet"]  # each sends its packet to the other
         assert both <= result["seen"] <= 1.1 * both + 4096

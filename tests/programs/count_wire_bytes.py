@@ -1,5 +1,7 @@
 """One of two processes that train together; prints what crossed the loopback interface.
 
+In the end process 1 alone sees an infinite batch, and prints what became of that.
+
 python count_wire_bytes.py ADDRESS PROCESS VALUES
 """
 
@@ -39,8 +41,8 @@ def main(address, process, values):
     rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     random = np.random.default_rng(int(process))
 
-    def run(params, state):
-        own = random.normal(size=(4, 512)).astype(np.float32)
+    def run(params, state, scale=1.0):
+        own = scale * random.normal(size=(4, 512)).astype(np.float32)
         batch = jax.make_array_from_process_local_data(rows, own)
         params, state, metrics = step(params, state, batch)
         return jax.block_until_ready((params, state, metrics))
@@ -49,11 +51,21 @@ def main(address, process, values):
     before = loopback_bytes()
     for _ in range(STEPS):
         params, state, metrics = run(params, state)
+    seen = (loopback_bytes() - before) / STEPS
+
+    def momentum(state):
+        return np.asarray(state[0].momentum["w"].addressable_shards[0].data)
+
+    kept = momentum(state)
+    last = run(params, state, np.inf if process == "1" else 1.0)
     result = dict(
-        seen=(loopback_bytes() - before) / STEPS,
+        seen=seen,
+        heard_at_last=int(last[2].exchange.heard),
+        momentum_kept=bool((momentum(last[1]) == kept).all()),
+        finite=bool(np.isfinite(last[0]["w"].addressable_shards[0].data).all()),
         packet=int(metrics.packet_bytes),
         heard=int(metrics.exchange.heard),
-        parameters=np.asarray(params["w"].addressable_shards[0].data).tobytes().hex()[:4096],
+        parameters=np.asarray(last[0]["w"].addressable_shards[0].data).tobytes().hex()[:4096],
     )
     print(json.dumps(result), flush=True)
 

@@ -1,0 +1,71 @@
+"""What a step size for several blocks saves, and what it loses, on the momenta of a real run.
+
+    python benchmarks/scale_groups.py
+
+Trains `tiny` for a while with DeMo, takes what each worker would send next, and codes it with one
+step size for 1, 2, 4, 16 and 64 neighbouring blocks: bits per value, step size included, and the
+share of the values' energy that rounding loses.
+"""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import demo_optax
+from demo_optax.compression import scheme
+from demo_optax.compression import values as codings
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from train_lm import Config, batch_of, prepare
+
+STEPS = 150
+GROUPS = (1, 2, 4, 16, 64)
+
+
+def momenta_of_a_run(topk: int) -> list[list[jax.Array]]:
+    """For each of two workers the momenta of all parameters."""
+    run = prepare(Config(topk=topk, values="int4", workers=2, steps=STEPS))
+    step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=1.0)
+    params, state = run.params, demo_optax.init_opt_state(run.tx, run.params, run.mesh)
+    for number in range(1, STEPS + 1):
+        params, state, metrics = step(params, state, batch_of(run, number))
+        metrics.loss.block_until_ready()
+    stacked = [np.asarray(leaf) for leaf in jax.tree.leaves(state[0].momentum)]
+    return [[jnp.asarray(leaf[worker]) for leaf in stacked] for worker in range(2)]
+
+
+def lost(values: jax.Array, coding: codings.ValueCoding, group: int) -> float:
+    """Share of the energy of ``(blocks, k)`` that rounding loses."""
+    values = values[: len(values) // group * group]
+    grouped = values.reshape(len(values) // group, -1)
+    decoded, _ = codings.decode(codings.encode(grouped, coding), coding)
+    return float(jnp.sum((grouped - decoded) ** 2) / jnp.sum(grouped**2))
+
+
+def main() -> None:
+    for k in (8, 32):
+        compression = demo_optax.Compression(topk=k)
+        sent = []
+        for momenta in momenta_of_a_run(k):
+            # Stored shapes end in (columns, rows); of matrices in 64x64 blocks nothing is padding.
+            matrices = [x for x in momenta if x.shape[-2:] == (64, 64)]
+            shapes = tuple((64 * x.shape[0], 64 * x.shape[1]) for x in matrices)
+            arrangement = scheme.arrange(compression, shapes)
+            (values,) = scheme.select(arrangement, matrices, (None,)).values
+            sent.append(values)
+        print(f"k = {k}: bits per value, and energy lost, with one step size for so many blocks")
+        print(f"{'':8}" + "".join(f"{group:>18}" for group in GROUPS))
+        for coding in ("int8", "int4", "int2", "sign"):
+            row = []
+            for group in GROUPS:
+                bits = codings.value_bits(coding) + codings.step_bits(coding) / (group * k)
+                loss = np.mean([lost(values, coding, group) for values in sent])
+                row.append(f"{bits:9.3f} {loss:8.3%}")
+            print(f"{coding:8}" + "".join(row))
+
+
+if __name__ == "__main__":
+    main()
