@@ -7,6 +7,7 @@ in order, SECONDS later. Bandwidth is not its business: give the devices a `tc t
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import select
@@ -42,7 +43,11 @@ def forward(one: int, other: int, delay: float) -> None:
         now = time.monotonic()
         for _, sink, line in lines:
             while line and line[0][0] <= now:
-                os.write(sink, line.popleft()[1])
+                try:
+                    os.write(sink, line.popleft()[1])
+                except OSError as error:
+                    if error.errno != errno.EIO:  # the device is down: what comes is lost
+                        raise
         listening = [source for source, _, line in lines if len(line) < LONGEST_QUEUE]
         waits = [max(line[0][0] - time.monotonic(), 0) for _, _, line in lines if line]
         ready, _, _ = select.select(listening, [], [], min(waits, default=None))

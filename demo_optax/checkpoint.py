@@ -57,8 +57,8 @@ class Checkpointer:
     """Saves and restores one run in a folder.
 
     Args:
-      directory: the run's folder, made if it does not exist. With several hosts one that all of
-        them see.
+      directory: the run's folder, made if it does not exist, or a URL such as ``gs://...``. With
+        several hosts one that all of them see.
       tx: the run's optimizer, not wrapped by `demo_optax.stack_workers`.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
@@ -97,7 +97,7 @@ class Checkpointer:
         self._param_specs = param_specs
         self._workers = worker_axis.num_workers(mesh, axis_name)
         self._orbax = orbax.training.Checkpointer(
-            os.path.abspath(directory),
+            _absolute(directory),
             preservation_policy=orbax.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
@@ -195,9 +195,7 @@ class Checkpointer:
         return Checkpoint(
             step,
             loaded["params"],
-            jax.tree.unflatten(
-                jax.tree.structure(wanted), [state[name] for name in _by_path(wanted)]
-            ),
+            jax.tree.map_with_path(lambda path, x: _like(state[keystr(path)], x), wanted),
             jax.tree.map(_like, loaded["extra"]["tree"], extra),
         )
 
@@ -245,7 +243,7 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
     Raises:
       FileNotFoundError: there is no such checkpoint.
     """
-    with orbax.training.Checkpointer(os.path.abspath(directory)) as checkpointer:
+    with orbax.training.Checkpointer(_absolute(directory)) as checkpointer:
         steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
         step = max(steps, default=None) if step is None else step
         if step not in steps:
@@ -357,8 +355,22 @@ def _is_momentum(x) -> bool:
     return isinstance(x, DecoupledMomentumState)
 
 
+def _absolute(directory: str | os.PathLike) -> str:
+    return str(directory) if "://" in str(directory) else os.path.abspath(directory)
+
+
 def _by_path(tree) -> dict:
-    return {keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
+    return {keystr(path): _storable(x) for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def _storable(x):
+    """Random keys as their numbers; all else as it is."""
+    if not _is_key(x):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.random.key_data(x)
+    numbers = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
 
 
 def _in_memory(metadata) -> np.ndarray:
@@ -371,16 +383,16 @@ def _beside(step: int, extra) -> dict:
 
 
 def _is_key(x) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
 def _plain(x):
     """Arrays and random keys as NumPy arrays; numbers and strings as they are."""
-    x = jax.random.key_data(x) if _is_key(x) else x
+    x = _storable(x)
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
 def _like(x, original):
     if _is_key(original):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(original))
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), original.dtype)))
     return jnp.asarray(x) if isinstance(original, jax.Array) else x

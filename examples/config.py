@@ -53,9 +53,9 @@ class Config:
     """Steps between two evaluations on held-out text."""
     seed: int = 0
     """Of the parameters' start and of the order of the text."""
-    checkpoint_dir: Path | None = None
-    """Folder to save to, and to go on from if there is something in it. With several hosts one
-    that all of them see. SIGTERM saves and stops."""
+    checkpoint_dir: str | None = None
+    """Folder or gs:// URL to save to, and to go on from if there is something in it. With several
+    hosts one that all of them see. SIGTERM saves and stops."""
     checkpoint_every: int = 100
     """Steps between two checkpoints."""
     keep_checkpoints: int = 3

@@ -61,8 +61,17 @@ class Watch:
         self.ended = threading.Event()
         self.several = jax.process_count() > 1
 
-    def progress(self, step: int) -> None:
-        self.step, self.last = step, time.monotonic()
+    def progress(self, step: int | None = None) -> None:
+        """Says that this process goes on, and after which step."""
+        self.step = self.step if step is None else step
+        self.last = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """For what may take its time."""
+        self.last = None
+        yield
+        self.progress()
 
     def __enter__(self) -> "Watch":
         if self.several:
@@ -85,13 +94,15 @@ class Watch:
 
     def _watch(self) -> None:
         while not self.ended.wait(min(1.0, self.timeout / 4)):
-            if self.last is not None and time.monotonic() - self.last > self.timeout:
+            last = self.last
+            if last is not None and time.monotonic() - last > self.timeout:
                 self._give_up(f"nothing has gone on for {self.timeout:g} s")
 
     def _give_up(self, what: str) -> None:
         here = f"process {jax.process_index()} of {jax.process_count()}"
         print(
-            f"{here}, after step {self.step}: {what}: another process is gone. {self.advice}",
+            f"{here}, after step {self.step}: {what}: another process is gone or stuck. "
+            f"{self.advice}",
             file=sys.stderr,
             flush=True,
         )

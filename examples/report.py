@@ -20,15 +20,12 @@ class Log:
     Args:
       steps: of the run.
       tokens: of one step.
-      packet_bytes: that each worker sends on one step.
       start: steps that were done before.
       path: of a file that gets a line of JSON for each step.
     """
 
-    def __init__(
-        self, steps: int, tokens: int, packet_bytes: int, start: int, path: pathlib.Path | None
-    ):
-        self.tokens, self.packet_bytes = tokens, packet_bytes
+    def __init__(self, steps: int, tokens: int, start: int, path: pathlib.Path | None):
+        self.tokens, self.packet_bytes = tokens, 0
         self.file = path and path.open("a", buffering=1)
         self.first_step_seconds = self.other_steps_seconds = 0.0
         self.sent_shares: list[float] = []
@@ -63,6 +60,7 @@ class Log:
             if self.done == self.start:
                 demo_optax.check_metrics(metrics.exchange)
             self.sent_shares.append(float(metrics.exchange.sent_share))
+        self.packet_bytes = metrics.packet_bytes
         seconds = time.monotonic() - self.resumed
         if self.done == self.start:
             self.first_step_seconds = seconds
@@ -91,9 +89,10 @@ def closing_table(log: Log, loss: float, bigrams: float, dense_bytes: int) -> Ta
     table = Table(show_header=False)
     table.add_row("loss on held-out text", f"{loss:.3f} nats per byte")
     table.add_row("bigrams of bytes on the same text", f"{bigrams:.3f} nats per byte")
-    table.add_row("sent per step and worker", f"{log.packet_bytes / 1e6:.4g} MB")
-    table.add_row("dense float32 all-reduce", f"{dense_bytes / 1e6:.4g} MB")
-    table.add_row("ratio", f"{dense_bytes / log.packet_bytes:.3g} x less")
+    if log.packet_bytes:
+        table.add_row("sent per step and worker", f"{log.packet_bytes / 1e6:.4g} MB")
+        table.add_row("dense float32 all-reduce", f"{dense_bytes / 1e6:.4g} MB")
+        table.add_row("ratio", f"{dense_bytes / log.packet_bytes:.3g} x less")
     if log.sent_shares:
         table.add_row("share of the momentum's energy sent", f"{np.mean(log.sent_shares):.1%}")
     table.add_row(

@@ -144,7 +144,6 @@ def train(run: Run) -> None:
         clip_norm=config.clip_norm,
         param_specs=run.param_specs,
     )
-    evaluate = make_evaluation(run)
     regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
     with (
         hosts.Watch(config.peer_timeout, how_to_go_on(config)) as watch,
@@ -152,9 +151,8 @@ def train(run: Run) -> None:
         watch.failures(),
     ):
         start, params, opt_state = begin(run, checkpointer)
-        packet_bytes = demo_optax.packet_bytes(run.tx, run.params)
-        tokens = math.prod(run.batch_shape)
-        log = report.Log(config.steps, tokens, packet_bytes, start, config.step_log)
+        evaluate = make_evaluation(run, watch.progress)
+        log = report.Log(config.steps, math.prod(run.batch_shape), start, config.step_log)
         unread = None
         with log.bar:
             for number in range(start + 1, config.steps + 1):
@@ -175,7 +173,8 @@ def train(run: Run) -> None:
                 if number % config.evaluate_every == 0 or last:
                     log.evaluation(evaluate(params, EVALUATION_BYTES))
                 if checkpointer and (stopping or last or number % config.checkpoint_every == 0):
-                    checkpointer.save(number, params, opt_state, data_order(config))
+                    with watch.paused():
+                        checkpointer.save(number, params, opt_state, data_order(config))
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
                     sys.exit(hosts.STOPPED)
@@ -215,7 +214,10 @@ def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer
 
 def begin(run: Run, checkpointer: Checkpointer | None) -> tuple[int, nnx.State, optax.OptState]:
     """Steps done, parameters and optimizer state: from the last checkpoint, or the start."""
-    found = checkpointer and checkpointer.restore(run.params, data_order(run.config))
+    try:
+        found = checkpointer and checkpointer.restore(run.params, data_order(run.config))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if found:
         console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
         if found.extra != data_order(run.config):
@@ -278,7 +280,7 @@ def describe(run: Run) -> None:
         )
 
 
-def make_evaluation(run: Run) -> Callable[[nnx.State, int], float]:
+def make_evaluation(run: Run, progress: Callable) -> Callable[[nnx.State, int], float]:
     """A function of parameters and a number of bytes: their loss on the same held-out text."""
 
     @jax.jit
@@ -292,6 +294,7 @@ def make_evaluation(run: Run) -> Callable[[nnx.State, int], float]:
         for batch in data.even_windows(run.text.held_out, run.batch_shape, count):
             rows = divided(run.mesh, batch.shape, batch.__getitem__)
             losses.append(float(loss_of(params, rows)))
+            progress()
         return float(np.mean(losses))
 
     return evaluate

@@ -40,7 +40,7 @@ def train(config: Config, seeds: int, advance) -> tuple[list[float], int]:
     """Held-out loss for each seed, and bytes per step and worker."""
     run = prepare(config)
     step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=config.clip_norm)
-    evaluate = make_evaluation(run)
+    evaluate = make_evaluation(run, lambda: None)
     losses = []
     for seed in range(seeds):
         _, params = build(PRESETS[config.preset], seed)

@@ -119,6 +119,18 @@ def test_other_numbers_of_workers_keep_the_mean(before, after, tmp_path):
     assert max(went_on[:5]) < 1.2 * max(losses[30:])
 
 
+def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):
+    tx = OPTIMIZERS["a chain with a partition and random keys"]
+    params, state, _ = train(tx, workers.mesh_of(4), (0, 2))
+    with Checkpointer(tmp_path, tx, workers.mesh_of(4)) as checkpointer:
+        checkpointer.save(2, params, state)
+    with Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer:
+        found = checkpointer.restore(model.init())
+    keys, expected = (jax.random.key_data(tree[1].rng_key) for tree in (found.opt_state, state))
+    np.testing.assert_array_equal(keys, expected)
+    train(tx, workers.mesh_of(2), (2, 3), found.params, found.opt_state)
+
+
 def in_parameter_space(momentum, shape, chunk):
     """By SciPy, for a matrix or vector in DCT blocks of ``chunk``; the last may be smaller."""
     rows, columns = (1, *shape)[-2:]

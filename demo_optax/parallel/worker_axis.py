@@ -6,6 +6,7 @@ worker, sharded over the workers. Which leaves these are is read from JAX's type
 evaluated abstractly, and what comes out varying over the axis belongs to a worker.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -64,8 +65,23 @@ def variation(
       ValueError: the updates themselves differ between workers, because ``tx`` does not exchange.
     """
     num_workers(mesh, axis_name)
-    tx = optax.with_extra_args_support(tx)
     parts = shards.shard_shapes(params, specs, mesh)
+    leaves, structure = jax.tree.flatten(parts)
+    return _variation(
+        tx,
+        structure,
+        tuple((leaf.shape, leaf.dtype) for leaf in leaves),
+        tuple(jax.tree.leaves(specs)),
+        tuple(mesh.shape.items()),
+        axis_name,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _variation(tx, structure, shapes, specs, mesh_shape, axis_name) -> Variation:
+    tx = optax.with_extra_args_support(tx)
+    parts = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes])
+    specs = structure.unflatten(specs)
     sharded = shards.sharded_axes(specs)
     outcome: list[Variation] = []
 
@@ -83,7 +99,7 @@ def variation(
             state = shards.combine_metrics(state, sharded)
             outcome.append(Variation(*jax.tree.map(axes.varying, (state, updates))))
 
-        axes.trace_worker(update, mesh.shape)
+        axes.trace_worker(update, dict(mesh_shape))
         return outcome[-1]
 
     over = jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts))
