@@ -165,6 +165,7 @@ class Checkpointer:
           UserWarning: a momentum is carried over to other blocks, another transform or other
             shards.
         """
+        self._orbax.wait()
         if self._orbax.latest is None:
             return None
         steps = [checkpoint.step for checkpoint in self._orbax.checkpoints]
@@ -383,7 +384,7 @@ def _beside(step: int, extra) -> dict:
 
 
 def _is_key(x) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _plain(x):
