@@ -1,6 +1,6 @@
 """What a step size for several blocks saves, and what it loses, on the momenta of a real run.
 
-    python benchmarks/scale_groups.py
+    python benchmarks/scale_groups.py [OPTIMIZER]
 
 Trains `tiny` for a while with DeMo, takes what each worker would send next, and codes it with one
 step size for 1, 2, 4, 16 and 64 neighbouring blocks: bits per value, step size included, and the
@@ -19,15 +19,16 @@ from demo_optax.compression import scheme
 from demo_optax.compression import values as codings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from recipes import OptimizerName
 from train_lm import Config, batch_of, prepare
 
 STEPS = 150
 GROUPS = (1, 2, 4, 16, 64)
 
 
-def momenta_of_a_run(topk: int) -> list[list[jax.Array]]:
+def momenta_of_a_run(optimizer: OptimizerName, topk: int) -> list[list[jax.Array]]:
     """For each of two workers the momenta of all parameters."""
-    run = prepare(Config(topk=topk, values="int4", workers=2, steps=STEPS))
+    run = prepare(Config(optimizer=optimizer, topk=topk, values="int4", workers=2, steps=STEPS))
     step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=1.0)
     params, state = run.params, demo_optax.init_opt_state(run.tx, run.params, run.mesh)
     for number in range(1, STEPS + 1):
@@ -45,11 +46,11 @@ def lost(values: jax.Array, coding: codings.ValueCoding, group: int) -> float:
     return float(jnp.sum((grouped - decoded) ** 2) / jnp.sum(grouped**2))
 
 
-def main() -> None:
+def main(optimizer: OptimizerName = "demo") -> None:
     for k in (8, 32):
         compression = demo_optax.Compression(topk=k)
         sent = []
-        for momenta in momenta_of_a_run(k):
+        for momenta in momenta_of_a_run(optimizer, k):
             # Stored shapes end in (columns, rows); of matrices in 64x64 blocks nothing is padding.
             matrices = [x for x in momenta if x.shape[-2:] == (64, 64)]
             shapes = tuple((64 * x.shape[0], 64 * x.shape[1]) for x in matrices)
@@ -68,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

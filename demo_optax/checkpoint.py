@@ -6,7 +6,6 @@ their mean stays what it was; in other blocks, under another transform or in oth
 carried over through parameter space. Nothing is ever filled with zeros or cut off.
 """
 
-import collections
 import dataclasses
 import math
 import os
@@ -96,10 +95,16 @@ class Checkpointer:
         self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
         self._param_specs = param_specs
         self._workers = worker_axis.num_workers(mesh, axis_name)
-        self._orbax = orbax.training.Checkpointer(
-            _absolute(directory),
-            preservation_policy=orbax.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
+        self._directory, self._keep = _absolute(directory), keep
+        self._orbax = self._open(cleanup=False)
+        self._writes = False
+        self._last: int | None = None
+
+    def _open(self, cleanup: bool) -> orbax.training.Checkpointer:
+        return orbax.training.Checkpointer(
+            self._directory,
+            preservation_policy=orbax.training.preservation_policies.LatestN(self._keep),
+            cleanup_tmp_directories=cleanup,
         )
 
     def __enter__(self):
@@ -121,24 +126,38 @@ class Checkpointer:
         """Saves in the background; what is given may be donated to the next step at once.
 
         Args:
-          step: updates done so far, which numbers the checkpoint. The latest stays as it is if it
-            has this number, an older one is replaced.
+          step: updates done so far, which numbers the checkpoint. If it is the step that was saved
+            or restored last, nothing is done.
           params: the parameters, as the train step returned them.
           opt_state: the optimizer state, likewise, with its worker axis.
           extra: a tree of arrays, random keys, numbers and strings, the same on all processes:
             the position in the data, keys, what was logged.
           wait: whether to return only when it is on disk.
+
+        Raises:
+          ValueError: the folder holds a checkpoint of this step or a later one, of another run or
+            from before an older step was restored. It would be taken for the latest.
         """
-        if self.latest != step:
+        if self._last != step:
+            if self.latest is not None and self.latest >= step:
+                raise ValueError(
+                    f"{self._directory} holds a checkpoint of step {self.latest} already, so that "
+                    f"one of step {step} would never be the latest. Save this run to another "
+                    "folder, or remove the later checkpoints."
+                )
+            if not self._writes:
+                # What a killed run left half written; whoever only reads leaves it alone.
+                self._orbax.close()
+                self._orbax, self._writes = self._open(cleanup=True), True
+            self._last = step
             self._orbax.save_checkpointables_async(
                 step,
                 {
-                    "params": params,
+                    "params": _by_path(params),
                     "opt_state": _by_path(opt_state),
                     "extra": _beside(step, extra),
                 },
                 force=True,
-                overwrite=True,
                 custom_metadata=self._description(params, opt_state),
             )
         if wait:
@@ -172,32 +191,43 @@ class Checkpointer:
         step = steps[-1] if step is None else step
         if step not in steps:
             raise ValueError(f"there is no checkpoint of step {step}; there are those of {steps}.")
-        settings = self._tx, self._mesh, self._axis_name, self._param_specs
-        wanted = jax.eval_shape(worker_axis.stack_workers(*settings).init, params)
-        placed = self._placed(wanted, worker_axis.state_specs(settings[0], params, *settings[1:]))
         metadata = self._orbax.checkpointables_metadata(step)
-        saved, description = metadata.custom_metadata, self._description(params, wanted)
-        _require_same_params(params, metadata.metadata["params"])
-        _require_same_state(_by_path(wanted), metadata.metadata["opt_state"])
-        exact = saved == description
-        in_memory = jax.tree.map(_in_memory, metadata.metadata["opt_state"])
+        saved, held = metadata.custom_metadata, metadata.metadata
+        beside = _beside(step, extra)
+        _require_same("parameters", _by_path(params), held["params"])
+        _require_same("extra", beside, held["extra"])
+
+        stacked = worker_axis.stack_workers(
+            self._tx, self._mesh, self._axis_name, self._param_specs
+        )
+        wanted = jax.eval_shape(stacked.init, params)
+        of_state = worker_axis.state_specs(
+            self._tx, params, self._mesh, self._axis_name, self._param_specs
+        )
+        placed_state = _by_path(self._placed(wanted, of_state))
+        _require_same("optimizer state", placed_state, held["opt_state"], shapes=False)
         specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
+        description = self._description(params, wanted)
+        exact = saved == description
         loaded = self._orbax.load_checkpointables(
             step,
             {
-                "params": self._placed(params, specs),
-                "opt_state": _by_path(placed) if exact else in_memory,
-                "extra": _beside(step, extra),
+                "params": _by_path(self._placed(params, specs)),
+                "opt_state": (
+                    placed_state if exact else jax.tree.map(_in_memory, held["opt_state"])
+                ),
+                "extra": beside,
             },
         )
         state = loaded["opt_state"]
         if not exact:
-            state = _converted(state, saved, _by_path(placed), description, self._axis_name)
+            state = _converted(state, saved, placed_state, description, self._axis_name)
+        self._last = step
         return Checkpoint(
             step,
-            loaded["params"],
-            jax.tree.map_with_path(lambda path, x: _like(state[keystr(path)], x), wanted),
-            jax.tree.map(_like, loaded["extra"]["tree"], extra),
+            _from_paths(loaded["params"], self._placed(params, specs)),
+            _from_paths(state, self._placed(wanted, of_state)),
+            _from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
         )
 
     def _placed(self, tree, specs):
@@ -222,6 +252,8 @@ class Checkpointer:
         for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=_is_momentum):
             if _is_momentum(node):
                 for inside, _ in jax.tree.leaves_with_path(node.momentum):
+                    if inside not in tensors:  # as where optax.flatten made one vector of all
+                        continue
                     shape, counts = tensors[inside]
                     momenta[f"{keystr(path)}.momentum{keystr(inside)}"] = {
                         "coordinates": dataclasses.asdict(node.coordinates),
@@ -238,7 +270,8 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
     Args:
       directory: the run's folder.
       params: arrays or shapes of the parameters; those with a sharding are placed so, others on
-        the default device. Without them, NumPy arrays in nested dicts.
+        the default device. Without them, a dict of NumPy arrays by
+        their paths.
       step: which checkpoint; the latest by default.
 
     Raises:
@@ -258,10 +291,11 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
         saved = checkpointer.checkpointables_metadata(step).metadata["params"]
         if params is None:
             wanted = jax.tree.map(_in_memory, saved)
-        else:
-            _require_same_params(params, saved)
-            wanted = jax.tree.map(place, params)
-        return checkpointer.load_checkpointables(step, {"params": wanted})["params"]
+            return checkpointer.load_checkpointables(step, {"params": wanted})["params"]
+        placed = jax.tree.map(place, params)
+        _require_same("parameters", _by_path(placed), saved)
+        loaded = checkpointer.load_checkpointables(step, {"params": _by_path(placed)})
+        return _from_paths(loaded["params"], placed)
 
 
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
@@ -293,8 +327,12 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
 def _converted(state: dict, saved: dict, wanted: dict, description: dict, axis_name) -> dict:
     """Arrays on the mesh, from a state in memory that other workers or settings have left."""
     converted, result = [], {}
+    workers = description["workers"]
     for name, target in wanted.items():
         x = np.asarray(state[name])
+        differs = set(axes.names(axis_name)) & set(shards.axes_of(target.sharding.spec))
+        if differs and x.ndim and len(x) > workers:
+            x = redistribute(x, workers)
         old, new = (momenta["momenta"].get(name) for momenta in (saved, description))
         if old and new and old["shape"] == new["shape"]:
             before, after, shape = _coordinates(old), _coordinates(new), tuple(new["shape"])
@@ -303,8 +341,8 @@ def _converted(state: dict, saved: dict, wanted: dict, description: dict, axis_n
                 tensors = [to_parameters(own, before, shape, step) for own in x]
                 x = np.stack([from_parameters(tensor, after, step) for tensor in tensors])
                 converted.append(name)
-        if x.ndim and set(axes.names(axis_name)) & set(shards.axes_of(target.sharding.spec)):
-            x = redistribute(x, description["workers"])
+        if differs and x.ndim:
+            x = redistribute(x, workers)
         if x.shape != target.shape:
             raise ValueError(
                 f"the optimizer state{name} was saved with shape {state[name].shape}, which does "
@@ -327,29 +365,23 @@ def _coordinates(momentum: dict) -> tuple[Coordinates, tuple[int, ...]]:
     return Coordinates(**momentum["coordinates"]), tuple(momentum["shards"])
 
 
-def _require_same_params(params, saved) -> None:
-    given, held = (
-        collections.Counter(tuple(x.shape) for x in jax.tree.leaves(tree))
-        for tree in (params, saved)
-    )
-    if given != held:
-        raise ValueError(
-            f"the checkpoint holds another model: {sum(held.values())} parameters, where "
-            f"{sum(given.values())} are expected, of shapes {list((held - given).elements())[:3]} "
-            f"where {list((given - held).elements())[:3]} are expected. Restore it with the model "
-            "that it was saved with."
-        )
-
-
-def _require_same_state(wanted: dict, saved: dict) -> None:
+def _require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
+    """Refuses a checkpoint whose leaves, by their paths, are not those that are expected."""
     missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or unknown:
         raise ValueError(
-            f"the checkpoint's optimizer state is not one of this optimizer: it lacks "
-            f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside what is "
-            "expected. Restore it with the optimizer that it was saved with; for the parameters "
-            "alone use demo_optax.checkpoint.load_params."
+            f"the checkpoint's {what} are not those that are expected: it lacks "
+            f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside them. Restore "
+            "it with the model, the optimizer and an extra of the structure that it was saved "
+            "with; for the parameters alone use demo_optax.checkpoint.load_params."
         )
+    for name in wanted if shapes else ():
+        given, held = np.shape(wanted[name]), tuple(getattr(saved[name], "shape", ()))
+        if given != held:
+            raise ValueError(
+                f"the checkpoint's {what} have shape {held} at {name}, where {given} is expected. "
+                "Restore it with the model that it was saved with."
+            )
 
 
 def _is_momentum(x) -> bool:
@@ -361,7 +393,20 @@ def _absolute(directory: str | os.PathLike) -> str:
 
 
 def _by_path(tree) -> dict:
-    return {keystr(path): _storable(x) for path, x in jax.tree.leaves_with_path(tree)}
+    """The leaves of a tree, less those without elements, which Orbax cannot save."""
+    leaves = ((keystr(path), _storable(x)) for path, x in jax.tree.leaves_with_path(tree))
+    return {name: x for name, x in leaves if 0 not in np.shape(x)}
+
+
+def _from_paths(leaves: dict, like):
+    """A tree like another one, of leaves by their paths."""
+
+    def leaf(path, x):
+        if 0 in np.shape(x):
+            return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
+        return _like(leaves[keystr(path)], x)
+
+    return jax.tree.map_with_path(leaf, like)
 
 
 def _storable(x):
@@ -380,7 +425,7 @@ def _in_memory(metadata) -> np.ndarray:
 
 def _beside(step: int, extra) -> dict:
     """What is saved beside parameters and state; with an array, which Orbax warns without."""
-    return {"step": np.asarray(step), "tree": jax.tree.map(_plain, extra)}
+    return _by_path({"step": np.asarray(step), "tree": jax.tree.map(_plain, extra)})
 
 
 def _is_key(x) -> bool:

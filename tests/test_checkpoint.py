@@ -244,11 +244,14 @@ def test_the_last_few_are_kept_and_any_of_them_can_be_restored(tmp_path):
         for step in (1, 2, 3):
             scaled = {name: x * step for name, x in params.items()}
             checkpointer.save(step, scaled, state, wait=True)
-        checkpointer.save(3, params, state)
+        checkpointer.save(3, params, state)  # which is there
         found = checkpointer.restore(params, step=2)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), found.params, params)
         with pytest.raises(ValueError, match=r"there are those of \[2, 3\]"):
             checkpointer.restore(params, step=1)
+        for step in (1, 3):  # would lose to what is there when the run is started again
+            with pytest.raises(ValueError, match="checkpoint of step 3 already"):
+                checkpointer.save(step, params, state)
     loaded = checkpoint.load_params(tmp_path, params)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 3 * b), loaded, params)
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 7"):
@@ -270,9 +273,9 @@ def test_parameters_alone_of_a_flax_model(tmp_path):
 @pytest.mark.parametrize(
     "tx, params, message",
     [
-        (OPTIMIZERS["preconditioned demo"], model.init(), "not one of this optimizer"),
-        (SGD, model.init() | {"out": np.zeros((20, 5), np.float32)}, "holds another model"),
-        (SGD, {"hidden": model.init()["hidden"]}, "holds another model"),
+        (OPTIMIZERS["preconditioned demo"], model.init(), "optimizer state are not those"),
+        (SGD, model.init() | {"out": np.zeros((20, 5), np.float32)}, r"\(20, 3\) at .*out"),
+        (SGD, {"hidden": model.init()["hidden"]}, "parameters are not those"),
     ],
     ids=["optimizer", "shape", "leaf"],
 )
@@ -285,3 +288,36 @@ def test_a_checkpoint_of_something_else_is_refused(tx, params, message, tmp_path
         pytest.raises(ValueError, match=message),
     ):
         checkpointer.restore(params)
+
+
+def test_names_that_look_alike_and_leaves_without_elements_stay_apart(tmp_path):
+    params = {"a/b": jnp.ones(8), "a": {"b": jnp.full(8, 2.0)}, "a.b": jnp.full(8, 3.0)}
+    params["empty"] = jnp.zeros((0, 3))
+    mesh = workers.mesh_of(2)
+    with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
+        checkpointer.save(1, params, demo_optax.init_opt_state(SGD, params, mesh))
+        found = checkpointer.restore(params)
+    jax.tree.map(np.testing.assert_array_equal, found.params, params)
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.load_params(tmp_path, params), params)
+
+
+def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
+    mesh, params = workers.mesh_of(2), model.init()
+    state = demo_optax.init_opt_state(SGD, params, mesh)
+    with Checkpointer(tmp_path, SGD, mesh) as writer:
+        writer.save(1, params, state, wait=True)
+        writer.save(2, params, state)
+        with Checkpointer(tmp_path, SGD, mesh) as reader:
+            assert reader.restore(params).step in (1, 2)
+    with Checkpointer(tmp_path, SGD, mesh) as reader:
+        assert reader.latest == 2
+
+
+@pytest.mark.parametrize("extra", [None, {"a": 1}, {"a": 1, "b": 2, "c": 3}])
+def test_another_extra_is_refused(extra, tmp_path):
+    mesh, params = workers.mesh_of(2), model.init()
+    with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
+        state = demo_optax.init_opt_state(SGD, params, mesh)
+        checkpointer.save(1, params, state, {"a": 1, "b": 2})
+        with pytest.raises(ValueError, match="extra are not those"):
+            checkpointer.restore(params, extra)
