@@ -28,7 +28,8 @@ class ExchangeMetrics(NamedTuple):
         means that it is not local (see `demo_optax.check_metrics`).
       sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
       residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
-        in the momentum.
+        in the momentum. Where a worker's parameters are sharded, what all of its shards hold
+        counts once for each.
     """
 
     heard: jax.Array

@@ -64,8 +64,8 @@ class Config:
     """Steps between two comparisons of the workers' parameters, bit by bit; damage is repaired
     from the majority, or ends the run where there is none."""
     step_log: Path | None = None
-    """File that gets a line of JSON for each step: its number, loss, seconds, bytes sent and what
-    the exchange told."""
+    """File that gets a line of JSON for each step: its number, the loss of the first process's
+    workers, seconds, bytes sent and what the exchange told."""
     coordinator: str | None = None
     """HOST:PORT of the first process, where there are several; needs the next two."""
     num_processes: int | None = None

@@ -6,10 +6,12 @@ a collective fails on some backends, and waits on others until JAX aborts withou
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
 import time
+import traceback
 
 import jax
 from config import Config
@@ -17,6 +19,9 @@ from jax.experimental import multihost_utils
 
 STOPPED = 143  # the exit status of what SIGTERM ends
 PEER_LOST = os.EX_TEMPFAIL  # and of failures that are worth another try
+
+# What JAX's errors say where another process is the reason; out of memory, say, is not.
+OF_OTHERS = re.compile("gloo|nccl|connection|peer|unavailable|deadline|coordination|barrier", re.I)
 
 _terminated = threading.Event()
 
@@ -41,7 +46,7 @@ def is_first() -> bool:
 
 def stop_requested(step: int) -> bool:
     """Whether to stop after this step, as SIGTERM asks for: all processes say so at the same."""
-    if jax.process_count() > 1:
+    if jax.distributed.is_initialized():  # JAX then has a handler of its own
         return multihost_utils.reached_preemption_sync_point(step)
     return _terminated.is_set()
 
@@ -70,8 +75,10 @@ class Watch:
     def paused(self):
         """For what may take its time."""
         self.last = None
-        yield
-        self.progress()
+        try:
+            yield
+        finally:
+            self.progress()
 
     def __enter__(self) -> "Watch":
         if self.several:
@@ -83,12 +90,16 @@ class Watch:
 
     @contextlib.contextmanager
     def failures(self):
-        """Ends the process where a collective fails."""
+        """Ends the process at an error, without waiting for the others, which wait for it."""
         try:
             yield
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:
             if not self.several:
                 raise
+            if not (isinstance(error, jax.errors.JaxRuntimeError) and OF_OTHERS.search(str(error))):
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
             reason = str(error).strip().splitlines()[0]
             self._give_up(f"the exchange with the other processes failed ({reason[:200]})")
 

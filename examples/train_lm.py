@@ -104,7 +104,7 @@ def make_mesh(config: Config) -> Mesh:
             "processes, of each of which as many are taken."
         )
     shape, kinds = (used // config.fsdp, config.fsdp), (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh(shape, ("data", "fsdp"), kinds, devices=chosen(devices, used))
+    return Mesh(np.reshape(chosen(devices, used), shape), ("data", "fsdp"), kinds)
 
 
 def chosen(devices: list[jax.Device], used: int) -> list[jax.Device]:
@@ -152,7 +152,8 @@ def train(run: Run) -> None:
     ):
         start, params, opt_state = begin(run, checkpointer)
         evaluate = make_evaluation(run, watch.progress)
-        log = report.Log(config.steps, math.prod(run.batch_shape), start, config.step_log)
+        path = config.step_log if hosts.is_first() else None
+        log = report.Log(config.steps, math.prod(run.batch_shape), start, path)
         unread = None
         with log.bar:
             for number in range(start + 1, config.steps + 1):
@@ -174,7 +175,9 @@ def train(run: Run) -> None:
                     log.evaluation(evaluate(params, EVALUATION_BYTES))
                 if checkpointer and (stopping or last or number % config.checkpoint_every == 0):
                     with watch.paused():
-                        checkpointer.save(number, params, opt_state, data_order(config))
+                        checkpointer.save(
+                            number, params, opt_state, data_order(config), wait=stopping or last
+                        )
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
                     sys.exit(hosts.STOPPED)

@@ -81,10 +81,11 @@ def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
         assert close.mean() > (0.999 if optimizer == "demo" else 1.0 - 1e-12)
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_sigterm_saves_and_the_same_command_goes_on(processes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*ENDLESS, "--workers", 2, "--checkpoint-dir", folder]
-    run = start(2, *arguments, log=log)
+    run = start(processes, *arguments, log=log)
     first = wait_for(lambda: saved(folder), log, run)
     run.send_signal(signal.SIGTERM)
     assert run.wait(100) == 143, log.read_text()
@@ -92,7 +93,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     assert saved(folder)[-1] == stopped >= first[-1]
 
     arguments[1] = stopped + 3
-    run = start(2, *arguments, log=log)
+    run = start(processes, *arguments, log=log)
     assert run.wait(100) == 0, log.read_text()
     assert f"going on after step {stopped}" in log.read_text()
     assert saved(folder)[-1] == stopped + 3

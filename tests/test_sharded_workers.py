@@ -22,6 +22,7 @@ WAYS = {
     "manual": {},
     "manual, unchecked": dict(check_vma=False),
     "compiler": dict(axis_names=("replica",)),
+    "compiler, unchecked": dict(axis_names=("replica",), check_vma=False),
 }
 SMALL = dict(topk=4, chunk_size=8, axis_name="replica")
 SGD = demo_optax.demo_sgd(0.5, decay=0.9, **SMALL)
@@ -309,12 +310,19 @@ def test_sharded_steps_compile_once(way, compiled):
     "specs, message",
     [
         (P("replica"), "'replica' is the workers' axis"),
+        ({"hidden": P("replica"), "bias": None, "out": None}, "'replica' is the workers' axis"),
         ({"hidden": P("model"), "bias": P(), "out": P()}, "'model' is not among them"),
     ],
 )
 def test_specs_that_cannot_be_are_refused(specs, message):
     with pytest.raises(ValueError, match=message):
         demo_optax.init_opt_state(SGD, params(), mesh_of(2, 2), "replica", specs)
+
+
+def test_axes_of_explicit_type_cannot_be_left_to_the_compiler():
+    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match="their type is Explicit"):
+        demo_optax.make_train_step(model.loss, SGD, mesh, "replica", axis_names=("replica",))
 
 
 def test_axes_that_are_neither_all_nor_the_workers_are_refused():

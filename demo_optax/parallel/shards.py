@@ -2,7 +2,7 @@
 
 A mesh may have axes beside the workers' own (``fsdp``, ``tensor``, ``local``). Along these inner
 axes the devices of one worker share its parameters as their PartitionSpecs say, average their
-gradients in full precision, and compress each its own shard, whose blocks end where it ends (From
+gradients, and compress each its own shard, whose blocks end where it ends (From
 et al., "DeToNATION", FlexDeMo). What the shards of a worker hold in common they must agree on.
 """
 
@@ -29,12 +29,15 @@ def axes_of(spec: P) -> tuple[str, ...]:
 
 
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """A PartitionSpec for every parameter, from a tree or a prefix of one; None for ``P()``.
+    """A PartitionSpec for every parameter, from a tree or a prefix of one; None is ``P()``.
 
     Raises:
       ValueError: a spec shards over the workers' axis, or over one that the mesh lacks.
     """
-    specs = jax.tree.broadcast(P() if param_specs is None else param_specs, params)
+    prefix = jax.tree.map(
+        lambda spec: P() if spec is None else spec, param_specs, is_leaf=lambda x: x is None
+    )
+    specs = jax.tree.broadcast(prefix, params)
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
@@ -84,7 +87,10 @@ def gather_params(shards, specs):
 
 
 def mean_gradient(gradient, specs, inner: tuple[str, ...]):
-    """The worker's mean gradient, from what `gather_params` and one device's batch gave."""
+    """The worker's mean gradient, from what `gather_params` and one device's batch gave.
+
+    In the dtype of the gradient, float32 for float32 parameters.
+    """
 
     def mean(g, spec):
         rest = tuple(name for name in inner if name not in axes_of(spec))
@@ -116,7 +122,10 @@ def all_or_nothing(gradient, sharded: tuple[str, ...]):
 
 
 def combine_metrics(state, sharded: tuple[str, ...]):
-    """The state with the metrics of a worker's shards made one."""
+    """The state with the metrics of a worker's shards made one.
+
+    What several shards hold in common counts once for each in the norm of the residual.
+    """
 
     def combine(x):
         if not isinstance(x, ExchangeMetrics):

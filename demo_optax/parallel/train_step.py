@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import accounting, axes, checks
@@ -53,8 +53,8 @@ def make_train_step(
     """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
 
     Further axes of the mesh lie inside the workers: the devices along them share the worker's
-    batch, average their gradients in full precision, and hold its parameters whole, or sharded as
-    ``param_specs`` say (FlexDeMo). Only packets cross from one worker to another.
+    batch, average their gradients in the parameters' dtype, and hold its parameters whole, or
+    sharded as ``param_specs`` say (FlexDeMo). Only packets cross from one worker to another.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
@@ -75,7 +75,7 @@ def make_train_step(
         ``loss_fn`` then sees one device's part of the batch and whole parameters, which are
         gathered for it, while gradients are scattered. With the workers' axis alone, the others
         are left to the compiler: ``loss_fn`` is a program for a whole worker, with whatever
-        shardings it states itself. Their ``jax.sharding.AxisType`` should then be ``Auto``.
+        shardings it states itself. Their ``jax.sharding.AxisType`` must then be ``Auto``.
 
     Returns:
       ``step(params, opt_state, batch[, key]) -> (params, opt_state, metrics)``, compiled once,
@@ -186,6 +186,17 @@ def _manual_axes(axis_names, mesh, of_workers) -> set[str]:
             f"axis_names must be the workers' axes {of_workers} alone, with all others left to "
             f"the compiler, or all axes of the mesh {tuple(mesh.axis_names)}, not "
             f"{tuple(axis_names)}."
+        )
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if name not in manual and kind == AxisType.Explicit
+    ]
+    if explicit:
+        raise ValueError(
+            f"the axes {explicit} are left to the compiler, but their type is Explicit, as "
+            "jax.make_mesh makes them by default: make the mesh with jax.make_mesh(shape, names, "
+            "(jax.sharding.AxisType.Auto,) * len(names))."
         )
     return manual
 

@@ -262,6 +262,7 @@ def stack_workers(
         return jax.shard_map(
             update_inside,
             axis_names=to_compiler,
+            check_vma=axes.types_are_tracked(axis_name),
             in_specs=(specs, of_state, P() if params is None else specs),
             out_specs=(specs, of_state),
         )(updates, state, params)
@@ -340,8 +341,9 @@ def require_state(opt_state, expected, workers: int) -> None:
     given: Any = jax.tree.structure(opt_state)
     if given != jax.tree.structure(expected):
         raise ValueError(
-            "the optimizer state is not one of this optimizer and these parameters: make it with "
-            "demo_optax.init_opt_state."
+            "the optimizer state is not one of this optimizer and these parameters, or is stored "
+            "for another transform or blocks: make it with demo_optax.init_opt_state, or carry it "
+            "over with demo_optax.checkpoint."
         )
     leaves = jax.tree.leaves_with_path(opt_state)
     for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
