@@ -7,6 +7,7 @@ step size for 1, 2, 4, 16 and 64 neighbouring blocks: bits per value, step size 
 share of the values' energy that rounding loses.
 """
 
+import itertools
 import pathlib
 import sys
 
@@ -19,8 +20,9 @@ from demo_optax.compression import scheme
 from demo_optax.compression import values as codings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from config import Config
 from recipes import OptimizerName
-from train_lm import Config, batch_of, prepare
+from setup import batches_of, prepare
 
 STEPS = 150
 GROUPS = (1, 2, 4, 16, 64)
@@ -31,8 +33,8 @@ def momenta_of_a_run(optimizer: OptimizerName, topk: int) -> list[list[jax.Array
     run = prepare(Config(optimizer=optimizer, topk=topk, values="int4", workers=2, steps=STEPS))
     step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=1.0)
     params, state = run.params, demo_optax.init_opt_state(run.tx, run.params, run.mesh)
-    for number in range(1, STEPS + 1):
-        params, state, metrics = step(params, state, batch_of(run, number))
+    for batch in itertools.islice(batches_of(run, 0), STEPS):
+        params, state, metrics = step(params, state, batch)
         metrics.loss.block_until_ready()
     stacked = [np.asarray(leaf) for leaf in jax.tree.leaves(state[0].momentum)]
     return [[jnp.asarray(leaf[worker]) for leaf in stacked] for worker in range(2)]

@@ -1,16 +1,27 @@
-"""The settings of a run, as the command line takes them."""
+"""The settings of a run, from the command line or a YAML file, and back to one."""
 
+import dataclasses
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import tyro
+import yaml
 from model import PresetName
 from recipes import OptimizerName
 
 from demo_optax.compression.values import ValueCoding
 
+PROFILE_BEHIND = 10  # steps, the first of which compile and warm up
+
 
 @dataclass(frozen=True)
 class Config:
+    config: Path | None = None
+    """YAML file with any of these settings, `steps: 300` for --steps 300. What the command line
+    says comes first."""
     optimizer: OptimizerName = "demo"
     """demo: DeMo with locally scaled gradients. demo-paper: DeMo as published. demo-*: decoupled
     momentum before other steps. adamw: ordinary data parallelism with a dense all-reduce."""
@@ -18,7 +29,19 @@ class Config:
     """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two; nano is
     for trying out the machinery."""
     text: tuple[Path, ...] = ()
-    """Files or folders to learn from; by default the source of Python's standard library."""
+    """Files or folders to learn from, *.arrayrecord files of text, or folders that Hugging Face
+    datasets were saved to; by default the source of Python's standard library."""
+    tokenizer: Path | None = None
+    """File of the library tokenizers, learned from the text where it does not exist yet. By
+    default every byte is a token."""
+    vocabulary: int = 4096
+    """Tokens of a tokenizer that is yet to be learned."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """In which the model computes, by default the preset's; its parameters are float32."""
+    remat: bool = False
+    """Compute each layer's activations again on the way back, to save memory."""
+    scan_layers: bool = False
+    """Compile one layer instead of all: quicker to compile, often a little slower to run."""
     workers: int | None = None
     """DeMo workers, of all processes together; by default one on each accelerator, or 8 simulated
     ones on the CPU."""
@@ -29,7 +52,7 @@ class Config:
     batch_size: int = 32
     """Sequences in one step, of all workers together. Like the next, chosen for tiny on a CPU."""
     sequence_length: int = 64
-    """Bytes in a sequence."""
+    """Tokens in a sequence."""
     microbatches: int = 1
     """Parts into which each worker cuts its sequences, to save memory."""
     learning_rate: float | None = None
@@ -63,9 +86,16 @@ class Config:
     check_replicas_every: int = 100
     """Steps between two comparisons of the workers' parameters, bit by bit; damage is repaired
     from the majority, or ends the run where there is none."""
-    step_log: Path | None = None
-    """File that gets a line of JSON for each step: its number, the loss of the first process's
-    workers, seconds, bytes sent and what the exchange told."""
+    log_dir: Path | None = None
+    """Folder for what the first process logs: config.yaml; steps.jsonl, a line for each step; and
+    the same for TensorBoard."""
+    profile_steps: int = 0
+    """Steps to profile, behind the tenth of this start; for TensorBoard or Perfetto, in
+    --log-dir."""
+    sample_length: int = 0
+    """Tokens of a sample that the trained model writes behind each prompt, at the end."""
+    prompts: tuple[str, ...] = ("", "def ")
+    """What the samples begin with."""
     coordinator: str | None = None
     """HOST:PORT of the first process, where there are several; needs the next two."""
     num_processes: int | None = None
@@ -93,13 +123,78 @@ class Config:
             "keep_checkpoints",
             "check_replicas_every",
             "peer_timeout",
+            "vocabulary",
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {value}.")
+        for name in ("profile_steps", "sample_length"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must not be less than 0: {getattr(self, name)}."
+                )
+        if self.profile_steps and not self.log_dir:
+            raise ValueError("--profile-steps needs a --log-dir to write the profile to.")
+        if self.profile_steps and self.steps < PROFILE_BEHIND + self.profile_steps:
+            raise ValueError(
+                f"--profile-steps {self.profile_steps} follow {PROFILE_BEHIND} others: --steps "
+                f"must be at least {PROFILE_BEHIND + self.profile_steps}, not {self.steps}."
+            )
+        if self.scan_layers and self.optimizer == "demo-muon":
+            raise ValueError(
+                "--scan-layers makes one array of all layers' matrices, which --optimizer "
+                "demo-muon would not take for matrices: leave one of the two."
+            )
         parts = devices * self.microbatches
         if self.batch_size % parts:
             raise ValueError(
                 f"--batch-size {self.batch_size} cannot be divided among {devices} devices x "
                 f"{self.microbatches} microbatches: choose a multiple of {parts}."
             )
+
+    def write(self, path: Path) -> None:
+        """As a YAML file that ``--config`` takes."""
+        settings = dataclasses.asdict(dataclasses.replace(self, config=None))
+        plain = {name: _plain(value) for name, value in settings.items() if value is not None}
+        path.write_text(yaml.safe_dump(plain, sort_keys=False))
+
+
+def _plain(value):
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+DEFAULT = Config()
+
+
+def from_command_line(
+    description: str | None, words: Sequence[str] | None = None, default: Config = DEFAULT
+) -> Config:
+    """The settings of the command line, in front of those of its file, and these of the default."""
+    words = list(sys.argv[1:] if words is None else words)
+    config = tyro.cli(Config, description=description, args=words, default=default)
+    if config.config is None:
+        return config
+    words = from_file(config.config) + words
+    return tyro.cli(Config, description=description, args=words, default=default)
+
+
+def from_file(path: Path) -> list[str]:
+    """A YAML file's settings as the words of a command line, which are checked like any other."""
+    try:
+        settings = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        sys.exit(f"error: --config {path} cannot be read: {error}")
+    if not isinstance(settings, dict):
+        sys.exit(f"error: --config {path} must hold lines like `steps: 300`, not {settings!r}.")
+    return [word for name, value in settings.items() for word in _words(name, value)]
+
+
+def _words(name: str, value) -> list[str]:
+    flag = f"--{str(name).replace('_', '-')}"
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]

@@ -1,117 +1,145 @@
-"""Text as bytes: where it comes from, what is held out, and the windows that are read from it."""
+"""Text: where it comes from, what is held out, and the windows that are read from it.
+
+A document is a file, a record of an ArrayRecord file, or a row of a Hugging Face dataset.
+"""
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
+import grain
 import numpy as np
+from tokens import Tokens
 
-HELD_OUT = 0.05  # share of the files
-END_OF_FILE = b"\0"
+HELD_OUT = 0.05  # share of the documents
 
 
 class Text(NamedTuple):
-    """Training and held-out text, uint8 each, and the number of files that they are made of."""
+    """Documents to train on, and held-out ones."""
+
+    train: list[str]
+    held_out: list[str]
+
+
+class Corpus(NamedTuple):
+    """Tokens to train on and held-out ones, unsigned integers; bytes that a held-out one covers."""
 
     train: np.ndarray
     held_out: np.ndarray
-    train_files: int
-    held_out_files: int
+    bytes_per_token: float
 
 
-def read(paths: Sequence[Path] = (), length: int = 1) -> Text:
-    """Reads files and folders, by default the sources of Python's standard library.
+def read(paths: Sequence[Path] = ()) -> Text:
+    """Reads documents, by default the sources of Python's standard library.
 
-    Whole files are held out, chosen by a hash of their path in the folder: the choice depends
-    neither on the machine nor on the other files. Where that leaves one side empty, as with a
-    single file, the end of the whole text is held out instead.
+    Whole documents are held out, chosen by a hash of their name: the choice depends neither on the
+    machine nor on the other documents. Where that leaves one side empty, as with a single file, the
+    end of the whole text is held out instead.
 
     Raises:
       FileNotFoundError: a path does not exist.
-      ValueError: there is no text, or a side has fewer than ``length + 1`` bytes.
+      ValueError: there is no text.
     """
-    files = list(_files(paths))
-    if not files:
-        raise ValueError(f"no text found in {', '.join(map(str, paths)) or 'the standard library'}")
-    held_out = [content for name, content in files if _hash(name) < HELD_OUT]
-    train = [content for name, content in files if _hash(name) >= HELD_OUT]
-    if held_out and train:
-        text = Text(_join(train), _join(held_out), len(train), len(held_out))
-    else:
-        whole = _join([content for _, content in files])
-        train_part, held_out_part = np.split(whole, [int(whole.size * (1 - HELD_OUT))])
-        text = Text(train_part, held_out_part, len(files), 0)
-    shortest = min(text.train.size, text.held_out.size)
-    if shortest < length + 1:
+    sources: Sequence[Path | None] = paths or [None]
+    named = [item for path in sources for item in documents(path)]
+    if not named:
         raise ValueError(
-            f"the text is too short: {text.train.size:,} bytes to train on and "
-            f"{text.held_out.size:,} held out, of which {length + 1:,} are read at a time. "
-            "Give more text, or a smaller sequence length."
+            f"no text found in {', '.join(map(str, paths)) or 'the standard library'}: --text "
+            "takes files or folders of UTF-8 text, *.arrayrecord files of such text, or a folder "
+            "that datasets' save_to_disk wrote, with a column `text`."
         )
-    return text
+    text = Text(
+        [content for name, content in named if _hash(name) >= HELD_OUT],
+        [content for name, content in named if _hash(name) < HELD_OUT],
+    )
+    if text.train and text.held_out:
+        return text
+    whole = "\n".join(content for _, content in named)
+    cut = int(len(whole) * (1 - HELD_OUT))
+    return Text([whole[:cut]], [whole[cut:]])
 
 
-def _files(paths: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Relative paths and contents of all files that are text, in the order of their names."""
-    library = Path(sysconfig.get_path("stdlib"))
-    for root in paths or [library]:
-        if not root.exists():
-            raise FileNotFoundError(f"there is no file or folder {root}")
-        inside = root.rglob("*" if paths else "*.py") if root.is_dir() else [root]
-        for path in sorted(inside):
-            name = path.relative_to(root if root.is_dir() else root.parent)
-            hidden = any(part.startswith(".") for part in name.parts)
-            installed = not paths and {"site-packages", "dist-packages"} & set(name.parts)
-            if path.is_file() and not hidden and not installed:
-                content = path.read_bytes()
-                if content and _is_text(content):
-                    yield name.as_posix(), content
+def documents(path: Path | None) -> Iterable[tuple[str, str]]:
+    """Names and texts of all documents at a path, in a fixed order."""
+    if path is None:
+        return _files(Path(sysconfig.get_path("stdlib")), "*.py", {"site-packages"})
+    if not path.exists():
+        raise FileNotFoundError(f"--text {path}: there is no such file or folder.")
+    if (path / "dataset_info.json").exists():
+        rows = datasets.load_from_disk(str(path))
+        if "text" not in rows.column_names:
+            columns = ", ".join(rows.column_names)
+            raise ValueError(f"--text {path}: the dataset has columns {columns}, but no `text`.")
+        return ((f"row {i}", row["text"]) for i, row in enumerate(rows) if row["text"])
+    if path.suffix == ".arrayrecord":
+        records = grain.sources.ArrayRecordDataSource([str(path)])
+        return ((f"{path.name}:{i}", records[i].decode()) for i in range(len(records)))
+    return _files(path, "*", set())
 
 
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode()
-    except UnicodeDecodeError:
-        return False
-    return END_OF_FILE not in content
+def _files(root: Path, pattern: str, without: set[str]) -> Iterator[tuple[str, str]]:
+    inside = root.rglob(pattern) if root.is_dir() else [root]
+    for path in sorted(inside):
+        name = path.relative_to(root if root.is_dir() else root.parent)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if path.is_file() and not hidden and not without & set(name.parts):
+            try:
+                content = path.read_bytes().decode()
+            except UnicodeDecodeError:
+                continue
+            if content and "\0" not in content:
+                yield name.as_posix(), content
 
 
 def _hash(name: str) -> float:
-    """A number in [0, 1) for a path, the same on every machine."""
+    """A number in [0, 1) for a name, the same on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
 
 
-def _join(contents: list[bytes]) -> np.ndarray:
-    return np.frombuffer(END_OF_FILE.join(contents), np.uint8)
+def encode(text: Text, tokens: Tokens, length: int) -> Corpus:
+    """Raises ValueError where a side has fewer than ``length + 1`` tokens."""
+    train, held_out = tokens.encode(text.train), tokens.encode(text.held_out)
+    if min(train.size, held_out.size) < length + 1:
+        raise ValueError(
+            f"the text is too short: {train.size:,} tokens to train on and {held_out.size:,} held "
+            f"out, of which {length + 1:,} are read at a time. Give more text, or a smaller "
+            "--sequence-length."
+        )
+    held_out_bytes = sum(len(document.encode()) + 1 for document in text.held_out)
+    return Corpus(train, held_out, held_out_bytes / held_out.size)
 
 
-def random_windows(text: np.ndarray, shape: tuple[int, int], seed: int, step: int):
-    """The batch ``(batch, length + 1)`` of a step, from random places, as a function of its rows.
+def batches(
+    tokens: np.ndarray, shape: tuple[int, int], seed: int, start: int, rows: slice
+) -> Iterator[np.ndarray]:
+    """Rows of batches ``(batch, length + 1)``, from the window with the number ``start`` on.
 
-    Every process knows all places and reads those of its own rows, and a run that goes on at some
-    step needs no more than the number of that step.
+    Windows come in an order that is shuffled anew for each pass over the text. Every process knows
+    the whole order, and reads its own ``rows`` of each batch, ahead of time.
     """
-    generator = np.random.default_rng([seed, step])
-    starts = generator.integers(0, text.size - shape[1], shape[0])
-    return lambda rows: _windows(text, starts[rows], shape[1])
+    batch, length = shape
+    places = grain.MapDataset.range(0, tokens.size - length, length).seed(seed).shuffle().repeat()
+    windows = places[start:].batch(batch).map(lambda at: _windows(tokens, at[rows], length))
+    return iter(windows.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def even_windows(text: np.ndarray, shape: tuple[int, int], batches: int) -> list[np.ndarray]:
+def even_windows(tokens: np.ndarray, shape: tuple[int, int], batches: int) -> list[np.ndarray]:
     """Batches ``(batch, length + 1)`` that lie evenly in the text, always the same."""
-    starts = np.linspace(0, text.size - shape[1] - 1, batches * shape[0]).astype(int)
+    starts = np.linspace(0, tokens.size - shape[1] - 1, batches * shape[0]).astype(int)
     # Each batch holds windows from everywhere, so that fewer batches are a sample of more.
-    return [_windows(text, starts[i::batches], shape[1]) for i in range(batches)]
+    return [_windows(tokens, starts[i::batches], shape[1]) for i in range(batches)]
 
 
-def _windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    return text[starts[:, None] + np.arange(length + 1)]
+def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    return tokens[starts[:, None] + np.arange(length + 1)]
 
 
-def bigram_entropy(text: Text) -> float:
+def bigram_entropy(corpus: Corpus) -> float:
     """Nats per held-out byte, given the byte before, for bigrams counted on the training text."""
-    pairs = text.train[:-1].astype(np.int32) * 256 + text.train[1:]
+    pairs = corpus.train[:-1].astype(np.int32) * 256 + corpus.train[1:]
     counts = np.bincount(pairs, minlength=256 * 256).reshape(256, 256) + 0.01
     log_probability = np.log(counts / counts.sum(axis=1, keepdims=True))
-    return -float(log_probability[text.held_out[:-1], text.held_out[1:]].mean())
+    return -float(log_probability[corpus.held_out[:-1], corpus.held_out[1:]].mean())

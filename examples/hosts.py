@@ -29,7 +29,7 @@ _terminated = threading.Event()
 def connect(config: Config) -> None:
     """Joins the other processes, if there are any; before any other use of JAX."""
     signal.signal(signal.SIGTERM, lambda *_: _terminated.set())
-    if config.coordinator or config.distributed:
+    if (config.coordinator or config.distributed) and not jax.distributed.is_initialized():
         jax.distributed.initialize(
             config.coordinator,
             config.num_processes,
@@ -42,6 +42,12 @@ def connect(config: Config) -> None:
 
 def is_first() -> bool:
     return jax.process_index() == 0
+
+
+def meet(name: str) -> None:
+    """Returns when all processes are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
 
 
 def stop_requested(step: int) -> bool:

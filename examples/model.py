@@ -5,7 +5,9 @@ parameters and no biases, so that every parameter is a matrix. In the names of a
 batch, T time, H heads, K the width of a head, D the model's width, V the vocabulary.
 """
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,15 @@ PresetName = Literal["nano", "tiny", "small", "300m", "1b"]
 
 
 class Preset(NamedTuple):
-    """A model's shape; bytes as tokens use the first 256 rows of any vocabulary."""
+    """A model's shape, and how it is computed."""
 
     layers: int
     width: int
     heads: int
     vocabulary: int = 256
     dtype: DTypeLike = jnp.float32  # of the computation; parameters are always float32
+    remat: bool = False  # each layer's activations are computed again on the way back
+    scan: bool = False  # layers are one array each, and one program, whatever their number
 
 
 PRESETS: dict[PresetName, Preset] = {
@@ -74,14 +78,31 @@ class LanguageModel(nnx.Module):
         self.embedding = nnx.Embed(
             preset.vocabulary, preset.width, embedding_init=init, dtype=preset.dtype, rngs=rngs
         )
-        self.blocks = nnx.List(Block(preset, rngs) for _ in range(preset.layers))
+        self.remat, self.scan = preset.remat, preset.scan
+        stack = nnx.vmap(lambda rngs: Block(preset, rngs), axis_size=preset.layers)
+        self.blocks: Any = (
+            stack(rngs.fork(split=preset.layers))
+            if preset.scan
+            else nnx.List(Block(preset, rngs) for _ in range(preset.layers))
+        )
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         """Logits, float32 ``(B, T, V)``."""
         x_BxTxD = self.embedding(tokens_BxT)
-        for block in self.blocks:
-            x_BxTxD = block(x_BxTxD)
+        for blocks in [self.blocks] if self.scan else self.blocks:
+            definition, params = nnx.split(blocks)
+            layer: Callable = functools.partial(_layer, definition)
+            if self.remat:
+                layer = jax.checkpoint(layer)
+            if self.scan:
+                x_BxTxD, _ = jax.lax.scan(layer, x_BxTxD, params)
+            else:
+                x_BxTxD, _ = layer(x_BxTxD, params)
         return self.embedding.attend(normalize(x_BxTxD)).astype(jnp.float32)
+
+
+def _layer(definition: nnx.GraphDef, x_BxTxD: jax.Array, params: nnx.State):
+    return nnx.merge(definition, params)(x_BxTxD), None
 
 
 def normalize(x: jax.Array) -> jax.Array:

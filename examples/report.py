@@ -1,34 +1,55 @@
 """What a run shows: a bar while it trains, and a table at its end."""
 
-import json
-import pathlib
 import time
+from typing import NamedTuple
 
+import logs
 import numpy as np
 from rich import progress
 from rich.console import Console
 from rich.table import Table
+from utilization import utilization
 
 import demo_optax
 
 console = Console()
 
 
+class Point(NamedTuple):
+    """A loss after so many steps, and what each worker has sent until then."""
+
+    step: int
+    megabytes: float
+    loss: float
+
+
 class Log:
-    """Counts what the steps of a run tell, and shows it on ``bar``.
+    """Counts what the steps of a run tell, shows it on ``bar``, and hands it to ``files``.
 
     Args:
       steps: of the run.
       tokens: of one step.
+      flops: of one step, forward and backward.
+      devices: that take part.
       start: steps that were done before.
-      path: of a file that gets a line of JSON for each step.
+      files: that get every step's figures.
     """
 
-    def __init__(self, steps: int, tokens: int, start: int, path: pathlib.Path | None):
-        self.tokens, self.packet_bytes = tokens, 0
-        self.file = path and path.open("a", buffering=1)
+    def __init__(
+        self,
+        steps: int,
+        tokens: int,
+        flops: float,
+        devices: np.ndarray,
+        start: int,
+        files: logs.Files,
+    ):
+        self.tokens, self.flops, self.devices, self.files = tokens, flops, devices, files
+        self.packet_bytes = 0
         self.first_step_seconds = self.other_steps_seconds = 0.0
         self.sent_shares: list[float] = []
+        self.training: list[Point] = []
+        self.evaluations: list[Point] = []
         self.start = self.done = start
         self.bar = progress.Progress(
             progress.TextColumn("step"),
@@ -46,20 +67,27 @@ class Log:
         self.resumed = time.monotonic()
 
     @property
-    def speed(self) -> float:
-        """Tokens per second; the first step, which is compiled, does not count."""
+    def steps_per_second(self) -> float:
+        """The first step, which is compiled, does not count."""
         seconds = self.other_steps_seconds
-        return self.tokens * (self.done - self.start - 1) / seconds if seconds else 0.0
+        return (self.done - self.start - 1) / seconds if seconds else 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        return utilization(self.flops * self.steps_per_second, self.devices)
+
+    @property
+    def megabytes(self) -> float:
+        """That each worker has sent since the start, by its packets."""
+        return (self.done - self.start) * self.packet_bytes / 1e6
 
     def step(self, metrics: demo_optax.TrainMetrics) -> None:
         """Shows a step's metrics; waits until the step is done."""
-        # Fetched before it is averaged: np.mean of a jax.Array is a program with a collective,
-        # which can lock up simulated devices while the next step is under way.
-        loss = np.mean([np.asarray(shard.data) for shard in metrics.loss.addressable_shards])
+        loss, gradient_norms, exchange = logs.fetch(metrics)
         if metrics.exchange is not None:
             if self.done == self.start:
                 demo_optax.check_metrics(metrics.exchange)
-            self.sent_shares.append(float(metrics.exchange.sent_share))
+            self.sent_shares.append(exchange["sent_share"])
         self.packet_bytes = metrics.packet_bytes
         seconds = time.monotonic() - self.resumed
         if self.done == self.start:
@@ -67,28 +95,38 @@ class Log:
         else:
             self.other_steps_seconds += seconds
         self.done += 1
-        if self.file:
-            exchanged = metrics.exchange._asdict() if metrics.exchange else {}
-            line = {"step": self.done, "loss": float(loss), "seconds": seconds}
-            line |= {"packet_bytes": metrics.packet_bytes}
-            line |= {name: np.asarray(x).item() for name, x in exchanged.items()}
-            print(json.dumps(line), file=self.file)
-        sent = (self.done - self.start) * self.packet_bytes / 1e6
-        self.bar.update(self.task, completed=self.done, loss=loss, speed=self.speed, sent=sent)
+        speed = self.tokens * self.steps_per_second
+        self.files.step(
+            logs.Step(
+                self.done,
+                loss,
+                seconds,
+                self.tokens / seconds,
+                utilization(self.flops / seconds, self.devices),
+                metrics.packet_bytes,
+                gradient_norms,
+                exchange,
+            )
+        )
+        self.training.append(Point(self.done, self.megabytes, loss))
+        self.bar.update(self.task, completed=self.done, loss=loss, speed=speed, sent=self.megabytes)
         self.resumed = time.monotonic()
 
     def evaluation(self, loss: float) -> None:
         """Shows a loss on held-out text; the time that it took counts for no step."""
+        self.evaluations.append(Point(self.done, self.megabytes, loss))
+        self.files.held_out_loss(self.done, loss)
         self.bar.print(f"step {self.done}: {loss:.3f} nats per byte of held-out text")
         self.resumed = time.monotonic()
 
 
-def closing_table(log: Log, loss: float, bigrams: float, dense_bytes: int) -> Table:
+def closing_table(log: Log, loss: float, bigrams: float | None, dense_bytes: int) -> Table:
     """Losses in nats per byte; bytes are those of one step and worker."""
     seconds = log.first_step_seconds + log.other_steps_seconds
     table = Table(show_header=False)
     table.add_row("loss on held-out text", f"{loss:.3f} nats per byte")
-    table.add_row("bigrams of bytes on the same text", f"{bigrams:.3f} nats per byte")
+    if bigrams is not None:
+        table.add_row("bigrams of bytes on the same text", f"{bigrams:.3f} nats per byte")
     if log.packet_bytes:
         table.add_row("sent per step and worker", f"{log.packet_bytes / 1e6:.4g} MB")
         table.add_row("dense float32 all-reduce", f"{dense_bytes / 1e6:.4g} MB")
@@ -98,5 +136,7 @@ def closing_table(log: Log, loss: float, bigrams: float, dense_bytes: int) -> Ta
     table.add_row(
         "training time", f"{seconds:.0f} s, {log.first_step_seconds:.0f} s of it compiling"
     )
-    table.add_row("speed", f"{log.speed:,.0f} tokens/s")
+    table.add_row("speed", f"{log.tokens * log.steps_per_second:,.0f} tokens/s")
+    if log.utilization is not None:
+        table.add_row("model FLOP/s utilization", f"{log.utilization:.1%}")
     return table

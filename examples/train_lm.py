@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                      8 simulated workers, minutes on two CPU cores
     python examples/train_lm.py --optimizer adamw    ordinary data parallelism, for comparison
+    python examples/train_lm.py --config run.yaml    settings from a file, and others as given
     python examples/train_lm.py --help               all settings
 
 On a machine with accelerators each of them is a worker. With one process on each of several hosts,
@@ -15,125 +16,41 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable
 from typing import NamedTuple
 
+import config as configuration
 import data
 import hosts
 import jax
-import jax.numpy as jnp
-import numpy as np
+import logs
 import optax
 import report
-import tyro
-from config import Config
+from config import PROFILE_BEHIND, Config
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from model import PRESETS, build, cross_entropy
-from recipes import RECIPES, Settings
 from report import console
 from rich.console import Console
+from sampling import samples
+from setup import Run, batches_of, make_evaluation, prepare
+from utilization import flops_per_token
 
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
-SIMULATED_WORKERS = 8
-TUNED_WIDTH = PRESETS["tiny"].width
-EVALUATION_BYTES = 2**15
-LAST_EVALUATION_BYTES = 2**18
+EVALUATION_TOKENS = 2**15
+LAST_EVALUATION_TOKENS = 2**18
 
 
-class Run(NamedTuple):
-    """All that a run needs, made from its configuration before anything is trained."""
+class Trained(NamedTuple):
+    """What became of a run: its figures, and the loss at its end in nats per held-out byte."""
 
-    config: Config
-    text: data.Text
-    mesh: Mesh
-    loss_fn: Callable[..., jax.Array]
-    params: nnx.State
-    param_specs: nnx.State
-    tx: optax.GradientTransformation
-
-    @property
-    def batch_shape(self) -> tuple[int, int]:
-        return self.config.batch_size, self.config.sequence_length
+    log: report.Log
+    loss: float
 
 
-def prepare(config: Config) -> Run:
-    """Raises ValueError, TypeError or OSError for whatever a user may have set wrongly."""
-    mesh = make_mesh(config)
-    config.require_sensible(mesh.size)
-    text = data.read(config.text, config.sequence_length)
-    preset = PRESETS[config.preset]
-    definition, params = build(preset, config.seed)
-    specs = jax.tree.map(lambda x: shard_spec(x.shape, config.fsdp), params)
-
-    def loss_fn(params, bytes_BxT):
-        model = nnx.merge(definition, params)
-        return cross_entropy(model(bytes_BxT[:, :-1].astype(jnp.int32)), bytes_BxT[:, 1:])
-
-    recipe = RECIPES[config.optimizer]
-    peak = default(config.learning_rate, recipe.learning_rate * TUNED_WIDTH / preset.width)
-    settings = Settings(
-        learning_rate=schedule(peak, config.warmup_steps, config.steps),
-        decay=default(config.decay, recipe.decay),
-        weight_decay=default(config.weight_decay, recipe.weight_decay),
-        topk=config.topk,
-        chunk_size=config.chunk_size,
-        values=config.values,
-    )
-    return Run(config, text, mesh, loss_fn, params, specs, recipe.make(settings))
-
-
-def default(given: float | None, otherwise: float) -> float:
-    return otherwise if given is None else given
-
-
-def make_mesh(config: Config) -> Mesh:
-    """Workers, and the devices of each; accelerators where there are any, else simulated ones."""
-    wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
-    jax.config.update("jax_num_cpu_devices", max(wanted // (config.num_processes or 1), 1))
-    hosts.connect(config)
-    devices = jax.devices()
-    used = (config.workers or len(devices) // config.fsdp) * config.fsdp
-    if not 1 <= used <= len(devices) or used % jax.process_count():
-        raise ValueError(
-            f"--workers {config.workers} of --fsdp {config.fsdp} devices each: there are "
-            f"{len(devices)} devices ({devices[0].device_kind}) in {jax.process_count()} "
-            "processes, of each of which as many are taken."
-        )
-    shape, kinds = (used // config.fsdp, config.fsdp), (AxisType.Auto, AxisType.Auto)
-    return Mesh(np.reshape(chosen(devices, used), shape), ("data", "fsdp"), kinds)
-
-
-def chosen(devices: list[jax.Device], used: int) -> list[jax.Device]:
-    """As many devices of every process, so that a worker's lie together."""
-    each = used // jax.process_count()
-    return [
-        device
-        for process in range(jax.process_count())
-        for device in [d for d in devices if d.process_index == process][:each]
-    ]
-
-
-def shard_spec(shape: tuple[int, ...], fsdp: int) -> P:
-    """The first dimension that divides is divided among a worker's devices."""
-    for axis, size in enumerate(shape):
-        if fsdp > 1 and size % fsdp == 0:
-            return P(*[None] * axis, "fsdp")
-    return P()
-
-
-def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
-    """A warm-up whose first step counts already, then a cosine to a tenth."""
-    warmup_steps = min(warmup_steps, steps // 2)
-    return optax.warmup_cosine_decay_schedule(
-        peak / (warmup_steps + 1), peak, warmup_steps, steps, 0.1 * peak
-    )
-
-
-def train(run: Run) -> None:
+def train(run: Run) -> Trained:
+    """Trains to the end, or leaves with an exit status; shows and saves what is asked for."""
     config, mesh = run.config, run.mesh
     describe(run)
     train_step = demo_optax.make_train_step(
@@ -150,14 +67,15 @@ def train(run: Run) -> None:
         open_checkpoints(run) as checkpointer,
         watch.failures(),
     ):
-        start, params, opt_state = begin(run, checkpointer)
+        start, windows, params, opt_state = begin(run, checkpointer)
         evaluate = make_evaluation(run, watch.progress)
-        path = config.step_log if hosts.is_first() else None
-        log = report.Log(config.steps, math.prod(run.batch_shape), start, path)
+        log = open_log(run, start)
+        batches = batches_of(run, windows)
         unread = None
-        with log.bar:
+        with contextlib.closing(log.files), log.bar:
             for number in range(start + 1, config.steps + 1):
-                params, opt_state, metrics = train_step(params, opt_state, batch_of(run, number))
+                params, opt_state, metrics = train_step(params, opt_state, next(batches))
+                profile(config, number - start, metrics)
                 # To read metrics is to wait for their step: by now the next one is on its way.
                 if unread is not None:
                     log.step(unread)
@@ -172,25 +90,69 @@ def train(run: Run) -> None:
                 if number % config.check_replicas_every == 0:
                     params, opt_state = checked((params, opt_state), mesh)
                 if number % config.evaluate_every == 0 or last:
-                    log.evaluation(evaluate(params, EVALUATION_BYTES))
+                    log.evaluation(evaluate(params, EVALUATION_TOKENS))
                 if checkpointer and (stopping or last or number % config.checkpoint_every == 0):
                     with watch.paused():
+                        read = windows + (number - start) * config.batch_size
                         checkpointer.save(
-                            number, params, opt_state, data_order(config), wait=stopping or last
+                            number, params, opt_state, order(config, read), wait=stopping or last
                         )
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
                     sys.exit(hosts.STOPPED)
-        loss = evaluate(params, LAST_EVALUATION_BYTES)
+            loss = evaluate(params, LAST_EVALUATION_TOKENS)
+            for text in written_by(run, params):
+                console.rule("the model writes")
+                console.print(text, markup=False, highlight=False)
+                log.files.sample(log.done, text)
         different = demo_optax.check_replicas(params, mesh)
 
-    bigrams = data.bigram_entropy(run.text)
+    bigrams = data.bigram_entropy(run.corpus) if config.tokenizer is None else None
     console.print(report.closing_table(log, loss, bigrams, demo_optax.dense_bytes(run.params)))
     console.print(
         f"parameters on {mesh.size} devices: {'DIFFERENT' if different else 'bit-identical'}"
     )
     if different:
         sys.exit(1)
+    return Trained(log, loss)
+
+
+def open_log(run: Run, start: int) -> report.Log:
+    config = run.config
+    folder = config.log_dir if hosts.is_first() else None
+    files = logs.Files(folder)
+    if folder:
+        config.write(folder / "config.yaml")
+    tokens = math.prod(run.batch_shape)
+    flops = tokens * flops_per_token(run.params, run.preset, config.sequence_length)
+    return report.Log(config.steps, tokens, flops, run.mesh.devices, start, files)
+
+
+def profile(config: Config, number: int, metrics: demo_optax.TrainMetrics) -> None:
+    """Starts the profiler behind a step of this start, and stops it when it has seen enough."""
+    if config.profile_steps and hosts.is_first():
+        if number == PROFILE_BEHIND:
+            jax.block_until_ready(metrics)
+            jax.profiler.start_trace(str(config.log_dir))
+        elif number == PROFILE_BEHIND + config.profile_steps:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
+
+
+def written_by(run: Run, params: nnx.State) -> list[str]:
+    """What the model writes behind each prompt."""
+    config = run.config
+    if not config.sample_length:
+        return []
+    return samples(
+        run.logits,
+        on_one_device(params, run.mesh),
+        run.tokens,
+        config.sequence_length,
+        list(config.prompts),
+        config.sample_length,
+        seed=config.seed,
+    )
 
 
 def how_to_go_on(config: Config) -> str:
@@ -215,41 +177,34 @@ def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer
     )
 
 
-def begin(run: Run, checkpointer: Checkpointer | None) -> tuple[int, nnx.State, optax.OptState]:
-    """Steps done, parameters and optimizer state: from the last checkpoint, or the start."""
+def on_one_device(params: nnx.State, mesh: Mesh) -> nnx.State:
+    """Whole parameters on the first device of this process."""
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+
+
+def begin(
+    run: Run, checkpointer: Checkpointer | None
+) -> tuple[int, int, nnx.State, optax.OptState]:
+    """Steps done, windows read, parameters, state: from the last checkpoint, or the start."""
+    template = order(run.config, 0)
     try:
-        found = checkpointer and checkpointer.restore(run.params, data_order(run.config))
+        found = checkpointer and checkpointer.restore(run.params, template)
     except ValueError as error:
         sys.exit(f"error: {error}")
     if found:
         console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
-        if found.extra != data_order(run.config):
+        read = found.extra["windows"]
+        if found.extra != order(run.config, read):
             console.print(f"The text comes in another order than before: it was {found.extra}.")
-        return found.step, found.params, found.opt_state
+        return found.step, read, found.params, found.opt_state
     opt_state = demo_optax.init_opt_state(run.tx, run.params, run.mesh, param_specs=run.param_specs)
-    return 0, run.params, opt_state
+    return 0, 0, run.params, opt_state
 
 
-def data_order(config: Config) -> dict[str, int]:
-    """What the order of the text depends on, beside the number of the step."""
-    return {
-        "seed": config.seed,
-        "batch_size": config.batch_size,
-        "sequence_length": config.sequence_length,
-    }
-
-
-def batch_of(run: Run, step: int) -> jax.Array:
-    """The batch of a step, of which each process reads the rows of its own devices."""
-    batch, length = run.batch_shape
-    windows = data.random_windows(run.text.train, run.batch_shape, run.config.seed, step)
-    return divided(run.mesh, (batch, length + 1), windows)
-
-
-def divided(mesh: Mesh, shape: tuple[int, int], rows: Callable) -> jax.Array:
-    """An array whose rows are divided among all devices; each process makes those of its own."""
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
-    return jax.make_array_from_callback(shape, sharding, lambda index: rows((index or [...])[0]))
+def order(config: Config, windows: int) -> dict[str, int]:
+    """How many windows of the text were read, and what their order depends on."""
+    return {"seed": config.seed, "sequence_length": config.sequence_length, "windows": windows}
 
 
 def checked(state, mesh: Mesh):
@@ -264,12 +219,12 @@ def checked(state, mesh: Mesh):
 
 
 def describe(run: Run) -> None:
-    text, device = run.text, run.mesh.devices.flat[0]
+    corpus, device = run.corpus, run.mesh.devices.flat[0]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     workers, devices_each = run.mesh.devices.shape
     console.print(
-        f"{text.train_files} files, {text.train.size:,} bytes to train on; "
-        f"{text.held_out_files} files, {text.held_out.size:,} bytes held out"
+        f"{corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out, of "
+        f"{corpus.bytes_per_token:.3g} bytes; vocabulary of {run.tokens.vocabulary:,}"
     )
     console.print(
         f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {devices_each} "
@@ -283,28 +238,8 @@ def describe(run: Run) -> None:
         )
 
 
-def make_evaluation(run: Run, progress: Callable) -> Callable[[nnx.State, int], float]:
-    """A function of parameters and a number of bytes: their loss on the same held-out text."""
-
-    @jax.jit
-    def loss_of(params, batch):
-        return run.loss_fn(params, batch)
-
-    def evaluate(params, total_bytes):
-        total_bytes = min(total_bytes, run.text.held_out.size)
-        count = max(total_bytes // math.prod(run.batch_shape), 1)
-        losses = []
-        for batch in data.even_windows(run.text.held_out, run.batch_shape, count):
-            rows = divided(run.mesh, batch.shape, batch.__getitem__)
-            losses.append(float(loss_of(params, rows)))
-            progress()
-        return float(np.mean(losses))
-
-    return evaluate
-
-
-def main() -> None:
-    config = tyro.cli(Config, description=__doc__)
+def run_or_exit(config: Config) -> Trained:
+    """Prepares and trains, with one clear line for whatever a user may have set wrongly."""
     try:
         try:
             run = prepare(config)
@@ -312,11 +247,11 @@ def main() -> None:
         except (ValueError, TypeError, OSError) as error:
             Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             sys.exit(2)
-        train(run)
+        return train(run)
     except KeyboardInterrupt:
         console.print(f"Stopped at once. {how_to_go_on(config)}")
         sys.exit(130)
 
 
 if __name__ == "__main__":
-    main()
+    run_or_exit(configuration.from_command_line(__doc__))

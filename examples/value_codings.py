@@ -8,17 +8,20 @@ seed (with the standard error of that difference), and bytes per step and worker
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from dataclasses import dataclass
 
 import numpy as np
 import tyro
+from config import Config
 from model import PRESETS, build
 from report import console
 from rich.progress import Progress
 from rich.table import Table
-from train_lm import LAST_EVALUATION_BYTES, Config, batch_of, make_evaluation, prepare
+from setup import batches_of, make_evaluation, prepare
+from train_lm import LAST_EVALUATION_TOKENS
 
 import demo_optax
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
@@ -47,11 +50,11 @@ def train(config: Config, seeds: int, advance) -> tuple[list[float], int]:
         packet_bytes = demo_optax.packet_bytes(run.tx, params)
         opt_state = demo_optax.init_opt_state(run.tx, params, run.mesh)
         own = run._replace(config=dataclasses.replace(config, seed=seed))
-        for number in range(1, config.steps + 1):
-            params, opt_state, metrics = step(params, opt_state, batch_of(own, number))
+        for batch in itertools.islice(batches_of(own, 0), config.steps):
+            params, opt_state, metrics = step(params, opt_state, batch)
             metrics.loss.block_until_ready()
             advance()
-        losses.append(evaluate(params, LAST_EVALUATION_BYTES))
+        losses.append(evaluate(params, LAST_EVALUATION_TOKENS))
     return losses, packet_bytes
 
 

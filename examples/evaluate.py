@@ -1,0 +1,40 @@
+"""Loads the parameters that a run saved, without its optimizer, and looks at what they learned.
+
+    python examples/train_lm.py --checkpoint-dir run --log-dir run-log
+    python examples/evaluate.py --config run-log/config.yaml --sample-length 200
+
+One device is enough, however many workers the run had.
+"""
+
+import dataclasses
+import sys
+
+import config as configuration
+from report import console
+from setup import make_evaluation, prepare
+from train_lm import LAST_EVALUATION_TOKENS, written_by
+
+from demo_optax.checkpoint import load_params
+
+
+def main() -> None:
+    config = configuration.from_command_line(__doc__)
+    if (folder := config.checkpoint_dir) is None:
+        sys.exit("error: --checkpoint-dir, or a --config that names one, says what to load.")
+    config = dataclasses.replace(
+        config, workers=1, fsdp=1, coordinator=None, num_processes=None, distributed=False
+    )
+    try:
+        run = prepare(config)
+        params = load_params(folder, run.params)
+    except (ValueError, TypeError, OSError) as error:
+        sys.exit(f"error: {error}")
+    loss = make_evaluation(run, lambda: None)(params, LAST_EVALUATION_TOKENS)
+    console.print(f"loss on held-out text: {loss:.3f} nats per byte")
+    for text in written_by(run, params):
+        console.rule("the model writes")
+        console.print(text, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Everything that a run needs, made from its configuration before anything is trained."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import data
+import hosts
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tokens as coding
+from config import Config
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from model import PRESETS, Preset, build, cross_entropy
+from recipes import RECIPES, Settings
+
+SIMULATED_WORKERS = 8
+TUNED_WIDTH = PRESETS["tiny"].width
+
+
+class Run(NamedTuple):
+    """The text, the model, the optimizer and the devices of a run."""
+
+    config: Config
+    tokens: coding.Tokens
+    corpus: data.Corpus
+    mesh: Mesh
+    preset: Preset
+    definition: nnx.GraphDef
+    loss_fn: Callable[..., jax.Array]
+    params: nnx.State
+    param_specs: nnx.State
+    tx: optax.GradientTransformation
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        return self.config.batch_size, self.config.sequence_length
+
+    def logits(self, params: nnx.State, tokens_BxT: jax.Array) -> jax.Array:
+        return nnx.merge(self.definition, params)(tokens_BxT)
+
+
+def prepare(config: Config) -> Run:
+    """Raises ValueError, TypeError or OSError for whatever a user may have set wrongly."""
+    mesh = make_mesh(config)
+    config.require_sensible(mesh.size)
+    text = data.read(config.text)
+    tokens = tokens_of(config, text)
+    corpus = data.encode(text, tokens, config.sequence_length)
+    preset = architecture(config, tokens.vocabulary)
+    definition, params = build(preset, config.seed)
+    specs = jax.tree.map(lambda x: shard_spec(x.shape, config.fsdp), params)
+
+    def loss_fn(params, tokens_BxT):
+        model = nnx.merge(definition, params)
+        return cross_entropy(model(tokens_BxT[:, :-1].astype(jnp.int32)), tokens_BxT[:, 1:])
+
+    recipe = RECIPES[config.optimizer]
+    peak = default(config.learning_rate, recipe.learning_rate * TUNED_WIDTH / preset.width)
+    settings = Settings(
+        learning_rate=schedule(peak, config.warmup_steps, config.steps),
+        decay=default(config.decay, recipe.decay),
+        weight_decay=default(config.weight_decay, recipe.weight_decay),
+        topk=config.topk,
+        chunk_size=config.chunk_size,
+        values=config.values,
+    )
+    tx = recipe.make(settings)
+    return Run(config, tokens, corpus, mesh, preset, definition, loss_fn, params, specs, tx)
+
+
+def tokens_of(config: Config, text: data.Text) -> coding.Tokens:
+    """Bytes, or byte pairs from a file, which the first process makes where there is none."""
+    if config.tokenizer is None:
+        return coding.Bytes()
+    if not config.tokenizer.exists() and hosts.is_first():
+        coding.train(text.train, config.vocabulary, config.tokenizer)
+    hosts.meet("tokenizer")
+    return coding.load(config.tokenizer)
+
+
+def architecture(config: Config, vocabulary: int) -> Preset:
+    """The preset, as the configuration changes it."""
+    preset = PRESETS[config.preset]
+    return preset._replace(
+        vocabulary=max(preset.vocabulary, vocabulary),
+        dtype=jnp.dtype(config.dtype or preset.dtype),
+        remat=config.remat,
+        scan=config.scan_layers,
+    )
+
+
+def default(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given
+
+
+def make_mesh(config: Config) -> Mesh:
+    """Workers, and the devices of each; accelerators where there are any, else simulated ones."""
+    wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
+    jax.config.update("jax_num_cpu_devices", max(wanted // (config.num_processes or 1), 1))
+    hosts.connect(config)
+    devices = jax.devices()
+    used = (config.workers or len(devices) // config.fsdp) * config.fsdp
+    if not 1 <= used <= len(devices) or used % jax.process_count():
+        raise ValueError(
+            f"--workers {config.workers} of --fsdp {config.fsdp} devices each: there are "
+            f"{len(devices)} devices ({devices[0].device_kind}) in {jax.process_count()} "
+            "processes, of each of which as many are taken."
+        )
+    shape, kinds = (used // config.fsdp, config.fsdp), (AxisType.Auto, AxisType.Auto)
+    return Mesh(np.reshape(chosen(devices, used), shape), ("data", "fsdp"), kinds)
+
+
+def chosen(devices: list[jax.Device], used: int) -> list[jax.Device]:
+    """As many devices of every process, so that a worker's lie together."""
+    each = used // jax.process_count()
+    return [
+        device
+        for process in range(jax.process_count())
+        for device in [d for d in devices if d.process_index == process][:each]
+    ]
+
+
+def shard_spec(shape: tuple[int, ...], fsdp: int) -> P:
+    """The first dimension that divides is divided among a worker's devices."""
+    for axis, size in enumerate(shape):
+        if fsdp > 1 and size % fsdp == 0:
+            return P(*[None] * axis, "fsdp")
+    return P()
+
+
+def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
+    """A warm-up whose first step counts already, then a cosine to a tenth."""
+    warmup_steps = min(warmup_steps, steps // 2)
+    return optax.warmup_cosine_decay_schedule(
+        peak / (warmup_steps + 1), peak, warmup_steps, steps, 0.1 * peak
+    )
+
+
+def batches_of(run: Run, windows: int) -> Iterator[jax.Array]:
+    """Batches behind so many windows, of which each process reads the rows of its own devices."""
+    sharding = rows_sharding(run.mesh)
+    batch, length = run.batch_shape
+    indices = sharding.addressable_devices_indices_map((batch,)).values()
+    ranges = [index[0].indices(batch) if index else (0, batch, 1) for index in indices]
+    own = slice(min(first for first, _, _ in ranges), max(last for _, last, _ in ranges))
+    read = data.batches(run.corpus.train, run.batch_shape, run.config.seed, windows, own)
+    for rows in read:
+        yield jax.make_array_from_process_local_data(sharding, rows, (batch, length + 1))
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows are divided among all devices."""
+    return NamedSharding(mesh, P(mesh.axis_names))
+
+
+def make_evaluation(run: Run, progress: Callable) -> Callable[[nnx.State, int], float]:
+    """A function of parameters and a number of tokens: nats per byte of the same held-out text."""
+    held_out, sharding = run.corpus.held_out, rows_sharding(run.mesh)
+
+    @jax.jit
+    def loss_of(params, batch):
+        return run.loss_fn(params, batch)
+
+    def evaluate(params, total):
+        count = max(min(total, held_out.size) // math.prod(run.batch_shape), 1)
+        losses = []
+        for batch in data.even_windows(held_out, run.batch_shape, count):
+            rows = jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
+            losses.append(float(loss_of(params, rows)))
+            progress()
+        return float(np.mean(losses)) / run.corpus.bytes_per_token
+
+    return evaluate

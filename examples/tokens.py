@@ -1,0 +1,85 @@
+"""Tokens: the bytes themselves, or byte pairs that a tokenizer learned from the text."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END = "<|end|>"  # of a document; its number is 0 in every coding
+
+
+class Tokens(Protocol):
+    """Translates text to numbers below ``vocabulary`` and back; 0 ends a document."""
+
+    vocabulary: int
+
+    def encode(self, documents: list[str]) -> np.ndarray: ...
+    def decode(self, tokens: np.ndarray) -> str: ...
+
+
+class Bytes:
+    """Every byte of UTF-8 is a token. Text itself holds no byte 0."""
+
+    vocabulary = 256
+
+    def encode(self, documents: list[str]) -> np.ndarray:
+        return np.frombuffer(b"".join(text.encode() + b"\0" for text in documents), np.uint8)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return np.asarray(tokens, np.uint8).tobytes().decode(errors="replace").replace("\0", END)
+
+
+class BytePairs:
+    """A tokenizer of the library `tokenizers`, which must know the token ``<|end|>`` as 0."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        if tokenizer.token_to_id(END) != 0:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.token_to_id(END)} as number of {END!r}, which must "
+                f"be 0: train it with {END!r} as its first special token, as this example does "
+                "where --tokenizer names a file that does not exist yet."
+            )
+        self.tokenizer = tokenizer
+        self.vocabulary = tokenizer.get_vocab_size()
+
+    def encode(self, documents: list[str]) -> np.ndarray:
+        encoded = self.tokenizer.encode_batch_fast([text + END for text in documents])
+        numbers = [np.asarray(x.ids, np.min_scalar_type(self.vocabulary - 1)) for x in encoded]
+        return np.concatenate(numbers) if numbers else np.zeros(0, np.uint8)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return self.tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False)
+
+
+def load(path: Path) -> BytePairs:
+    """Raises ValueError where the file holds no tokenizer."""
+    try:
+        return BytePairs(Tokenizer.from_file(str(path)))
+    except ValueError:
+        raise
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"{path} is no file of the library tokenizers: {error}") from error
+
+
+def train(documents: Iterable[str], vocabulary: int, path: Path) -> None:
+    """Learns byte pairs and writes them to a file, whole or not at all."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary <= len(alphabet):
+        raise ValueError(
+            f"--vocabulary {vocabulary} holds not even the {len(alphabet)} bytes and {END!r}: "
+            "give at least a few hundred more, 4096 say."
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    tokenizer.save(str(unfinished))
+    unfinished.replace(path)
