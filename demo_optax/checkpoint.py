@@ -270,12 +270,23 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
     Args:
       directory: the run's folder.
       params: arrays or shapes of the parameters; those with a sharding are placed so, others on
-        the default device. Without them, a dict of NumPy arrays by
-        their paths.
+        the default device. Without them, a dict of NumPy arrays by their paths.
       step: which checkpoint; the latest by default.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> params = {"w": jnp.ones((4, 4))}
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
+      ...     checkpointer.save(7, params, demo_optax.init_opt_state(tx, params, mesh))
+      >>> load_params(folder.name, params)["w"].sum()
+      Array(16., dtype=float32)
+      >>> folder.cleanup()
     """
     with orbax.training.Checkpointer(_absolute(directory)) as checkpointer:
         steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]

@@ -25,6 +25,12 @@ class DecoupledMomentumState(NamedTuple):
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
       coordinates: static, what the numbers of the momentum are coefficients of.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> state = decoupled_momentum(0.95).init({"w": jnp.ones((128, 192))})
+      >>> state.momentum["w"].shape
+      (2, 3, 64, 64)
     """
 
     count: jax.Array  # type: ignore[assignment]  # as in optax; hides tuple.count

@@ -30,6 +30,15 @@ class ExchangeMetrics(NamedTuple):
       residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
         in the momentum. Where a worker's parameters are sharded, what all of its shards hold
         counts once for each.
+
+    Example:
+      >>> import demo_optax
+      >>> tx = demo_optax.demo(1e-3, topk=4, chunk_size=4)
+      >>> gradient = jnp.eye(4)
+      >>> _, state = tx.update(gradient, tx.init(gradient), gradient)
+      >>> metrics = demo_optax.exchange_metrics(state)
+      >>> int(metrics.heard), round(float(metrics.sent_share), 3)
+      (1, 1.0)
     """
 
     heard: jax.Array

@@ -53,7 +53,7 @@ def _scaled_demo(settings: Settings) -> optax.GradientTransformation:
 
 
 RECIPES: dict[OptimizerName, Recipe] = {
-    "demo": Recipe(2e-3, 0.95, 0.0, _scaled_demo),
+    "demo": Recipe(3e-3, 0.95, 0.0, _scaled_demo),
     "demo-paper": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
     "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),

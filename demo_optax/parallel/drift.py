@@ -28,6 +28,11 @@ class Drift(NamedTuple):
       position: ints, the device's place on the mesh: it is ``mesh.devices[position]``.
       repairable: bool, whether more than half of the copies are equal, and this is another. Where
         False, nobody can tell who is right, and every copy is listed.
+
+    Example:
+      >>> found = Drift("['w']", worker=3, position=(3, 0), repairable=True)
+      >>> f"leaf {found.leaf} of worker {found.worker}"
+      "leaf ['w'] of worker 3"
     """
 
     leaf: str

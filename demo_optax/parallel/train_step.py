@@ -28,6 +28,16 @@ class TrainMetrics(NamedTuple):
         all devices where a worker has several that the step handles itself.
       exchange: `demo_optax.ExchangeMetrics`, or None where the optimizer keeps none.
       packet_bytes: int, the bytes that each worker, with all its devices, handed to the exchange.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx, params = demo_optax.demo(1e-3, axis_name="data"), jnp.ones(8)
+      >>> step = make_train_step(lambda params, batch: jnp.mean(batch @ params), tx, mesh)
+      >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((4, 8)))
+      >>> metrics.loss, int(metrics.exchange.heard)
+      (Array([8.], dtype=float32), 1)
     """
 
     loss: jax.Array

@@ -332,6 +332,14 @@ def init_opt_state(
     Raises:
       ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a
         parameter cannot be divided as ``param_specs`` says.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> state = init_opt_state(tx, {"w": jnp.ones((64, 64))}, mesh)
+      >>> state[0].momentum["w"].shape  # the number of workers comes first
+      (1, 1, 1, 64, 64)
     """
     return stack_workers(tx, mesh, axis_name, param_specs).init(params)
 

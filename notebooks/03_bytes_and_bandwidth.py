@@ -1,0 +1,173 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Bytes, bandwidth, and the number of workers
+#
+# From a model and a link to seconds per step, before anything is trained. Nothing here allocates a
+# parameter: shapes are enough.
+
+# %%
+import math
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+
+import demo_optax
+from demo_optax.accounting.models import preset_shapes
+from demo_optax.accounting.traffic import index_cost
+
+plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
+shapes = preset_shapes("300m")  # the paper's smaller model; any tree of shapes or arrays will do
+parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+dense = demo_optax.dense_bytes(shapes) / 1e6
+print(f"{parameters:,} parameters, {dense:,.0f} MB of float32 gradient")
+
+# %% [markdown]
+# ## What a packet is made of
+#
+# The paper's code spends 12 bytes on a coefficient. Fewer coefficients cost more bits each for their
+# positions, since there is more freedom where they lie; the dotted line is the least that any
+# coding can need.
+
+# %%
+TOPK = (1, 2, 4, 8, 16, 32, 64)
+CODINGS = ("float32", "int8", "int4", "sign")
+COLOURS = plt.get_cmap("viridis")(np.linspace(0, 0.85, len(CODINGS)))
+
+figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+costs = [index_cost(4096, k) for k in TOPK]
+left.plot(TOPK, [cost.bits for cost in costs], "o-", color="#1b6ca8", label="sent")
+left.plot(TOPK, [cost.bound for cost in costs], "k:", label="entropy")
+left.set(xscale="log", xlabel="k of 4096", ylabel="bits per position", ylim=(0, 13))
+left.legend(frameon=False)
+published = [demo_optax.reference_bytes(shapes, topk=k) / 1e6 for k in TOPK]
+right.plot(TOPK, published, "o-", color="#c8553d", label="published code")
+for coding, colour in zip(CODINGS, COLOURS, strict=True):
+    settings = [demo_optax.Compression(topk=k, values=coding) for k in TOPK]
+    sizes = [demo_optax.packet_bytes(setting, shapes) / 1e6 for setting in settings]
+    right.plot(TOPK, sizes, "o-", color=colour, label=coding)
+right.set(xscale="log", yscale="log", xlabel="k of 4096", ylabel="MB per step and worker")
+right.legend(frameon=False)
+for ax in (left, right):
+    ax.set_xticks(TOPK, TOPK)
+plt.show()
+
+# %% [markdown]
+# ## Seconds per step over a link
+#
+# A step computes, then exchanges. `plan` takes both collectives as rings: an all-reduce moves about
+# twice the gradient over every link, whatever the number of workers; an all-gather moves the packets
+# of all others. Say a step computes for one second:
+
+# %%
+SETTINGS = {
+    "DeMo, k = 32, int4": demo_optax.Compression(topk=32, values="int4"),
+    "DeMo, k = 8, int4": demo_optax.Compression(topk=8, values="int4"),
+    "DeMo, k = 1, sign": demo_optax.Compression(topk=1, values="sign"),
+}
+
+
+def plan(workers, bandwidth, latency=0.02, compute_time=1.0):
+    return demo_optax.plan(shapes, SETTINGS, workers, bandwidth, latency, compute_time)
+
+
+bandwidths = np.logspace(6.5, 11, 60)
+palette = ["#8c2f1b", "#c8553d", "#174a74", "#1b6ca8", "#6db4e0"]
+
+
+def draw_seconds(ax, workers, latency=0.02, compute_time=1.0):
+    times = [plan(workers, b, latency, compute_time) for b in bandwidths]
+    for name, colour in zip(times[0], palette, strict=True):
+        ax.plot(bandwidths, [t[name].step for t in times], color=colour, label=name)
+    ax.set(xscale="log", yscale="log", xlabel="bandwidth, bits per second")
+    ax.set_title(f"{workers} workers")
+    ax.set_xticks([1e7, 1e8, 1e9, 1e10, 1e11], ["10M", "100M", "1G", "10G", "100G"])
+
+
+figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+for ax, workers in zip(axes, (4, 64), strict=True):
+    draw_seconds(ax, workers)
+axes[0].set_ylabel("seconds per step")
+axes[0].legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# The floor on the right is compute and latency. Where a curve leaves it, communication begins to
+# count:
+
+# %%
+print(f"{'':22}{'workers':>8}{'MB sent':>10}{'s/step at 1 Gbit/s':>20}{'hides above':>16}")
+for workers in (4, 64, 1024):
+    for name, time in plan(workers, 1e9, latency=0.0).items():
+        print(
+            f"{name:22}{workers:8}{time.wire / 1e6:10,.1f}{time.step:20.2f}"
+            f"{time.hiding_bandwidth / 1e9:11.3f} Gbit/s"
+        )
+
+# %% [markdown]
+# ## Where DeMo stops paying
+#
+# Its traffic grows with the number of workers, the all-reduce's does not. The map shows how many
+# times faster a step is than bfloat16 data parallelism: blue is where DeMo wins. Where devices are
+# many, make those with fast links among them one worker (hybrid sharding), and workers are few again.
+
+# %%
+many = np.unique(np.logspace(np.log10(2), np.log10(4096), 34).astype(int))
+speedup = np.array(
+    [
+        [(t := plan(w, b, latency=0.0))["AdamW, bfloat16"].step / t["DeMo, k = 32, int4"].step
+         for b in bandwidths]
+        for w in many
+    ]
+)  # fmt: skip
+figure, ax = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+picture = ax.pcolormesh(bandwidths, many, np.log2(speedup), cmap="RdBu", vmin=-6, vmax=6)
+lines = ax.contour(
+    bandwidths, many, speedup, levels=[0.5, 1, 2, 10, 50], colors="k", linewidths=0.7
+)
+ax.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=8)
+ax.set(xscale="log", yscale="log", xlabel="bandwidth, bits per second", ylabel="workers")
+ax.set_title("speed-up over AdamW in bfloat16, DeMo with k = 32, int4")
+figure.colorbar(picture, label="log₂ of the speed-up")
+plt.show()
+
+# %% [markdown]
+# ## Try your own
+#
+# With `ipywidgets` installed and a live kernel, move the sliders.
+
+# %%
+try:
+    import ipywidgets
+except ImportError:
+    print("pip install ipywidgets, and run this cell again")
+else:
+
+    @ipywidgets.interact(
+        workers=ipywidgets.SelectionSlider(options=[2, 4, 8, 16, 64, 256, 1024], value=16),
+        latency_ms=ipywidgets.FloatSlider(min=0, max=200, step=5, value=20),
+        compute_seconds=ipywidgets.FloatLogSlider(min=-2, max=1.5, value=1.0),
+    )
+    def explore(workers, latency_ms, compute_seconds):
+        _, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+        draw_seconds(ax, workers, latency_ms / 1e3, compute_seconds)
+        ax.set_ylabel("seconds per step")
+        ax.legend(frameon=False)
+        plt.show()
+
+
+# %% [markdown]
+# The same tables for your own checkpoint:
+# `python -m demo_optax.accounting --checkpoint PATH --topk 8 --values int4 --workers 64 --bandwidth 1Gbit`.
