@@ -19,7 +19,10 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
     if axis_name is None:
         return ()
     if isinstance(axis_name, list):
-        raise TypeError(f"several axis names are given as a tuple: {tuple(axis_name)}.")
+        raise TypeError(
+            f"axis_name is the list {axis_name}: several axes are named by a tuple, "
+            f"axis_name={tuple(axis_name)}."
+        )
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 

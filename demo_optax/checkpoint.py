@@ -190,7 +190,10 @@ class Checkpointer:
         steps = [checkpoint.step for checkpoint in self._orbax.checkpoints]
         step = steps[-1] if step is None else step
         if step not in steps:
-            raise ValueError(f"there is no checkpoint of step {step}; there are those of {steps}.")
+            raise ValueError(
+                f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
+                "step to restore the latest."
+            )
         metadata = self._orbax.checkpointables_metadata(step)
         saved, held = metadata.custom_metadata, metadata.metadata
         beside = _beside(step, extra)
@@ -205,10 +208,10 @@ class Checkpointer:
             self._tx, params, self._mesh, self._axis_name, self._param_specs
         )
         placed_state = _by_path(self._placed(wanted, of_state))
-        _require_same("optimizer state", placed_state, held["opt_state"], shapes=False)
-        specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
         description = self._description(params, wanted)
         exact = saved == description
+        _require_same("optimizer state", placed_state, held["opt_state"], shapes=exact)
+        specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
         loaded = self._orbax.load_checkpointables(
             step,
             {
@@ -292,7 +295,11 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
         steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
         step = max(steps, default=None) if step is None else step
         if step not in steps:
-            raise FileNotFoundError(f"no checkpoint of step {step} in {directory}, only {steps}.")
+            raise FileNotFoundError(
+                f"{directory} holds no checkpoint{'' if step is None else f' of step {step}'}, it "
+                f"holds those of {steps}: give one of them, or the folder that Checkpointer saves "
+                "to."
+            )
         here = SingleDeviceSharding(jax.local_devices()[0])
 
         def place(x):
@@ -381,7 +388,7 @@ def _require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> 
     missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or unknown:
         raise ValueError(
-            f"the checkpoint's {what} are not those that are expected: it lacks "
+            f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "
             f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside them. Restore "
             "it with the model, the optimizer and an extra of the structure that it was saved "
             "with; for the parameters alone use demo_optax.checkpoint.load_params."
@@ -390,8 +397,8 @@ def _require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> 
         given, held = np.shape(wanted[name]), tuple(getattr(saved[name], "shape", ()))
         if given != held:
             raise ValueError(
-                f"the checkpoint's {what} have shape {held} at {name}, where {given} is expected. "
-                "Restore it with the model that it was saved with."
+                f"of the checkpoint's {what}, {name} has shape {held}, where {given} is expected. "
+                "Restore it with the model and the optimizer that it was saved with."
             )
 
 

@@ -71,7 +71,7 @@ def floating_leaves(params) -> None:
         dtype = jnp.result_type(leaf)
         if not hasattr(leaf, "shape") or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"parameter{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of dtype "
+                f"parameter{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and dtype "
                 f"{dtype}, but decoupled momentum takes arrays of real floating-point numbers "
                 "only. Leave other leaves out with optax.masked or optax.partition, or by "
                 "splitting the model "

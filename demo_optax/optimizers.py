@@ -132,8 +132,7 @@ def demo_sgd(
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
-      decay, topk, chunk_size, values, transform, block_rule, mean, subtraction_factor,
-        weight_decay, mask, momentum_dtype, precondition, axis_name: as in `demo`.
+      decay: as all other arguments, as in `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.
@@ -196,8 +195,7 @@ def demo_adamw(
       learning_rate: :math:`\eta`, a number or a schedule.
       b2: decay of the second moment.
       eps: added to its root.
-      decay, topk, chunk_size, values, transform, block_rule, mean, subtraction_factor,
-        weight_decay, mask, momentum_dtype, precondition, axis_name: as in `demo`.
+      decay: as all other arguments, as in `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.
@@ -262,8 +260,7 @@ def demo_lion(
       learning_rate: :math:`\eta`, a number or a schedule.
       b1: weight of Lion's own momentum in the step.
       b2: decay of Lion's own momentum.
-      decay, topk, chunk_size, values, transform, block_rule, mean, subtraction_factor,
-        weight_decay, mask, momentum_dtype, precondition, axis_name: as in `demo`.
+      decay: as all other arguments, as in `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.
@@ -326,8 +323,7 @@ def demo_muon(
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
       b2: decay of Adam's second moment, for parameters that are not matrices.
-      decay, topk, chunk_size, values, transform, block_rule, mean, subtraction_factor,
-        weight_decay, mask, momentum_dtype, precondition, axis_name: as in `demo`.
+      decay: as all other arguments, as in `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.

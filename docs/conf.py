@@ -19,4 +19,4 @@ myst_heading_anchors = 3
 # Notebooks run in the tests, which store their pictures.
 nb_execution_mode = "off"
 # Links of the README to files beside it mean nothing here; widgets need a kernel.
-suppress_warnings = ["myst.xref_missing", "mystnb.unknown_mime_type"]
+suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type"]

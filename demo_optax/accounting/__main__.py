@@ -31,7 +31,8 @@ def quantity(kind: str):
         units = UNITS[kind]
         if not match or match[2] not in units:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no {kind}: give a number with one of {', '.join(units)}"
+                f"{text!r} is no {kind}: give a number and one of {', '.join(units)}, as in "
+                f"1{next(unit for unit in reversed(units) if unit)}"
             )
         return float(match[1]) * units[match[2]]
 

@@ -47,7 +47,10 @@ def checkpoint_shapes(path: str) -> dict[str, jax.ShapeDtypeStruct]:
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     }
     if not shapes:
-        raise ValueError(f"{path} holds no floating-point arrays to count.")
+        raise ValueError(
+            f"{path} holds no floating-point arrays to count: give a checkpoint that holds the "
+            "model's parameters."
+        )
     return shapes
 
 
@@ -60,7 +63,8 @@ def _orbax_metadata(path: pathlib.Path) -> dict:
         ) from error
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{path} is neither an Orbax checkpoint (a folder) nor an .npz file."
+            f"{path} is neither an Orbax checkpoint, which is a folder, nor an .npz file: give the "
+            "path of one of them."
         )
     with checkpoint.PyTreeCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(path.resolve())

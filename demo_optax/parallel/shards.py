@@ -41,10 +41,11 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
+            what = "the workers' axis" if wrong[0] in axes.names(axis_name) else "not among them"
             raise ValueError(
                 f"param_specs{jax.tree_util.keystr(path)} is {spec}, but parameters are sharded "
-                f"inside a worker only, over the axes {inner}: {wrong[0]!r} is "
-                + ("the workers' axis." if wrong[0] in axes.names(axis_name) else "not among them.")
+                f"inside a worker only, over the axes {inner}: {wrong[0]!r} is {what}. Leave it "
+                "out, or name another axis."
             )
     return specs
 

@@ -257,7 +257,7 @@ def _require_global(batch):
         if jax.process_count() > 1 and getattr(leaf, "is_fully_addressable", True):
             raise ValueError(
                 f"with several processes a batch must be a global array, but batch"
-                f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__} of shape "
+                f"{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and shape "
                 f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
                 "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
             )

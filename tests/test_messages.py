@@ -1,0 +1,282 @@
+"""Every message that the library can raise, raised once and kept in messages.txt to be read.
+
+After a change of a message: ``python -m tests.test_messages`` writes the file anew.
+"""
+
+import ast
+import importlib.util
+import pathlib
+import re
+import sys
+import tempfile
+import traceback
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import checkpoint
+from demo_optax.accounting import __main__ as command
+from demo_optax.accounting import models
+from tests import model, workers
+
+LIBRARY = pathlib.Path(demo_optax.__file__).parent
+MESSAGES = pathlib.Path(__file__).parent / "messages.txt"
+DEMO = demo_optax.demo(1e-3, topk=4, chunk_size=8, axis_name="data")
+ALONE = demo_optax.demo(1e-3, topk=4, chunk_size=8)
+
+
+def two():
+    return workers.mesh_of(2)
+
+
+def inner():
+    return jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
+
+
+def state_of(workers_number):
+    return demo_optax.init_opt_state(DEMO, model.init(), workers.mesh_of(workers_number))
+
+
+def step_of(*args, **options):
+    return demo_optax.make_train_step(model.loss, *args, **options)
+
+
+def differing_replicas():
+    sharding = jax.NamedSharding(two(), P())
+    copies = [jax.device_put(np.full(3, i, np.float32), d) for i, d in enumerate(two().devices)]
+    x = jax.make_array_from_single_device_arrays((3,), sharding, copies)
+    demo_optax.repair_replicas({"w": x}, two())
+
+
+def summed_gradient():
+    specs = demo_optax.state_specs(DEMO, model.init(), two())
+
+    def step(params, state, batch):
+        return DEMO.update(jax.grad(model.loss)(params, batch), state, params)
+
+    run = workers.spread(step, (P(), specs, P("data")), (P(), specs), 2, "shard_map")
+    run(model.init(), state_of(2), model.stacked(model.batch(0, rows=16), 2))
+
+
+def stacked_state_inside():
+    ALONE.update(model.init(), jax.device_get(state_of(2)), model.init())
+
+
+def state_of_another_number_inside():
+    tx = demo_optax.stack_workers(DEMO, two())
+    specs = demo_optax.state_specs(DEMO, model.init(), two())
+    run = workers.spread(tx.update, (P(), specs, P()), (P(), specs), 2, "shard_map")
+    run(model.init(), jax.device_get(state_of(4)), model.init())
+
+
+def same_gradients():
+    metrics = demo_optax.exchange_metrics(ALONE.init(jnp.ones(3)))
+    demo_optax.check_metrics(metrics._replace(identical=jnp.array(True), heard=jnp.array(8)))
+
+
+def batch_of_one_process():
+    with mock.patch.object(jax, "process_count", lambda: 2):
+        step_of(DEMO, two())(model.init(), state_of(2), model.batch(0))
+
+
+def state_unlike_any_parameter():
+    def row_sums(updates, state, params=None):
+        del params
+        return updates, jax.tree.map(lambda g: jnp.sum(jnp.square(g), 1), updates)
+
+    scale = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[0]), params), row_sums
+    )
+    tx = demo_optax.demo(1e-3, axis_name="data", precondition=scale)
+    demo_optax.init_opt_state(tx, {"w": jnp.ones((8, 6))}, inner(), "data", P(None, "fsdp"))
+
+
+def save_twice():
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+                checkpointer.save(3, model.init(), state_of(2))
+
+
+def restore(params=None, tx=DEMO, **arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            checkpointer.save(3, model.init(), state_of(2))
+        with checkpoint.Checkpointer(folder, tx, two()) as checkpointer:
+            checkpointer.restore(params or model.init(), **arguments)
+
+
+def restore_another_preconditioner(chunk_size):
+    """Of the same tree, with leaves of another shape; in the same blocks or in others."""
+
+    def scale(size):
+        return optax.GradientTransformation(
+            lambda params: jnp.zeros(size), lambda g, s, p=None: (g, s)
+        )
+
+    tx = [
+        demo_optax.demo(1.0, chunk_size=side, axis_name="data", precondition=scale(size))
+        for side, size in ((8, 2), (chunk_size, 3))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpointer(folder, tx[0], two()) as checkpointer:
+            state = demo_optax.init_opt_state(tx[0], model.init(), two())
+            checkpointer.save(3, model.init(), state)
+        with checkpoint.Checkpointer(folder, tx[1], two()) as checkpointer:
+            checkpointer.restore(model.init())
+
+
+def load_params_of_no_run():
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.load_params(folder)
+
+
+def without(name, action):
+    with mock.patch.dict(sys.modules, {name: None}):
+        action()
+
+
+def import_checkpoint():
+    spec = importlib.util.spec_from_file_location("without_orbax", LIBRARY / "checkpoint.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def count_integers():
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "integers.npz"
+        np.savez(path, steps=np.arange(3))
+        models.checkpoint_shapes(str(path))
+
+
+def unknown_groups():
+    line = "  %a = u32[4] all-gather(u32[2] %p), replica_groups=some_new_spelling, dimensions={0}"
+    demo_optax.collectives(f"HloModule m, num_partitions=2\n{line}")
+
+
+RAISED = [
+    # settings
+    lambda: demo_optax.Compression(topk=0),
+    lambda: demo_optax.Compression(topk=2.5),
+    lambda: demo_optax.Compression(topk=jnp.array(3)),
+    lambda: demo_optax.Compression(values="float7"),
+    lambda: demo_optax.demo(1e-3, decay=1.0),
+    lambda: demo_optax.demo(1e-3, decay="0.9"),
+    lambda: demo_optax.demo(1e-3, decay=jnp.bfloat16(0.999)),
+    lambda: demo_optax.demo(1e-3, momentum_dtype="int8"),
+    lambda: demo_optax.demo(1e-3, momentum_dtype=jnp.ones(())),
+    # parameters, gradients and states
+    lambda: ALONE.init({"steps": jnp.arange(3)}),
+    lambda: ALONE.update([jnp.ones(3)], ALONE.init(jnp.ones(3))),
+    lambda: ALONE.update(jnp.ones((24, 8)), ALONE.init(jnp.ones((16, 8)))),
+    stacked_state_inside,
+    lambda: demo_optax.demo(1e-3, topk=4, chunk_size=8, transform="hadamard").update(
+        model.init(), ALONE.init(model.init())
+    ),
+    # axes
+    lambda: DEMO.update(model.init(), DEMO.init(model.init())),
+    lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), ["data"]),
+    lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), "model"),
+    lambda: demo_optax.init_opt_state(DEMO, model.init(), inner(), "data", P("data")),
+    lambda: step_of(DEMO, inner(), axis_names=("fsdp",)),
+    lambda: step_of(DEMO, inner(), axis_names=("data",)),
+    # the worker axis
+    lambda: demo_optax.init_opt_state(optax.adam(1e-3), model.init(), two()),
+    lambda: demo_optax.init_opt_state(optax.MultiSteps(DEMO, 2), model.init(), two()),
+    state_unlike_any_parameter,
+    lambda: step_of(DEMO, two())(model.init(), optax.adam(1.0).init(model.init()), model.batch(0)),
+    lambda: step_of(DEMO, two())(model.init(), state_of(4), model.batch(0)),
+    state_of_another_number_inside,
+    # the step
+    summed_gradient,
+    same_gradients,
+    lambda: step_of(DEMO, workers.mesh_of(8))(model.init(), state_of(8), model.batch(0, rows=12)),
+    lambda: step_of(DEMO, two(), microbatches=3)(model.init(), state_of(2), model.batch(0)),
+    batch_of_one_process,
+    # drift
+    differing_replicas,
+    lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
+    # checkpoints
+    save_twice,
+    lambda: restore(step=2),
+    lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO)),
+    lambda: restore(model.init() | {"bias": jnp.ones(7)}),
+    lambda: restore_another_preconditioner(8),
+    lambda: restore_another_preconditioner(4),
+    load_params_of_no_run,
+    lambda: without("orbax.checkpoint", import_checkpoint),
+    # accounting
+    lambda: demo_optax.plan(model.init(), demo_optax.Compression(), 0, 1e9),
+    unknown_groups,
+    lambda: command.quantity("bandwidth")("fast"),
+    count_integers,
+    lambda: models.checkpoint_shapes("no/such/folder"),
+    lambda: without("orbax", lambda: models.checkpoint_shapes(".")),
+]
+
+
+def raise_statements():
+    """Places of all ``raise`` statements of the library: file, first line, last line."""
+    for path in sorted(LIBRARY.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise):
+                yield path.relative_to(LIBRARY).as_posix(), node.lineno, node.end_lineno
+
+
+def place_of(error):
+    """The library's ``raise`` statement that an error comes from."""
+    found = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = pathlib.Path(frame.filename)
+        if path.is_relative_to(LIBRARY):
+            for place in raise_statements():
+                name, first, last = place
+                if path == LIBRARY / name and first <= frame.lineno <= last:
+                    found = place
+    return found
+
+
+def collect():
+    """Each place that raises, with the kind of error and its message."""
+    collected = {}
+    for cause in RAISED:
+        with pytest.raises(Exception) as raised:
+            cause()
+        place = place_of(raised.value)
+        assert place, "".join(traceback.format_exception(raised.value))
+        collected[place] = f"{raised.type.__name__}: {plain(str(raised.value))}"
+    return collected
+
+
+def plain(message):
+    """Without what differs from run to run."""
+    message = re.sub(re.escape(tempfile.gettempdir()) + r"/[\w/.-]*?(?=[ :,])", "FOLDER", message)
+    return re.sub(r"0x[0-9a-f]+", "0x...", message)
+
+
+def written(collected):
+    return "\n\n".join(message for _, message in sorted(collected.items())) + "\n"
+
+
+def test_every_message_is_collected_and_as_it_was_read():
+    collected = collect()
+    missing = sorted(set(raise_statements()) - set(collected))
+    assert not missing, "raised by no entry of RAISED"
+    assert written(collected) == MESSAGES.read_text()
+
+
+def test_every_message_shows_what_was_given_and_says_what_to_do():
+    for message in MESSAGES.read_text().strip().split("\n\n"):
+        assert re.search(r"['\"\[({]|\d|FOLDER", message), message
+        assert re.search(
+            r": |[Mm]ake |[Gg]ive |[Uu]se |must |[Rr]estore |[Ll]eave |[Cc]all |accumulate", message
+        ), message
+
+
+if __name__ == "__main__":
+    MESSAGES.write_text(written(collect()))
