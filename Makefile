@@ -2,11 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+READY := $(VENV)/installed
 
-.PHONY: train test test-all lint clean
+# The core of the tests: what is declared for the oldest and the newest versions.
+CORE := $(addprefix tests/test_,aggregate conservation errors failing_workers local_gradients \
+	optax_contract packet reference_trajectories replicas train_step wire worker_axis checkpoint)
+OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.8 chex==0.1.90 numpy==2.0.0 flax==0.12.0 \
+	orbax-checkpoint==0.12.0 scipy==1.14.0
+# The newest JAX wants a newer Python than the oldest that we support; where it is found, it is used.
+NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
+	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
+	$$p -c "" 2>/dev/null && echo $$p && break; done)
 
-train: $(VENV)/installed
-	$(RUN) examples/train_lm.py $(ARGS)
+.PHONY: train test test-all versions oldest newest lint docs notebooks clean
+
+train: $(READY)
+	$(RUN) examples/compare.py $(ARGS)
 
 test: lint
 	$(RUN) -m pytest -n 2 $(ARGS)
@@ -14,16 +25,43 @@ test: lint
 test-all: lint
 	$(RUN) -m pytest -n 2 -m "slow or not slow" $(ARGS)
 
-lint: $(VENV)/installed
+versions: oldest newest
+
+oldest:
+	$(call core_tests,$(PYTHON),$(OLDEST))
+
+newest:
+	$(call core_tests,$(or $(NEWEST_PYTHON),$(PYTHON)),)
+
+define core_tests
+	rm -rf .venv-$@
+	$(1) -m venv .venv-$@
+	.venv-$@/bin/python -m pip install --quiet --upgrade pip
+	.venv-$@/bin/python -m pip install --quiet --editable '.[flax,checkpoint,core-test]' $(2)
+	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|orbax-checkpoint) '
+	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=importlib -m "not slow" \
+		$(addsuffix .py,$(CORE))
+endef
+
+docs: $(READY)
+	$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo docs/_build/index.html
+
+notebooks: $(READY)
+	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
+	$(RUN) -m pytest -n 2 --overwrite notebooks
+
+lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-$(VENV)/installed: pyproject.toml
+$(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable '.[test]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis \
+		docs/_build

@@ -44,6 +44,11 @@ class Checkpoint(NamedTuple):
       params: the parameters, on the mesh.
       opt_state: the optimizer state for this mesh's workers.
       extra: what was saved beside them.
+
+    Example:
+      >>> found = Checkpoint(step=7, params={}, opt_state=(), extra={"seed": 1})
+      >>> f"going on after step {found.step} with seed {found.extra['seed']}"
+      'going on after step 7 with seed 1'
     """
 
     step: int

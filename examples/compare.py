@@ -24,7 +24,7 @@ COLOURS = ("#1b6ca8", "#c8553d")
 
 
 def main() -> None:
-    default = Config(steps=400, evaluate_every=40, log_dir=Path("runs"))
+    default = Config(steps=400, topk=64, evaluate_every=40, log_dir=Path("runs"))
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or Path("runs")
     baseline = dataclasses.replace(

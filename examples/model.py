@@ -66,7 +66,7 @@ class Block(nnx.Module):
         fused_BxTx3xHxK = self.attn_proj(x_BxTxD).reshape(batch, time, 3, self.heads, -1)
         query, key, value = fused_BxTx3xHxK.transpose(2, 0, 3, 1, 4)
         scores_BxHxTxT = rotary(query) @ rotary(key).swapaxes(-1, -2) * query.shape[-1] ** -0.5
-        past = jnp.tril(jnp.ones((time, time), bool))
+        past = jnp.tril(jnp.ones((1, 1, time, time), bool))
         scores_BxHxTxT = jnp.where(past, scores_BxHxTxT.astype(jnp.float32), -jnp.inf)
         mixed_BxHxTxK = jax.nn.softmax(scores_BxHxTxT).astype(value.dtype) @ value
         return self.attn_out(mixed_BxHxTxK.swapaxes(1, 2).reshape(batch, time, width))
@@ -81,7 +81,7 @@ class LanguageModel(nnx.Module):
         self.remat, self.scan = preset.remat, preset.scan
         stack = nnx.vmap(lambda rngs: Block(preset, rngs), axis_size=preset.layers)
         self.blocks: Any = (
-            stack(rngs.fork(split=preset.layers))
+            stack(rngs.split(preset.layers))
             if preset.scan
             else nnx.List(Block(preset, rngs) for _ in range(preset.layers))
         )
@@ -114,8 +114,8 @@ def rotary(x_BxHxTxK: jax.Array) -> jax.Array:
     """Rotary positions: pairs of features turned by angles that grow with time."""
     time, half = x_BxHxTxK.shape[-2], x_BxHxTxK.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(half) / half)
-    angle_TxK = jnp.outer(jnp.arange(time), frequency)
-    sin, cos = jnp.sin(angle_TxK), jnp.cos(angle_TxK)
+    angle_1x1xTxK = jnp.outer(jnp.arange(time), frequency)[None, None]
+    sin, cos = jnp.sin(angle_1x1xTxK), jnp.cos(angle_1x1xTxK)
     a, b = jnp.split(x_BxHxTxK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BxHxTxK.dtype)
 
@@ -123,7 +123,7 @@ def rotary(x_BxHxTxK: jax.Array) -> jax.Array:
 def cross_entropy(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
     """Mean loss in nats per token."""
     # A comparison instead of a gather, whose gradient would be a slow scatter.
-    vocabulary = jnp.arange(logits_BxTxV.shape[-1])
+    vocabulary = jnp.arange(logits_BxTxV.shape[-1])[None, None]
     chosen = jnp.where(targets_BxT[..., None] == vocabulary, logits_BxTxV, 0.0).sum(-1)
     return jnp.mean(jax.nn.logsumexp(logits_BxTxV, axis=-1) - chosen)
 

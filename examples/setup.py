@@ -1,5 +1,6 @@
 """Everything that a run needs, made from its configuration before anything is trained."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -101,7 +102,8 @@ def default(given: float | None, otherwise: float) -> float:
 def make_mesh(config: Config) -> Mesh:
     """Workers, and the devices of each; accelerators where there are any, else simulated ones."""
     wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
-    jax.config.update("jax_num_cpu_devices", max(wanted // (config.num_processes or 1), 1))
+    with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
+        jax.config.update("jax_num_cpu_devices", max(wanted // (config.num_processes or 1), 1))
     hosts.connect(config)
     devices = jax.devices()
     used = (config.workers or len(devices) // config.fsdp) * config.fsdp

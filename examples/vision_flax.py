@@ -6,6 +6,7 @@ Its kernels are four-dimensional: DeMo cuts a kernel (3, 3, 32, 64) into blocks 
 two dimensions. Bias and norm parameters, which are small, are sent as they are cheapest.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import jax
@@ -51,7 +52,8 @@ class Network(nnx.Module):
 
 def main(config: Config) -> float:
     """Trains, prints, and returns the share of held-out digits that is recognised."""
-    jax.config.update("jax_num_cpu_devices", config.workers)
+    with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
+        jax.config.update("jax_num_cpu_devices", config.workers)
     mesh = jax.make_mesh((config.workers,), ("data",), devices=jax.devices()[: config.workers])
     images, labels = load_digits(return_X_y=True)
     images = np.float32(images.reshape(-1, 8, 8, 1) / 16)

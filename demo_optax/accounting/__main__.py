@@ -32,7 +32,7 @@ def quantity(kind: str):
         if not match or match[2] not in units:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no {kind}: give a number and one of {', '.join(units)}, as in "
-                f"1{next(unit for unit in reversed(units) if unit)}"
+                f"10{list(units)[-1]}"
             )
         return float(match[1]) * units[match[2]]
 

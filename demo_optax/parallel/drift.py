@@ -193,9 +193,9 @@ def _spec(name, x, mesh) -> P:
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return sharding.spec
     raise ValueError(
-        f"leaf{name} must be an array on the mesh {mesh}, but it is of type {type(x).__name__} with "
-        f"sharding {sharding}, of which the devices hold no copies to compare. Put it there with "
-        "jax.device_put(x, jax.NamedSharding(mesh, spec)), pass the arrays that "
+        f"leaf{name} must be an array on the mesh {mesh}, but it is of type {type(x).__name__} "
+        f"with sharding {sharding}, of which the devices hold no copies to compare. Put it there "
+        "with jax.device_put(x, jax.NamedSharding(mesh, spec)), pass the arrays that "
         "demo_optax.make_train_step returned, and call this outside of jax.jit."
     )
 

@@ -347,18 +347,19 @@ def init_opt_state(
 def require_state(opt_state, expected, workers: int) -> None:
     """Refuses a state made for another number of workers or another model."""
     given: Any = jax.tree.structure(opt_state)
-    if given != jax.tree.structure(expected):
+    wanted: Any = jax.tree.structure(expected)
+    if given != wanted:
         raise ValueError(
-            "the optimizer state is not one of this optimizer and these parameters, or is stored "
-            "for another transform or blocks: make it with demo_optax.init_opt_state, or carry it "
-            "over with demo_optax.checkpoint."
+            f"the optimizer state is {given}, where this optimizer and these parameters need "
+            f"{wanted}: it was made for others, or for another transform or blocks. Make it with "
+            "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
         )
     leaves = jax.tree.leaves_with_path(opt_state)
-    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
-        if leaf.shape != wanted.shape:
+    for (path, leaf), single in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if leaf.shape != single.shape:
             raise ValueError(
                 f"the optimizer state{jax.tree_util.keystr(path)} has shape {leaf.shape}, but "
-                f"{workers} workers need {wanted.shape}: it was made for another number of "
+                f"{workers} workers need {single.shape}: it was made for another number of "
                 "workers or another model, or by tx.init alone. Make it with "
                 "demo_optax.init_opt_state on the mesh that it is used on."
             )

@@ -1,0 +1,406 @@
+"""The trainer and its parts; text, tokens and sizes are small."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import signal
+import struct
+import sys
+
+import compare
+import config as configuration
+import data
+import datasets
+import evaluate
+import jax
+import jax.numpy as jnp
+import linen_trainstate
+import model
+import numpy as np
+import pytest
+import sampling
+import tokens
+import train_lm
+import utilization
+import vision_flax
+import yaml
+from array_record.python import array_record_module
+from config import Config
+from flax import nnx
+from setup import batches_of, prepare
+from tensorboardX.proto import event_pb2
+
+ROOT = pathlib.Path(__file__).parents[1]
+NANO = Config(
+    preset="nano",
+    text=(ROOT / "demo_optax",),
+    workers=2,
+    batch_size=4,
+    sequence_length=16,
+    steps=6,
+    warmup_steps=2,
+    evaluate_every=3,
+    check_replicas_every=3,
+)
+TEXTS = [f"document {i}: it has änd 日本 and ends\n" * (i % 9 + 1) for i in range(150)]
+
+
+@pytest.fixture(autouse=True)
+def _process():
+    """All devices are there before the trainer asks for its own; its handler of SIGTERM ends."""
+    jax.devices()
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def words_of(config):
+    """A configuration as the words of a command line, by way of its file."""
+    path = pathlib.Path(config.log_dir) / "given.yaml"
+    config.write(path)
+    return ["--config", str(path)]
+
+
+# Configuration
+
+
+def test_a_configuration_written_and_read_is_the_same(tmp_path):
+    changed = dataclasses.replace(
+        NANO,
+        tokenizer=tmp_path / "tokenizer.json",
+        dtype="bfloat16",
+        remat=True,
+        learning_rate=1.25e-3,
+        prompts=("", "a b: c"),
+        checkpoint_dir="gs://bucket/run",
+    )
+    path = tmp_path / "config.yaml"
+    changed.write(path)
+    found = configuration.from_command_line("", ["--config", str(path)])
+    assert dataclasses.replace(found, config=None) == changed
+    found = configuration.from_command_line(
+        "", ["--steps", "9", "--no-remat", "--config", str(path)]
+    )
+    assert (found.steps, found.remat, found.batch_size) == (9, False, 4)
+
+
+@pytest.mark.parametrize(
+    "content, shown",
+    [("steps: many\n", "--steps"), ("stepz: 3\n", "--stepz=3"), ("- steps\n", "must hold lines")],
+)
+def test_a_wrong_file_is_refused_like_a_wrong_flag(content, shown, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(SystemExit) as raised:
+        configuration.from_command_line("", ["--config", str(path)])
+    assert shown in capsys.readouterr().err + str(raised.value)
+
+
+def test_every_flag_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        configuration.from_command_line("", ["--help"])
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(Config):
+        assert f"--{field.name.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(steps=0), "--steps must be more than 0"),
+        (dict(batch_size=3), "--batch-size 3 cannot be divided"),
+        (dict(profile_steps=3), "needs a --log-dir"),
+        (dict(profile_steps=9, log_dir=pathlib.Path("x")), "--steps must be at least 19"),
+        (dict(scan_layers=True, optimizer="demo-muon"), "--scan-layers"),
+        (dict(sample_length=-1), "--sample-length must not be less than 0"),
+        (dict(text=(pathlib.Path("no/such"),)), "there is no such file or folder"),
+        (dict(sequence_length=10**7), "--sequence-length"),
+        (dict(workers=9), "there are 8 devices"),
+    ],
+)
+def test_what_no_run_could_be_made_of(change, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        prepare(dataclasses.replace(NANO, **change))
+
+
+# Text and tokens
+
+
+def saved(kind, folder):
+    if kind == "files":
+        for i, text in enumerate(TEXTS):
+            (folder / f"{i:03}.txt").write_text(text)
+        (folder / "picture.png").write_bytes(b"\x89PNG\xff\0")
+        return folder
+    if kind == "dataset":
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder / "set"))
+        return folder / "set"
+    path = folder / "texts.arrayrecord"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for text in TEXTS:
+        writer.write(text.encode())
+    writer.close()
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["files", "dataset", "arrayrecord"])
+def test_text_comes_from_files_datasets_and_records(kind, tmp_path):
+    text = data.read([saved(kind, tmp_path)])
+    assert sorted(text.train + text.held_out) == sorted(TEXTS)
+    assert 0 < len(text.held_out) < 20
+    assert text == data.read([tmp_path / "set" if kind == "dataset" else saved(kind, tmp_path)])
+
+
+def test_of_a_single_file_the_end_is_held_out(tmp_path):
+    (tmp_path / "one.txt").write_text("".join(TEXTS))
+    text = data.read([tmp_path / "one.txt"])
+    assert text.train[0] + text.held_out[0] == "".join(TEXTS)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pairs"])
+def test_tokens_give_back_their_text(kind, tmp_path):
+    coding = tokens.Bytes()
+    if kind == "pairs":
+        tokens.train(TEXTS, 300, tmp_path / "tokenizer.json")
+        coding = tokens.load(tmp_path / "tokenizer.json")
+    encoded = coding.encode(TEXTS)
+    assert coding.decode(encoded) == "".join(text + tokens.END for text in TEXTS)
+    assert np.sum(encoded == 0) == len(TEXTS)
+    assert encoded.max() < coding.vocabulary == (256 if kind == "bytes" else 300)
+    corpus = data.encode(data.Text(TEXTS[:99], TEXTS[99:]), coding, 8)
+    size = sum(len(text.encode()) + 1 for text in TEXTS[99:])
+    assert corpus.bytes_per_token == pytest.approx(size / corpus.held_out.size)
+
+
+@pytest.mark.parametrize("content, message", [("{}", "no file of"), ("", "no file of")])
+def test_a_file_that_is_no_tokenizer(content, message, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        tokens.load(path)
+    with pytest.raises(ValueError, match="--vocabulary 200"):
+        tokens.train(TEXTS, 200, path)
+
+
+def test_the_order_of_the_text_is_exact_wherever_it_is_taken_up():
+    text = np.arange(1000) % 251
+    shape = 4, 10
+
+    def read(start, rows=slice(None), count=30, seed=1):
+        found = data.batches(text, shape, seed, start, rows)
+        return np.stack(list(itertools.islice(found, count)))
+
+    whole = read(0)
+    assert whole.shape == (30, 4, 11)
+    np.testing.assert_array_equal(read(4 * 7, count=23), whole[7:])
+    np.testing.assert_array_equal(read(0, slice(1, 3)), whole[:, 1:3])
+    assert (read(0, seed=2) != whole).any()
+    once = whole.reshape(-1, 11)[: 990 // 10]  # a pass over the text, no window twice
+    assert len(np.unique(once, axis=0)) == 99
+
+
+# The model
+
+
+def losses(preset, params, batch):
+    definition, _ = model.build(preset)
+    return model.cross_entropy(nnx.merge(definition, params)(batch[:, :-1]), batch[:, 1:])
+
+
+@pytest.mark.parametrize("change", [dict(remat=True), dict(scan=True), dict(scan=True, remat=True)])
+def test_scan_and_remat_change_no_number(change):
+    preset = model.PRESETS["nano"]._replace(layers=3)
+    _, params = model.build(preset)
+    batch = jax.random.randint(jax.random.key(0), (2, 17), 0, 256)
+    expected = jax.value_and_grad(losses, argnums=1)(preset, params, batch)
+    if change.get("scan"):
+        stack = lambda layers: jax.tree.map(lambda *x: jnp.stack(x), *layers.values())  # noqa: E731
+        blocks = {name: nnx.to_pure_dict(p) for name, p in params["blocks"].items()}
+        _, stacked = model.build(preset._replace(**change))
+        nnx.replace_by_pure_dict(
+            stacked,
+            {"blocks": stack(blocks)} | {"embedding": nnx.to_pure_dict(params["embedding"])},
+        )
+        params = stacked
+        expected_gradient = nnx.to_pure_dict(expected[1])
+        blocks = stack(expected_gradient["blocks"])
+        expected = expected[0], {"blocks": blocks, "embedding": expected_gradient["embedding"]}
+    loss, gradient = jax.value_and_grad(losses, argnums=1)(preset._replace(**change), params, batch)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_bfloat16_computes_in_it_and_keeps_float32_parameters():
+    preset = model.PRESETS["nano"]
+    narrow = preset._replace(dtype=jnp.bfloat16)
+    definition, params = model.build(narrow)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    batch = jax.random.randint(jax.random.key(0), (2, 17), 0, 256)
+    wide, short = losses(preset, params, batch), losses(narrow, params, batch)
+    assert 0 < abs(float(wide - short)) < 0.05
+    assert "bf16" in jax.jit(nnx.merge(definition, params)).lower(batch).as_text()
+
+
+def test_flops_are_about_what_xla_counts():
+    preset = model.PRESETS["nano"]._replace(layers=2, width=128, heads=2)
+    _, params = model.build(preset)
+    batch = jnp.zeros((2, 65), jnp.int32)
+    program = jax.jit(jax.grad(lambda p, b: losses(preset, p, b))).lower(params, batch).compile()
+    counted = program.cost_analysis()["flops"] / (2 * 64)
+    assert utilization.flops_per_token(params, preset, 64) == pytest.approx(counted, rel=0.25)
+
+
+def test_samples_are_drawn_token_by_token():
+    definition, params = model.build(model.PRESETS["nano"])
+
+    def logits(params, tokens_BxT):
+        return nnx.merge(definition, params)(tokens_BxT)
+
+    coding = tokens.Bytes()
+    for prompt in ("", "a prompt that is longer than the context"):
+        (found,) = sampling.samples(logits, params, coding, 8, [prompt], 3, temperature=0)
+        expected = [0, *prompt.encode()]
+        for _ in range(3):
+            expected.append(int(jnp.argmax(logits(params, jnp.array([expected[-8:]]))[0, -1])))
+        assert found == coding.decode(np.array(expected[1:]))
+    drawn = [sampling.samples(logits, params, coding, 8, ["x"], 9, seed=s) for s in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+# Whole runs
+
+
+def steps_of(folder):
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def events_of(folder):
+    """Tag and step of everything in a folder's TensorBoard file."""
+    (path,) = folder.glob("events.out.tfevents.*")
+    content, found = path.read_bytes(), set()
+    while content:
+        (size,) = struct.unpack("<Q", content[:8])
+        event = event_pb2.Event.FromString(content[12 : 12 + size])
+        found |= {(value.tag, event.step) for value in event.summary.value}
+        content = content[16 + size :]
+    return found
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
+    """With everything that can be asked for: tokens of pairs, mixed precision, scan and remat."""
+    full = dataclasses.replace(
+        NANO,
+        tokenizer=tmp_path / "tokenizer.json",
+        vocabulary=300,
+        dtype="bfloat16",
+        remat=True,
+        scan_layers=True,
+    )
+    whole = train_lm.train(prepare(dataclasses.replace(full, log_dir=tmp_path / "whole")))
+    folder = tmp_path / "cut"
+    saving = dataclasses.replace(full, log_dir=folder, checkpoint_dir=str(tmp_path / "saved"))
+    schedule = {"checkpoint_every": 2}
+    with pytest.raises(RuntimeError, match="out of text"):
+        train_lm.train(cut_short(dataclasses.replace(saving, **schedule), at=4))
+    again = train_lm.train(prepare(dataclasses.replace(saving, **schedule)))
+    assert again.loss == whole.loss
+    losses = {line["number"]: line["loss"] for line in steps_of(folder)}
+    assert losses == {line["number"]: line["loss"] for line in steps_of(tmp_path / "whole")}
+    assert len(losses) == full.steps
+    found = configuration.from_command_line("", ["--config", str(folder / "config.yaml")])
+    assert dataclasses.replace(found, config=None) == dataclasses.replace(saving, **schedule)
+
+
+def cut_short(config, at):
+    """A run whose text ends after so many steps."""
+
+    class Ending(np.ndarray):
+        reads = 0
+
+        def __getitem__(self, index):
+            if isinstance(index, np.ndarray):
+                Ending.reads += 1
+                if Ending.reads > at:
+                    raise RuntimeError("out of text")
+            return np.asarray(self).__getitem__(index)
+
+    run = prepare(config)
+    return run._replace(corpus=run.corpus._replace(train=run.corpus.train.view(Ending)))
+
+
+def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
+    config = dataclasses.replace(
+        NANO,
+        steps=14,
+        evaluate_every=7,
+        log_dir=tmp_path / "log",
+        profile_steps=2,
+        sample_length=5,
+        checkpoint_dir=str(tmp_path / "saved"),
+    )
+    trained = train_lm.train(prepare(config))
+    shown = capsys.readouterr().out
+    assert shown.count("the model writes") == 2
+    assert "parameters on 2 devices: bit-identical" in shown
+
+    lines = steps_of(tmp_path / "log")
+    assert [line["number"] for line in lines] == [*range(1, 15)]
+    assert lines[3]["gradient_norms"].keys() == {"0", "1"}
+    assert lines[3]["exchange"]["heard"] == 2
+    assert lines[3]["packet_bytes"] > 0
+    events = events_of(tmp_path / "log")
+    for tag in (
+        "loss/train",
+        "speed/tokens_per_second",
+        "exchange/packet_bytes",
+        "exchange/sent_share",
+        "exchange/residual_norm",
+        "gradient_norm/worker_1",
+    ):
+        assert (tag, 14) in events
+    assert ("loss/held_out", 7) in events
+    assert list((tmp_path / "log").rglob("*.xplane.pb"))
+
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *words_of(config)])
+    evaluate.main()
+    shown = capsys.readouterr().out
+    assert f"loss on held-out text: {trained.loss:.3f}" in shown
+    assert shown.count("the model writes") == 2
+
+
+def test_a_batch_is_the_same_however_devices_share_it():
+    one, four = (
+        next(batches_of(prepare(dataclasses.replace(NANO, workers=w, fsdp=f)), 8))
+        for w, f in ((1, 1), (2, 2))
+    )
+    np.testing.assert_array_equal(one, four)
+
+
+def test_utilization_is_shown_where_the_peak_is_known():
+    class Device:
+        device_kind = "TPU v4"
+
+    devices = np.array([Device(), Device()])
+    assert utilization.utilization(275e12, devices) == pytest.approx(0.5)
+    assert utilization.utilization(1e12, np.array(jax.devices())) is None
+
+
+def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
+    config = dataclasses.replace(NANO, log_dir=tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
+    compare.main()
+    shown = capsys.readouterr().out
+    assert "sent per worker in all, MB" in shown
+    assert (tmp_path / "loss_against_bytes.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("demo", "adamw"):
+        assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["optimizer"] == name
+
+
+@pytest.mark.parametrize("example", [vision_flax, linen_trainstate])
+def test_small_examples_learn(example):
+    assert example.main(example.Config(workers=2, steps=50)) > 0.7
+    source = pathlib.Path(example.__file__).read_text()
+    assert len(source.splitlines()) < 100

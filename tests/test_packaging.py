@@ -1,0 +1,52 @@
+"""What is installed: the library alone, quick to import."""
+
+import pathlib
+import statistics
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import yaml
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def run(*words):
+    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
+    run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), ".")
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "demo_optax",
+        f"demo_optax-{PROJECT['version']}.dist-info",
+    }
+    library = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("demo_optax/**/*.py")}
+    inside = {name for name in names if name.startswith("demo_optax/")}
+    assert inside == library | {"demo_optax/py.typed"}
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_import_takes_less_than_a_third_of_a_second_beyond_jax_and_optax():
+    timed = "import time, jax, optax; t = time.perf_counter(); import demo_optax; {}"
+    shown = timed.format("print(time.perf_counter() - t)")
+    assert statistics.median(float(run("-c", shown)) for _ in range(3)) < 0.3
+
+
+def test_import_brings_nothing_that_is_optional():
+    shown = run("-c", "import sys, demo_optax; print(*sorted(sys.modules))").split()
+    assert not {"flax", "orbax", "rich", "tyro", "grain", "matplotlib"} & set(shown)
+
+
+def test_versions_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["version"]) == PROJECT["version"]
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+    for extra in ("examples", "checkpoint", "cuda"):
+        assert extra in PROJECT["optional-dependencies"]
