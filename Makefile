@@ -7,7 +7,7 @@ READY := $(VENV)/installed
 # The core of the tests: what is declared for the oldest and the newest versions.
 CORE := $(addprefix tests/test_,aggregate conservation errors failing_workers local_gradients \
 	optax_contract packet reference_trajectories replicas train_step wire worker_axis checkpoint)
-OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.8 chex==0.1.90 numpy==2.0.0 flax==0.12.0 \
+OLDEST := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 chex==0.1.90 numpy==2.0.0 flax==0.12.7 \
 	orbax-checkpoint==0.12.0 scipy==1.14.0
 # The newest JAX wants a newer Python than the oldest that we support; where it is found, it is used.
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \

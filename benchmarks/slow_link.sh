@@ -116,8 +116,8 @@ measure() {
     echo "$1, $2" >&2
     up "$1"
     train 1 --optimizer "${@:2}" &>"$work/log1" &
-    train 0 --optimizer "${@:2}" --step-log /dev/fd/3 3>"$work/steps" &>"$work/log0" &
-    record "$1" "$2" <"$work/steps" >>"$work/records" &
+    train 0 --optimizer "${@:2}" --log-dir "$work/log" &>"$work/log0" &
+    record "$1" "$2" <"$work/log/steps.jsonl" >>"$work/records" &
     if ! wait $!; then
         tail -n 40 "$work"/log? >&2
         die "the training ended early"
@@ -136,7 +136,8 @@ type ip tc &>/dev/null || die "needs iproute2"
 [[ -x $python ]] || die "needs .venv, which make train makes"
 had_etc_netns=$([[ ! -d /etc/netns ]] || echo yes)
 work=$(mktemp -d)
-mkfifo "$work/steps"
+mkdir "$work/log"
+mkfifo "$work/log/steps.jsonl"
 trap clean_up EXIT
 trap 'exit 130' HUP INT TERM
 mkdir -p /etc/netns

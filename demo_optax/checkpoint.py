@@ -147,7 +147,7 @@ class Checkpointer:
             if self.latest is not None and self.latest >= step:
                 raise ValueError(
                     f"{self._directory} holds a checkpoint of step {self.latest} already, so that "
-                    f"one of step {step} would never be the latest. Save this run to another "
+                    f"one of step {step} would never be the latest: save this run to another "
                     "folder, or remove the later checkpoints."
                 )
             if not self._writes:
@@ -300,10 +300,11 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
         steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
         step = max(steps, default=None) if step is None else step
         if step not in steps:
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            there = f"those of {steps}" if steps else "none at all"
             raise FileNotFoundError(
-                f"{directory} holds no checkpoint{'' if step is None else f' of step {step}'}, it "
-                f"holds those of {steps}: give one of them, or the folder that Checkpointer saves "
-                "to."
+                f"{directory} holds {wanted}, but {there}. Give the folder that Checkpointer saves "
+                "to, and leave out step to load the latest."
             )
         here = SingleDeviceSharding(jax.local_devices()[0])
 
@@ -369,8 +370,8 @@ def _converted(state: dict, saved: dict, wanted: dict, description: dict, axis_n
         if x.shape != target.shape:
             raise ValueError(
                 f"the optimizer state{name} was saved with shape {state[name].shape}, which does "
-                f"not fit the {target.shape} that is needed: the model or the optimizer is "
-                "another than the one that was saved."
+                f"not fit the {target.shape} that is needed. Restore it with the model and the "
+                "optimizer that it was saved with."
             )
         x = x.astype(target.dtype)
         result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)

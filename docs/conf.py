@@ -18,5 +18,5 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 # Notebooks run in the tests, which store their pictures.
 nb_execution_mode = "off"
-# Links of the README to files beside it mean nothing here; widgets need a kernel.
-suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type"]
+# Sections of the README begin below the top; widgets need a kernel.
+suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]

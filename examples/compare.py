@@ -8,6 +8,7 @@ its order, number of steps. The picture, loss_against_bytes.png, and each run's 
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import config as configuration
@@ -27,6 +28,11 @@ def main() -> None:
     default = Config(steps=400, topk=64, evaluate_every=40, log_dir=Path("runs"))
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or Path("runs")
+    if config.optimizer == BASELINE or config.checkpoint_dir:
+        sys.exit(
+            f"error: this compares an --optimizer with {BASELINE}, from the first step to the "
+            f"last: choose another than {BASELINE}, and train_lm.py to use a --checkpoint-dir."
+        )
     baseline = dataclasses.replace(
         config, optimizer=BASELINE, learning_rate=None, decay=None, weight_decay=None
     )
@@ -40,19 +46,24 @@ def main() -> None:
 
 
 def of_its_own(config: Config, folder: Path) -> Config:
-    """With folders that only this optimizer writes to."""
-    saved = config.checkpoint_dir and f"{config.checkpoint_dir}/{config.optimizer}"
-    return dataclasses.replace(config, log_dir=folder / config.optimizer, checkpoint_dir=saved)
+    """With a folder that only this optimizer writes to."""
+    return dataclasses.replace(config, log_dir=folder / config.optimizer)
 
 
 def table(compared: dict[OptimizerName, Trained]) -> Table:
-    first, *_ = compared.values()
-    ratio = {name: run.log.packet_bytes / first.log.packet_bytes for name, run in compared.items()}
+    packets = {name: run.log.packet_bytes / 1e6 for name, run in compared.items()}
+    smallest = min(packets.values())
+    workers = len(next(iter(compared.values())).log.devices)
+    # As rings: packets of all others come by, a dense all-reduce passes the gradient nearly twice.
+    rounds = dict.fromkeys(compared, workers - 1) | {BASELINE: 2 * (workers - 1) / workers}
     rows = {
         "loss on held-out text, nats per byte": lambda name, run: f"{run.loss:.3f}",
-        "sent per step and worker, MB": lambda name, run: f"{run.log.packet_bytes / 1e6:.4g}",
-        "sent per worker in all, MB": lambda name, run: f"{run.log.megabytes:.4g}",
-        "bytes, relative": lambda name, run: f"{ratio[name]:.3g}",
+        "each worker's packet or gradient, MB per step": lambda name, run: f"{packets[name]:.4g}",
+        "the same, relative": lambda name, run: f"{packets[name] / smallest:.3g}",
+        "in all steps, MB": lambda name, run: f"{run.log.megabytes:,.4g}",
+        f"over each link of a ring of {workers}, MB per step": lambda name, run: (
+            f"{packets[name] * rounds[name]:.4g}"
+        ),
         "steps": lambda name, run: f"{run.log.done}",
         "seconds per step": lambda name, run: f"{1 / (run.log.steps_per_second or np.nan):.3f}",
     }

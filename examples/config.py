@@ -32,8 +32,8 @@ class Config:
     """Files or folders to learn from, *.arrayrecord files of text, or folders that Hugging Face
     datasets were saved to; by default the source of Python's standard library."""
     tokenizer: Path | None = None
-    """File of the library tokenizers, learned from the text where it does not exist yet. By
-    default every byte is a token."""
+    """File of the library tokenizers, learned from the text where it does not exist yet; with
+    several hosts one that all of them see. By default every byte is a token."""
     vocabulary: int = 4096
     """Tokens of a tokenizer that is yet to be learned."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -87,8 +87,9 @@ class Config:
     """Steps between two comparisons of the workers' parameters, bit by bit; damage is repaired
     from the majority, or ends the run where there is none."""
     log_dir: Path | None = None
-    """Folder for what the first process logs: config.yaml; steps.jsonl, a line for each step; and
-    the same for TensorBoard."""
+    """Folder for config.yaml, for steps.jsonl with a line for each step, and for TensorBoard,
+    which has the held-out losses and samples too. Of several processes, all but the first log
+    their own workers to folders inside of it."""
     profile_steps: int = 0
     """Steps to profile, behind the tenth of this start; for TensorBoard or Perfetto, in
     --log-dir."""
@@ -128,6 +129,11 @@ class Config:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, not {value}.")
+        if self.vocabulary <= 256:
+            raise ValueError(
+                f"--vocabulary {self.vocabulary} holds not even the 256 bytes and the end of a "
+                "document: give at least a few hundred more, 4096 say."
+            )
         for name in ("profile_steps", "sample_length"):
             if getattr(self, name) < 0:
                 raise ValueError(
@@ -153,9 +159,12 @@ class Config:
             )
 
     def write(self, path: Path) -> None:
-        """As a YAML file that ``--config`` takes."""
-        settings = dataclasses.asdict(dataclasses.replace(self, config=None))
-        plain = {name: _plain(value) for name, value in settings.items() if value is not None}
+        """As a YAML file that ``--config`` takes, without what only this process is."""
+        own = ("config", "coordinator", "num_processes", "process_id")
+        settings = dataclasses.asdict(self).items()
+        plain = {
+            name: _plain(value) for name, value in settings if value is not None and name not in own
+        }
         path.write_text(yaml.safe_dump(plain, sort_keys=False))
 
 

@@ -5,6 +5,7 @@ A document is a file, a record of an ArrayRecord file, or a row of a Hugging Fac
 
 import hashlib
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,19 +26,24 @@ class Text(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Tokens to train on and held-out ones, unsigned integers; bytes that a held-out one covers."""
+    """Tokens to train on and held-out ones, unsigned integers; bytes of text to a token."""
 
     train: np.ndarray
     held_out: np.ndarray
     bytes_per_token: float
 
+    @property
+    def checksum(self) -> int:
+        """Of the tokens to train on."""
+        return zlib.crc32(self.train.tobytes())
+
 
 def read(paths: Sequence[Path] = ()) -> Text:
     """Reads documents, by default the sources of Python's standard library.
 
-    Whole documents are held out, chosen by a hash of their name: the choice depends neither on the
-    machine nor on the other documents. Where that leaves one side empty, as with a single file, the
-    end of the whole text is held out instead.
+    Whole documents are held out, chosen by a hash of their name, which is a file's path or the
+    number of a record or row: the choice is the same on every machine. Where that leaves one side
+    empty, as with a single file, the end of the whole text is held out instead.
 
     Raises:
       FileNotFoundError: a path does not exist.
@@ -68,14 +74,21 @@ def documents(path: Path | None) -> Iterable[tuple[str, str]]:
         return _files(Path(sysconfig.get_path("stdlib")), "*.py", {"site-packages"})
     if not path.exists():
         raise FileNotFoundError(f"--text {path}: there is no such file or folder.")
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(inside.name for inside in path.iterdir() if inside.is_dir())
+        raise ValueError(
+            f"--text {path} is a dataset of several splits: give one of them, as in "
+            f"{path / splits[0] if splits else path}."
+        )
     if (path / "dataset_info.json").exists():
         rows = datasets.load_from_disk(str(path))
         if "text" not in rows.column_names:
             columns = ", ".join(rows.column_names)
             raise ValueError(f"--text {path}: the dataset has columns {columns}, but no `text`.")
         return ((f"row {i}", row["text"]) for i, row in enumerate(rows) if row["text"])
-    if path.suffix == ".arrayrecord":
-        records = grain.sources.ArrayRecordDataSource([str(path)])
+    shards = sorted(path.glob("*.arrayrecord")) if path.is_dir() else [path]
+    if shards and shards[0].suffix == ".arrayrecord":
+        records = grain.sources.ArrayRecordDataSource(list(map(str, shards)))
         return ((f"{path.name}:{i}", records[i].decode()) for i in range(len(records)))
     return _files(path, "*", set())
 
@@ -126,11 +139,11 @@ def batches(
     return iter(windows.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def even_windows(tokens: np.ndarray, shape: tuple[int, int], batches: int) -> list[np.ndarray]:
-    """Batches ``(batch, length + 1)`` that lie evenly in the text, always the same."""
-    starts = np.linspace(0, tokens.size - shape[1] - 1, batches * shape[0]).astype(int)
-    # Each batch holds windows from everywhere, so that fewer batches are a sample of more.
-    return [_windows(tokens, starts[i::batches], shape[1]) for i in range(batches)]
+def even_windows(tokens: np.ndarray, length: int, total: int) -> np.ndarray:
+    """Windows ``(count, length + 1)`` of so many tokens together, evenly spread over the text."""
+    count = max(min(total, tokens.size) // length, 1)
+    starts = np.linspace(0, tokens.size - length - 1, count).astype(int)
+    return _windows(tokens, starts, length)
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import sys
 import config as configuration
 from report import console
 from setup import make_evaluation, prepare
-from train_lm import LAST_EVALUATION_TOKENS, written_by
+from train_lm import LAST_EVALUATION_TOKENS, show, written_by
 
 from demo_optax.checkpoint import load_params
 
@@ -21,6 +21,8 @@ def main() -> None:
     config = configuration.from_command_line(__doc__)
     if (folder := config.checkpoint_dir) is None:
         sys.exit("error: --checkpoint-dir, or a --config that names one, says what to load.")
+    if config.tokenizer and not config.tokenizer.exists():
+        sys.exit(f"error: --tokenizer {config.tokenizer}: there is no such file.")
     config = dataclasses.replace(
         config, workers=1, fsdp=1, coordinator=None, num_processes=None, distributed=False
     )
@@ -31,9 +33,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     loss = make_evaluation(run, lambda: None)(params, LAST_EVALUATION_TOKENS)
     console.print(f"loss on held-out text: {loss:.3f} nats per byte")
-    for text in written_by(run, params):
-        console.rule("the model writes")
-        console.print(text, markup=False, highlight=False)
+    show(written_by(run, params))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 import traceback
 
 import jax
+import numpy as np
 from config import Config
 from jax.experimental import multihost_utils
 
@@ -48,6 +49,18 @@ def meet(name: str) -> None:
     """Returns when all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def require_same(value: int, what: str) -> None:
+    """Raises ValueError where the processes hold different values."""
+    if jax.process_count() > 1:
+        values = multihost_utils.process_allgather(np.uint32(value)).tolist()
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"{what} differs between the processes (checksums {values}): all hosts must see "
+                "the same files, the same version of Python where its own sources are the text, "
+                "and the same --tokenizer."
+            )
 
 
 def stop_requested(step: int) -> bool:

@@ -27,7 +27,7 @@ import demo_optax
 @dataclass(frozen=True)
 class Config:
     workers: int = 4
-    """Simulated on the CPU; with accelerators as many of them are used."""
+    """Simulated on the CPU; with accelerators one on each, up to so many."""
     steps: int = 200
     """Updates of the parameters."""
     batch_size: int = 128
@@ -44,7 +44,8 @@ def main(config: Config) -> float:
     """Trains, prints, and returns the share of held-out digits that is recognised."""
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
         jax.config.update("jax_num_cpu_devices", config.workers)
-    mesh = jax.make_mesh((config.workers,), ("data",), devices=jax.devices()[: config.workers])
+    devices = jax.devices()[: config.workers]
+    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
         np.float32(images / 16), np.int32(labels), test_size=0.25, random_state=0

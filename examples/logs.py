@@ -14,7 +14,7 @@ import demo_optax
 
 
 class Step(NamedTuple):
-    """One step's figures, on the host. Workers are those of this process."""
+    """One step's figures, on the host; the loss in nats per byte. Workers are this process's."""
 
     number: int
     loss: float
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 def fetch(metrics: demo_optax.TrainMetrics) -> tuple[float, dict[int, float], dict[str, float]]:
-    """Mean loss, each worker's gradient norm, and the exchange; waits until the step is done."""
+    """Mean loss per token, each worker's gradient norm, the exchange; waits until all is done."""
     # Fetched before it is averaged: np.mean of a jax.Array is a program with a collective, which
     # can lock up simulated devices while the next step is under way.
     loss = float(np.mean(list(_of_workers(metrics.loss).values())))
@@ -60,14 +60,20 @@ def _of_workers(values: jax.Array) -> dict[int, float]:
 
 
 class Files:
-    """Writes to a folder; to nowhere without one. TensorBoard's part is written by a thread."""
+    """Writes to a folder; to nowhere without one. What lies there from later steps is replaced.
 
-    def __init__(self, folder: Path | None):
+    TensorBoard's part is written by a thread.
+    """
+
+    def __init__(self, folder: Path | None, start: int):
         self.lines = self.board = None
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            self.lines = (folder / "steps.jsonl").open("a", buffering=1)
-            self.board = SummaryWriter(str(folder))
+            path = folder / "steps.jsonl"
+            kept = _lines_until(path, start)
+            self.lines = path.open("w", buffering=1)
+            self.lines.writelines(kept)
+            self.board = SummaryWriter(str(folder), purge_step=start + 1, max_queue=10_000)
 
     def step(self, step: Step) -> None:
         if self.lines and self.board:
@@ -79,11 +85,18 @@ class Files:
         if self.board:
             self.board.add_scalar("loss/held_out", loss, number)
 
-    def sample(self, number: int, text: str) -> None:
-        if self.board:
-            self.board.add_text("sample", f"```\n{text}\n```", number)
+    def samples(self, number: int, texts: list[str]) -> None:
+        for i, text in enumerate(texts):
+            if self.board:
+                self.board.add_text(f"sample/{i}", f"```\n{text}\n```", number)
 
     def close(self) -> None:
         if self.lines and self.board:
             self.lines.close()
             self.board.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """The whole lines of a file that are of this step or an earlier one."""
+    lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+    return [x for x in lines if x.endswith("\n") and json.loads(x)["number"] <= step]

@@ -65,9 +65,12 @@ class Block(nnx.Module):
         batch, time, width = x_BxTxD.shape
         fused_BxTx3xHxK = self.attn_proj(x_BxTxD).reshape(batch, time, 3, self.heads, -1)
         query, key, value = fused_BxTx3xHxK.transpose(2, 0, 3, 1, 4)
-        scores_BxHxTxT = rotary(query) @ rotary(key).swapaxes(-1, -2) * query.shape[-1] ** -0.5
+        scores_BxHxTxT = jnp.matmul(
+            rotary(query), rotary(key).swapaxes(-1, -2), preferred_element_type=jnp.float32
+        )
+        scores_BxHxTxT *= query.shape[-1] ** -0.5
         past = jnp.tril(jnp.ones((1, 1, time, time), bool))
-        scores_BxHxTxT = jnp.where(past, scores_BxHxTxT.astype(jnp.float32), -jnp.inf)
+        scores_BxHxTxT = jnp.where(past, scores_BxHxTxT, -jnp.inf)
         mixed_BxHxTxK = jax.nn.softmax(scores_BxHxTxT).astype(value.dtype) @ value
         return self.attn_out(mixed_BxHxTxK.swapaxes(1, 2).reshape(batch, time, width))
 
@@ -93,12 +96,13 @@ class LanguageModel(nnx.Module):
             definition, params = nnx.split(blocks)
             layer: Callable = functools.partial(_layer, definition)
             if self.remat:
-                layer = jax.checkpoint(layer)
+                layer = jax.checkpoint(layer, prevent_cse=not self.scan)
             if self.scan:
                 x_BxTxD, _ = jax.lax.scan(layer, x_BxTxD, params)
             else:
                 x_BxTxD, _ = layer(x_BxTxD, params)
-        return self.embedding.attend(normalize(x_BxTxD)).astype(jnp.float32)
+        embedding_VxD = self.embedding.embedding[...].astype(x_BxTxD.dtype)
+        return jnp.matmul(normalize(x_BxTxD), embedding_VxD.T, preferred_element_type=jnp.float32)
 
 
 def _layer(definition: nnx.GraphDef, x_BxTxD: jax.Array, params: nnx.State):

@@ -29,6 +29,7 @@ class Log:
     Args:
       steps: of the run.
       tokens: of one step.
+      bytes_per_token: of the text.
       flops: of one step, forward and backward.
       devices: that take part.
       start: steps that were done before.
@@ -39,16 +40,16 @@ class Log:
         self,
         steps: int,
         tokens: int,
+        bytes_per_token: float,
         flops: float,
         devices: np.ndarray,
         start: int,
         files: logs.Files,
     ):
         self.tokens, self.flops, self.devices, self.files = tokens, flops, devices, files
-        self.packet_bytes = 0
+        self.bytes_per_token, self.packet_bytes = bytes_per_token, 0
         self.first_step_seconds = self.other_steps_seconds = 0.0
         self.sent_shares: list[float] = []
-        self.training: list[Point] = []
         self.evaluations: list[Point] = []
         self.start = self.done = start
         self.bar = progress.Progress(
@@ -64,7 +65,7 @@ class Log:
         self.task = self.bar.add_task(
             "", total=steps, completed=start, loss=np.nan, speed=0.0, sent=0.0
         )
-        self.resumed = time.monotonic()
+        self.resume()
 
     @property
     def steps_per_second(self) -> float:
@@ -78,12 +79,13 @@ class Log:
 
     @property
     def megabytes(self) -> float:
-        """That each worker has sent since the start, by its packets."""
-        return (self.done - self.start) * self.packet_bytes / 1e6
+        """That each worker has handed to the exchange, in all steps that were done."""
+        return self.done * self.packet_bytes / 1e6
 
     def step(self, metrics: demo_optax.TrainMetrics) -> None:
         """Shows a step's metrics; waits until the step is done."""
         loss, gradient_norms, exchange = logs.fetch(metrics)
+        loss /= self.bytes_per_token
         if metrics.exchange is not None:
             if self.done == self.start:
                 demo_optax.check_metrics(metrics.exchange)
@@ -108,16 +110,18 @@ class Log:
                 exchange,
             )
         )
-        self.training.append(Point(self.done, self.megabytes, loss))
         self.bar.update(self.task, completed=self.done, loss=loss, speed=speed, sent=self.megabytes)
+        self.resume()
+
+    def resume(self) -> None:
+        """Says that the next step begins now: what was done since the last counts for none."""
         self.resumed = time.monotonic()
 
     def evaluation(self, loss: float) -> None:
-        """Shows a loss on held-out text; the time that it took counts for no step."""
+        """Shows a loss on held-out text, in nats per byte."""
         self.evaluations.append(Point(self.done, self.megabytes, loss))
         self.files.held_out_loss(self.done, loss)
         self.bar.print(f"step {self.done}: {loss:.3f} nats per byte of held-out text")
-        self.resumed = time.monotonic()
 
 
 def closing_table(log: Log, loss: float, bigrams: float | None, dense_bytes: int) -> Table:

@@ -34,7 +34,7 @@ def samples(
       temperature: below 1 the likely gets likelier; 0 always takes the likeliest.
       seed: of the draws.
     """
-    write = jax.jit(functools.partial(_write, logits_fn, context, temperature))
+    write = jax.jit(functools.partial(_write, logits_fn, tokens.vocabulary, context, temperature))
     written = []
     for number, prompt in enumerate(prompts):
         start = np.roll(tokens.encode([prompt]), 1)  # the end of a document comes to the front
@@ -45,13 +45,13 @@ def samples(
     return written
 
 
-def _write(logits_fn, context, temperature, params, room_T, positions, key):
+def _write(logits_fn, vocabulary, context, temperature, params, room_T, positions, key):
     """Fills positions of the tokens ``room_T`` in their order, each from those before it."""
 
     def one(room_T, position):
         first = jnp.maximum(position - context, 0)
         seen = jax.lax.dynamic_slice(room_T, (first,), (context,))
-        logits_V = logits_fn(params, seen[None])[0, position - 1 - first]
+        logits_V = logits_fn(params, seen[None])[0, position - 1 - first, :vocabulary]
         draw = jax.random.categorical(jax.random.fold_in(key, position), logits_V / temperature)
         token = draw if temperature else jnp.argmax(logits_V)
         return room_T.at[position].set(token.astype(jnp.int32)), None

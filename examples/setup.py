@@ -1,7 +1,6 @@
 """Everything that a run needs, made from its configuration before anything is trained."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from recipes import RECIPES, Settings
 
 SIMULATED_WORKERS = 8
 TUNED_WIDTH = PRESETS["tiny"].width
+EVALUATED_AT_ONCE = 2**11  # tokens on each device
 
 
 class Run(NamedTuple):
@@ -52,9 +52,12 @@ def prepare(config: Config) -> Run:
     text = data.read(config.text)
     tokens = tokens_of(config, text)
     corpus = data.encode(text, tokens, config.sequence_length)
+    hosts.require_same(corpus.checksum, "the text or the tokenizer")
     preset = architecture(config, tokens.vocabulary)
     definition, params = build(preset, config.seed)
-    specs = jax.tree.map(lambda x: shard_spec(x.shape, config.fsdp), params)
+    specs = jax.tree.map_with_path(
+        lambda path, x: shard_spec(x.shape, config.fsdp, stacked=is_stacked(path, preset)), params
+    )
 
     def loss_fn(params, tokens_BxT):
         model = nnx.merge(definition, params)
@@ -78,7 +81,7 @@ def tokens_of(config: Config, text: data.Text) -> coding.Tokens:
     """Bytes, or byte pairs from a file, which the first process makes where there is none."""
     if config.tokenizer is None:
         return coding.Bytes()
-    if not config.tokenizer.exists() and hosts.is_first():
+    if hosts.is_first() and not config.tokenizer.exists():
         coding.train(text.train, config.vocabulary, config.tokenizer)
     hosts.meet("tokenizer")
     return coding.load(config.tokenizer)
@@ -127,10 +130,15 @@ def chosen(devices: list[jax.Device], used: int) -> list[jax.Device]:
     ]
 
 
-def shard_spec(shape: tuple[int, ...], fsdp: int) -> P:
-    """The first dimension that divides is divided among a worker's devices."""
+def is_stacked(path, preset: Preset) -> bool:
+    """Whether a parameter holds those of all layers."""
+    return preset.scan and "blocks" in jax.tree_util.keystr(path)
+
+
+def shard_spec(shape: tuple[int, ...], fsdp: int, stacked: bool = False) -> P:
+    """The first dimension that divides is divided among a worker's devices; never the layers."""
     for axis, size in enumerate(shape):
-        if fsdp > 1 and size % fsdp == 0:
+        if fsdp > 1 and size % fsdp == 0 and axis >= stacked:
             return P(*[None] * axis, "fsdp")
     return P()
 
@@ -162,19 +170,27 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
 
 def make_evaluation(run: Run, progress: Callable) -> Callable[[nnx.State, int], float]:
     """A function of parameters and a number of tokens: nats per byte of the same held-out text."""
-    held_out, sharding = run.corpus.held_out, rows_sharding(run.mesh)
+    length, sharding = run.config.sequence_length, rows_sharding(run.mesh)
+    rows = max(EVALUATED_AT_ONCE // length, 1) * run.mesh.size
 
     @jax.jit
-    def loss_of(params, batch):
-        return run.loss_fn(params, batch)
+    def sum_of(params, batch, counts):
+        losses = jax.vmap(lambda row: run.loss_fn(params, row[None]))(batch)
+        return jnp.sum(losses * counts)
 
     def evaluate(params, total):
-        count = max(min(total, held_out.size) // math.prod(run.batch_shape), 1)
-        losses = []
-        for batch in data.even_windows(held_out, run.batch_shape, count):
-            rows = jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
-            losses.append(float(loss_of(params, rows)))
+        windows, loss = data.even_windows(run.corpus.held_out, length, total), 0.0
+        for start in range(0, len(windows), rows):
+            batch = windows[start : start + rows]
+            missing = rows - len(batch)
+            counts = np.pad(np.ones(len(batch), np.float32), (0, missing))
+            batch = np.pad(batch, ((0, missing), (0, 0)))
+            placed = [
+                jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+                for x in (batch, counts)
+            ]
+            loss += float(sum_of(params, *placed))
             progress()
-        return float(np.mean(losses)) / run.corpus.bytes_per_token
+        return loss / len(windows) / run.corpus.bytes_per_token
 
     return evaluate

@@ -70,11 +70,6 @@ def train(documents: Iterable[str], vocabulary: int, path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocabulary <= len(alphabet):
-        raise ValueError(
-            f"--vocabulary {vocabulary} holds not even the {len(alphabet)} bytes and {END!r}: "
-            "give at least a few hundred more, 4096 say."
-        )
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet
     )

@@ -1,4 +1,4 @@
-"""Trains a byte language model with DeMo on several workers, simulated or real.
+"""Trains a language model with DeMo on several workers, simulated or real.
 
     python examples/train_lm.py                      8 simulated workers, minutes on two CPU cores
     python examples/train_lm.py --optimizer adamw    ordinary data parallelism, for comparison
@@ -16,6 +16,7 @@ import contextlib
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import config as configuration
@@ -72,10 +73,10 @@ def train(run: Run) -> Trained:
         log = open_log(run, start)
         batches = batches_of(run, windows)
         unread = None
-        with contextlib.closing(log.files), log.bar:
+        with contextlib.closing(log.files), profiler(config) as profile, log.bar:
             for number in range(start + 1, config.steps + 1):
                 params, opt_state, metrics = train_step(params, opt_state, next(batches))
-                profile(config, number - start, metrics)
+                profile(number - start, metrics)
                 # To read metrics is to wait for their step: by now the next one is on its way.
                 if unread is not None:
                     log.step(unread)
@@ -95,16 +96,17 @@ def train(run: Run) -> Trained:
                     with watch.paused():
                         read = windows + (number - start) * config.batch_size
                         checkpointer.save(
-                            number, params, opt_state, order(config, read), wait=stopping or last
+                            number, params, opt_state, order(run, read), wait=stopping or last
                         )
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
                     sys.exit(hosts.STOPPED)
+                log.resume()
             loss = evaluate(params, LAST_EVALUATION_TOKENS)
-            for text in written_by(run, params):
-                console.rule("the model writes")
-                console.print(text, markup=False, highlight=False)
-                log.files.sample(log.done, text)
+            with watch.paused():
+                written = written_by(run, params)
+            show(written)
+            log.files.samples(log.done, written)
         different = demo_optax.check_replicas(params, mesh)
 
     bigrams = data.bigram_entropy(run.corpus) if config.tokenizer is None else None
@@ -119,24 +121,48 @@ def train(run: Run) -> Trained:
 
 def open_log(run: Run, start: int) -> report.Log:
     config = run.config
-    folder = config.log_dir if hosts.is_first() else None
-    files = logs.Files(folder)
-    if folder:
+    folder = config.log_dir
+    if folder and not hosts.is_first():
+        folder /= f"process-{jax.process_index()}"
+    files = logs.Files(folder, start)
+    if folder and hosts.is_first():
         config.write(folder / "config.yaml")
     tokens = math.prod(run.batch_shape)
     flops = tokens * flops_per_token(run.params, run.preset, config.sequence_length)
-    return report.Log(config.steps, tokens, flops, run.mesh.devices, start, files)
+    return report.Log(
+        config.steps, tokens, run.corpus.bytes_per_token, flops, run.mesh.devices, start, files
+    )
 
 
-def profile(config: Config, number: int, metrics: demo_optax.TrainMetrics) -> None:
-    """Starts the profiler behind a step of this start, and stops it when it has seen enough."""
-    if config.profile_steps and hosts.is_first():
+@contextlib.contextmanager
+def profiler(config: Config) -> Iterator[Callable[[int, demo_optax.TrainMetrics], None]]:
+    """What to call behind each step of this start, so that those to profile are profiled."""
+    running = False
+
+    def profile(number, metrics):
+        nonlocal running
+        if not (config.profile_steps and hosts.is_first()):
+            return
         if number == PROFILE_BEHIND:
             jax.block_until_ready(metrics)
             jax.profiler.start_trace(str(config.log_dir))
-        elif number == PROFILE_BEHIND + config.profile_steps:
+            running = True
+        elif running and number == PROFILE_BEHIND + config.profile_steps:
             jax.block_until_ready(metrics)
             jax.profiler.stop_trace()
+            running = False
+
+    try:
+        yield profile
+    finally:
+        if running:
+            jax.profiler.stop_trace()
+
+
+def show(written: list[str]) -> None:
+    for text in written:
+        console.rule("the model writes")
+        console.print(text, markup=False, highlight=False)
 
 
 def written_by(run: Run, params: nnx.State) -> list[str]:
@@ -187,7 +213,7 @@ def begin(
     run: Run, checkpointer: Checkpointer | None
 ) -> tuple[int, int, nnx.State, optax.OptState]:
     """Steps done, windows read, parameters, state: from the last checkpoint, or the start."""
-    template = order(run.config, 0)
+    template = order(run, 0)
     try:
         found = checkpointer and checkpointer.restore(run.params, template)
     except ValueError as error:
@@ -195,16 +221,25 @@ def begin(
     if found:
         console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
         read = found.extra["windows"]
-        if found.extra != order(run.config, read):
-            console.print(f"The text comes in another order than before: it was {found.extra}.")
+        if found.extra != order(run, read):
+            console.print(
+                "The text, its tokens or their order is another than before: it begins anew. It "
+                f"was {found.extra}, and is {order(run, read)}."
+            )
+            read = 0
         return found.step, read, found.params, found.opt_state
     opt_state = demo_optax.init_opt_state(run.tx, run.params, run.mesh, param_specs=run.param_specs)
     return 0, 0, run.params, opt_state
 
 
-def order(config: Config, windows: int) -> dict[str, int]:
+def order(run: Run, windows: int) -> dict[str, int]:
     """How many windows of the text were read, and what their order depends on."""
-    return {"seed": config.seed, "sequence_length": config.sequence_length, "windows": windows}
+    return {
+        "seed": run.config.seed,
+        "sequence_length": run.config.sequence_length,
+        "text": run.corpus.checksum,
+        "windows": windows,
+    }
 
 
 def checked(state, mesh: Mesh):

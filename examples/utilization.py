@@ -13,6 +13,7 @@ PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
 }

@@ -37,6 +37,8 @@ class Study:
     """Runs of each setting."""
     steps: int = 200
     """Updates of the parameters in each run."""
+    learning_rate: float = 2e-3
+    """The highest, of all runs."""
 
 
 def train(config: Config, seeds: int, advance) -> tuple[list[float], int]:
@@ -76,7 +78,9 @@ def main() -> None:
             table = Table("values", "loss", "against float32", "bytes", title=f"k = {k}")
             baseline = None
             for coding in codings:
-                config = Config(values=coding, topk=k, steps=study.steps)
+                config = Config(
+                    values=coding, topk=k, steps=study.steps, learning_rate=study.learning_rate
+                )
                 losses, size = train(config, study.seeds, lambda: bar.advance(task))
                 baseline = baseline or losses
                 table.add_row(*row(coding, losses, baseline, size))

@@ -2,8 +2,8 @@
 
     python examples/vision_flax.py
 
-Its kernels are four-dimensional: DeMo cuts a kernel (3, 3, 32, 64) into blocks that span the first
-two dimensions. Bias and norm parameters, which are small, are sent as they are cheapest.
+Its kernels are four-dimensional. The first, (3, 3, 1, 32), is a single block for DeMo; of the
+second, (3, 3, 32, 64), each of the nine taps is one.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import demo_optax
 @dataclass(frozen=True)
 class Config:
     workers: int = 4
-    """Simulated on the CPU; with accelerators as many of them are used."""
+    """Simulated on the CPU; with accelerators one on each, up to so many."""
     steps: int = 200
     """Updates of the parameters."""
     batch_size: int = 128
@@ -54,7 +54,8 @@ def main(config: Config) -> float:
     """Trains, prints, and returns the share of held-out digits that is recognised."""
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
         jax.config.update("jax_num_cpu_devices", config.workers)
-    mesh = jax.make_mesh((config.workers,), ("data",), devices=jax.devices()[: config.workers])
+    devices = jax.devices()[: config.workers]
+    mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     images, labels = load_digits(return_X_y=True)
     images = np.float32(images.reshape(-1, 8, 8, 1) / 16)
     train_x, test_x, train_y, test_y = train_test_split(

@@ -271,10 +271,13 @@ def test_every_message_is_collected_and_as_it_was_read():
 
 
 def test_every_message_shows_what_was_given_and_says_what_to_do():
-    for message in MESSAGES.read_text().strip().split("\n\n"):
+    for message in re.split(r"\n\n(?=\w+Error: )", MESSAGES.read_text().strip()):
+        advice = message.split(": ", 1)[1]
         assert re.search(r"['\"\[({]|\d|FOLDER|folder", message), message
         assert re.search(
-            r": |[Mm]ake |[Gg]ive |[Uu]se |must |[Rr]estore |[Ll]eave |[Cc]all |accumulate", message
+            r"[Mm]ake |[Gg]ive |[Uu]se |must |[Rr]estore |[Ll]eave |[Cc]all |[Tt]ake |[Ss]ave |"
+            r"accumulate |pass |choose |report |install |name|are named by",
+            advice,
         ), message
 
 

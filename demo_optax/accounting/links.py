@@ -75,7 +75,7 @@ def plan(
     """
     if workers < 1 or bandwidth <= 0 or latency < 0 or compute_time < 0:
         raise ValueError(
-            "plan needs workers >= 1, bandwidth > 0 (bits per second), latency >= 0 and "
+            "Give plan workers >= 1, bandwidth > 0 (bits per second), latency >= 0 and "
             f"compute_time >= 0 (seconds), not {workers}, {bandwidth}, {latency}, {compute_time}."
         )
     named = {"DeMo": compression} if isinstance(compression, Compression) else compression

@@ -349,9 +349,11 @@ def require_state(opt_state, expected, workers: int) -> None:
     given: Any = jax.tree.structure(opt_state)
     wanted: Any = jax.tree.structure(expected)
     if given != wanted:
+        has, needs = _names(opt_state), _names(expected)
         raise ValueError(
-            f"the optimizer state is {given}, where this optimizer and these parameters need "
-            f"{wanted}: it was made for others, or for another transform or blocks. Make it with "
+            "the optimizer state is not one of this optimizer and these parameters, or is stored "
+            f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
+            f"and holds {sorted(has - needs)[:3] or 'nothing'} beside what is needed. Make it with "
             "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
         )
     leaves = jax.tree.leaves_with_path(opt_state)
@@ -363,6 +365,10 @@ def require_state(opt_state, expected, workers: int) -> None:
                 "workers or another model, or by tx.init alone. Make it with "
                 "demo_optax.init_opt_state on the mesh that it is used on."
             )
+
+
+def _names(tree) -> set[str]:
+    return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
 
 
 def _own_entry(x, single, stacked):
