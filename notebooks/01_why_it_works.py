@@ -190,7 +190,8 @@ for kind, blocks in named.items():
 # (identity) are the most compact by far; DCT, Hadamard and random bases are hardly told apart, a
 # little above noise. Of the scaled gradient, which has lost its large rows and columns, all bases
 # look alike. On this measure alone one would send single entries. The paper found the identity to train
-# worst all the same: notebook 4 has a small trial.
+# worst all the same, and so does notebook 4: a sent entry moves one parameter, a coefficient of a
+# transform its whole block.
 #
 # ## Not all matrices are alike
 

@@ -101,6 +101,16 @@ def test_a_wrong_file_is_refused_like_a_wrong_flag(content, shown, tmp_path, cap
     assert shown in capsys.readouterr().err + str(raised.value)
 
 
+def test_the_papers_run_is_a_file():
+    path = ROOT / "examples" / "paper_300m.yaml"
+    config = configuration.from_command_line("", ["--config", str(path), "--workers", "64"])
+    config.require_sensible(64)
+    assert config.steps * config.batch_size * config.sequence_length == pytest.approx(
+        1e11, rel=1e-3
+    )
+    assert (config.optimizer, config.preset, config.topk) == ("demo-paper", "300m", 32)
+
+
 def test_every_flag_is_explained(capsys):
     with pytest.raises(SystemExit):
         configuration.from_command_line("", ["--help"])
