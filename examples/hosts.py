@@ -24,6 +24,9 @@ PEER_LOST = os.EX_TEMPFAIL  # and of failures that are worth another try
 # What JAX's errors say where another process is the reason; out of memory, say, is not.
 OF_OTHERS = re.compile("gloo|nccl|connection|peer|unavailable|deadline|coordination|barrier", re.I)
 
+# How XLA's errors begin, whichever type JAX raises them as.
+STATUS = re.compile("[A-Z_]+: ")
+
 _terminated = threading.Event()
 
 
@@ -115,7 +118,7 @@ class Watch:
         except Exception as error:
             if not self.several:
                 raise
-            if not (isinstance(error, jax.errors.JaxRuntimeError) and OF_OTHERS.search(str(error))):
+            if not (STATUS.match(str(error)) and OF_OTHERS.search(str(error))):
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
