@@ -132,7 +132,7 @@ def demo_sgd(
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
-      decay: as all other arguments, as in `demo`.
+      decay: this and all other arguments are those of `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.
@@ -195,7 +195,7 @@ def demo_adamw(
       learning_rate: :math:`\eta`, a number or a schedule.
       b2: decay of the second moment.
       eps: added to its root.
-      decay: as all other arguments, as in `demo`.
+      decay: this and all other arguments are those of `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.
@@ -260,7 +260,7 @@ def demo_lion(
       learning_rate: :math:`\eta`, a number or a schedule.
       b1: weight of Lion's own momentum in the step.
       b2: decay of Lion's own momentum.
-      decay: as all other arguments, as in `demo`.
+      decay: this and all other arguments are those of `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.
@@ -323,7 +323,7 @@ def demo_muon(
     Args:
       learning_rate: :math:`\eta`, a number or a schedule.
       b2: decay of Adam's second moment, for parameters that are not matrices.
-      decay: as all other arguments, as in `demo`.
+      decay: this and all other arguments are those of `demo`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` that takes local gradients.

@@ -35,7 +35,6 @@ WORKERS, STEPS, BATCH, SEEDS = 8, 150, 16, 3
 
 images, labels = load_digits(return_X_y=True)
 images, labels = jnp.asarray(images / 16.0), jnp.asarray(labels)
-test = slice(0, 360)
 
 
 def init(key):
