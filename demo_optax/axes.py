@@ -82,10 +82,13 @@ def size(axis_name: AxisName) -> int:
     try:
         return jax.lax.axis_size(axis_name)
     except NameError as error:
+        there = jax.sharding.get_abstract_mesh().manual_axes
+        bound = f" (bound are {there})" if there else ""
         raise NameError(
-            f"the optimizer exchanges over the axis {axis_name!r}, which is not bound here. Call "
-            "its update inside jax.shard_map, jax.pmap or jax.vmap(axis_name=...) with that axis "
-            "(demo_optax.make_train_step does), or pass axis_name=None to train a single worker."
+            f"the workers' axis is {axis_name!r}, which is not bound here{bound}. Give the name of "
+            "an axis of the mesh, and call this inside jax.shard_map, jax.pmap or "
+            "jax.vmap(axis_name=...) with that axis (demo_optax.make_train_step does), or pass "
+            "axis_name=None to train a single worker."
         ) from error
 
 

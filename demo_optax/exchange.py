@@ -135,7 +135,7 @@ def require_local(updates, axis_name: AxisName) -> None:
                 f"{jax.typeof(leaf)} says that it is the same on all workers of axis "
                 f"{missing[0]!r}, so it was summed over them already. jax.grad does so by "
                 "itself inside jax.shard_map for parameters that are replicated. Take gradients "
-                "with demo_optax.local_value_and_grad(loss_fn, axis_name), or call "
+                "with demo_optax.local_value_and_grad(loss_fn, {missing[0]!r}), or call "
                 f"jax.lax.pcast(params, {missing[0]!r}, to='varying') before jax.grad."
             )
 

@@ -77,7 +77,8 @@ def draw(compared: dict[OptimizerName, Trained], path: Path) -> None:
     """Held-out loss, once over bytes and once over steps."""
     figure, (by_bytes, by_steps) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, dpi=150)
     for (name, run), colour in zip(compared.items(), COLOURS, strict=False):
-        steps, megabytes, losses = zip(*run.log.evaluations, strict=True)
+        evaluations = [*run.log.evaluations[:-1], run.log.evaluations[-1]._replace(loss=run.loss)]
+        steps, megabytes, losses = zip(*evaluations, strict=True)
         style = {"color": colour, "marker": "o", "markersize": 3}
         by_bytes.plot(megabytes, losses, **style)
         by_steps.plot(steps, losses, label=name, **style)
@@ -86,11 +87,11 @@ def draw(compared: dict[OptimizerName, Trained], path: Path) -> None:
             (megabytes[-1], losses[-1]),
             xytext=(0, -14),
             textcoords="offset points",
-            ha="center",
+            ha="right" if name == BASELINE else "center",
             color=colour,
         )
     by_bytes.margins(x=0.12, y=0.12)
-    by_bytes.set(xscale="log", xlabel="sent by each worker, MB")
+    by_bytes.set(xscale="log", xlabel="packets or gradients of a worker, MB in all")
     by_bytes.set_ylabel("held-out loss, nats per byte")
     by_steps.set(xlabel="steps")
     by_steps.legend(frameon=False)

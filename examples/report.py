@@ -58,7 +58,7 @@ class Log:
             progress.BarColumn(bar_width=None),
             progress.TextColumn("loss {task.fields[loss]:.3f}"),
             progress.TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-            progress.TextColumn("sent {task.fields[sent]:.1f} MB"),
+            progress.TextColumn("sent {task.fields[sent]:.3g} MB"),
             progress.TimeRemainingColumn(),
             console=console,
         )
@@ -121,7 +121,7 @@ class Log:
         """Shows a loss on held-out text, in nats per byte."""
         self.evaluations.append(Point(self.done, self.megabytes, loss))
         self.files.held_out_loss(self.done, loss)
-        self.bar.print(f"step {self.done}: {loss:.3f} nats per byte of held-out text")
+        self.bar.print(f"step {self.done}: {loss:.3f} nats per byte of part of the held-out text")
 
 
 def closing_table(log: Log, loss: float, bigrams: float | None, dense_bytes: int) -> Table:
@@ -133,8 +133,9 @@ def closing_table(log: Log, loss: float, bigrams: float | None, dense_bytes: int
         table.add_row("bigrams of bytes on the same text", f"{bigrams:.3f} nats per byte")
     if log.packet_bytes:
         table.add_row("sent per step and worker", f"{log.packet_bytes / 1e6:.4g} MB")
-        table.add_row("dense float32 all-reduce", f"{dense_bytes / 1e6:.4g} MB")
-        table.add_row("ratio", f"{dense_bytes / log.packet_bytes:.3g} x less")
+        if log.sent_shares:
+            table.add_row("dense float32 all-reduce", f"{dense_bytes / 1e6:.4g} MB")
+            table.add_row("ratio", f"{dense_bytes / log.packet_bytes:.3g} x less")
     if log.sent_shares:
         table.add_row("share of the momentum's energy sent", f"{np.mean(log.sent_shares):.1%}")
     table.add_row(

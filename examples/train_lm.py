@@ -160,8 +160,8 @@ def profiler(config: Config) -> Iterator[Callable[[int, demo_optax.TrainMetrics]
 
 
 def show(written: list[str]) -> None:
-    for text in written:
-        console.rule("the model writes")
+    for number, text in enumerate(written, 1):
+        console.rule(f"the model writes, {number} of {len(written)}")
         console.print(text, markup=False, highlight=False)
 
 

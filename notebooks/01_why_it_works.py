@@ -203,10 +203,13 @@ for i, (name, colour) in enumerate(COLOURS.items()):
     ax.bar(np.arange(len(kinds)) + 0.2 * i - 0.3, shares, 0.2, color=colour, label=name)
 ax.set_xticks(range(len(kinds)), kinds)
 ax.set(ylabel="energy in 32 of 4096", title="plain gradient, by matrix")
-ax.legend(frameon=False, ncols=4)
+ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
+# Identity is ahead for the embedding and the feed-forward matrices, whose rows and columns are the most
+# unequal, and not for the attention's output.
+#
 # ## What arrives
 #
 # The same block, restored from its largest coefficients. The cosine transform draws it in waves,

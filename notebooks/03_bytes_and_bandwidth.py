@@ -133,12 +133,12 @@ speedup = np.array(
     ]
 )  # fmt: skip
 figure, ax = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+ax.set(xscale="log", yscale="log", xlabel="bandwidth, bits per second", ylabel="workers")
 picture = ax.pcolormesh(bandwidths, many, np.log2(speedup), cmap="RdBu", vmin=-6, vmax=6)
 lines = ax.contour(
     bandwidths, many, speedup, levels=[0.5, 1, 2, 10, 50], colors="k", linewidths=0.7
 )
 ax.clabel(lines, fmt=lambda level: f"{level:g}×", fontsize=8)
-ax.set(xscale="log", yscale="log", xlabel="bandwidth, bits per second", ylabel="workers")
 ax.set_title("speed-up over AdamW in bfloat16, DeMo with k = 32, int4")
 figure.colorbar(picture, label="log₂ of the speed-up")
 plt.show()
@@ -146,7 +146,7 @@ plt.show()
 # %% [markdown]
 # ## Try your own
 #
-# With `ipywidgets` installed and a live kernel, move the sliders.
+# With `ipywidgets` installed and a live kernel, move the sliders and press the button.
 
 # %%
 try:
@@ -155,7 +155,7 @@ except ImportError:
     print("pip install ipywidgets, and run this cell again")
 else:
 
-    @ipywidgets.interact(
+    @ipywidgets.interact_manual(
         workers=ipywidgets.SelectionSlider(options=[2, 4, 8, 16, 64, 256, 1024], value=16),
         latency_ms=ipywidgets.FloatSlider(min=0, max=200, step=5, value=20),
         compute_seconds=ipywidgets.FloatLogSlider(min=-2, max=1.5, value=1.0),

@@ -106,6 +106,9 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
+# On the same batches more workers learn faster here: each sends its own 8 coefficients of a block, and
+# together they send more of them.
+#
 # ## Where everything lies
 #
 # Parameters are the same on every worker. The momentum has a leading axis of workers: each row is one

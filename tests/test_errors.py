@@ -221,3 +221,19 @@ def test_axis_must_be_the_meshs(axis_name):
         demo_optax.make_train_step(model.loss, DEMO, mesh, axis_name)
     with pytest.raises(ValueError, match=r"one or several of the mesh's axes \('data',\)"):
         demo_optax.init_opt_state(DEMO, model.init(), mesh, axis_name)
+
+
+def test_local_gradients_need_their_axis_bound():
+    """Without it they would be summed, and the next message would speak of something else."""
+    gradient = demo_optax.local_value_and_grad(model.loss, "workers")
+    run = workers.spread(gradient, (P(), P("data")), P(), 2, "shard_map")
+    with pytest.raises(
+        NameError, match=r"'workers', which is not bound here \(bound are \('data',"
+    ):
+        run(model.init(), model.stacked(model.batch(0, rows=16), 2))
+
+
+def test_an_optimizer_for_another_axis_than_the_meshs():
+    with pytest.raises(NameError, match=r"axis is 'data'.*bound are \('replica',\)"):
+        mesh = jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])
+        demo_optax.init_opt_state(DEMO, model.init(), mesh, "replica")

@@ -198,6 +198,7 @@ RAISED = [
     lambda: step_of(DEMO, workers.mesh_of(8))(model.init(), state_of(8), model.batch(0, rows=12)),
     lambda: step_of(DEMO, two(), microbatches=3)(model.init(), state_of(2), model.batch(0)),
     batch_of_one_process,
+    lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),
     # drift
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),

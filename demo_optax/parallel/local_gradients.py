@@ -25,6 +25,9 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
     Returns:
       A function like that of ``jax.value_and_grad``. Value and gradient differ between workers.
 
+    Raises:
+      NameError: ``axis_name`` is not bound where the function is called.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
@@ -42,6 +45,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
     @functools.wraps(fun)
     def wrapped(*args, **kwds):
+        axes.size(axis_name)  # which raises where it is not bound
         local = list(args)
         for i in differentiated:
             local[i] = axes.as_varying(local[i], axis_name)

@@ -170,6 +170,13 @@ def make_train_step(
 
     def step(params, opt_state, batch, *key):
         nonlocal packet_bytes
+        if len(key) != random_key:
+            raise TypeError(
+                f"the step takes params, opt_state, batch{', key' * random_key}, but got "
+                f"{len(key) - random_key:+d} arguments beside them. A batch is one pytree: pass "
+                "several arrays as a tuple or dict, step(params, opt_state, (x, y)), and a key "
+                "with make_train_step(random_key=True)."
+            )
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         if packet_bytes is None:
             expected = jax.eval_shape(stacked.init, params)
