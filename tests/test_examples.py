@@ -32,8 +32,11 @@ from array_record.python import array_record_module
 from config import Config
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from recipes import RECIPES
 from setup import batches_of, prepare
 from tensorboardX.proto import event_pb2
+
+import demo_optax
 
 ROOT = pathlib.Path(__file__).parents[1]
 NANO = Config(
@@ -433,6 +436,23 @@ def test_evaluation_is_the_same_however_devices_share_it():
     assert windows.shape == (3000 // 16, 17)
     expected = run.loss_fn(run.params, jnp.asarray(windows))
     assert results[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", RECIPES)
+def test_every_recipe_trains_with_sharded_parameters(optimizer):
+    run = prepare(dataclasses.replace(NANO, optimizer=optimizer, fsdp=2, warmup_steps=1))
+    sharded = dict(param_specs=run.param_specs)
+    step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=1.0, **sharded)
+    params, opt_state = (
+        run.params,
+        demo_optax.init_opt_state(run.tx, run.params, run.mesh, **sharded),
+    )
+    batch, losses = next(batches_of(run, 0)), []
+    for _ in range(4):
+        params, opt_state, metrics = jax.block_until_ready(step(params, opt_state, batch))
+        losses.append(float(metrics.loss.mean()))
+    assert losses[-1] < losses[0]
+    assert not demo_optax.check_replicas((params, opt_state), run.mesh)
 
 
 def test_layers_that_are_stacked_are_not_divided():

@@ -175,6 +175,8 @@ def _specs_of_state(over, tx, params, specs, axis_name):
             spec = of_params.get(path[start:])
             if spec is not None and len(spec) <= leaf.ndim:
                 return spec
+        if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return P()  # a counter, which all shards of a worker hold alike
         raise ValueError(
             f"the optimizer state{jax.tree_util.keystr(path)} of shape {leaf.shape} differs "
             f"between the shards of a worker, over {sorted(names - workers)}, but cannot be "
