@@ -70,7 +70,7 @@ def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
         return jax.make_jaxpr(jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()))()
 
 
-def like(x: jax.Array, reference: jax.Array) -> jax.Array:
+def varying_like(x: jax.Array, reference: jax.Array) -> jax.Array:
     """``x`` typed as varying over the axes of ``reference``, as a scan's first carry must be."""
     return as_varying(x, tuple(varying(reference)))
 

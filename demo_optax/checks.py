@@ -1,16 +1,10 @@
-"""Checks of settings; each message says what was given, what is expected and what to change."""
+"""Checks of settings. Each message says what was given, what is expected and what to change."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-if TYPE_CHECKING:
-    from demo_optax.compression.blocks import BlockGeometry
 
 
 def static_integer(name: str, value, *, at_least: int) -> None:
@@ -63,64 +57,3 @@ def one_of(name: str, value, choices) -> None:
     """Requires one of some names."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
-
-
-def floating_leaves(params) -> None:
-    """Requires real floating-point leaves."""
-    for path, leaf in jax.tree.leaves_with_path(params):
-        dtype = jnp.result_type(leaf)
-        if not hasattr(leaf, "shape") or not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"parameter{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and dtype "
-                f"{dtype}, but decoupled momentum takes arrays of real floating-point numbers "
-                "only. Leave other leaves out with optax.masked or optax.partition, or by "
-                "splitting the model "
-                "(flax.nnx.split(model, flax.nnx.Param, ...))."
-            )
-
-
-def same_structure(updates, momentum) -> None:
-    """Requires the gradient's tree to be the one that the state was made for."""
-    given: Any = jax.tree.structure(updates)
-    expected: Any = jax.tree.structure(momentum)
-    if given != expected:
-        raise ValueError(
-            f"the gradient's tree is not the one that the state was made for: {given} was given, "
-            f"the state has {expected}. Make the state anew from the parameters that are trained "
-            "now, or pass the gradient of those that it was made for."
-        )
-
-
-def same_blocks(updates, momentum, geometries: Sequence[BlockGeometry]) -> None:
-    """Requires every momentum to have the blocks that the gradient's shape and settings give."""
-    leaves = zip(
-        jax.tree.leaves_with_path(updates), jax.tree.leaves(momentum), geometries, strict=True
-    )
-    for (path, gradient), stored, geometry in leaves:
-        expected = geometry.stored_shape
-        if stored.shape == expected:
-            continue
-        name = jax.tree_util.keystr(path)
-        if stored.shape[1:] == expected:
-            raise ValueError(
-                f"the momentum of gradient{name} has shape {stored.shape}: {expected} behind an "
-                f"axis of {stored.shape[0]} workers. One worker's own momentum is expected here. "
-                "Wrap the optimizer with demo_optax.stack_workers, which takes the worker axis "
-                "off inside the step, or use demo_optax.make_train_step."
-            )
-        raise ValueError(
-            f"the state does not match: gradient{name} of shape {gradient.shape} is compressed in "
-            f"blocks {geometry.block_shape}, for which its momentum has shape {expected}, but the "
-            f"state holds {stored.shape}. The parameter's shape, chunk_size or block_rule changed "
-            "since the state was made: go back to the old ones, or make the state anew."
-        )
-
-
-def same_coordinates(given, expected) -> None:
-    """Requires the momentum to be stored as the compression reads it."""
-    if given != expected:
-        raise ValueError(
-            f"the state's momentum is stored as {given}, but the optimizer was made for "
-            f"{expected}: go back to the old settings, make the state anew, or convert it with "
-            "demo_optax.checkpoint, which carries a momentum over when it restores."
-        )

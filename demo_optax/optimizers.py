@@ -14,13 +14,14 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from optax import contrib
 
+from demo_optax import axes, state_checks
+from demo_optax._decoupled_momentum import decoupled_momentum
+from demo_optax._exchange import Mean
 from demo_optax.axes import AxisName
+from demo_optax.compression import Compression
 from demo_optax.compression.blocks import BlockRule
-from demo_optax.compression.scheme import Compression
 from demo_optax.compression.transforms import TransformName
 from demo_optax.compression.values import ValueCoding
-from demo_optax.decoupled_momentum import decoupled_momentum
-from demo_optax.exchange import Mean
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -358,8 +359,30 @@ def demo_muon(
     )
 
 
+def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+    """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
+
+    In front of any optax optimizer it gives the baseline that DeMo is compared with, on the same
+    train step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> tx = optax.chain(mean_over_workers("data"), optax.sgd(1.0))
+      >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(jnp.array([1.0, 3.0]))
+      Array([-2., -2.], dtype=float32)
+    """
+
+    def update(updates, params=None):
+        del params
+        axes.size(axis_name)
+        state_checks.require_local(updates, axis_name)
+        return updates if axis_name is None else jax.lax.pmean(updates, axis_name)
+
+    return optax.with_extra_args_support(optax.stateless(update))
+
+
 def _drive(momentum: optax.GradientTransformation, *base: optax.GradientTransformation):
-    """``optax.chain(momentum, *base)``, whose updates are zero where no worker was heard.
+    """``optax.chain(momentum, *base)``, whose updates are zero where no worker took part.
 
     The base alone would still let weights decay on a step on which every gradient was infinite
     or NaN.
@@ -368,8 +391,8 @@ def _drive(momentum: optax.GradientTransformation, *base: optax.GradientTransfor
 
     def update_fn(updates, state, params=None, **extra_args):
         updates, state = chain.update(updates, state, params, **extra_args)
-        heard = state[0].metrics.heard > 0
-        updates = jax.tree.map(lambda u: jnp.where(heard, u, jnp.zeros_like(u)), updates)
+        took_part = state[0].metrics.participants > 0
+        updates = jax.tree.map(lambda u: jnp.where(took_part, u, jnp.zeros_like(u)), updates)
         return updates, state
 
     return optax.GradientTransformationExtraArgs(chain.init, update_fn)

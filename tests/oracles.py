@@ -1,8 +1,8 @@
 """What blocks and their transforms are, written down a second time: NumPy float64 and SciPy.
 
-Shares nothing with the library. The stored layout is the documented one: the grid of blocks,
-then ``(columns, rows)``, where a block's columns are its last dimension larger than 1 and its
-rows all others, flattened.
+Shares nothing with the library. The stored layout is the documented one: the grid of blocks, then
+a block's coefficients, columns first, where its columns are its last side larger than 1. Blocks
+that end at an edge are followed by zeros.
 """
 
 import numpy as np
@@ -31,11 +31,11 @@ def block_sides(shape, chunk, rule):
 
 
 def dct(block):
-    return scipy.fft.dctn(block, norm="ortho")
+    return scipy.fft.dctn(block, norm="ortho") if block.ndim else block
 
 
 def inverse_dct(block):
-    return scipy.fft.idctn(block, norm="ortho")
+    return scipy.fft.idctn(block, norm="ortho") if block.ndim else block
 
 
 def by_matrix(basis):
@@ -57,31 +57,28 @@ def hadamard_matrix(n):
 
 
 def to_coefficients(tensor, sides, transform):
-    """The stored coefficients of a tensor, float64 ``(*grid, columns, rows)``."""
+    """The stored coefficients of a tensor, float64 ``(*grid, n)``."""
     tensor = np.asarray(tensor, np.float64)
-    if tensor.shape == ():
-        return to_coefficients(tensor.reshape(1), (1,), transform)[0]
     grid = _grid(tensor.shape, sides)
-    stored = np.zeros((*grid, *_stored_block(tensor.shape, sides)))
+    stored = np.zeros((*grid, int(np.prod(sides))))
     for where in np.ndindex(*grid):
         block = transform(tensor[_region(where, sides)])
-        full = np.zeros(sides)
-        full[tuple(slice(n) for n in block.shape)] = block
-        stored[where] = np.moveaxis(full, _last(tensor.shape), 0).reshape(stored.shape[-2:])
+        block = np.moveaxis(block, _last(block.shape), 0) if block.ndim else block
+        stored[where][: block.size] = block.reshape(-1)
     return stored
 
 
 def to_tensor(stored, shape, sides, inverse):
     """The tensor of stored coefficients, float64; what is stored beyond an edge is not read."""
-    if shape == ():
-        return to_tensor(stored[None], (1,), (1,), inverse).reshape(())
-    tensor, last = np.zeros(shape), _last(shape)
-    columns_first = (sides[last], *sides[:last], *sides[last + 1 :])
+    tensor = np.zeros(shape)
     for where in np.ndindex(*_grid(shape, sides)):
-        real = tensor[_region(where, sides)].shape
-        full = np.asarray(stored[where], np.float64).reshape(columns_first)
-        full = np.moveaxis(full, 0, last)
-        tensor[_region(where, sides)] = inverse(full[tuple(slice(n) for n in real)])
+        own = tensor[_region(where, sides)].shape
+        block = np.asarray(stored[where], np.float64)[: int(np.prod(own))]
+        if own:
+            last = _last(own)
+            block = block.reshape(own[last], *own[:last], *own[last + 1 :])
+            block = np.moveaxis(block, 0, last)
+        tensor[_region(where, sides)] = inverse(block.reshape(own))
     return tensor
 
 
@@ -101,8 +98,3 @@ def _region(where, sides):
 def _last(shape):
     """The last dimension larger than 1."""
     return max((axis for axis, dim in enumerate(shape) if dim > 1), default=0)
-
-
-def _stored_block(shape, sides):
-    columns = sides[_last(shape)]
-    return columns, int(np.prod(sides)) // columns

@@ -77,7 +77,7 @@ def state_of_another_number_inside():
 
 def same_gradients():
     metrics = demo_optax.exchange_metrics(ALONE.init(jnp.ones(3)))
-    demo_optax.check_metrics(metrics._replace(identical=jnp.array(True), heard=jnp.array(8)))
+    demo_optax.check_metrics(metrics._replace(identical=jnp.array(True), participants=jnp.array(8)))
 
 
 def batch_of_one_process():

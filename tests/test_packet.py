@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import demo_optax
-from demo_optax import Compression, exchange
+from demo_optax import Compression, _exchange
 from demo_optax.accounting import collectives
+from demo_optax.compression import compress, make_plan
 from demo_optax.compression import packet as packets
-from demo_optax.compression import scheme
 from demo_optax.compression.values import VALUE_CODINGS
 from tests import model, oracles, workers
 
@@ -63,7 +63,7 @@ def test_momentum_loses_exactly_what_the_others_decode(compression, factor):
     for step in range(3):
         gradient = gradients(step)
         updates, new = update(gradient, state, PARAMS)
-        assert new.metrics.heard == WORKERS
+        assert new.metrics.participants == WORKERS
         for n, shape in SHAPES.items():
             old = in_parameter_space(state.momentum[n], shape, compression)
             left = in_parameter_space(new.momentum[n], shape, compression)
@@ -80,7 +80,7 @@ def corrupted(change):
         gathered = original(packet, axis_name)
         return gathered.at[2].set(change(gathered[2]))
 
-    original = exchange.gather
+    original = _exchange.gather
     return gather
 
 
@@ -88,31 +88,29 @@ def resealed(change):
     """A change behind which the checksum is right again: a sender that is wrong itself."""
 
     def forge(words):
-        header, body, _ = packets.unseal(words)
-        header, body = change(header, body)
-        return packets.seal(header, body, jnp.array(True))
+        numbers, body, _ = packets.unseal(words)
+        return packets.seal(*change(numbers, body), jnp.array(True))
 
     return forge
 
 
 SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
-ARRANGED = scheme.arrange(Compression(topk=5, chunk_size=16, values="int4"), SORTED_SHAPES)
-LAYOUT = ARRANGED.layout
+LAYOUT = make_plan(Compression(topk=5, chunk_size=16, values="int4"), SORTED_SHAPES).layout
 BY_COEFFICIENT = Compression(topk=5, chunk_size=16, indices="packed", values="float32")
 
 
-def first_of(group_size, section):
-    """The first word behind the header of a section of the group of blocks of this size."""
+def first_of(block_size, part):
+    """The first word of a body that holds a part of the section of blocks of this size."""
     start = 0
-    for group in scheme.arrange(BY_COEFFICIENT, SORTED_SHAPES).layout.groups:
-        if group.block_size == group_size:
-            return start + sum(group.sections[:section])
-        start += sum(group.sections)
+    for section in make_plan(BY_COEFFICIENT, SORTED_SHAPES).layout.sections:
+        if section.block_size == block_size:
+            return start + sum(section.parts[:part])
+        start += sum(section.parts)
     raise AssertionError
 
 
 def put(word, value):
-    return lambda header, body: (header, body.at[word].set(jnp.uint32(value)))
+    return lambda numbers, body: (numbers, body.at[word].set(jnp.uint32(value)))
 
 
 FORGERIES = {
@@ -121,15 +119,15 @@ FORGERIES = {
     "only ones": lambda words: jnp.full_like(words, 0xFFFFFFFF),
     "an infinite value": resealed(put(first_of(256, 2), 0x7F800000)),
     "a value that is NaN": resealed(put(first_of(256, 2), 0x7FC00001)),
-    "one position twice": resealed(lambda h, b: (h, b.at[first_of(256, 0)].set(0))),
-    "an energy that is NaN": resealed(lambda h, b: (h._replace(sent=jnp.float32(np.nan)), b)),
+    "one position twice": resealed(put(first_of(256, 0), 0)),
+    "an energy that is NaN": resealed(lambda numbers, body: (numbers.at[2].set(np.nan), body)),
 }
 
 
 @pytest.mark.parametrize("mode", ["vmap", "shard_map"])
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery, mode, monkeypatch):
-    monkeypatch.setattr(exchange, "gather", corrupted(FORGERIES[forgery]))
+    monkeypatch.setattr(_exchange, "gather", corrupted(FORGERIES[forgery]))
     tx = momentum_tx(BY_COEFFICIENT)
     state, gradient = workers.init(tx, PARAMS, WORKERS), gradients(0)
     updates, new = workers.update_of(tx, PARAMS, WORKERS, mode)(gradient, state, PARAMS)
@@ -141,7 +139,7 @@ def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery,
     }
     expected, without = workers.update_of(tx, PARAMS, WORKERS, mode)(silent, state, PARAMS)
 
-    assert new.metrics.heard == without.metrics.heard == WORKERS - 1
+    assert new.metrics.participants == without.metrics.participants == WORKERS - 1
     for n, shape in SHAPES.items():
         np.testing.assert_array_equal(updates[n], expected[n])
         kept = in_parameter_space(new.momentum[n], shape, BY_COEFFICIENT)
@@ -152,19 +150,13 @@ def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery,
 
 @pytest.mark.parametrize("compression", CODINGS, ids=name)
 def test_any_bit_that_flips_on_the_way_is_noticed(compression):
-    arrangement = scheme.arrange(compression, SORTED_SHAPES)
-    known = scheme.known_positions(compression, arrangement, jnp.int32(0))
+    plan = make_plan(compression, SORTED_SHAPES)
     rng = np.random.default_rng(0)
-    momenta = [
-        jnp.asarray(rng.normal(size=g.stored_shape), jnp.float32) for g in arrangement.geometries
-    ]
-    body = packets.encode(
-        arrangement.layout,
-        scheme.select(arrangement, momenta, known),
-        [None] * len(arrangement.layout.groups),
-    )
-    words = packets.seal(packets.Header(*jnp.ones(4)), body, jnp.array(True))
-    assert words.shape == (arrangement.layout.words,)
+    sizes = [(section.blocks, section.block_size) for section in plan.layout.sections]
+    momenta = [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
+    body = compress(plan, momenta, jnp.int32(0), jnp.int32(0)).body
+    words = packets.seal(jnp.ones(packets.NUMBERS), body, jnp.array(True))
+    assert words.shape == (plan.layout.words,)
 
     @jax.jit
     @jax.vmap
@@ -182,12 +174,12 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
 def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(words):
     """With a checksum that is right: every position that is accepted lies in its block."""
     _, body, _ = packets.unseal(jnp.asarray(np.frombuffer(words, np.uint32)))
-    known = scheme.known_positions(Compression(), ARRANGED, jnp.int32(0))
-    message, sound = packets.decode(LAYOUT, body, known)
-    if sound:
-        for group, indices, values in zip(LAYOUT.groups, *message, strict=True):
-            assert (np.diff(indices, axis=1) > 0).all()
-            assert int(indices.min()) >= 0 and int(indices.max()) < group.block_size
+    everything = [jnp.arange(s.k)[None].repeat(s.blocks, 0) for s in LAYOUT.sections]
+    message, valid = packets.decode(LAYOUT, body, everything)
+    if valid:
+        for section, positions, values in zip(LAYOUT.sections, *message, strict=True):
+            assert (np.diff(positions, axis=1) > 0).all()
+            assert int(positions.min()) >= 0 and int(positions.max()) < section.block_size
             assert np.isfinite(values).all()
 
 
@@ -232,8 +224,10 @@ def test_shared_positions_take_no_room_and_visit_everything(selection):
     compression = Compression(topk=5, chunk_size=8, selection=selection)
     tx = demo_optax.decoupled_momentum(0.999999, compression, axis_name="data", gradient_weight=1.0)
     params = {"w": np.zeros((8, 8), np.float32)}
-    with_positions = demo_optax.packet_bytes(Compression(topk=5, chunk_size=8), params)
-    assert demo_optax.packet_bytes(compression, params) == 4 * 5 + 4 * 5 < with_positions
+    (known,) = make_plan(compression, ((8, 8),)).layout.sections
+    (sent,) = make_plan(Compression(topk=5, chunk_size=8), ((8, 8),)).layout.sections
+    assert known.parts == (0, 0, 5)
+    assert sent.parts == (2, 0, 5)
 
     rng = np.random.default_rng(0)
     gradient = {"w": rng.normal(size=(WORKERS, 8, 8)).astype(np.float32)}

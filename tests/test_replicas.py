@@ -38,7 +38,7 @@ def test_replicas_are_bit_identical_after_200_steps(name, check_vma):
         assert len(set(copies(leaf))) == model.WORKERS
     for leaf in jax.tree.leaves(state[1:]):
         assert len(set(copies(leaf))) == 1
-    assert metrics.exchange.heard == model.WORKERS
+    assert metrics.exchange.participants == model.WORKERS
     assert model.loss(jax.device_get(params), model.batch(1000)) < 0.5 * before
 
 

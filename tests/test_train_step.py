@@ -52,7 +52,7 @@ def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
             total += energies.sum()
             sent += energies[:, -4:].sum()
             kept += energies[:, :-4].sum() + (1 - alpha) ** 2 * energies[:, -4:].sum()
-    assert metrics.exchange.heard == model.WORKERS
+    assert metrics.exchange.participants == model.WORKERS
     assert not metrics.exchange.identical
     np.testing.assert_allclose(metrics.exchange.sent_share, sent / total, rtol=1e-4)
     expected = np.sqrt(kept / model.WORKERS)

@@ -30,7 +30,7 @@ def test_empty_leaves_pass_through(shape):
     assert updates["empty"].shape == shape
     assert state.momentum["empty"].size == 0
     np.testing.assert_array_equal(updates["w"], alone())
-    assert state.metrics.heard == 1
+    assert state.metrics.participants == 1
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=["None", "MaskedNode"])
@@ -46,7 +46,7 @@ def test_missing_leaves_pass_through(nothing):
 def test_a_tree_without_numbers_is_no_error(params):
     updates, state = step(params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
-    assert state.metrics.heard == 1
+    assert state.metrics.participants == 1
     assert state.metrics.sent_share == 0
 
 

@@ -38,7 +38,7 @@ def roundtrip(values, coding, key=None):
     decoded, sound = codings.decode(fields, coding)
     assert sound
     assert int(fields.values.max()) < 2 ** codings.value_bits(coding)
-    assert int(np.array(fields.steps).max(initial=0)) < 2**10
+    assert int(np.array(fields.scales).max(initial=0)) < 2**10
     return np.array(decoded), fields
 
 
@@ -53,17 +53,17 @@ def test_plain_codings_are_those_of_ml_dtypes(values):
 @pytest.mark.parametrize("coding", QUANTISED)
 @settings(deadline=None, max_examples=30)
 @given(values=blocks)
-def test_quantised_values_are_the_nearest_level_times_a_coarse_step(coding, values):
+def test_quantised_values_are_the_nearest_level_times_a_coarse_scale(coding, values):
     decoded, fields = roundtrip(values, coding)
-    for row, out, field in zip(values, decoded, np.array(fields.steps), strict=True):
-        step = np.uint32(field << 21).view(np.float32).astype(float)
-        levels = LEVELS[coding] * step
-        assert set(out.astype(float)) <= set(levels)  # exact: no rounding of level times step
+    for row, out, field in zip(values, decoded, np.array(fields.scales), strict=True):
+        scale = np.uint32(field << 21).view(np.float32).astype(float)
+        levels = LEVELS[coding] * scale
+        assert set(out.astype(float)) <= set(levels)  # exact: no rounding of level times scale
         error = np.abs(out - row.astype(float))
         best = np.abs(levels[:, None] - row.astype(float)).min(axis=0)
-        assert (error <= best * (1 + 1e-5) + 1e-6 * step).all()
+        assert (error <= best * (1 + 1e-5) + 1e-6 * scale).all()
         largest = np.abs(row).max()
-        if coding in ("int8", "int4", "float8") and step > 0:
+        if coding in ("int8", "int4", "float8") and scale > 0:
             assert largest <= levels.max() <= 1.26 * largest  # nothing is clipped, little wasted
 
 
@@ -96,10 +96,10 @@ def test_stochastic_rounding_is_reproducible_and_right_on_average(coding):
 
 
 @pytest.mark.parametrize("coding", QUANTISED)
-def test_steps_and_levels_that_do_not_exist_are_found(coding):
+def test_scales_and_levels_that_do_not_exist_are_found(coding):
     fields = codings.encode(jnp.ones((3, 5)), coding)
     assert codings.decode(fields, coding)[1]
-    infinite = fields._replace(steps=fields.steps.at[1].set(255 << 2))
+    infinite = fields._replace(scales=fields.scales.at[1].set(255 << 2))
     assert not codings.decode(infinite, coding)[1]
     if len(LEVELS[coding]) < 2 ** codings.value_bits(coding):
         unknown = fields._replace(values=fields.values.at[2, 4].set(len(LEVELS[coding])))
@@ -113,7 +113,7 @@ def test_values_that_are_not_finite_are_found(coding, bad):
     assert not codings.decode(fields, coding)[1]
 
 
-def test_zeros_and_numbers_too_small_for_a_step_are_sent_as_zeros():
+def test_zeros_and_numbers_too_small_for_a_scale_are_sent_as_zeros():
     for coding in QUANTISED:
         decoded, _ = roundtrip(np.array([[0.0, 0.0], [1e-39, 0.0]], np.float32), coding)
         np.testing.assert_array_equal(decoded, 0.0)

@@ -2,8 +2,8 @@
 
 from demo_optax.accounting.links import StepTime as StepTime
 from demo_optax.accounting.links import plan as plan
-from demo_optax.accounting.programs import Collective as Collective
-from demo_optax.accounting.programs import collectives as collectives
+from demo_optax.accounting.hlo import Collective as Collective
+from demo_optax.accounting.hlo import collectives as collectives
 from demo_optax.accounting.traffic import IndexCost as IndexCost
 from demo_optax.accounting.traffic import dense_bytes as dense_bytes
 from demo_optax.accounting.traffic import index_cost as index_cost

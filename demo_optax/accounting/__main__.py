@@ -12,8 +12,8 @@ import jax
 
 from demo_optax.accounting import dense_bytes, index_cost, packet_bytes, plan, reference_bytes
 from demo_optax.accounting.models import PRESETS, checkpoint_shapes, preset_shapes
+from demo_optax.compression import Compression
 from demo_optax.compression.blocks import BLOCK_RULES
-from demo_optax.compression.scheme import Compression
 from demo_optax.compression.values import VALUE_CODINGS
 
 TOPKS = (1, 2, 4, 8, 16, 32, 64)

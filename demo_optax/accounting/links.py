@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from demo_optax.accounting.traffic import dense_bytes, packet_bytes
-from demo_optax.compression.scheme import Compression
+from demo_optax.compression import Compression
 
 
 class StepTime(NamedTuple):

@@ -10,9 +10,8 @@ from jax.extend import core
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
-from demo_optax.compression import indices, scheme
+from demo_optax.compression import Compression, indices, make_plan
 from demo_optax.compression.blocks import block_geometry
-from demo_optax.compression.scheme import Compression
 
 
 def packet_bytes(
@@ -42,7 +41,7 @@ def packet_bytes(
     """
     if isinstance(tx_or_compression, Compression):
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(params))
-        return 4 * scheme.arrange(tx_or_compression, shapes).layout.words
+        return 4 * make_plan(tx_or_compression, shapes).layout.words
     tx = optax.with_extra_args_support(tx_or_compression)
 
     def update():

@@ -1,5 +1,7 @@
 """From a momentum to the few bytes that are sent of it, and back."""
 
-from demo_optax.compression.blocks import BlockGeometry as BlockGeometry
-from demo_optax.compression.blocks import block_geometry as block_geometry
-from demo_optax.compression.scheme import Compression as Compression
+from demo_optax.compression.compress import Compressed as Compressed
+from demo_optax.compression.compress import compress as compress
+from demo_optax.compression.plan import Plan as Plan
+from demo_optax.compression.plan import make_plan as make_plan
+from demo_optax.compression.settings import Compression as Compression

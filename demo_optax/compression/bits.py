@@ -1,4 +1,4 @@
-"""Fields of any number of bits, packed into 32-bit words without gaps."""
+"""Bits: fields of any width packed into 32-bit words, arrays as words, and a checksum."""
 
 import math
 
@@ -81,3 +81,31 @@ def checksum(words: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+
+
+def to_words(x: jax.Array) -> jax.Array:
+    """The bits of an array, uint32: a word an element, or several along one more axis."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([to_words(x.real), to_words(x.imag)])
+    if x.dtype == bool:
+        return x.astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).astype(jnp.uint32)
+
+
+def from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    """What `to_words` made of an array of the kind of ``like``, taken back."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        return jax.lax.complex(*(from_words(part, like.real) for part in words))
+    if like.dtype == bool:
+        return words.astype(bool)
+    return jax.lax.bitcast_convert_type(words.astype(_unsigned(like.dtype)), like.dtype)
+
+
+def _unsigned(dtype) -> str:
+    """The unsigned integers of a dtype's width, at most 32 bits."""
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return f"uint{min(info(dtype).bits, 32)}"

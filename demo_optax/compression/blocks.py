@@ -5,22 +5,63 @@ coefficients of a block mean about the same share of every large tensor:
 
 * The last two dimensions larger than 1 get sides of ``chunk_size`` (or the dimension, where
   that is smaller). A matrix is cut into ``64 x 64`` blocks, a vector into runs of 64.
-* Where those two leave room, the dimensions in front join the block's rows, each with the largest
+* Where those two leave room, the dimensions in front join the block, each with the largest
   of its divisors that still fits, up to ``4 * chunk_size`` rows: a convolution kernel
   ``(3, 3, 3, 64)`` is one block of 1728 elements, and an attention kernel ``(768, 12, 64)`` has
   blocks of ``(4, 12, 64)``. Layers stacked by a scan, ``(layers, 512, 512)``, are compressed
   layer by layer.
 
-A dimension that its side does not divide ends in a smaller block (``block_rule="pad"``). That
-block is *stored* at full size, and what lies beyond its edge is zero for ever.
+A dimension that its side does not divide ends in smaller blocks (``block_rule="pad"``): pieces of
+the tensor of their own, with a transform and a number of coefficients of their own. Only where a
+momentum is stored are they padded with zeros to the size of the others.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Literal, get_args
 
 BlockRule = Literal["pad", "divisor"]
 BLOCK_RULES = get_args(BlockRule)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Blocks of one tensor that are equal: all but those at its edges, or those at one edge.
+
+    Attributes:
+      first: where the first of them lies in the tensor's grid.
+      grid: blocks along each dimension.
+      sides: elements per side of each of them.
+    """
+
+    first: tuple[int, ...]
+    grid: tuple[int, ...]
+    sides: tuple[int, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Sides larger than 1, at least one."""
+        return tuple(side for side in self.sides if side > 1) or (1,)
+
+    @property
+    def block_size(self) -> int:
+        return math.prod(self.sides)
+
+    @property
+    def in_grid(self) -> tuple[slice, ...]:
+        """Where its blocks are stored in the grid."""
+        return tuple(slice(a, a + n) for a, n in zip(self.first, self.grid, strict=True))
+
+    def in_tensor(self, sides: tuple[int, ...]) -> tuple[slice, ...]:
+        """Where its elements lie in a tensor whose other blocks have these sides."""
+        starts = [a * side for a, side in zip(self.first, sides, strict=True)]
+        sizes = [n * side for n, side in zip(self.grid, self.sides, strict=True)]
+        return tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,34 +86,32 @@ class BlockGeometry:
         return math.prod(self.grid)
 
     @property
-    def core(self) -> tuple[tuple[int, int], ...]:
-        """``(dimension, side)`` of the dimensions larger than 1; those of size 1 hold no block."""
-        dims = zip(self.shape, self.sides, strict=True)
-        return tuple((dim, side) for dim, side in dims if dim != 1) or ((1, 1),)
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """``(columns, rows)`` of a stored block: the last core dimension, and all the others."""
-        *rows, (_, columns) = self.core
-        return columns, math.prod(side for _, side in rows)
-
-    @property
     def block_size(self) -> int:
-        """Coefficients of a stored block."""
-        return math.prod(self.block_shape)
+        """Elements of the largest block."""
+        return math.prod(self.sides)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the coefficients: the grid, then ``(columns, rows)`` of a block.
+        """Shape of the coefficients: the grid, then those of a block.
 
         The first ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
         """
-        return (*self.grid, *self.block_shape)
+        return (*self.grid, self.block_size)
 
     @property
-    def ragged(self) -> bool:
-        """Whether some blocks end before their stored size does."""
-        return any(dim % side for dim, side in self.core)
+    def segments(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """For each dimension ``(first block, blocks, side)`` of its whole blocks and of its end."""
+        dims = zip(self.shape, self.sides, strict=True)
+        both = [((0, n // side, side), (n // side, 1, n % side)) for n, side in dims]
+        return tuple(tuple(s for s in pair if s[1] * s[2]) for pair in both)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Equal blocks together, in the order of the grid; none where the tensor is empty."""
+        columns = (zip(*segments, strict=True) for segments in itertools.product(*self.segments))
+        if not self.shape:
+            return (Piece((), (), ()),)
+        return tuple(Piece(*map(tuple, column)) for column in columns)
 
 
 def block_geometry(

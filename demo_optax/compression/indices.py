@@ -10,7 +10,8 @@ bitmap     ``n``                                           about a quarter of ``
 ========== =============================================== ================================
 
 Elias-Fano sends the low ``l`` bits of each position as they are, and the high parts, which
-ascend slowly, in unary: a bitmap in which the i-th position sets bit ``high + i``.
+ascend slowly, in unary: a bitmap in which the i-th position sets bit ``high + i``. A block's bitmap
+travels as whole words, and what is left of it as one shorter field.
 """
 
 import math
@@ -27,8 +28,8 @@ INDEX_CODINGS = get_args(IndexCoding)
 
 def index_bits(n: int, k: int, coding: IndexCoding) -> int:
     """Bits for the positions of one block."""
-    low, high = _fields(n, k, coding)
-    return k * low + high
+    low, bitmap = _fields(n, k, coding)
+    return k * low + bitmap
 
 
 def cheapest(n: int, k: int) -> IndexCoding:
@@ -48,40 +49,38 @@ def entropy_bits(n: int, k: int) -> float:
 
 def index_words(blocks: int, n: int, k: int, coding: IndexCoding) -> int:
     """Words for the positions of some blocks."""
-    low, high = _fields(n, k, coding)
-    return words_of(blocks * k, low) + words_of(blocks * high, 1)
+    low, bitmap = _fields(n, k, coding)
+    return words_of(blocks * k, low) + blocks * (bitmap // 32) + words_of(blocks, bitmap % 32)
 
 
 def encode(indices: jax.Array, n: int, coding: IndexCoding) -> jax.Array:
     """Packs int32 ``(blocks, k)``, ascending in each block, into ``index_words`` words."""
-    blocks, k = indices.shape
-    low_bits, high_size = _fields(n, k, coding)
+    _, k = indices.shape
+    low_bits, size = _fields(n, k, coding)
     low = indices.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
-    words = [pack_bits(low, low_bits)]
-    if high_size:
-        ones = (indices >> low_bits) + _shift(k, coding)
-        rows = jnp.arange(blocks)[:, None]
-        bitmap = jnp.zeros((blocks, high_size), jnp.uint32)
-        words.append(pack_bits(bitmap.at[rows, ones].set(1, unique_indices=True), 1))
-    return jnp.concatenate(words)
+    bitmap = _bitmap((indices >> low_bits) + _shift(k, coding), size)
+    whole, rest = bitmap[:, : size // 32], bitmap[:, size // 32 :]
+    return jnp.concatenate([pack_bits(low, low_bits), whole.reshape(-1), pack_bits(rest, size % 32)])
 
 
 def decode(
     words: jax.Array, blocks: int, n: int, k: int, coding: IndexCoding
 ) -> tuple[jax.Array, jax.Array]:
-    """The inverse of `encode`, for words that anyone may have written.
+    """Decodes untrusted words.
 
     Returns:
       int32 ``(blocks, k)`` and a bool scalar: whether they ascend in each block and lie in it.
     """
-    low_bits, high_size = _fields(n, k, coding)
-    split = words_of(blocks * k, low_bits)
-    indices = unpack_bits(words[:split], low_bits, blocks * k).reshape(blocks, k)
-    indices = indices.astype(jnp.int32)
+    low_bits, size = _fields(n, k, coding)
+    for_low = words_of(blocks * k, low_bits)
+    low, whole, rest = jnp.split(words, [for_low, for_low + blocks * (size // 32)])
+    indices = unpack_bits(low, low_bits, blocks * k).reshape(blocks, k).astype(jnp.int32)
     complete = jnp.array(True)
-    if high_size:
-        bitmap = unpack_bits(words[split:], 1, blocks * high_size).reshape(blocks, high_size)
-        ones, complete = _positions_of_ones(bitmap.astype(jnp.int32), k)
+    if size:
+        bitmap = [whole.reshape(blocks, size // 32)]
+        if size % 32:
+            bitmap.append(unpack_bits(rest, size % 32, blocks)[:, None])
+        ones, complete = _positions_of_ones(jnp.concatenate(bitmap, axis=1), k)
         indices |= (ones - _shift(k, coding)) << low_bits
     ascending = jnp.all(indices[:, 1:] > indices[:, :-1])
     inside = jnp.all((indices >= 0) & (indices < n))
@@ -104,12 +103,30 @@ def _shift(k: int, coding: IndexCoding) -> jax.Array:
     return steps if coding == "elias-fano" else jnp.zeros_like(steps)
 
 
+def _bitmap(ones: jax.Array, size: int) -> jax.Array:
+    """Words ``(blocks, ceil(size / 32))`` in which these bits ``(blocks, k)`` are set."""
+    words = jnp.arange(-(-size // 32))[None, None]
+    bits = jnp.uint32(1) << (ones % 32).astype(jnp.uint32)
+    own = ones[:, :, None] // 32 == words
+    return jnp.sum(jnp.where(own, bits[:, :, None], jnp.uint32(0)), 1, jnp.uint32)
+
+
 def _positions_of_ones(bitmap: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Where each row of ``(blocks, size)`` has its ``k`` ones, and whether all rows have ``k``."""
-    blocks, size = bitmap.shape
-    rank = jnp.cumsum(bitmap, axis=1) - 1
-    slot = jnp.where(bitmap == 1, rank, k)  # a slot of k or more is dropped
-    rows = jnp.arange(blocks)[:, None]
-    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), bitmap.shape)
-    found = jnp.zeros((blocks, k), jnp.int32).at[rows, slot].set(positions, mode="drop")
-    return found, jnp.all(rank[:, -1] == k - 1)
+    """Where the words of each block have their ``k`` ones, and whether all blocks have ``k``."""
+    words = jnp.arange(bitmap.shape[1])[None, None]
+    counts = jax.lax.population_count(bitmap).astype(jnp.int32)
+    through = jnp.cumsum(counts, axis=1)
+    rank = jnp.arange(k, dtype=jnp.int32)[None]
+    word = jnp.sum(through[:, None] <= rank[:, :, None], 2, jnp.int32)
+    own = word[:, :, None] == words
+    rank -= jnp.sum(jnp.where(own, (through - counts)[:, None], 0), 2, jnp.int32)
+    bits = jnp.sum(jnp.where(own, bitmap[:, None], jnp.uint32(0)), 2, jnp.uint32)
+    place = jnp.zeros_like(rank)
+    for width in (16, 8, 4, 2, 1):
+        below = bits & jnp.uint32((1 << width) - 1)
+        inside = jax.lax.population_count(below).astype(jnp.int32)
+        above = rank >= inside
+        bits = jnp.where(above, bits >> width, below)
+        rank -= jnp.where(above, inside, 0)
+        place += jnp.where(above, width, 0)
+    return 32 * word + place, jnp.all(through[:, -1] == k)

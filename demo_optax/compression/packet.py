@@ -1,10 +1,11 @@
 """The bytes of one step: what a worker sends, as one array of 32-bit words.
 
-    | header | group 0: indices, step sizes, values | group 1: indices, step sizes, values | ...
+    | checksum | numbers | section 0: indices, scales, values | section 1: ... | zeros |
 
-A group holds the blocks of equal size of all tensors, in the order of the tensors. Its sections
-are fields of a fixed number of bits, packed without gaps; each section starts at a whole word.
-The layout follows from shapes and settings alone.
+A section holds the blocks of one shape of all tensors, in the order of the plan: fields of a fixed
+number of bits, packed without gaps, each kind from a whole word on. The layout follows from shapes
+and settings alone. The length is a multiple of 128 words, without which a TPU would make an
+all-reduce of the all-gather.
 """
 
 import dataclasses
@@ -20,12 +21,14 @@ from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_
 from demo_optax.compression.indices import IndexCoding
 from demo_optax.compression.values import Fields, ValueCoding
 
+NUMBERS = 4  # float32, what `demo_optax.metrics` reports
+MULTIPLE = 128
+_BODY = 1 + NUMBERS
 _SEAL = 0x44654D6F  # "DeMo"
-_HEADER_WORDS = 5  # validity, then the four numbers of a Header
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Section:
     """Blocks of one size: ``k`` of ``block_size`` coefficients are sent of each of ``blocks``.
 
     Attributes:
@@ -43,136 +46,111 @@ class Group:
     values: ValueCoding
 
     @property
-    def sections(self) -> tuple[int, int, int]:
-        """Words of indices, step sizes and values."""
+    def parts(self) -> tuple[int, int, int]:
+        """Words of indices, scales and values."""
         indices = 0
         if self.indices is not None:
             indices = index_codings.index_words(self.blocks, self.block_size, self.k, self.indices)
-        steps = words_of(self.blocks, value_codings.step_bits(self.values))
-        return indices, steps, words_of(self.blocks * self.k, value_codings.value_bits(self.values))
+        scales = words_of(self.blocks, value_codings.scale_bits(self.values))
+        values = words_of(self.blocks * self.k, value_codings.value_bits(self.values))
+        return indices, scales, values
 
 
 @dataclasses.dataclass(frozen=True)
-class PacketLayout:
+class Layout:
     """Where everything lies in a packet."""
 
-    groups: tuple[Group, ...]
+    sections: tuple[Section, ...]
 
     @property
     def words(self) -> int:
         """Length of a packet in 32-bit words."""
-        return _HEADER_WORDS + sum(sum(group.sections) for group in self.groups)
-
-
-class Header(NamedTuple):
-    """What a worker says about its message.
-
-    Attributes:
-      fingerprint: float32, a number that tells different local gradients apart.
-      momentum: float32, energy (sum of squares) of the momentum before anything was taken out.
-      sent: float32, the part of it that the others get: what was selected, less rounding errors.
-      residual: float32, energy of the momentum afterwards.
-    """
-
-    fingerprint: jax.Array
-    momentum: jax.Array
-    sent: jax.Array
-    residual: jax.Array
+        used = _BODY + sum(sum(section.parts) for section in self.sections)
+        return used + -used % MULTIPLE
 
 
 class Message(NamedTuple):
-    """Coefficients of all groups.
+    """Coefficients of all sections.
 
     Attributes:
-      indices: for each group int32 ``(blocks, k)``, positions in the block, unique in each.
-      values: for each group floats ``(blocks, k)``, float32 where they were decoded.
+      positions: for each section int32 ``(blocks, k)``, in the block, unique in each.
+      values: for each section float32 ``(blocks, k)``.
     """
 
-    indices: tuple[jax.Array, ...]
+    positions: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
 
-def encode(
-    layout: PacketLayout,
-    message: Message,
-    real: Sequence[jax.Array | None],
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """The words behind the header, uint32.
+def encode(layout: Layout, message: Message, key: jax.Array | None = None) -> jax.Array:
+    """Encodes a message as the packet's body, uint32.
 
     Args:
       layout: of the packet.
       message: what to send.
-      real: for each group which of its places are not padding, or None where all are real.
       key: for stochastic rounding; None rounds to the nearest.
     """
-    sections = [jnp.zeros(0, jnp.uint32)]
-    groups = zip(layout.groups, *message, real, strict=True)
-    for number, (group, indices, values, mask) in enumerate(groups):
+    words = []
+    for number, (section, positions, values) in enumerate(
+        zip(layout.sections, *message, strict=True)
+    ):
         own_key = None if key is None else jax.random.fold_in(key, number)
-        if group.indices is not None:
-            sections.append(index_codings.encode(indices, group.block_size, group.indices))
-        fields = value_codings.encode(values, group.values, own_key, mask)
-        sections.append(pack_bits(fields.steps, value_codings.step_bits(group.values)))
-        sections.append(pack_bits(fields.values, value_codings.value_bits(group.values)))
-    return jnp.concatenate(sections)
+        if section.indices is not None:
+            words.append(index_codings.encode(positions, section.block_size, section.indices))
+        fields = value_codings.encode(values, section.values, own_key)
+        words.append(pack_bits(fields.scales, value_codings.scale_bits(section.values)))
+        words.append(pack_bits(fields.values, value_codings.value_bits(section.values)))
+    used = sum(len(x) for x in words)
+    return jnp.concatenate([*words, jnp.zeros(layout.words - _BODY - used, jnp.uint32)])
 
 
 def decode(
-    layout: PacketLayout, body: jax.Array, known: tuple[jax.Array | None, ...]
+    layout: Layout, body: jax.Array, known: Sequence[jax.Array]
 ) -> tuple[Message, jax.Array]:
-    """What words behind a header say, whoever wrote them.
+    """Decodes an untrusted body.
 
     Args:
       layout: of the packet.
-      body: uint32, the words behind the header.
-      known: for each group the positions that every worker knows, or None where they travel.
+      body: uint32, as from `encode`.
+      known: for each section positions ``(blocks, k)``; taken where they do not travel.
 
     Returns:
       The message, and a bool scalar: whether every position ascends within its block and every
       value is finite. Where not, positions may lie anywhere.
     """
-    all_indices, all_values, sound = [], [], jnp.array(True)
-    for group, indices in zip(layout.groups, known, strict=True):
-        for_indices, for_steps, for_values = group.sections
-        index_words, step_words, value_words, body = jnp.split(
-            body, [for_indices, for_indices + for_steps, for_indices + for_steps + for_values]
+    all_positions, all_values, valid = [], [], jnp.array(True)
+    for section, positions in zip(layout.sections, known, strict=True):
+        blocks, k, coding = section.blocks, section.k, section.values
+        for_indices, for_scales, for_values = section.parts
+        index_words, scale_words, value_words, body = jnp.split(
+            body, [for_indices, for_indices + for_scales, for_indices + for_scales + for_values]
         )
-        if indices is None:
-            assert group.indices is not None
-            indices, fine = index_codings.decode(
-                index_words, group.blocks, group.block_size, group.k, group.indices
+        if section.indices is not None:
+            positions, ascending = index_codings.decode(
+                index_words, blocks, section.block_size, k, section.indices
             )
-            sound &= fine
-        fields = Fields(
-            unpack_bits(step_words, value_codings.step_bits(group.values), group.blocks),
-            unpack_bits(
-                value_words, value_codings.value_bits(group.values), group.blocks * group.k
-            ).reshape(group.blocks, group.k),
-        )
-        values, fine = value_codings.decode(fields, group.values)
-        all_indices.append(indices)
+            valid &= ascending
+        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)
+        fields = unpack_bits(value_words, value_codings.value_bits(coding), blocks * k)
+        values, finite = value_codings.decode(Fields(scales, fields.reshape(blocks, k)), coding)
+        valid &= finite
+        all_positions.append(positions)
         all_values.append(values)
-        sound &= fine
-    return Message(tuple(all_indices), tuple(all_values)), sound
+    return Message(tuple(all_positions), tuple(all_values)), valid
 
 
-def seal(header: Header, body: jax.Array, count: jax.Array) -> jax.Array:
-    """The whole packet, uint32 ``(layout.words,)``.
+def seal(numbers: jax.Array, body: jax.Array, count: jax.Array) -> jax.Array:
+    """Makes the packet, uint32 ``(layout.words,)``, of float32 ``(NUMBERS,)`` and a body.
 
     Its first word is the checksum of the rest, or its complement where the packet must not
     ``count``; so whatever was changed on the way, the packet counts no more.
     """
-    numbers = jnp.stack(header).astype(jnp.float32)
     rest = jnp.concatenate([jax.lax.bitcast_convert_type(numbers, jnp.uint32), body])
     validity = checksum(rest) ^ jnp.uint32(_SEAL)
     return jnp.concatenate([jnp.where(count, validity, ~validity)[None], rest])
 
 
-def unseal(packet: jax.Array) -> tuple[Header, jax.Array, jax.Array]:
-    """Header, body, and whether the validity word is right and the numbers finite."""
-    numbers = jax.lax.bitcast_convert_type(packet[1:_HEADER_WORDS], jnp.float32)
-    intact = (packet[0] ^ jnp.uint32(_SEAL) == checksum(packet[1:])) & jnp.all(
-        jnp.isfinite(numbers)
-    )
-    return Header(*numbers), packet[_HEADER_WORDS:], intact
+def unseal(packet: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gives numbers and body, and whether the checksum is right and the numbers are finite."""
+    numbers = jax.lax.bitcast_convert_type(packet[1:_BODY], jnp.float32)
+    intact = packet[0] ^ jnp.uint32(_SEAL) == checksum(packet[1:])
+    return numbers, packet[_BODY:], intact & jnp.all(jnp.isfinite(numbers))

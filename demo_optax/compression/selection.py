@@ -5,6 +5,7 @@ that every worker knows from the step alone (FlexDeMo, From et al., arXiv 2502.0
 none travel; the mean over the senders is then the mean over all workers.
 """
 
+import functools
 import math
 from typing import Literal, get_args
 
@@ -15,24 +16,50 @@ import numpy as np
 Selection = Literal["topk", "random", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
+_STRANDS = 8
 
-def top_k(coefficients: jax.Array, k: int, real: jax.Array | None = None) -> jax.Array:
-    """Positions of the ``k`` largest magnitudes of each block.
 
-    Args:
-      coefficients: ``(blocks, n)``; compared in float32, the only dtype that XLA's fast path of
-        ``top_k`` takes.
-      k: how many, at most ``n``.
-      real: ``(blocks, n)`` booleans; positions that are padding are taken only where a block has
-        fewer than ``k`` others, as places in the message that nobody reads.
+def top_k(coefficients: jax.Array, k: int) -> jax.Array:
+    """Positions of the ``k`` largest magnitudes of each block ``(blocks, n)``, exactly.
 
     Returns:
       int32 ``(blocks, k)``, ascending in each block.
     """
+    # In float32, the only dtype that XLA's fast paths take.
     magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-    if real is not None:
-        magnitudes = jnp.where(real, magnitudes, -1.0)
-    return jnp.sort(jax.lax.top_k(magnitudes, k)[1], axis=-1)
+    chosen = jax.lax.platform_dependent(
+        magnitudes,
+        tpu=functools.partial(_by_kernel, k=k),
+        default=functools.partial(_by_strands, k=k),
+    )
+    return jnp.sort(chosen, axis=-1)
+
+
+def _by_kernel(magnitudes: jax.Array, k: int) -> jax.Array:
+    return jax.lax.top_k(magnitudes, k)[1]
+
+
+def _by_strands(magnitudes: jax.Array, k: int) -> jax.Array:
+    """Like `_by_kernel`, where ``lax.top_k`` is slow on long rows, as on CPUs and GPUs.
+
+    A strand is every ``n / 8``-th element. The ``k`` strands with the largest maxima hold the
+    ``k`` largest elements, so that two small selections are enough.
+    """
+    n = magnitudes.shape[1]
+    if n % _STRANDS or n // _STRANDS < 4 * k:
+        return _by_kernel(magnitudes, k)
+    width = n // _STRANDS
+    rows = [magnitudes[:, i * width : (i + 1) * width] for i in range(_STRANDS)]
+    strands = _by_kernel(functools.reduce(jnp.maximum, rows), k)
+    candidates = strands[:, None, :] + width * jnp.arange(_STRANDS, dtype=jnp.int32)[None, :, None]
+    candidates = candidates.reshape(len(magnitudes), -1)
+    chosen = _by_kernel(take(magnitudes, candidates), k)
+    return take(candidates, chosen)
+
+
+def take(blocks: jax.Array, positions: jax.Array) -> jax.Array:
+    """The elements ``(blocks, k)`` at these positions of each block ``(blocks, n)``."""
+    return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
 
 
 def shared(

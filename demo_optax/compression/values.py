@@ -1,8 +1,8 @@
 """Value codings: coefficients as fields of a few bits, and what the others decode from them.
 
-The quantised codings share one step size per block, a float32 of which only the exponent and
+The quantised codings share one scale per block, a float32 of which only the exponent and
 the first two bits of the mantissa are sent. Each field names a *level*, a small integer or an
-8-bit float, so that level times step is exact in float32: sender and receivers cannot disagree
+8-bit float, so that level times scale is exact in float32: sender and receivers cannot disagree
 by a rounding, in whatever order a compiler multiplies and adds.
 """
 
@@ -19,9 +19,9 @@ VALUE_CODINGS = get_args(ValueCoding)
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS = get_args(Rounding)
 
-STEP_BITS = 10  # 8 of a float32's exponent, 2 of its mantissa
-_STEP_SHIFT = 31 - STEP_BITS
-_FIRST_INFINITE_STEP = 255 << (STEP_BITS - 8)
+SCALE_BITS = 10  # 8 of a float32's exponent, 2 of its mantissa
+_SCALE_SHIFT = 31 - SCALE_BITS
+_FIRST_INFINITE_SCALE = 255 << (SCALE_BITS - 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,29 +60,26 @@ class Fields(NamedTuple):
     """Coded values of some blocks.
 
     Attributes:
-      steps: uint32 ``(blocks,)`` of `STEP_BITS` bits each, or ``(0,)`` for the plain codings.
+      scales: uint32 ``(blocks,)`` of `SCALE_BITS` bits each, or ``(0,)`` for the plain codings.
       values: uint32 ``(blocks, k)`` of `value_bits` bits each.
     """
 
-    steps: jax.Array
+    scales: jax.Array
     values: jax.Array
 
 
 def value_bits(coding: ValueCoding) -> int:
-    """Bits of one value, its share of the step size not included."""
+    """Bits of one value, its share of the scale not included."""
     return QUANTISERS[coding].bits if coding in QUANTISERS else jnp.finfo(coding).bits
 
 
-def step_bits(coding: ValueCoding) -> int:
-    """Bits for each block's step size: 0 for the codings that have none."""
-    return STEP_BITS if coding in QUANTISERS else 0
+def scale_bits(coding: ValueCoding) -> int:
+    """Bits for each block's scale: 0 for the codings that have none."""
+    return SCALE_BITS if coding in QUANTISERS else 0
 
 
 def encode(
-    values: jax.Array,
-    coding: ValueCoding,
-    key: jax.Array | None = None,
-    real: jax.Array | None = None,
+    values: jax.Array, coding: ValueCoding, key: jax.Array | None = None
 ) -> Fields:
     """Rounds values to what their coding can say.
 
@@ -91,8 +88,6 @@ def encode(
       coding: one of `VALUE_CODINGS`.
       key: for stochastic rounding, whose mean is the value itself wherever the coding has levels
         on both sides of it; None rounds to the nearest.
-      real: bool ``(blocks, k)``, which values stand for a coefficient; the others, zeros, do not
-        count in a block's mean. None where all do.
     """
     values = values.astype(jnp.float32)
     if coding == "float32":
@@ -104,30 +99,31 @@ def encode(
         return Fields(jnp.zeros(0, jnp.uint32), (_bits(values) + noise) >> 16)
 
     quantiser = QUANTISERS[coding]
-    steps = _encode_step(values, quantiser, real)
-    step = _decode_step(steps)[:, None]
+    scales = _encode_scale(values, quantiser)
+    scale = _decode_scale(scales)[:, None]
     levels = jnp.asarray(quantiser.levels, jnp.float32)
-    scaled = jnp.where(step > 0, values / step, 0.0)
-    below = jnp.clip(jnp.searchsorted(levels, scaled, side="right") - 1, 0, len(levels) - 2)
+    scaled = jnp.where(scale > 0, values / scale, 0.0)
+    above = jnp.searchsorted(levels, scaled, side="right", method="compare_all")
+    below = jnp.clip(above - 1, 0, len(levels) - 2)
     place = (scaled - levels[below]) / (levels[below + 1] - levels[below])
     threshold = _halves(values.shape) if key is None else jax.random.uniform(key, values.shape)
-    return Fields(steps, (below + (place > threshold)).astype(jnp.uint32))
+    return Fields(scales, (below + (place > threshold)).astype(jnp.uint32))
 
 
 def decode(fields: Fields, coding: ValueCoding) -> tuple[jax.Array, jax.Array]:
-    """What fields stand for, whoever wrote them.
+    """Decodes untrusted fields.
 
     Returns:
-      The values, float32 ``(blocks, k)``, and a bool scalar: whether every step and value is
+      The values, float32 ``(blocks, k)``, and a bool scalar: whether every scale and value is
       finite and every field one of the coding's.
     """
     if coding in ("float32", "bfloat16"):
         values = _float(fields.values << (32 - value_bits(coding)))
         return values, jnp.all(jnp.isfinite(values))
     levels = jnp.asarray(QUANTISERS[coding].levels, jnp.float32)
-    known = jnp.all(fields.values < len(levels)) & jnp.all(fields.steps < _FIRST_INFINITE_STEP)
+    known = jnp.all(fields.values < len(levels)) & jnp.all(fields.scales < _FIRST_INFINITE_SCALE)
     chosen = levels[jnp.minimum(fields.values, len(levels) - 1)]
-    return chosen * _decode_step(fields.steps)[:, None], known
+    return chosen * _decode_scale(fields.scales)[:, None], known
 
 
 def _halves(shape) -> jax.Array:
@@ -139,23 +135,23 @@ def _halves(shape) -> jax.Array:
     return jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
 
 
-def _encode_step(values: jax.Array, quantiser: Quantiser, real: jax.Array | None) -> jax.Array:
-    """A block's step size, rounded up where the largest magnitude must fit."""
+def _encode_scale(values: jax.Array, quantiser: Quantiser) -> jax.Array:
+    """Rounds a block's scale, up where the largest magnitude must fit."""
     magnitudes = jnp.abs(values)
     if quantiser.mean_level is None:
-        step = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]
-        rounding = (1 << _STEP_SHIFT) - 1
+        scale = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]
+        rounding = (1 << _SCALE_SHIFT) - 1
     else:
-        mean = jnp.mean(magnitudes, axis=1, where=real)
-        step = jnp.where(jnp.isfinite(mean), mean, 0.0) / quantiser.mean_level
-        rounding = 1 << (_STEP_SHIFT - 1)
-    fields = (_bits(step) + jnp.uint32(rounding)) >> _STEP_SHIFT
-    normal = fields >> (STEP_BITS - 8) > 0
+        mean = jnp.mean(magnitudes, axis=1)
+        scale = jnp.where(jnp.isfinite(mean), mean, 0.0) / quantiser.mean_level
+        rounding = 1 << (_SCALE_SHIFT - 1)
+    fields = (_bits(scale) + jnp.uint32(rounding)) >> _SCALE_SHIFT
+    normal = fields >> (SCALE_BITS - 8) > 0
     return jnp.where(normal, fields, jnp.uint32(0))
 
 
-def _decode_step(fields: jax.Array) -> jax.Array:
-    return _float(fields << _STEP_SHIFT)
+def _decode_scale(fields: jax.Array) -> jax.Array:
+    return _float(fields << _SCALE_SHIFT)
 
 
 def _bits(x: jax.Array) -> jax.Array:

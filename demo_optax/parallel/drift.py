@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
-from demo_optax.compression.bits import checksum
+from demo_optax.compression.bits import checksum, from_words, to_words
 from demo_optax.parallel import shards, worker_axis
 
 
@@ -138,7 +138,7 @@ def repair_replicas(tree, mesh: Mesh, axis_name: AxisName = "data"):
 
 
 def _differences(tree, mesh, axis_name) -> list[_Difference]:
-    worker_axis.num_workers(mesh, axis_name)
+    shards.num_workers(mesh, axis_name)
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
     specs = [_spec(name, x, mesh) for name, x in leaves]
     copies = [_copies(mesh, spec) for spec in specs]
@@ -213,7 +213,7 @@ def _checksums(leaves, mesh, specs):
     """uint32 ``(devices, leaves)``, of each device's copy or part, the same everywhere."""
 
     def device(*leaves):
-        sums = axes.as_varying([checksum(_words(x)) for x in leaves], mesh.axis_names)
+        sums = axes.as_varying([checksum(to_words(x)) for x in leaves], mesh.axis_names)
         return jax.lax.all_gather(jnp.stack(sums), mesh.axis_names, to="invarying")
 
     return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P())(*leaves)
@@ -226,35 +226,8 @@ def _spread(leaf, source, mesh, spec):
 
     def device(x, source):
         own = source[tuple(jax.lax.axis_index(name) for name in mesh.axis_names)]
-        words = jnp.where(own, axes.as_varying(_words(x), copied), jnp.uint32(0))
-        return _from_words(jax.lax.psum(words, copied), x)
+        words = jnp.where(own, axes.as_varying(to_words(x), copied), jnp.uint32(0))
+        return from_words(jax.lax.psum(words, copied), x)
 
     return jax.shard_map(device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)(leaf, source)
 
-
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array, uint32: a word an element, or several along one more axis."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([_words(x.real), _words(x.imag)])
-    if x.dtype == bool:
-        return x.astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).astype(jnp.uint32)
-
-
-def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    """What `_words` made of an array of the kind of ``like``, taken back."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
-        return jax.lax.complex(*(_from_words(part, like.real) for part in words))
-    if like.dtype == bool:
-        return words.astype(bool)
-    return jax.lax.bitcast_convert_type(words.astype(_unsigned(like.dtype)), like.dtype)
-
-
-def _unsigned(dtype) -> str:
-    """The unsigned integers of a dtype's width, at most 32 bits."""
-    info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
-    return f"uint{min(info(dtype).bits, 32)}"

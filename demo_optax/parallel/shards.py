@@ -15,7 +15,21 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
-from demo_optax.exchange import ExchangeMetrics
+from demo_optax.numerics import all_finite, energy
+
+
+def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
+    """Workers along ``axis_name``: the product of the sizes of its axes."""
+    missing = [name for name in axes.names(axis_name) if name not in mesh.shape]
+    if missing or axis_name is None:
+        raise ValueError(
+            f"axis_name must be one or several of the mesh's axes {tuple(mesh.shape)}, not "
+            f"{axis_name!r}."
+        )
+    size = 1
+    for name in axes.names(axis_name):
+        size *= mesh.shape[name]
+    return size
 
 
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
@@ -75,6 +89,17 @@ def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[
     return (*divided, *[1] * (len(shape) - len(divided)))
 
 
+def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
+    """Shapes and dtypes of the whole arrays that these are one device's shards of."""
+
+    def whole(x, spec):
+        divided = counts(x.shape, spec, mesh)
+        shape = tuple(size * count for size, count in zip(x.shape, divided, strict=True))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(whole, parts, specs)
+
+
 def gather_params(shards, specs):
     """Whole parameters from a device's shards; its gradient sums over the shards by itself."""
 
@@ -103,11 +128,11 @@ def mean_gradient(gradient, specs, inner: tuple[str, ...]):
 
 def norm(tree, specs) -> jax.Array:
     """Global norm of a worker's sharded tree, float32."""
-    energies: dict[tuple[str, ...], jax.Array] = {}
+    shards: dict[tuple[str, ...], list[jax.Array]] = {}
     for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
-        energy = jnp.sum(jnp.square(x.astype(jnp.float32)))
-        energies[axes_of(spec)] = energies.get(axes_of(spec), jnp.zeros(())) + energy
-    return jnp.sqrt(sum(jax.lax.psum(e, over) if over else e for over, e in energies.items()))
+        shards.setdefault(axes_of(spec), []).append(x)
+    energies = [jax.lax.psum(energy(x), names) if names else energy(x) for names, x in shards.items()]
+    return jnp.sqrt(sum(energies))
 
 
 def all_or_nothing(gradient, sharded: tuple[str, ...]):
@@ -117,42 +142,21 @@ def all_or_nothing(gradient, sharded: tuple[str, ...]):
     """
     if not sharded:
         return gradient
-    finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(gradient)]).all()
-    finite = jax.lax.pmin(finite.astype(jnp.int32), sharded) > 0
+    finite = jax.lax.pmin(all_finite(gradient).astype(jnp.int32), sharded) > 0
     return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), gradient)
 
 
-def combine_metrics(state, sharded: tuple[str, ...]):
-    """The state with the metrics of a worker's shards made one.
-
-    What several shards hold in common counts once for each in the norm of the residual.
-    """
-
-    def combine(x):
-        if not isinstance(x, ExchangeMetrics):
-            return x
-        return ExchangeMetrics(
-            heard=jax.lax.pmin(x.heard, sharded),
-            identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
-            sent_share=jax.lax.pmean(x.sent_share, sharded),
-            residual_norm=jnp.sqrt(jax.lax.psum(jnp.square(x.residual_norm), sharded)),
-        )
-
-    if not sharded:
-        return state
-    return jax.tree.map(combine, state, is_leaf=lambda x: isinstance(x, ExchangeMetrics))
-
-
-def from_first(x: jax.Array, over: tuple[str, ...]) -> jax.Array:
+def from_first(x: jax.Array, copied_axes: tuple[str, ...]) -> jax.Array:
     """What the first device along some axes has, on all of them.
 
     What all shards of a worker hold was exchanged by each of them. Should one of their packets
     arrive damaged, they would differ from then on.
     """
-    if not over:
+    if not copied_axes:
         return x
-    wide = x.astype(jnp.int32) if x.dtype == bool else x
-    first = jax.lax.psum(jnp.where(jax.lax.axis_index(over) == 0, wide, 0), over)
+    number = x.astype(jnp.int32) if x.dtype == bool else x
+    is_first = jax.lax.axis_index(copied_axes) == 0
+    first = jax.lax.psum(jnp.where(is_first, number, 0), copied_axes)
     return first.astype(x.dtype)
 
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import accounting, axes, checks
 from demo_optax.axes import AxisName
-from demo_optax.exchange import ExchangeMetrics
+from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
+from demo_optax.numerics import upcast
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.local_gradients import local_value_and_grad
 
@@ -36,7 +37,7 @@ class TrainMetrics(NamedTuple):
       >>> step = make_train_step(lambda params, batch: jnp.mean(batch @ params), tx, mesh)
       >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
       >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((4, 8)))
-      >>> metrics.loss, int(metrics.exchange.heard)
+      >>> metrics.loss, int(metrics.exchange.participants)
       (Array([8.], dtype=float32), 1)
     """
 
@@ -111,7 +112,7 @@ def make_train_step(
       Array([64.], dtype=float32)
     """
     checks.static_integer("microbatches", microbatches, at_least=1)
-    workers = worker_axis.num_workers(mesh, axis_name)
+    workers = shards.num_workers(mesh, axis_name)
     stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
     of_workers = axes.names(axis_name)
     inner = shards.inner_axes(mesh, axis_name)
@@ -141,8 +142,9 @@ def make_train_step(
         updates, opt_state = stacked.update(gradient, opt_state, params)
         exchanged = exchange_metrics(opt_state)
         if exchanged is not None:
-            heard = jnp.any(jnp.array([m.heard > 0 for m in _all_metrics(opt_state)]))
-            updates = jax.tree.map(lambda u: jnp.where(heard, u, jnp.zeros_like(u)), updates)
+            took_part = [m.participants > 0 for m in all_metrics(opt_state)]
+            any_did = jnp.any(jnp.array(took_part))
+            updates = jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
         loss, norm, aux = jax.tree.map(lambda x: x[None], (loss, norm, aux))
         return optax.apply_updates(params, updates), opt_state, (loss, norm), aux, exchanged
 
@@ -270,58 +272,6 @@ def _require_global(batch):
             )
 
 
-def exchange_metrics(opt_state) -> ExchangeMetrics | None:
-    """The metrics of the last exchange, from any optimizer state that holds them, else None.
-
-    Where several decoupled momenta exchange in one step (``optax.partition``): the fewest workers
-    heard, whether any saw identical gradients, the mean share sent, the norm of all residuals.
-
-    Example:
-      >>> import jax.numpy as jnp, demo_optax
-      >>> exchange_metrics(demo_optax.demo(1e-3).init(jnp.ones(3))).heard
-      Array(0, dtype=int32)
-    """
-    found = _all_metrics(opt_state)
-    if len(found) < 2:
-        return found[0] if found else None
-    heard, identical, sent_share, residual_norm = map(jnp.stack, zip(*found, strict=True))
-    return ExchangeMetrics(
-        jnp.min(heard), jnp.any(identical), jnp.mean(sent_share), jnp.linalg.norm(residual_norm)
-    )
-
-
-def _all_metrics(opt_state) -> list[ExchangeMetrics]:
-    def is_metrics(x):
-        return isinstance(x, ExchangeMetrics)
-
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_metrics) if is_metrics(x)]
-
-
-def check_metrics(metrics: ExchangeMetrics) -> None:
-    """Raises where a step's metrics show that the workers' gradients were not local.
-
-    Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
-    can: they carry a fingerprint of each worker's gradient, and workers with different data never
-    have the very same. The check costs nothing on the device. Call it once, after the first step:
-    in a million steps, fingerprints may be equal by chance.
-
-    Raises:
-      ValueError: all workers had the same gradient.
-
-    Example:
-      >>> import jax.numpy as jnp, demo_optax
-      >>> state = demo_optax.demo(1e-3).init(jnp.ones(3))
-      >>> check_metrics(exchange_metrics(state))
-    """
-    if metrics.identical:
-        raise ValueError(
-            f"all {int(metrics.heard)} workers have the very same gradient: their gradients are "
-            "not local (summed or averaged over the workers already), or all saw the same data. "
-            "Take gradients with demo_optax.local_value_and_grad, leave out any pmean or psum of "
-            "gradient or loss, and give each worker its own part of the batch."
-        )
-
-
 def _accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
     """Loss, aux and gradient of a worker's batch, averaged over its microbatches."""
 
@@ -342,17 +292,14 @@ def _accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
             )
         return x.reshape(microbatches, -1, *x.shape[1:])
 
-    def wide(x):
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
     def add(total, args):
         (loss, aux), gradient = value_and_grad(params, *args)
-        return jax.tree.map(lambda t, x: t + wide(x), total, (loss, gradient)), aux
+        return jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient)), aux
 
     parts = jax.tree.map(cut, batch), *[jax.random.split(k, microbatches) for k in key]
     first = jax.tree.map(lambda x: x[0], parts)
     (loss, _), gradient = jax.eval_shape(value_and_grad, params, *first)
-    zeros = jax.tree.map(lambda x: wide(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
+    zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
     total, aux = jax.lax.scan(add, axes.as_varying(zeros, axis_name), parts)
     loss, gradient = jax.tree.map(
         lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)

@@ -2,8 +2,7 @@
 
 A momentum that differs between workers must not be typed as replicated: a checkpoint would then
 store a patchwork of all of them. Outside the step such leaves have a leading axis, one entry a
-worker, sharded over the workers. Which leaves these are is read from JAX's types: one update is
-evaluated abstractly, and what comes out varying over the axis belongs to a worker.
+worker, sharded over the workers.
 """
 
 import functools
@@ -15,115 +14,12 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import axes
+from demo_optax import axes, metrics
+from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
-from demo_optax.decoupled_momentum import DecoupledMomentumState
+from demo_optax.numerics import all_finite
 from demo_optax.parallel import shards
-
-
-def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
-    """Workers along ``axis_name``: the product of the sizes of its axes."""
-    missing = [name for name in axes.names(axis_name) if name not in mesh.shape]
-    if missing or axis_name is None:
-        raise ValueError(
-            f"axis_name must be one or several of the mesh's axes {tuple(mesh.shape)}, not "
-            f"{axis_name!r}."
-        )
-    size = 1
-    for name in axes.names(axis_name):
-        size *= mesh.shape[name]
-    return size
-
-
-class Variation(NamedTuple):
-    """Over which of a mesh's axes the outcome of an update differs: trees of frozensets."""
-
-    state: Any
-    updates: Any
-
-
-def variation(
-    tx: optax.GradientTransformation,
-    params,
-    mesh: Mesh | AbstractMesh,
-    axis_name: AxisName,
-    specs,
-) -> Variation:
-    """Evaluates updates abstractly under ``jax.shard_map(check_vma=True)``.
-
-    With gradients that vary over ``axis_name`` and the axes of their parameter's spec, until
-    nothing more of the state comes out varying.
-
-    Args:
-      tx: any optax transformation that exchanges over ``axis_name``.
-      params: arrays or shapes of the whole parameters.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
-      specs: the parameters' PartitionSpecs inside a worker.
-
-    Raises:
-      ValueError: the updates themselves differ between workers, because ``tx`` does not exchange.
-    """
-    num_workers(mesh, axis_name)
-    parts = shards.shard_shapes(params, specs, mesh)
-    leaves, structure = jax.tree.flatten(parts)
-    return _variation(
-        tx,
-        structure,
-        tuple((leaf.shape, leaf.dtype) for leaf in leaves),
-        tuple(jax.tree.leaves(specs)),
-        tuple(mesh.shape.items()),
-        axis_name,
-    )
-
-
-@functools.lru_cache(maxsize=32)
-def _variation(tx, structure, shapes, specs, mesh_shape, axis_name) -> Variation:
-    tx = optax.with_extra_args_support(tx)
-    parts = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes])
-    specs = structure.unflatten(specs)
-    sharded = shards.sharded_axes(specs)
-    outcome: list[Variation] = []
-
-    def probe(over):
-        def update():
-            values = jax.tree.map(
-                lambda x, spec: axes.as_varying(jnp.zeros(x.shape, x.dtype), shards.axes_of(spec)),
-                parts,
-                specs,
-            )
-            state = jax.tree.map(
-                lambda x, names: axes.as_varying(x, tuple(names)), tx.init(values), over
-            )
-            updates, state = tx.update(axes.as_varying(values, axis_name), state, values)
-            state = shards.combine_metrics(state, sharded)
-            outcome.append(Variation(*jax.tree.map(axes.varying, (state, updates))))
-
-        axes.trace_worker(update, dict(mesh_shape))
-        return outcome[-1]
-
-    over = jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts))
-    try:
-        while (found := probe(over)).state != over:
-            over = jax.tree.map(frozenset.union, over, found.state)
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"{error}\n\nThis came up while an update was evaluated abstractly, to find which "
-            "parts of the state differ between workers. optax.MultiSteps and "
-            "optax.apply_if_finite cannot be evaluated so: accumulate with "
-            "make_train_step(microbatches=...) instead; workers whose gradient is not finite are "
-            "left out already."
-        ) from error
-    for path, names in jax.tree.leaves_with_path(found.updates):
-        if names & set(axes.names(axis_name)):
-            raise ValueError(
-                f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
-                f"parameter{jax.tree_util.keystr(path)}), so their parameters would drift apart "
-                "unseen. It must exchange over that axis: give demo_optax.decoupled_momentum (or "
-                f"demo_optax.demo, ...) axis_name={axis_name!r}, or put "
-                f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer."
-            )
-    return found
+from demo_optax.parallel.variation import Variation, variation
 
 
 def state_specs(
@@ -159,37 +55,66 @@ def state_specs(
       >>> momentum.momentum, rms.nu
       ({'w': P('data',)}, {'w': P()})
     """
+    return layout_of(tx, params, mesh, axis_name, param_specs).state
+
+
+class Layout(NamedTuple):
+    """How parameters and state lie on a mesh.
+
+    Attributes:
+      params: PartitionSpecs of the parameters.
+      state: PartitionSpecs of the state.
+      variation: over which axes each leaf of state and updates differs.
+      single: shapes of one worker's state.
+    """
+
+    params: Any
+    state: Any
+    variation: Variation
+    single: Any
+
+
+def layout_of(tx, params, mesh, axis_name, param_specs) -> Layout:
+    """The layout of arrays or shapes of the whole parameters, found once for each tree of them."""
+    shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    over = variation(tx, params, mesh, axis_name, specs).state
-    return _specs_of_state(over, tx, params, specs, axis_name)
+    leaves, structure = jax.tree.flatten(params)
+    shapes = tuple((x.shape, x.dtype) for x in leaves)
+    return _layout(tx, structure, shapes, tuple(jax.tree.leaves(specs)), mesh, axis_name)
 
 
-def _specs_of_state(over, tx, params, specs, axis_name):
-    workers = set(axes.names(axis_name))
-    of_params = {path: spec for path, spec in jax.tree.leaves_with_path(specs)}
+@functools.lru_cache(maxsize=32)
+def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
+    params = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes])
+    specs = structure.unflatten(specs)
+    parts = shards.shard_shapes(params, specs, mesh)
+    found = variation(tx, parts, specs, dict(mesh.shape), axis_name)
+    worker_axes = set(axes.names(axis_name))
+    spec_at = {path: spec for path, spec in jax.tree.leaves_with_path(specs)}
 
-    def inside(path, names, leaf) -> P:
-        if names <= workers:
+    def inner_spec(path, varying_axes, leaf) -> P:
+        if varying_axes <= worker_axes:
             return P()
         for start in range(len(path) + 1):
-            spec = of_params.get(path[start:])
+            spec = spec_at.get(path[start:])
             if spec is not None and len(spec) <= leaf.ndim:
                 return spec
         if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer):
             return P()  # a counter, which all shards of a worker hold alike
         raise ValueError(
             f"the optimizer state{jax.tree_util.keystr(path)} of shape {leaf.shape} differs "
-            f"between the shards of a worker, over {sorted(names - workers)}, but cannot be "
-            "sharded like a parameter. Leave its parameter whole (param_specs=P()), or use an "
-            "optimizer whose state has the shapes of the parameters."
+            f"between the shards of a worker, over {sorted(varying_axes - worker_axes)}, but "
+            "cannot be sharded like a parameter. Leave its parameter whole (param_specs=P()), or "
+            "use an optimizer whose state has the shapes of the parameters."
         )
 
-    def spec_of(path, names, leaf) -> P:
-        spec = inside(path, names, leaf)
-        return P(axis_name, *spec) if names & workers else spec
+    def whole_spec(path, varying_axes, leaf) -> P:
+        spec = inner_spec(path, varying_axes, leaf)
+        return P(axis_name, *spec) if varying_axes & worker_axes else spec
 
     state = jax.eval_shape(tx.init, params)
-    return jax.tree.map_with_path(spec_of, over, state)
+    state_specs = jax.tree.map_with_path(whole_spec, found.state, state)
+    return Layout(specs, state_specs, found, jax.eval_shape(tx.init, parts))
 
 
 def stack_workers(
@@ -226,88 +151,76 @@ def stack_workers(
       >>> tx.init({"w": jnp.ones((128, 64))})[0].momentum["w"].shape
       (1, 2, 1, 64, 64)
     """
-    num_workers(mesh, axis_name)
-    inner = shards.inner_axes(mesh, axis_name)
+    shards.num_workers(mesh, axis_name)
     tx = optax.with_extra_args_support(tx)
+    worker_axes = set(axes.names(axis_name))
 
     def differs(spec):
-        return bool(set(axes.names(axis_name)) & set(shards.axes_of(spec)))
+        return bool(worker_axes & set(shards.axes_of(spec)))
 
     def init_fn(params):
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        of_state = state_specs(tx, params, mesh, axis_name, param_specs)
+        layout = layout_of(tx, params, mesh, axis_name, param_specs)
 
         def init(params):
             state = tx.init(params)
-            return jax.tree.map(lambda x, spec: x[None] if differs(spec) else x, state, of_state)
+            return jax.tree.map(
+                lambda x, spec: x[None] if differs(spec) else x, state, layout.state
+            )
 
-        placed = jax.device_put(params, shards.shardings(mesh, specs))
-        sharded = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)
-        return jax.jit(sharded, out_shardings=shards.shardings(mesh, of_state))(placed)
+        placed = jax.device_put(params, shards.shardings(mesh, layout.params))
+        specs = dict(in_specs=(layout.params,), out_specs=layout.state)
+        sharded = jax.shard_map(init, mesh=mesh, **specs)
+        return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
     def update_fn(updates, state, params=None, **extra_args):
-        specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        to_compiler = {name for name in inner if name not in manual}
-        if not to_compiler:
-            whole = _whole_shapes(updates, specs, mesh)
-            return update_shards(updates, state, params, whole, specs, extra_args)
-        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), updates)
-        of_state = jax.tree.map(
-            lambda spec: P(None, *spec[1:]) if differs(spec) else spec,
-            state_specs(tx, whole, mesh, axis_name, param_specs),
+        auto_axes = set(shards.inner_axes(mesh, axis_name)) - set(manual)
+        if not auto_axes:
+            specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
+            whole = shards.whole_shapes(updates, specs, mesh)
+            layout = layout_of(tx, whole, mesh, axis_name, param_specs)
+            return update_shards(layout, updates, state, params, extra_args)
+        layout = layout_of(tx, updates, mesh, axis_name, param_specs)
+        state_specs = jax.tree.map(
+            lambda spec: P(None, *spec[1:]) if differs(spec) else spec, layout.state
         )
 
         def update_inside(updates, state, params):
-            return update_shards(updates, state, params, whole, specs, extra_args)
+            return update_shards(layout, updates, state, params, extra_args)
 
         return jax.shard_map(
             update_inside,
-            axis_names=to_compiler,
+            axis_names=auto_axes,
             check_vma=axes.types_are_tracked(axis_name),
-            in_specs=(specs, of_state, P() if params is None else specs),
-            out_specs=(specs, of_state),
+            in_specs=(layout.params, state_specs, P() if params is None else layout.params),
+            out_specs=(layout.params, state_specs),
         )(updates, state, params)
 
-    def update_shards(updates, state, params, whole, specs, extra_args):
-        over = variation(tx, whole, mesh, axis_name, specs)
-        of_state = _specs_of_state(over.state, tx, whole, specs, axis_name)
-        sharded = shards.sharded_axes(specs)
-        stacked = jax.tree.map(differs, of_state)
-        single = jax.eval_shape(tx.init, shards.shard_shapes(whole, specs, mesh))
-        old = jax.tree.map(_own_entry, state, single, stacked)
+    def update_shards(layout, updates, state, params, extra_args):
+        sharded = shards.sharded_axes(layout.params)
+        stacked = jax.tree.map(differs, layout.state)
+        old = jax.tree.map(_own_entry, state, layout.single, stacked)
         updates = shards.all_or_nothing(updates, sharded)
-        finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]).all()
+        finite = all_finite(updates)
         updates, new = tx.update(updates, old, params, **extra_args)
 
-        def in_common(x, names, spec):
-            rest = names - set(shards.axes_of(spec)) - set(axes.names(axis_name))
-            return shards.from_first(x, tuple(sorted(rest)))
+        def in_common(x, varying_axes, spec):
+            copied_axes = varying_axes - set(shards.axes_of(spec)) - worker_axes
+            return shards.from_first(x, tuple(sorted(copied_axes)))
 
         def keep(new, old, stacked):
             if isinstance(new, DecoupledMomentumState):  # which protects itself
                 return jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
             return jnp.where(finite, new, old)[None] if stacked else new
 
-        updates = jax.tree.map(in_common, updates, over.updates, specs)
-        new = shards.combine_metrics(new, sharded)
-        new = jax.tree.map(in_common, new, over.state, of_state)
+        updates = jax.tree.map(in_common, updates, layout.variation.updates, layout.params)
+        new = metrics.of_worker(new, sharded)
+        new = jax.tree.map(in_common, new, layout.variation.state, layout.state)
         return updates, jax.tree.map(
             keep, new, old, stacked, is_leaf=lambda x: isinstance(x, DecoupledMomentumState)
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _whole_shapes(parts, specs, mesh):
-    """Shapes and dtypes of the whole arrays that these are the shards of."""
-
-    def whole(x, spec):
-        counts = shards.counts(x.shape, spec, mesh)
-        shape = tuple(size * count for size, count in zip(x.shape, counts, strict=True))
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-
-    return jax.tree.map(whole, parts, specs)
 
 
 def init_opt_state(

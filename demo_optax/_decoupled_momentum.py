@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from demo_optax import axes, checks
+from demo_optax import axes, checks, metrics, state_checks
+from demo_optax._exchange import MEANS, Mean, exchange
 from demo_optax.axes import AxisName
-from demo_optax.compression import packet, scheme, transforms
-from demo_optax.compression.coordinates import Coordinates
-from demo_optax.compression.scheme import Compression
-from demo_optax.exchange import MEANS, ExchangeMetrics, Mean, exchange, nothing_heard, require_local
+from demo_optax.compression import Compression, compress, make_plan, transforms
+from demo_optax.compression.settings import Coordinates
+from demo_optax.compression.sparse import add_at
+from demo_optax.metrics import ExchangeMetrics
+from demo_optax.numerics import all_finite, energy
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -20,8 +22,8 @@ class DecoupledMomentumState(NamedTuple):
 
     Attributes:
       count: int32 scalar, updates so far; the same on all workers.
-      momentum: a tree like the parameters. A parameter ``shape`` has the coefficients
-        ``(*grid, columns, rows)`` of its blocks, in the momentum's dtype; each worker its own.
+      momentum: a tree like the parameters. A parameter has the coefficients ``(*grid, n)`` of its
+        blocks, in the momentum's dtype; each worker its own.
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
       coordinates: static, what the numbers of the momentum are coefficients of.
@@ -30,7 +32,7 @@ class DecoupledMomentumState(NamedTuple):
       >>> import jax.numpy as jnp
       >>> state = decoupled_momentum(0.95).init({"w": jnp.ones((128, 192))})
       >>> state.momentum["w"].shape
-      (2, 3, 64, 64)
+      (2, 3, 4096)
     """
 
     count: jax.Array  # type: ignore[assignment]  # as in optax; hides tuple.count
@@ -122,7 +124,7 @@ def decoupled_momentum(
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
     def init_fn(params):
-        checks.floating_leaves(params)
+        state_checks.floating_leaves(params)
 
         def zeros(param):
             shape = coordinates.geometry(param.shape).stored_shape
@@ -132,116 +134,71 @@ def decoupled_momentum(
             count=jnp.zeros((), jnp.int32),
             momentum=jax.tree.map(zeros, params),
             precondition=precondition.init(params),
-            metrics=nothing_heard(),
+            metrics=metrics.before_the_first(),
             coordinates=coordinates,
         )
 
-    def update_fn(updates, state, params=None, **extra_args):
-        axes.size(axis_name)
-        checks.same_structure(updates, state.momentum)
-        require_local(updates, axis_name)
-        structure = jax.tree.structure(updates)
-        leaves = jax.tree.leaves(updates)
-        arrangement = scheme.arrange(compression, tuple(x.shape for x in leaves))
-        geometries = arrangement.geometries
-        checks.same_blocks(updates, state.momentum, geometries)
-        checks.same_coordinates(state.coordinates, coordinates)
+    def weight(step):
+        if gradient_weight is None:
+            return 1 - decay
+        return gradient_weight(step) if callable(gradient_weight) else gradient_weight
 
-        local, precondition_state = precondition.update(
+    def update_fn(updates, state, params=None, **extra_args):
+        gradient, structure = jax.tree.flatten(updates)
+        plan = make_plan(compression, tuple(x.shape for x in gradient))
+        state_checks.usable(updates, state, plan, axis_name)
+        local, preconditioned = precondition.update(
             updates, state.precondition, params, **extra_args
         )
-        weight = 1 - decay if gradient_weight is None else gradient_weight
-        weight = weight(state.count) if callable(weight) else weight
-        basis = coordinates.basis(state.count)
-        stored = jax.tree.leaves(state.momentum)
-        old = scheme.in_current_basis(compression, arrangement, stored, state.count)
-        momenta = [
-            _accumulate(decay, m, weight, transforms.forward(scheme.wide(g), geometry, basis))
-            for m, g, geometry in zip(old, jax.tree.leaves(local), geometries, strict=True)
+        step, worker = state.count, axes.index(axis_name)
+
+        # Accumulate: m <- beta m + w T(g)
+        old = plan.momenta(jax.tree.leaves(state.momentum), step)
+        coefficients = plan.forward(jax.tree.leaves(local), step)
+        momenta = _accumulate(decay, old, weight(step), coefficients)
+
+        # Compress: q = top_k(m)
+        message = compress(plan, momenta, step, worker)
+
+        # Exchange: mean(q_1, ..., q_N)
+        magnitude = energy(m.astype(momentum_dtype) for m in momenta)
+        sound = all_finite((magnitude, preconditioned))
+        report = metrics.report(coefficients, magnitude, message, subtraction_factor)
+        aggregate = exchange(plan, message, report, sound, axis_name, mean)
+
+        # Subtract: m <- m - alpha q
+        factor = jnp.where(aggregate.delivered, subtraction_factor, 0.0)
+        residuals = [
+            jnp.where(sound, add_at(m, positions, -factor * values), before)
+            for m, positions, values, before in zip(momenta, *message.decoded, old, strict=True)
         ]
 
-        known = scheme.known_positions(compression, arrangement, state.count)
-        message = scheme.select(arrangement, momenta, known)
-        key = scheme.rounding_key(compression, state.count, axes.index(axis_name))
-        real = scheme.real_places(arrangement, message.indices)
-        body = packet.encode(arrangement.layout, message, real, key)
-        sent, _ = packet.decode(arrangement.layout, body, known)
-        decoded = [
-            values if mask is None else jnp.where(mask, values, 0)
-            for values, mask in zip(sent.values, real, strict=True)
-        ]
-        left = _subtract(message.values, subtraction_factor, decoded)
-        energy, selected = _energy(momenta), _energy(message.values)
-        header = packet.Header(
-            fingerprint=_fingerprint(leaves),
-            momentum=energy,
-            sent=selected - _energy(_subtract(message.values, 1.0, decoded)),
-            residual=jnp.maximum(energy - selected, 0.0) + _energy(left),
-        )
-        finite = (
-            jnp.isfinite(header.fingerprint)
-            & jnp.isfinite(_energy(m.astype(momentum_dtype) for m in momenta))
-            & _all_finite(precondition_state)
-        )
-        aggregate, delivered, metrics = exchange(
-            packet.seal(header, body, count=finite), arrangement.layout, known, axis_name, mean
-        )
+        # Inverse: u = T^-1 mean(q_1, ..., q_N)
+        means = plan.inverse(aggregate.coefficients, step)
+        means = [u.astype(g.dtype) for u, g in zip(means, gradient, strict=True)]
 
-        left = tuple(
-            jnp.where(delivered, rest, value)
-            for rest, value in zip(left, message.values, strict=True)
-        )
-        residuals = scheme.replace(arrangement, momenta, message._replace(values=left))
-        aggregated = [
-            transforms.inverse(coefficients, geometry, basis).astype(leaf.dtype)
-            for coefficients, geometry, leaf in zip(
-                scheme.ungroup(arrangement, aggregate), geometries, leaves, strict=True
-            )
-        ]
-
-        def unless_infinite(new, old, stored):
-            return jnp.where(finite, new.astype(stored.dtype), old.astype(stored.dtype))
-
-        return jax.tree.unflatten(structure, aggregated), DecoupledMomentumState(
-            count=optax.safe_increment(state.count),
-            momentum=jax.tree.unflatten(structure, map(unless_infinite, residuals, old, stored)),
+        stored = [m.astype(momentum_dtype) for m in plan.stored(residuals)]
+        return jax.tree.unflatten(structure, means), DecoupledMomentumState(
+            count=optax.safe_increment(step),
+            momentum=jax.tree.unflatten(structure, stored),
             precondition=jax.tree.map(
-                unless_infinite, precondition_state, state.precondition, state.precondition
+                lambda new, before: jnp.where(sound, new, before).astype(before.dtype),
+                preconditioned,
+                state.precondition,
             ),
-            metrics=metrics,
+            metrics=aggregate.metrics,
             coordinates=coordinates,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _accumulate(decay, momentum, weight, coefficients) -> jax.Array:
-    dtype = jnp.promote_types(momentum.dtype, coefficients.dtype)
-    return (decay * momentum.astype(dtype) + weight * coefficients.astype(dtype)).astype(dtype)
+def _accumulate(decay, momenta, weight, coefficients) -> list[jax.Array]:
+    """Adds in the shape that the transform gives, so that XLA adds while it multiplies."""
 
+    def add(m, c):
+        dtype = jnp.promote_types(m.dtype, c.dtype)
+        total = decay * m.reshape(c.shape).astype(dtype) + weight * c.astype(dtype)
+        return total.astype(dtype).reshape(m.shape)
 
-def _subtract(values, factor, decoded) -> tuple[jax.Array, ...]:
-    return tuple((v - factor * d).astype(v.dtype) for v, d in zip(values, decoded, strict=True))
-
-
-def _energy(tensors) -> jax.Array:
-    """Sum of squares over all tensors, a float32 scalar."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in tensors]
-    return sum(squares, jnp.zeros((), jnp.float32))
-
-
-def _fingerprint(tensors) -> jax.Array:
-    """A float32 scalar that differs between different tensors, and is not finite where one is not.
-
-    A weighted sum; norms would not do, since clipping makes them equal.
-    """
-    total = jnp.zeros((), jnp.float32)
-    for x in tensors:
-        scrambled = jax.lax.iota(jnp.uint32, x.size) * jnp.uint32(0x9E3779B9) >> 20
-        weights = 1.0 + scrambled.astype(jnp.float32) / 4096
-        total += jnp.sum(weights * x.reshape(-1).astype(jnp.float32))
-    return total
-
-
-def _all_finite(tree) -> jax.Array:
-    return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)], bool).all()
+    return [add(m, c) for m, c in zip(momenta, coefficients, strict=True)]

@@ -7,9 +7,7 @@ carried over through parameter space. Nothing is ever filled with zeros or cut o
 """
 
 import dataclasses
-import math
 import os
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -19,21 +17,19 @@ import optax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.tree_util import keystr
 
-from demo_optax import axes
+from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
-from demo_optax.compression.coordinates import (
-    Coordinates,
-    from_parameters,
-    same_numbers,
-    to_parameters,
-)
-from demo_optax.decoupled_momentum import DecoupledMomentumState
+from demo_optax.checkpoint.elastic import converted
 from demo_optax.parallel import shards, worker_axis
 
 try:
     from orbax.checkpoint import v1 as orbax
 except ImportError as error:
     raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
+
+
+FORMAT = 2
+"""Of what is saved; another one for each change of what the numbers of a state mean."""
 
 
 class Checkpoint(NamedTuple):
@@ -99,7 +95,7 @@ class Checkpointer:
     ):
         self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
         self._param_specs = param_specs
-        self._workers = worker_axis.num_workers(mesh, axis_name)
+        self._workers = shards.num_workers(mesh, axis_name)
         self._directory, self._keep = _absolute(directory), keep
         self._orbax = self._open(cleanup=False)
         self._writes = False
@@ -201,6 +197,7 @@ class Checkpointer:
             )
         metadata = self._orbax.checkpointables_metadata(step)
         saved, held = metadata.custom_metadata, metadata.metadata
+        _require_format(saved)
         beside = _beside(step, extra)
         _require_same("parameters", _by_path(params), held["params"])
         _require_same("extra", beside, held["extra"])
@@ -229,7 +226,7 @@ class Checkpointer:
         )
         state = loaded["opt_state"]
         if not exact:
-            state = _converted(state, saved, placed_state, description, self._axis_name)
+            state = converted(state, saved, placed_state, description, self._axis_name)
         self._last = step
         return Checkpoint(
             step,
@@ -269,7 +266,7 @@ class Checkpointer:
                         "shards": list(counts),
                         "count": f"{keystr(path)}.count",
                     }
-        return {"workers": self._workers, "momenta": momenta}
+        return {"format": FORMAT, "workers": self._workers, "momenta": momenta}
 
 
 def load_params(directory: str | os.PathLike, params=None, *, step: int | None = None):
@@ -322,71 +319,15 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
         return _from_paths(loaded["params"], placed)
 
 
-def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
-    """Entries ``(workers, ...)`` for another number of workers; their mean stays the same.
-
-    Neighbours are merged by their mean where the old number is a multiple of the new, entries are
-    copied where it is the other way round, and otherwise all get the mean of all. Of what is not
-    floating, such as counters, the first of those that are merged is kept.
-
-    Example:
-      >>> redistribute(np.array([1.0, 3.0, 5.0, 7.0]), 2)
-      array([2., 6.])
-      >>> redistribute(np.array([1.0, 3.0]), 4)
-      array([1., 1., 3., 3.])
-      >>> redistribute(np.array([1.0, 3.0]), 3)
-      array([2., 2., 2.])
-    """
-    groups = math.gcd(len(x), workers)
-    if groups not in (len(x), workers):
-        groups = 1
-    grouped = x.reshape(groups, -1, *x.shape[1:])
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        merged = grouped.mean(axis=1, dtype=np.float64).astype(x.dtype)
-    else:
-        merged = grouped[:, 0]
-    return np.repeat(merged, workers // groups, axis=0)
-
-
-def _converted(state: dict, saved: dict, wanted: dict, description: dict, axis_name) -> dict:
-    """Arrays on the mesh, from a state in memory that other workers or settings have left."""
-    converted, result = [], {}
-    workers = description["workers"]
-    for name, target in wanted.items():
-        x = np.asarray(state[name])
-        differs = set(axes.names(axis_name)) & set(shards.axes_of(target.sharding.spec))
-        if differs and x.ndim and len(x) > workers:
-            x = redistribute(x, workers)
-        old, new = (momenta["momenta"].get(name) for momenta in (saved, description))
-        if old and new and old["shape"] == new["shape"]:
-            before, after, shape = _coordinates(old), _coordinates(new), tuple(new["shape"])
-            if not same_numbers(before, after, shape):
-                step = max(int(state[new["count"]]) - 1, 0)
-                tensors = [to_parameters(own, before, shape, step) for own in x]
-                x = np.stack([from_parameters(tensor, after, step) for tensor in tensors])
-                converted.append(name)
-        if differs and x.ndim:
-            x = redistribute(x, workers)
-        if x.shape != target.shape:
-            raise ValueError(
-                f"the optimizer state{name} was saved with shape {state[name].shape}, which does "
-                f"not fit the {target.shape} that is needed. Restore it with the model and the "
-                "optimizer that it was saved with."
-            )
-        x = x.astype(target.dtype)
-        result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
-    if converted:
-        warnings.warn(
-            f"{len(converted)} momenta (first: {converted[0]}) were saved in other blocks, under "
-            "another transform or in other shards than the optimizer has now. They were carried "
-            "over through parameter space, equal but for rounding.",
-            stacklevel=3,
+def _require_format(saved: dict) -> None:
+    """Refuses what another version of the library has written."""
+    found = saved.get("format", 1)
+    if found != FORMAT:
+        raise ValueError(
+            f"the checkpoint is of format {found}, and this version of demo_optax reads format "
+            f"{FORMAT}: momenta are stored in another order. Restore it with the version that "
+            "saved it, or take its parameters alone with demo_optax.checkpoint.load_params."
         )
-    return result
-
-
-def _coordinates(momentum: dict) -> tuple[Coordinates, tuple[int, ...]]:
-    return Coordinates(**momentum["coordinates"]), tuple(momentum["shards"])
 
 
 def _require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:

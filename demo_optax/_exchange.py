@@ -1,0 +1,103 @@
+"""The one collective of a step, and how the workers' packets become one aggregate.
+
+Every worker decodes the same bytes in the same order with the same program, so that the
+aggregate is equal to the last bit everywhere.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax import axes, metrics
+from demo_optax.axes import AxisName
+from demo_optax.compression import Compressed, Plan, packet, sparse
+from demo_optax.compression.packet import MULTIPLE
+from demo_optax.metrics import ExchangeMetrics, Report
+
+Mean = Literal["senders", "workers"]
+MEANS = get_args(Mean)
+
+
+class Aggregate(NamedTuple):
+    """What an exchange gives every worker.
+
+    Attributes:
+      coefficients: for each group float32 ``(blocks, n)``, the mean; zero where nobody sent any.
+      delivered: bool scalar, whether this worker's own packet counted.
+      metrics: of the step.
+    """
+
+    coefficients: list[jax.Array]
+    delivered: jax.Array
+    metrics: ExchangeMetrics
+
+
+def exchange(
+    plan: Plan,
+    compressed: Compressed,
+    report: Report,
+    takes_part: jax.Array,
+    axis_name: AxisName,
+    mean: Mean,
+) -> Aggregate:
+    """Gives every worker the mean of all workers' messages.
+
+    No packet is trusted: one with a wrong checksum, with positions that do not ascend within
+    their block, or with a value that is not finite counts as absent, on all workers alike.
+
+    Args:
+      plan: of the tensors, the same on all workers.
+      compressed: what this worker sends.
+      report: what its packet tells beside that.
+      takes_part: bool scalar, whether its packet shall count.
+      axis_name: the workers' axis or axes; None for a single worker.
+      mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that take part.
+    """
+    layout, known = plan.layout, compressed.selected.positions
+    packets = gather(packet.seal(jnp.stack(report), compressed.body, takes_part), axis_name)
+    rounds = packets.reshape(-1, _workers_of_a_round(plan, len(packets)), layout.words)
+
+    def add(sums, packets):
+        numbers, bodies, intact = jax.vmap(packet.unseal)(packets)
+        messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
+        counts = intact & valid
+        sent = zip(sums, *messages, strict=True)
+        return [sparse.add_round(s, p, v, counts) for s, p, v in sent], (numbers, counts)
+
+    start = [axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections]
+    sums, (numbers, counted) = jax.lax.scan(add, [sparse.Sums(x, x) for x in start], rounds)
+    counted = counted.reshape(-1)
+    told = metrics.summarise(Report(*numbers.reshape(-1, packet.NUMBERS).T), counted)
+    of_workers = jnp.maximum(told.participants, 1)
+    return Aggregate(
+        [s.values / (jnp.maximum(s.senders, 1) if mean == "senders" else of_workers) for s in sums],
+        counted[axes.index(axis_name)],
+        told,
+    )
+
+
+def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
+    """All workers' packets ``(workers, words)``, typed as the same everywhere where types are.
+
+    Where several devices of a worker hold the same packet, each sends its part of it, so that it
+    crosses the links between workers once; the parts are joined inside the worker.
+    """
+    if axis_name is None:
+        return packet[None]
+    if not axes.manual_names(axis_name):
+        return jax.lax.all_gather(packet, axis_name)  # vmap knows only the plain form
+    copies = axes.copies_of(packet, axis_name)
+    if not copies:
+        return jax.lax.all_gather(packet, axis_name, to="invarying")
+    parts = jnp.pad(packet, (0, -packet.size % (axes.size(copies) * MULTIPLE)))
+    parts = parts.reshape(axes.size(copies), -1)[jax.lax.axis_index(copies)]
+    gathered = jax.lax.all_gather(parts, axis_name, to="invarying")
+    joined = jax.lax.all_gather(gathered, copies, axis=1, tiled=True, to="invarying")
+    return joined[:, : packet.size]
+
+
+def _workers_of_a_round(plan: Plan, workers: int) -> int:
+    """How many packets are decoded at once: as many as one matrix product takes."""
+    most = max((section.k for section in plan.layout.sections), default=1)
+    return max(n for n in range(1, workers + 1) if workers % n == 0 and n * most <= max(sparse.ROUND, most))

@@ -1,0 +1,64 @@
+"""Compression: from the momenta of a step to what is sent of them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax.compression import packet, selection
+from demo_optax.compression.packet import Message
+from demo_optax.compression.plan import Plan
+
+_DRAW, _ROUND = 1, 2  # purposes of keys; 0 draws the basis
+
+
+class Compressed(NamedTuple):
+    """What a worker sends.
+
+    Attributes:
+      body: uint32, of its packet.
+      selected: the coefficients that were chosen.
+      decoded: the same places, with the values that the others decode.
+    """
+
+    body: jax.Array
+    selected: Message
+    decoded: Message
+
+
+def compress(
+    plan: Plan, momenta: Sequence[jax.Array], step: jax.Array, worker: jax.Array
+) -> Compressed:
+    """Selects coefficients and codes them.
+
+    Args:
+      plan: of the tensors.
+      momenta: for each group coefficients ``(blocks, n)``.
+      step: int32 scalar, updates so far; from it all workers draw shared positions alike.
+      worker: int32 scalar, of which stochastic rounding depends.
+    """
+    settings, layout = plan.compression, plan.layout
+    positions = tuple(
+        _positions(settings, number, section, m, step)
+        for number, (section, m) in enumerate(zip(layout.sections, momenta, strict=True))
+    )
+    values = tuple(selection.take(m, p) for m, p in zip(momenta, positions, strict=True))
+    selected = Message(positions, values)
+    key = None
+    if settings.rounding == "stochastic":
+        key = jax.random.fold_in(settings.key(step, _ROUND), worker)
+    body = packet.encode(layout, selected, key)
+    decoded, _ = packet.decode(layout, body, positions)
+    return Compressed(body, selected, decoded._replace(positions=positions))
+
+
+def _positions(settings, number, section, momenta, step) -> jax.Array:
+    if section.k == section.block_size:
+        everything = jnp.arange(section.k, dtype=jnp.int32)
+        return jnp.broadcast_to(everything, (section.blocks, section.k))
+    if settings.selection == "topk":
+        return selection.top_k(momenta, section.k)
+    key = jax.random.fold_in(settings.key(step, _DRAW), number)
+    sizes = section.blocks, section.block_size, section.k
+    return selection.shared(settings.selection, *sizes, step, key)

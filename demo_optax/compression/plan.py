@@ -1,0 +1,186 @@
+"""The plan of a tree of tensors: a few arrays of equal blocks, and back.
+
+    tensors  ─ blocks ─►  (blocks, *sides)  ─ transform ─►  (blocks, n)  ─ stored ─►  (*grid, n)
+
+Everything static is decided here, once for each list of shapes. What follows works on one array
+``(blocks, n)`` for each shape of blocks, however many tensors they come from.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax.compression import indices, transforms
+from demo_optax.compression.blocks import BlockGeometry, Piece
+from demo_optax.compression.packet import Layout, Section
+from demo_optax.compression.settings import Compression
+from demo_optax.numerics import upcast
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """All blocks of one shape.
+
+    Attributes:
+      sides: of each block.
+      members: the tensors, by their numbers, and the pieces of them that hold such blocks.
+      section: of the packet.
+    """
+
+    sides: Shape
+    members: tuple[tuple[int, Piece], ...]
+    section: Section
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a list of tensors is compressed.
+
+    Attributes:
+      compression: the settings.
+      geometries: one for each tensor.
+      groups: the blocks of all tensors, by their shapes. Empty tensors have none.
+    """
+
+    compression: Compression
+    geometries: tuple[BlockGeometry, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the packet."""
+        return Layout(tuple(group.section for group in self.groups))
+
+    def forward(self, tensors: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
+        """For each group the coefficients ``(blocks, columns, rows)`` of its blocks.
+
+        In float32, or the widest dtype of all tensors that is wider.
+        """
+        dtype = functools.reduce(jnp.promote_types, [x.dtype for x in tensors], jnp.float32)
+        blocks = self.blocks([x.astype(dtype) for x in tensors])
+        basis = self.compression.coordinates.basis(step)
+        return [
+            transforms.forward(x, group.sides, basis)
+            for x, group in zip(blocks, self.groups, strict=True)
+        ]
+
+    def inverse(self, coefficients: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
+        """The tensors of coefficients ``(blocks, n)`` of each group."""
+        basis = self.compression.coordinates.basis(step)
+        return self.tensors(
+            [
+                transforms.inverse(x, group.sides, basis)
+                for x, group in zip(coefficients, self.groups, strict=True)
+            ]
+        )
+
+    def momenta(self, stored: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
+        """For each group the stored coefficients ``(blocks, n)``, in this step's basis."""
+        momenta = [upcast(x) for x in self.stacked(stored)]
+        if not transforms.is_redrawn(self.compression.transform):
+            return momenta
+        last, now = (self.compression.coordinates.basis(s) for s in (step - 1, step))
+        return [
+            transforms.change_basis(x, group.sides, last, now)
+            for x, group in zip(momenta, self.groups, strict=True)
+        ]
+
+    def blocks(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
+        """For each group its blocks ``(blocks, *sides)``, cut out of the tensors."""
+
+        def cut(number: int, piece: Piece) -> jax.Array:
+            x = tensors[number][piece.in_tensor(self.geometries[number].sides)]
+            x = x.reshape(_interleaved(piece.grid, piece.sides))
+            x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
+            return x.reshape(piece.num_blocks, *piece.block_shape)
+
+        return [_concatenated(itertools.starmap(cut, group.members)) for group in self.groups]
+
+    def tensors(self, blocks: Sequence[jax.Array]) -> list[jax.Array]:
+        """The tensors of such blocks: the inverse of `blocks`."""
+
+        def paste(x: jax.Array, piece: Piece, _) -> jax.Array:
+            rank = len(piece.grid)
+            x = x.reshape(*piece.grid, *piece.sides)
+            x = x.transpose(_interleaved(range(rank), range(rank, 2 * rank)))
+            return x.reshape([n * side for n, side in zip(piece.grid, piece.sides, strict=True)])
+
+        return self._assembled(blocks, paste, [geometry.shape for geometry in self.geometries])
+
+    def stacked(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """For each group the coefficients ``(blocks, n)`` of what tensors store."""
+
+        def take(number: int, piece: Piece) -> jax.Array:
+            x = stored[number][(*piece.in_grid, slice(piece.block_size))]
+            return x.reshape(piece.num_blocks, piece.block_size)
+
+        return [_concatenated(itertools.starmap(take, group.members)) for group in self.groups]
+
+    def stored(self, coefficients: Sequence[jax.Array]) -> list[jax.Array]:
+        """What tensors store of such coefficients: the inverse of `stacked`, padded with zeros."""
+
+        def put(x: jax.Array, piece: Piece, shape: Shape) -> jax.Array:
+            x = jnp.pad(x, ((0, 0), (0, shape[-1] - piece.block_size)))
+            return x.reshape(*piece.grid, shape[-1])
+
+        shapes = [geometry.stored_shape for geometry in self.geometries]
+        return self._assembled(coefficients, put, shapes)
+
+    def _assembled(self, groups, restore: Callable, shapes) -> list[jax.Array]:
+        """The tensors of these shapes, each joined of its pieces."""
+        parts = {}
+        for group, x in zip(self.groups, groups, strict=True):
+            ends = itertools.accumulate(piece.num_blocks for _, piece in group.members)
+            parts |= zip(group.members, jnp.split(x, list(ends)[:-1]), strict=True)
+        tensors = []
+        for number, (geometry, shape) in enumerate(zip(self.geometries, shapes, strict=True)):
+            pieces = [restore(parts[number, piece], piece, shape) for piece in geometry.pieces]
+            for axis, segments in reversed(list(enumerate(geometry.segments))):
+                starts = range(0, len(pieces), max(len(segments), 1))
+                pieces = [_concatenated(pieces[i : i + len(segments)], axis) for i in starts]
+            tensors.append(pieces[0] if pieces else jnp.zeros(shape))
+        return tensors
+
+
+@functools.lru_cache(maxsize=64)
+def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
+    """The plan of tensors of these shapes."""
+    geometries = tuple(map(compression.coordinates.geometry, shapes))
+    members: dict[Shape, list[tuple[int, Piece]]] = {}
+    for number, geometry in enumerate(geometries):
+        for piece in geometry.pieces:
+            members.setdefault(piece.block_shape, []).append((number, piece))
+    groups = [
+        Group(sides, tuple(of_shape), _section(compression, [piece for _, piece in of_shape]))
+        for sides, of_shape in members.items()
+    ]
+    return Plan(compression, geometries, tuple(groups))
+
+
+def _section(compression: Compression, pieces: Sequence[Piece]) -> Section:
+    n = pieces[0].block_size
+    k = min(compression.topk, n)
+    travel = compression.selection == "topk" and k < n
+    coding = indices.cheapest(n, k) if compression.indices == "auto" else compression.indices
+    return Section(
+        blocks=sum(piece.num_blocks for piece in pieces),
+        block_size=n,
+        k=k,
+        indices=coding if travel else None,
+        values=compression.values,
+    )
+
+
+def _concatenated(arrays, axis: int = 0) -> jax.Array:
+    arrays = list(arrays)
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
+
+
+def _interleaved(one, other) -> list[int]:
+    return [n for pair in zip(one, other, strict=True) for n in pair]

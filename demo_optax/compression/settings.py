@@ -1,0 +1,100 @@
+"""The settings of a compression, as small values."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+from demo_optax import checks
+from demo_optax.compression import transforms
+from demo_optax.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
+from demo_optax.compression.indices import INDEX_CODINGS, IndexCoding
+from demo_optax.compression.selection import SELECTIONS, Selection
+from demo_optax.compression.transforms import TRANSFORMS, Basis, TransformName
+from demo_optax.compression.values import ROUNDINGS, VALUE_CODINGS, Rounding, ValueCoding
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Coordinates:
+    """The part of a compression that decides how a momentum is stored.
+
+    A static node of the optimizer state: it holds no array, takes no part in computations, and
+    tells states of different transforms or blocks apart. Attributes as in
+    `demo_optax.Compression`; ``seed`` is that of the ``"random"`` transform, and 0 for others.
+    """
+
+    transform: TransformName
+    chunk_size: int
+    block_rule: BlockRule
+    seed: int
+
+    def geometry(self, shape: tuple[int, ...]) -> BlockGeometry:
+        """The blocks of a tensor."""
+        return block_geometry(shape, self.chunk_size, self.block_rule)
+
+    def basis(self, step: jax.Array) -> Basis | None:
+        """The transform's basis at a step, the same on all workers; None for the identity."""
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        return transforms.make_basis(self.transform, jax.random.fold_in(key, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """What is sent of a momentum, and how.
+
+    Attributes:
+      topk: coefficients sent of each block; all of them where a block has fewer.
+      chunk_size: elements per side of a block (see `demo_optax.compression.blocks`).
+      values: coding of the values on the wire, from 32 bits down to 1: ``"float32"``,
+        ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"sign"``.
+      transform: ``"dct"``, ``"hadamard"``, ``"random"`` (orthogonal matrices redrawn on each
+        step) or ``"identity"``.
+      block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``chunk_size`` does not divide.
+      selection: ``"topk"``, or one that all workers know from the step, so that no positions
+        travel: ``"random"``, ``"striding"``, ``"slicing"``.
+      indices: coding of the positions, ``"packed"``, ``"elias-fano"`` or ``"bitmap"``; with
+        ``"auto"`` the smallest for each block size.
+      rounding: of the values, to the ``"nearest"`` or ``"stochastic"``.
+      seed: of everything that is drawn.
+
+    Raises:
+      ValueError: a setting is out of range.
+      TypeError: an integer setting is an array, as under ``optax.inject_hyperparams``.
+
+    Example:
+      >>> Compression(topk=8, values="int4").chunk_size
+      64
+    """
+
+    topk: int = 32
+    chunk_size: int = 64
+    values: ValueCoding = "float32"
+    transform: TransformName = "dct"
+    block_rule: BlockRule = "pad"
+    selection: Selection = "topk"
+    indices: IndexCoding | Literal["auto"] = "auto"
+    rounding: Rounding = "nearest"
+    seed: int = 0
+
+    def __post_init__(self):
+        checks.static_integer("topk", self.topk, at_least=1)
+        checks.static_integer("chunk_size", self.chunk_size, at_least=1)
+        checks.static_integer("seed", self.seed, at_least=0)
+        checks.one_of("values", self.values, VALUE_CODINGS)
+        checks.one_of("transform", self.transform, TRANSFORMS)
+        checks.one_of("block_rule", self.block_rule, BLOCK_RULES)
+        checks.one_of("selection", self.selection, SELECTIONS)
+        checks.one_of("indices", self.indices, ("auto", *INDEX_CODINGS))
+        checks.one_of("rounding", self.rounding, ROUNDINGS)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """What decides how a momentum is stored."""
+        seed = self.seed if transforms.is_redrawn(self.transform) else 0
+        return Coordinates(self.transform, self.chunk_size, self.block_rule, seed)
+
+    def key(self, step: jax.Array, purpose: int) -> jax.Array:
+        """The key of a step's draws, the same on all workers."""
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        return jax.random.fold_in(key, purpose)

@@ -1,0 +1,194 @@
+"""What a step tells: the numbers in every packet, the metrics made of them, and their check."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax.compression import Compressed
+from demo_optax.numerics import energy
+
+
+class ExchangeMetrics(NamedTuple):
+    """What a step's packets told, the same on every worker.
+
+    Attributes:
+      participants: int32 scalar, workers whose packet counted.
+      identical: bool scalar, True where all of several workers had the very same gradient, which
+        means that it is not local (see `demo_optax.check_metrics`).
+      sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
+      residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
+        in the momentum. Where a worker's parameters are sharded, what all of its shards hold
+        counts once for each.
+
+    Example:
+      >>> import demo_optax
+      >>> tx = demo_optax.demo(1e-3, topk=4, chunk_size=4)
+      >>> gradient = jnp.eye(4)
+      >>> _, state = tx.update(gradient, tx.init(gradient), gradient)
+      >>> metrics = demo_optax.exchange_metrics(state)
+      >>> int(metrics.participants), round(float(metrics.sent_share), 3)
+      (1, 1.0)
+    """
+
+    participants: jax.Array
+    identical: jax.Array
+    sent_share: jax.Array
+    residual_norm: jax.Array
+
+
+class Report(NamedTuple):
+    """What a worker's packet tells of its step, float32 scalars; of all workers ``(workers,)``.
+
+    Attributes:
+      fingerprint: differs where gradients do.
+      momentum: energy (sum of squares) of the momentum before anything was taken out.
+      sent: the part of it that the others get: what was selected, less rounding errors.
+      residual: energy of the momentum afterwards.
+    """
+
+    fingerprint: jax.Array
+    momentum: jax.Array
+    sent: jax.Array
+    residual: jax.Array
+
+
+def before_the_first() -> ExchangeMetrics:
+    """Metrics of a state that has exchanged nothing yet."""
+    zero = jnp.zeros((), jnp.float32)
+    return ExchangeMetrics(jnp.zeros((), jnp.int32), jnp.zeros((), bool), zero, zero)
+
+
+def report(
+    gradient: Sequence[jax.Array],
+    momentum: jax.Array,
+    compressed: Compressed,
+    subtraction_factor: jax.typing.ArrayLike,
+) -> Report:
+    """Reports a worker's step.
+
+    Args:
+      gradient: coefficients ``(blocks, ...)`` of each group.
+      momentum: its energy.
+      compressed: what the worker sends.
+      subtraction_factor: part of it that leaves the momentum.
+    """
+
+    def rest(factor):
+        pairs = zip(compressed.selected.values, compressed.decoded.values, strict=True)
+        return energy([chosen - factor * decoded for chosen, decoded in pairs])
+
+    selected = energy(compressed.selected.values)
+    return Report(
+        fingerprint=_fingerprint([x[:, 0] for x in gradient]),
+        momentum=momentum,
+        sent=selected - rest(1.0),
+        residual=jnp.maximum(momentum - selected, 0.0) + rest(subtraction_factor),
+    )
+
+
+def summarise(reports: Report, counted: jax.Array) -> ExchangeMetrics:
+    """The metrics of a step, of all workers' reports and whether each worker's packet counted."""
+
+    def total(energies):
+        return jnp.sum(jnp.where(counted, energies, 0.0))
+
+    participants = jnp.sum(counted, dtype=jnp.int32)
+    momentum, sent = total(reports.momentum), total(reports.sent)
+    smallest = jnp.min(jnp.where(counted, reports.fingerprint, jnp.inf))
+    largest = jnp.max(jnp.where(counted, reports.fingerprint, -jnp.inf))
+    return ExchangeMetrics(
+        participants=participants,
+        identical=(smallest == largest) & (largest != 0) & (participants > 1),
+        sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
+        residual_norm=jnp.sqrt(total(reports.residual) / jnp.maximum(participants, 1)),
+    )
+
+
+def _fingerprint(arrays) -> jax.Array:
+    """A weighted sum, float32. Norms would not do, since clipping makes them equal."""
+    total = jnp.zeros((), jnp.float32)
+    for x in arrays:
+        scrambled = jax.lax.iota(jnp.uint32, x.size) * jnp.uint32(0x9E3779B9) >> 20
+        weights = 1.0 + scrambled.astype(jnp.float32) / 4096
+        total += jnp.sum(weights * x.reshape(-1).astype(jnp.float32))
+    return total
+
+
+def exchange_metrics(opt_state) -> ExchangeMetrics | None:
+    """The metrics of the last exchange, from any optimizer state that holds them, else None.
+
+    Where several decoupled momenta exchange in one step (``optax.partition``): the fewest
+    participants, whether any saw identical gradients, the mean share sent, the norm of all
+    residuals.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> exchange_metrics(demo_optax.demo(1e-3).init(jnp.ones(3))).participants
+      Array(0, dtype=int32)
+    """
+    found = all_metrics(opt_state)
+    if len(found) < 2:
+        return found[0] if found else None
+    participants, identical, sent_share, residual_norm = map(jnp.stack, zip(*found, strict=True))
+    return ExchangeMetrics(
+        jnp.min(participants),
+        jnp.any(identical),
+        jnp.mean(sent_share),
+        jnp.linalg.norm(residual_norm),
+    )
+
+
+def all_metrics(opt_state) -> list[ExchangeMetrics]:
+    """The metrics of each decoupled momentum in a state."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_metrics)
+    return [leaf for leaf in leaves if _is_metrics(leaf)]
+
+
+def of_worker(opt_state, sharded: tuple[str, ...]):
+    """The state with the metrics of a worker's shards, along these axes, made one.
+
+    What several shards hold in common counts once for each in the norm of the residual.
+    """
+
+    def combine(x):
+        if not _is_metrics(x):
+            return x
+        return ExchangeMetrics(
+            participants=jax.lax.pmin(x.participants, sharded),
+            identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
+            sent_share=jax.lax.pmean(x.sent_share, sharded),
+            residual_norm=jnp.sqrt(jax.lax.psum(jnp.square(x.residual_norm), sharded)),
+        )
+
+    return jax.tree.map(combine, opt_state, is_leaf=_is_metrics) if sharded else opt_state
+
+
+def _is_metrics(x) -> bool:
+    return isinstance(x, ExchangeMetrics)
+
+
+def check_metrics(metrics: ExchangeMetrics) -> None:
+    """Raises where a step's metrics show that the workers' gradients were not local.
+
+    Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
+    can: they carry a fingerprint of each worker's gradient, and workers with different data never
+    have the very same. The check costs nothing on the device. Call it once, after the first step:
+    in a million steps, fingerprints may be equal by chance.
+
+    Raises:
+      ValueError: all workers had the same gradient.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> state = demo_optax.demo(1e-3).init(jnp.ones(3))
+      >>> check_metrics(exchange_metrics(state))
+    """
+    if metrics.identical:
+        raise ValueError(
+            f"all {int(metrics.participants)} workers have the very same gradient: their gradients "
+            "are not local (summed or averaged over the workers already), or all saw the same "
+            "data. Take gradients with demo_optax.local_value_and_grad, leave out any pmean or "
+            "psum of gradient or loss, and give each worker its own part of the batch."
+        )
