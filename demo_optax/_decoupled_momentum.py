@@ -8,13 +8,13 @@ import optax
 from jax.typing import DTypeLike
 
 from demo_optax import axes, checks, metrics, state_checks
-from demo_optax._exchange import MEANS, Mean, exchange
+from demo_optax._exchange import exchange
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, compress, make_plan, transforms
 from demo_optax.compression.settings import Coordinates
-from demo_optax.compression.sparse import add_at
+from demo_optax.compression.sparse import MEANS, Mean, add_at
 from demo_optax.metrics import ExchangeMetrics
-from demo_optax.numerics import all_finite, energy
+from demo_optax.numerics import all_finite
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -151,38 +151,36 @@ def decoupled_momentum(
             updates, state.precondition, params, **extra_args
         )
         step, worker = state.count, axes.index(axis_name)
+        blocks = plan.blocks(jax.tree.leaves(local))
 
         # Accumulate: m <- beta m + w T(g)
         old = plan.momenta(jax.tree.leaves(state.momentum), step)
-        coefficients = plan.forward(jax.tree.leaves(local), step)
-        momenta = _accumulate(decay, old, weight(step), coefficients)
+        coefficients, magnitude = plan.transform(blocks, step)
+        sound = all_finite((magnitude, preconditioned))
+        momenta = _accumulate(sound, decay, old, weight(step), coefficients)
 
         # Compress: q = top_k(m)
         message = compress(plan, momenta, step, worker)
 
         # Exchange: mean(q_1, ..., q_N)
-        magnitude = energy(m.astype(momentum_dtype) for m in momenta)
-        sound = all_finite((magnitude, preconditioned))
-        report = metrics.report(coefficients, magnitude, message, subtraction_factor)
+        report = metrics.report(blocks, momenta, message, subtraction_factor)
         aggregate = exchange(plan, message, report, sound, axis_name, mean)
 
         # Subtract: m <- m - alpha q
-        factor = jnp.where(aggregate.delivered, subtraction_factor, 0.0)
-        residuals = [
-            jnp.where(sound, add_at(m, positions, -factor * values), before)
-            for m, positions, values, before in zip(momenta, *message.decoded, old, strict=True)
-        ]
+        factor = jnp.where(aggregate.delivered, subtraction_factor, 0)
+        sent = zip(momenta, *message.decoded, strict=True)
+        residuals = [add_at(m, positions, -factor * values) for m, positions, values in sent]
 
         # Inverse: u = T^-1 mean(q_1, ..., q_N)
-        means = plan.inverse(aggregate.coefficients, step)
-        means = [u.astype(g.dtype) for u, g in zip(means, gradient, strict=True)]
+        means = plan.tensors(plan.inverse(aggregate.coefficients, step))
 
+        means = [u.astype(g.dtype) for u, g in zip(means, gradient, strict=True)]
         stored = [m.astype(momentum_dtype) for m in plan.stored(residuals)]
         return jax.tree.unflatten(structure, means), DecoupledMomentumState(
             count=optax.safe_increment(step),
             momentum=jax.tree.unflatten(structure, stored),
             precondition=jax.tree.map(
-                lambda new, before: jnp.where(sound, new, before).astype(before.dtype),
+                lambda new, old: jnp.where(sound, new, old).astype(old.dtype),
                 preconditioned,
                 state.precondition,
             ),
@@ -193,12 +191,13 @@ def decoupled_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _accumulate(decay, momenta, weight, coefficients) -> list[jax.Array]:
-    """Adds in the shape that the transform gives, so that XLA adds while it multiplies."""
+def _accumulate(sound, decay, momenta, weight, coefficients) -> list[jax.Array]:
+    """Adds in the shape that the transform gives, where XLA adds while it multiplies."""
 
     def add(m, c):
         dtype = jnp.promote_types(m.dtype, c.dtype)
-        total = decay * m.reshape(c.shape).astype(dtype) + weight * c.astype(dtype)
-        return total.astype(dtype).reshape(m.shape)
+        old = m.reshape(c.shape).astype(dtype)
+        new = decay * old + weight * c.astype(dtype)
+        return jnp.where(sound, new.astype(dtype), old).reshape(m.shape)
 
     return [add(m, c) for m, c in zip(momenta, coefficients, strict=True)]

@@ -4,7 +4,7 @@ Every worker decodes the same bytes in the same order with the same program, so 
 aggregate is equal to the last bit everywhere.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,8 @@ from demo_optax import axes, metrics
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Plan, packet, sparse
 from demo_optax.compression.packet import MULTIPLE
+from demo_optax.compression.sparse import Mean, Sent, Sums
 from demo_optax.metrics import ExchangeMetrics, Report
-
-Mean = Literal["senders", "workers"]
-MEANS = get_args(Mean)
 
 
 class Aggregate(NamedTuple):
@@ -56,25 +54,32 @@ def exchange(
     """
     layout, known = plan.layout, compressed.selected.positions
     packets = gather(packet.seal(jnp.stack(report), compressed.body, takes_part), axis_name)
-    rounds = packets.reshape(-1, _workers_of_a_round(plan, len(packets)), layout.words)
 
-    def add(sums, packets):
+    def unpack(packets):
         numbers, bodies, intact = jax.vmap(packet.unseal)(packets)
         messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
         counts = intact & valid
-        sent = zip(sums, *messages, strict=True)
-        return [sparse.add_round(s, p, v, counts) for s, p, v in sent], (numbers, counts)
+        sent = [Sent(p, v, counts) for p, v in zip(*messages, strict=True)]
+        return sent, (numbers, counts)
 
-    start = [axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections]
-    sums, (numbers, counted) = jax.lax.scan(add, [sparse.Sums(x, x) for x in start], rounds)
-    counted = counted.reshape(-1)
-    told = metrics.summarise(Report(*numbers.reshape(-1, packet.NUMBERS).T), counted)
-    of_workers = jnp.maximum(told.participants, 1)
-    return Aggregate(
-        [s.values / (jnp.maximum(s.senders, 1) if mean == "senders" else of_workers) for s in sums],
-        counted[axes.index(axis_name)],
-        told,
-    )
+    def add(sums, packets):
+        sent, told = unpack(packets)
+        return list(map(sparse.add_sent, sums, sent)), told
+
+    zeros = [axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections]
+    start = [Sums(x, x) for x in zeros]
+    at_once = _workers_at_once(plan, len(packets))
+    if at_once == len(packets):
+        sent, (numbers, counted) = unpack(packets)
+        means = [sparse.mean_of_sent(*both, mean) for both in zip(start, sent, strict=True)]
+    else:
+        rounds = packets.reshape(-1, at_once, layout.words)
+        sums, (numbers, counted) = jax.lax.scan(add, start, rounds)
+        numbers, counted = numbers.reshape(len(packets), -1), counted.reshape(-1)
+        participants = jnp.sum(counted, dtype=jnp.float32)
+        means = [sparse.mean_of_sums(s, mean, participants) for s in sums]
+    told = metrics.summarise(Report(*numbers.T), counted)
+    return Aggregate(means, counted[axes.index(axis_name)], told)
 
 
 def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -97,7 +102,8 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
     return joined[:, : packet.size]
 
 
-def _workers_of_a_round(plan: Plan, workers: int) -> int:
+def _workers_at_once(plan: Plan, workers: int) -> int:
     """How many packets are decoded at once: as many as one matrix product takes."""
     most = max((section.k for section in plan.layout.sections), default=1)
-    return max(n for n in range(1, workers + 1) if workers % n == 0 and n * most <= max(sparse.ROUND, most))
+    fit = max(sparse.ROUND // most, 1)
+    return max(n for n in range(1, fit + 1) if workers % n == 0)

@@ -62,15 +62,15 @@ def before_the_first() -> ExchangeMetrics:
 
 def report(
     gradient: Sequence[jax.Array],
-    momentum: jax.Array,
+    momenta: Sequence[jax.Array],
     compressed: Compressed,
     subtraction_factor: jax.typing.ArrayLike,
 ) -> Report:
     """Reports a worker's step.
 
     Args:
-      gradient: coefficients ``(blocks, ...)`` of each group.
-      momentum: its energy.
+      gradient: the blocks ``(blocks, *sides)`` of each group, of which the first row is read.
+      momenta: coefficients ``(blocks, n)`` of each group, before anything is taken out.
       compressed: what the worker sends.
       subtraction_factor: part of it that leaves the momentum.
     """
@@ -79,7 +79,7 @@ def report(
         pairs = zip(compressed.selected.values, compressed.decoded.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    selected = energy(compressed.selected.values)
+    momentum, selected = energy(momenta), energy(compressed.selected.values)
     return Report(
         fingerprint=_fingerprint([x[:, 0] for x in gradient]),
         momentum=momentum,

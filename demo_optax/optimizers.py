@@ -16,10 +16,10 @@ from optax import contrib
 
 from demo_optax import axes, state_checks
 from demo_optax._decoupled_momentum import decoupled_momentum
-from demo_optax._exchange import Mean
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
 from demo_optax.compression.blocks import BlockRule
+from demo_optax.compression.sparse import Mean
 from demo_optax.compression.transforms import TransformName
 from demo_optax.compression.values import ValueCoding
 

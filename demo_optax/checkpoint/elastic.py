@@ -117,7 +117,7 @@ def to_parameters(coefficients: np.ndarray, placed: Placed, shape: Shape, step: 
     result = np.zeros(shape, np.float32)
     for stored, elements in _shards(plan.geometries[0], counts):
         part = jnp.asarray(coefficients[stored], jnp.float32)
-        (result[elements],) = plan.inverse(plan.stacked([part]), jnp.int32(step))
+        (result[elements],) = plan.tensors(plan.inverse(plan.stacked([part]), jnp.int32(step)))
     return result
 
 
@@ -128,8 +128,9 @@ def from_parameters(tensor: np.ndarray, placed: Placed, step: int) -> np.ndarray
     grid = [n * count for n, count in zip(geometry.grid, counts, strict=True)]
     result = np.zeros((*grid, geometry.block_size), np.float32)
     for stored, elements in _shards(geometry, counts):
-        blocks = plan.forward([jnp.asarray(tensor[elements], jnp.float32)], jnp.int32(step))
-        (result[stored],) = plan.stored([x.reshape(len(x), -1) for x in blocks])
+        blocks = plan.blocks([jnp.asarray(tensor[elements], jnp.float32)])
+        coefficients, _ = plan.transform(blocks, jnp.int32(step))
+        (result[stored],) = plan.stored([x.reshape(len(x), -1) for x in coefficients])
     return result
 
 

@@ -1,6 +1,7 @@
 """The plan of a tree of tensors: a few arrays of equal blocks, and back.
 
-    tensors  ─ blocks ─►  (blocks, *sides)  ─ transform ─►  (blocks, n)  ─ stored ─►  (*grid, n)
+    tensor ── blocks ──► (blocks, *sides) ── transform ──► (blocks, n) ── stored ──► (*grid, n)
+           ◄─ tensors ──                  ◄── inverse ────             ◄─ momenta ──
 
 Everything static is decided here, once for each list of shapes. What follows works on one array
 ``(blocks, n)`` for each shape of blocks, however many tensors they come from.
@@ -57,45 +58,15 @@ class Plan:
         """Of the packet."""
         return Layout(tuple(group.section for group in self.groups))
 
-    def forward(self, tensors: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
-        """For each group the coefficients ``(blocks, columns, rows)`` of its blocks.
+    def blocks(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
+        """For each group its blocks ``(blocks, *sides)``, cut out of the tensors.
 
-        In float32, or the widest dtype of all tensors that is wider.
+        In float32, or the widest dtype of any tensor that is wider.
         """
         dtype = functools.reduce(jnp.promote_types, [x.dtype for x in tensors], jnp.float32)
-        blocks = self.blocks([x.astype(dtype) for x in tensors])
-        basis = self.compression.coordinates.basis(step)
-        return [
-            transforms.forward(x, group.sides, basis)
-            for x, group in zip(blocks, self.groups, strict=True)
-        ]
-
-    def inverse(self, coefficients: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
-        """The tensors of coefficients ``(blocks, n)`` of each group."""
-        basis = self.compression.coordinates.basis(step)
-        return self.tensors(
-            [
-                transforms.inverse(x, group.sides, basis)
-                for x, group in zip(coefficients, self.groups, strict=True)
-            ]
-        )
-
-    def momenta(self, stored: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
-        """For each group the stored coefficients ``(blocks, n)``, in this step's basis."""
-        momenta = [upcast(x) for x in self.stacked(stored)]
-        if not transforms.is_redrawn(self.compression.transform):
-            return momenta
-        last, now = (self.compression.coordinates.basis(s) for s in (step - 1, step))
-        return [
-            transforms.change_basis(x, group.sides, last, now)
-            for x, group in zip(momenta, self.groups, strict=True)
-        ]
-
-    def blocks(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """For each group its blocks ``(blocks, *sides)``, cut out of the tensors."""
 
         def cut(number: int, piece: Piece) -> jax.Array:
-            x = tensors[number][piece.in_tensor(self.geometries[number].sides)]
+            x = tensors[number].astype(dtype)[piece.in_tensor(self.geometries[number].sides)]
             x = x.reshape(_interleaved(piece.grid, piece.sides))
             x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
             return x.reshape(piece.num_blocks, *piece.block_shape)
@@ -112,6 +83,32 @@ class Plan:
             return x.reshape([n * side for n, side in zip(piece.grid, piece.sides, strict=True)])
 
         return self._assembled(blocks, paste, [geometry.shape for geometry in self.geometries])
+
+    def transform(
+        self, blocks: Sequence[jax.Array], step: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The coefficients ``(blocks, columns, rows)`` of each group's blocks, and their energy."""
+        basis = self.compression.coordinates.basis(step)
+        pairs = zip(blocks, self.groups, strict=True)
+        transformed = [transforms.forward(x, group.sides, basis) for x, group in pairs]
+        return [x for x, _ in transformed], sum((e for _, e in transformed), jnp.zeros(()))
+
+    def inverse(self, coefficients: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
+        """The blocks ``(blocks, *sides)`` of each group's coefficients ``(blocks, n)``."""
+        basis = self.compression.coordinates.basis(step)
+        pairs = zip(coefficients, self.groups, strict=True)
+        return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
+
+    def momenta(self, stored: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
+        """For each group the stored coefficients ``(blocks, n)``, in this step's basis."""
+        momenta = [upcast(x) for x in self.stacked(stored)]
+        if not transforms.is_redrawn(self.compression.transform):
+            return momenta
+        last, now = (self.compression.coordinates.basis(s) for s in (step - 1, step))
+        return [
+            transforms.change_basis(x, group.sides, last, now)
+            for x, group in zip(momenta, self.groups, strict=True)
+        ]
 
     def stacked(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """For each group the coefficients ``(blocks, n)`` of what tensors store."""

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from demo_optax.numerics import energy
+
 TransformName = Literal["dct", "hadamard", "random", "identity"]
 TRANSFORMS = get_args(TransformName)
 
@@ -59,17 +61,24 @@ def is_redrawn(name: TransformName) -> bool:
     return name == "random"
 
 
-def forward(blocks: jax.Array, sides: Sequence[int], basis: Basis | None) -> jax.Array:
-    """Coefficients ``(blocks, columns, rows)`` of blocks ``(blocks, *sides)``, in their dtype."""
-    x = blocks.reshape(len(blocks), -1, sides[-1])
-    return _both(x, *_matrices(sides, basis))
+def forward(
+    blocks: jax.Array, sides: Sequence[int], basis: Basis | None
+) -> tuple[jax.Array, jax.Array]:
+    """Coefficients ``(blocks, columns, rows)`` of blocks ``(blocks, *sides)``, and their energy.
+
+    The energy, float32, is taken between the two products, where XLA adds while it multiplies;
+    neither of them changes it.
+    """
+    columns, rows = _matrices(sides, basis)
+    x = _last(blocks.reshape(len(blocks), -1, sides[-1]), columns)
+    return _middle(x, rows), energy([x])
 
 
 def inverse(coefficients: jax.Array, sides: Sequence[int], basis: Basis | None) -> jax.Array:
     """Blocks ``(blocks, *sides)`` of coefficients ``(blocks, n)``: the transpose of `forward`."""
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, basis)
-    return _both(x, _transposed(rows), _transposed(columns)).reshape(-1, *sides)
+    return _middle(_last(x, _transposed(rows)), _transposed(columns)).reshape(-1, *sides)
 
 
 def change_basis(
@@ -79,16 +88,21 @@ def change_basis(
     assert old is not None and new is not None
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, lambda n: _multiply(new(n), old(n).T))
-    return _both(x, rows, columns).swapaxes(1, 2).reshape(coefficients.shape)
+    return _middle(_last(x, rows), columns).swapaxes(1, 2).reshape(coefficients.shape)
 
 
-def _both(x, last, middle):
-    """``(blocks, i, j)`` to ``(blocks, j, i)``, each multiplied by its matrix, or None."""
-    if last is not None and x.shape[2] > 1:
-        x = product("bij,kj->bik", x, jnp.asarray(last, x.dtype))
-    if middle is not None and x.shape[1] > 1:
-        return product("bij,ki->bjk", x, jnp.asarray(middle, x.dtype))
-    return x.swapaxes(1, 2)
+def _last(x, matrix):
+    """``(blocks, i, j)`` with its last dimension multiplied by a matrix, or by None."""
+    if matrix is None or x.shape[2] == 1:
+        return x
+    return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype))
+
+
+def _middle(x, matrix):
+    """``(blocks, i, j)`` to ``(blocks, j, i)``, with ``i`` multiplied by a matrix, or by None."""
+    if matrix is None or x.shape[1] == 1:
+        return x.swapaxes(1, 2)
+    return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype))
 
 
 def product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
