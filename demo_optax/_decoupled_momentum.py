@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from demo_optax import axes, checks, metrics, state_checks
 from demo_optax._exchange import exchange
 from demo_optax.axes import AxisName
-from demo_optax.compression import Compression, compress, make_plan, transforms
+from demo_optax.compression import Compression, compress, make_plan
 from demo_optax.compression.settings import Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
 from demo_optax.metrics import ExchangeMetrics

@@ -13,7 +13,7 @@ from demo_optax import axes, metrics
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Plan, packet, sparse
 from demo_optax.compression.packet import MULTIPLE
-from demo_optax.compression.sparse import Mean, Sent, Sums
+from demo_optax.compression.sparse import Mean, Sums
 from demo_optax.metrics import ExchangeMetrics, Report
 
 
@@ -59,22 +59,23 @@ def exchange(
         numbers, bodies, intact = jax.vmap(packet.unseal)(packets)
         messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
         counts = intact & valid
-        sent = [Sent(p, v, counts) for p, v in zip(*messages, strict=True)]
+        sent = [sparse.valid_part(p, v, counts) for p, v in zip(*messages, strict=True)]
         return sent, (numbers, counts)
 
     def add(sums, packets):
         sent, told = unpack(packets)
         return list(map(sparse.add_sent, sums, sent)), told
 
-    zeros = [axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections]
-    start = [Sums(x, x) for x in zeros]
+    zeros = [
+        axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections
+    ]
     at_once = _workers_at_once(plan, len(packets))
     if at_once == len(packets):
         sent, (numbers, counted) = unpack(packets)
-        means = [sparse.mean_of_sent(*both, mean) for both in zip(start, sent, strict=True)]
+        means = [sparse.mean_of_sent(*both, mean) for both in zip(zeros, sent, strict=True)]
     else:
         rounds = packets.reshape(-1, at_once, layout.words)
-        sums, (numbers, counted) = jax.lax.scan(add, start, rounds)
+        sums, (numbers, counted) = jax.lax.scan(add, [Sums(x, x) for x in zeros], rounds)
         numbers, counted = numbers.reshape(len(packets), -1), counted.reshape(-1)
         participants = jnp.sum(counted, dtype=jnp.float32)
         means = [sparse.mean_of_sums(s, mean, participants) for s in sums]
@@ -105,5 +106,5 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
 def _workers_at_once(plan: Plan, workers: int) -> int:
     """How many packets are decoded at once: as many as one matrix product takes."""
     most = max((section.k for section in plan.layout.sections), default=1)
-    fit = max(sparse.ROUND // most, 1)
+    fit = max(sparse.AT_ONCE // most, 1)
     return max(n for n in range(1, fit + 1) if workers % n == 0)

@@ -95,8 +95,8 @@ for name, (mesh, axis, specs) in LAYOUTS.items():
         params, opt_state, metrics = step(params, opt_state, batch)
         losses.append(float(np.asarray(metrics.loss).mean()))
     histories[name], states[name] = losses, (params, opt_state)
-    heard = int(metrics.exchange.heard)
-    print(f"{name:24} loss {losses[-1]:.3f}, heard {heard}, {metrics.packet_bytes} bytes each")
+    number = int(metrics.exchange.participants)
+    print(f"{name:24} loss {losses[-1]:.3f}, {number} took part, {metrics.packet_bytes} bytes each")
 
 figure, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
 for (name, losses), colour in zip(histories.items(), ("k", "#1b6ca8", "#c8553d"), strict=True):

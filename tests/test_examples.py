@@ -381,7 +381,7 @@ def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypa
     lines = steps_of(tmp_path / "log")
     assert [line["number"] for line in lines] == [*range(1, 15)]
     assert lines[3]["gradient_norms"].keys() == {"0", "1"}
-    assert lines[3]["exchange"]["heard"] == 2
+    assert lines[3]["exchange"]["participants"] == 2
     assert lines[3]["packet_bytes"] > 0
     events = events_of(tmp_path / "log")
     for tag in (

@@ -90,7 +90,7 @@ def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_parameters_rest_where_no_worker_is_heard(name):
+def test_parameters_rest_where_no_worker_takes_part(name):
     tx = CHAINS[name]
     train, _ = trainer(tx)
     before, state_before = after_two_steps(tx, train)

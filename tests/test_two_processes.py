@@ -36,8 +36,8 @@ def test_two_processes_move_the_bytes_that_are_accounted_for(values):
     # In the end the second process has no finite gradient: the first goes on, and both follow.
     assert [result["momentum_kept"] for result in results] == [False, True]
     for result in results:
-        assert result["heard"] == 2
-        assert result["heard_at_last"] == 1
+        assert result["participants"] == 2
+        assert result["participants_at_last"] == 1
         assert result["finite"]
         both = 2 * result["packet"]  # each sends its packet to the other
         assert both <= result["seen"] <= 1.1 * both + 4096

@@ -1,9 +1,9 @@
 """Bytes on the wire: from shapes alone, over a link, and in the compiled program."""
 
-from demo_optax.accounting.links import StepTime as StepTime
-from demo_optax.accounting.links import plan as plan
 from demo_optax.accounting.hlo import Collective as Collective
 from demo_optax.accounting.hlo import collectives as collectives
+from demo_optax.accounting.links import StepTime as StepTime
+from demo_optax.accounting.links import plan as plan
 from demo_optax.accounting.traffic import IndexCost as IndexCost
 from demo_optax.accounting.traffic import dense_bytes as dense_bytes
 from demo_optax.accounting.traffic import index_cost as index_cost

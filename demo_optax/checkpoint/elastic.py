@@ -59,9 +59,9 @@ def converted(
         result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
     if carried_over:
         warnings.warn(
-            f"{len(carried_over)} momenta (first: {carried_over[0]}) were saved in other blocks, under "
-            "another transform or in other shards than the optimizer has now. They were carried "
-            "over through parameter space, equal but for rounding.",
+            f"{len(carried_over)} momenta (first: {carried_over[0]}) were saved in other blocks, "
+            "under another transform or in other shards than the optimizer has now. They were "
+            "carried over through parameter space, equal but for rounding.",
             stacklevel=3,
         )
     return result

@@ -11,7 +11,6 @@ import os
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -20,6 +19,7 @@ from jax.tree_util import keystr
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
 from demo_optax.checkpoint.elastic import converted
+from demo_optax.checkpoint.leaves import beside, by_path, from_paths, in_memory
 from demo_optax.parallel import shards, worker_axis
 
 try:
@@ -154,9 +154,9 @@ class Checkpointer:
             self._orbax.save_checkpointables_async(
                 step,
                 {
-                    "params": _by_path(params),
-                    "opt_state": _by_path(opt_state),
-                    "extra": _beside(step, extra),
+                    "params": by_path(params),
+                    "opt_state": by_path(opt_state),
+                    "extra": beside(step, extra),
                 },
                 force=True,
                 custom_metadata=self._description(params, opt_state),
@@ -198,9 +198,9 @@ class Checkpointer:
         metadata = self._orbax.checkpointables_metadata(step)
         saved, held = metadata.custom_metadata, metadata.metadata
         _require_format(saved)
-        beside = _beside(step, extra)
-        _require_same("parameters", _by_path(params), held["params"])
-        _require_same("extra", beside, held["extra"])
+        extra_leaves = beside(step, extra)
+        _require_same("parameters", by_path(params), held["params"])
+        _require_same("extra", extra_leaves, held["extra"])
 
         stacked = worker_axis.stack_workers(
             self._tx, self._mesh, self._axis_name, self._param_specs
@@ -209,7 +209,7 @@ class Checkpointer:
         of_state = worker_axis.state_specs(
             self._tx, params, self._mesh, self._axis_name, self._param_specs
         )
-        placed_state = _by_path(self._placed(wanted, of_state))
+        placed_state = by_path(self._placed(wanted, of_state))
         description = self._description(params, wanted)
         exact = saved == description
         _require_same("optimizer state", placed_state, held["opt_state"], shapes=exact)
@@ -217,11 +217,11 @@ class Checkpointer:
         loaded = self._orbax.load_checkpointables(
             step,
             {
-                "params": _by_path(self._placed(params, specs)),
+                "params": by_path(self._placed(params, specs)),
                 "opt_state": (
-                    placed_state if exact else jax.tree.map(_in_memory, held["opt_state"])
+                    placed_state if exact else jax.tree.map(in_memory, held["opt_state"])
                 ),
-                "extra": beside,
+                "extra": extra_leaves,
             },
         )
         state = loaded["opt_state"]
@@ -230,9 +230,9 @@ class Checkpointer:
         self._last = step
         return Checkpoint(
             step,
-            _from_paths(loaded["params"], self._placed(params, specs)),
-            _from_paths(state, self._placed(wanted, of_state)),
-            _from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
+            from_paths(loaded["params"], self._placed(params, specs)),
+            from_paths(state, self._placed(wanted, of_state)),
+            from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
         )
 
     def _placed(self, tree, specs):
@@ -311,12 +311,12 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
 
         saved = checkpointer.checkpointables_metadata(step).metadata["params"]
         if params is None:
-            wanted = jax.tree.map(_in_memory, saved)
+            wanted = jax.tree.map(in_memory, saved)
             return checkpointer.load_checkpointables(step, {"params": wanted})["params"]
         placed = jax.tree.map(place, params)
-        _require_same("parameters", _by_path(placed), saved)
-        loaded = checkpointer.load_checkpointables(step, {"params": _by_path(placed)})
-        return _from_paths(loaded["params"], placed)
+        _require_same("parameters", by_path(placed), saved)
+        loaded = checkpointer.load_checkpointables(step, {"params": by_path(placed)})
+        return from_paths(loaded["params"], placed)
 
 
 def _require_format(saved: dict) -> None:
@@ -355,55 +355,3 @@ def _is_momentum(x) -> bool:
 
 def _absolute(directory: str | os.PathLike) -> str:
     return str(directory) if "://" in str(directory) else os.path.abspath(directory)
-
-
-def _by_path(tree) -> dict:
-    """The leaves of a tree, less those without elements, which Orbax cannot save."""
-    leaves = ((keystr(path), _storable(x)) for path, x in jax.tree.leaves_with_path(tree))
-    return {name: x for name, x in leaves if 0 not in np.shape(x)}
-
-
-def _from_paths(leaves: dict, like):
-    """A tree like another one, of leaves by their paths."""
-
-    def leaf(path, x):
-        if 0 in np.shape(x):
-            return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
-        return _like(leaves[keystr(path)], x)
-
-    return jax.tree.map_with_path(leaf, like)
-
-
-def _storable(x):
-    """Random keys as their numbers; all else as it is."""
-    if not _is_key(x):
-        return x
-    if isinstance(x, jax.Array):
-        return jax.random.key_data(x)
-    numbers = jax.eval_shape(jax.random.key_data, x)
-    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
-
-
-def _in_memory(metadata) -> np.ndarray:
-    return np.empty(metadata.shape, metadata.dtype)
-
-
-def _beside(step: int, extra) -> dict:
-    """What is saved beside parameters and state; with an array, which Orbax warns without."""
-    return _by_path({"step": np.asarray(step), "tree": jax.tree.map(_plain, extra)})
-
-
-def _is_key(x) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _plain(x):
-    """Arrays and random keys as NumPy arrays; numbers and strings as they are."""
-    x = _storable(x)
-    return np.asarray(x) if isinstance(x, jax.Array) else x
-
-
-def _like(x, original):
-    if _is_key(original):
-        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), original.dtype)))
-    return jnp.asarray(x) if isinstance(original, jax.Array) else x

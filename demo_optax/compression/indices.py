@@ -60,7 +60,9 @@ def encode(indices: jax.Array, n: int, coding: IndexCoding) -> jax.Array:
     low = indices.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
     bitmap = _bitmap((indices >> low_bits) + _shift(k, coding), size)
     whole, rest = bitmap[:, : size // 32], bitmap[:, size // 32 :]
-    return jnp.concatenate([pack_bits(low, low_bits), whole.reshape(-1), pack_bits(rest, size % 32)])
+    return jnp.concatenate(
+        [pack_bits(low, low_bits), whole.reshape(-1), pack_bits(rest, size % 32)]
+    )
 
 
 def decode(

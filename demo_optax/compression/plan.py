@@ -131,7 +131,7 @@ class Plan:
 
     def _assembled(self, groups, restore: Callable, shapes) -> list[jax.Array]:
         """The tensors of these shapes, each joined of its pieces."""
-        parts = {}
+        parts: dict[tuple[int, Piece], jax.Array] = {}
         for group, x in zip(self.groups, groups, strict=True):
             ends = itertools.accumulate(piece.num_blocks for _, piece in group.members)
             parts |= zip(group.members, jnp.split(x, list(ends)[:-1]), strict=True)

@@ -17,6 +17,7 @@ Selection = Literal["topk", "random", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
 _STRANDS = 8
+_GPU_KERNEL = 16  # coefficients up to which XLA has a kernel of its own for GPUs
 
 
 def top_k(coefficients: jax.Array, k: int) -> jax.Array:
@@ -27,10 +28,11 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
     """
     # In float32, the only dtype that XLA's fast paths take.
     magnitudes = jnp.abs(coefficients.astype(jnp.float32))
+    slow = ["cpu"] if k <= _GPU_KERNEL else ["cpu", "cuda", "rocm"]
     chosen = jax.lax.platform_dependent(
         magnitudes,
-        tpu=functools.partial(_by_kernel, k=k),
-        default=functools.partial(_by_strands, k=k),
+        default=functools.partial(_by_kernel, k=k),
+        **dict.fromkeys(slow, functools.partial(_by_strands, k=k)),
     )
     return jnp.sort(chosen, axis=-1)
 
@@ -40,7 +42,7 @@ def _by_kernel(magnitudes: jax.Array, k: int) -> jax.Array:
 
 
 def _by_strands(magnitudes: jax.Array, k: int) -> jax.Array:
-    """Like `_by_kernel`, where ``lax.top_k`` is slow on long rows, as on CPUs and GPUs.
+    """Like `_by_kernel`, where ``lax.top_k`` is slow on long rows: a full sort on GPUs.
 
     A strand is every ``n / 8``-th element. The ``k`` strands with the largest maxima hold the
     ``k`` largest elements, so that two small selections are enough.

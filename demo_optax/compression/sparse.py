@@ -15,8 +15,9 @@ from demo_optax.compression.transforms import product
 Mean = Literal["senders", "workers"]
 MEANS = get_args(Mean)
 
+AT_ONCE = 128  # coefficients of a block that one product takes: the side of a TPU's matrix unit
+_LANES = 128  # of a TPU's vectors: narrower arrays are padded to them in memory
 _MOST_COMPARISONS = 16  # of each element; beyond, a product costs less
-ROUND = 128  # coefficients of a block that one product takes: the side of a TPU's matrix unit
 
 
 class Sent(NamedTuple):
@@ -25,7 +26,7 @@ class Sent(NamedTuple):
     Attributes:
       positions: int32 ``(workers, blocks, k)``, unique in each block.
       values: float32 ``(workers, blocks, k)``.
-      counts: bool ``(workers,)``; what does not count may be anything.
+      counts: bool ``(workers, 1, 1)``; what does not count is zero, and somewhere.
     """
 
     positions: jax.Array
@@ -45,6 +46,14 @@ class Sums(NamedTuple):
     senders: jax.Array
 
 
+def valid_part(positions: jax.Array, values: jax.Array, counts: jax.Array) -> Sent:
+    """What is left of untrusted messages where only some of them count, ``(workers,)``."""
+    counts = counts[:, None, None]
+    somewhere = jnp.broadcast_to(jnp.arange(positions.shape[2])[None, None], positions.shape)
+    positions = jnp.where(counts, positions, somewhere.astype(positions.dtype))
+    return Sent(positions, jnp.where(counts, values, 0), counts)
+
+
 def add_at(blocks: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
     """Adds ``(blocks, k)`` values to blocks ``(blocks, n)``, at positions unique in each."""
     compare = positions.shape[1] <= _MOST_COMPARISONS
@@ -57,11 +66,27 @@ def add_at(blocks: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Ar
     )
 
 
+def mean_of_sent(zeros: jax.Array, sent: Sent, mean: Mean) -> jax.Array:
+    """The mean ``(blocks, n)`` of what all workers sent, where they are few.
+
+    The senders of a coefficient are counted by comparing all positions of a block.
+    """
+    if mean == "workers":
+        number = jnp.sum(sent.counts, dtype=jnp.float32)
+    else:
+        positions = _in_front_of_blocks(jnp.where(sent.counts, sent.positions, -1))
+        equal = positions[:, None] == positions[None]
+        number = jnp.sum(equal, axis=0, dtype=jnp.float32)
+        workers, blocks, k = sent.values.shape
+        number = number.reshape(workers, k, blocks).transpose(0, 2, 1)
+    return _add_all(zeros, sent.positions, sent.values / jnp.maximum(number, 1))
+
+
 def add_sent(sums: Sums, sent: Sent) -> Sums:
     """Adds what some workers sent to what others did."""
-    return jax.lax.platform_dependent(
-        sums, sent, tpu=_add_sent_by_product, default=_add_sent_by_scatter
-    )
+    ones = jnp.broadcast_to(sent.counts.astype(jnp.float32), sent.values.shape)
+    added = zip(sums, (sent.values, ones), strict=True)
+    return Sums(*(_add_all(total, sent.positions, values) for total, values in added))
 
 
 def mean_of_sums(sums: Sums, mean: Mean, participants: jax.Array) -> jax.Array:
@@ -69,21 +94,20 @@ def mean_of_sums(sums: Sums, mean: Mean, participants: jax.Array) -> jax.Array:
     return sums.values / jnp.maximum(sums.senders if mean == "senders" else participants, 1)
 
 
-def mean_of_sent(start: Sums, sent: Sent, mean: Mean) -> jax.Array:
-    """The mean of what all workers sent, where they are few; ``start`` is zero."""
-    participants = jnp.sum(sent.counts, dtype=jnp.float32)
+def _add_all(blocks, positions, values):
+    """Adds ``(workers, blocks, k)`` values to blocks, the workers' one after the other."""
 
-    def by_scatter(start, sent):
-        return mean_of_sums(_add_sent_by_scatter(start, sent), mean, participants)
+    def by_scatter(blocks, positions, values):
+        def add(blocks, worker):
+            return _add_by_scatter(blocks, *worker), None
 
-    def by_product(start, sent):
-        positions, values, _ = _in_front_of_blocks(sent)
-        equal = positions[:, None] == positions[None]
-        senders = jnp.sum(equal, axis=0, dtype=jnp.float32)
-        weighted = values / (senders if mean == "senders" else jnp.maximum(participants, 1))
-        return start.values + _dense(positions.T, weighted.T, start.values.shape[1])
+        return jax.lax.scan(add, blocks, (positions, values))[0]
 
-    return jax.lax.platform_dependent(start, sent, tpu=by_product, default=by_scatter)
+    def by_product(blocks, positions, values):
+        positions, values = _in_front_of_blocks(positions), _in_front_of_blocks(values)
+        return _add_by_product(blocks, positions.T, values.T)
+
+    return jax.lax.platform_dependent(blocks, positions, values, tpu=by_product, default=by_scatter)
 
 
 def _add_by_scatter(blocks, positions, values):
@@ -101,47 +125,19 @@ def _add_by_comparison(blocks, positions, values):
 
 
 def _add_by_product(blocks, positions, values):
-    return blocks + _dense(positions, values, blocks.shape[1])
-
-
-def _add_sent_by_scatter(sums, sent):
-    _, blocks, k = sent.positions.shape
-    first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (blocks, k))
-
-    def add(sums, sent):
-        at = jnp.where(sent.counts, sent.positions, first)
-        ones = jnp.broadcast_to(sent.counts.astype(jnp.float32), at.shape)
-        added = jnp.where(sent.counts, sent.values, 0), ones
-        return Sums(*(_add_by_scatter(x, at, y) for x, y in zip(sums, added, strict=True))), None
-
-    return jax.lax.scan(add, sums, sent)[0]
-
-
-def _add_sent_by_product(sums, sent):
-    positions, *added = _in_front_of_blocks(sent)
-    pairs = zip(sums, added, strict=True)
-    return Sums(*(x + _dense(positions.T, y.T, x.shape[1]) for x, y in pairs))
-
-
-def _in_front_of_blocks(sent):
-    """Positions, values and counts ``(workers * k, blocks)``; nowhere what does not count."""
-    counts = jnp.broadcast_to(sent.counts[:, None, None], sent.values.shape)
-    positions, values = jnp.where(counts, sent.positions, -1), jnp.where(counts, sent.values, 0)
-    parts = positions, values, counts.astype(jnp.float32)
-    return [x.transpose(0, 2, 1).reshape(-1, x.shape[1]) for x in parts]
-
-
-def _dense(positions, values, n):
-    """Sums ``(blocks, n)`` of values ``(blocks, j)``, by one product for each block.
-
-    A position is a row and a column: a block is the sum of the outer products of their units.
-    """
-    shift = n.bit_length() // 2
+    """Adds ``(blocks, j)`` values: sums of the outer products of rows' and columns' units."""
+    n = blocks.shape[1]
+    shift = min((n - 1).bit_length(), _LANES.bit_length() - 1)
     columns, rows = 1 << shift, -(-n >> shift)
 
-    positions, values = jax.lax.optimization_barrier((positions, values))
     def units(places, size):
-        return (places[:, None] == jnp.arange(size)[None, :, None]).astype(jnp.float32)
-    v = values[:, None]
-    dense = product("brj,bcj->brc", units(positions >> shift, rows), v * units(positions & (columns - 1), columns))
-    return dense.reshape(len(dense), rows * columns)[:, :n]
+        return (places[:, None] == jnp.arange(size)[None, :, None]).astype(blocks.dtype)
+
+    row, column = units(positions >> shift, rows), units(positions & (columns - 1), columns)
+    dense = product("brj,bcj->brc", values[:, None] * row, column)
+    return blocks + dense.reshape(len(blocks), rows * columns)[:, :n]
+
+
+def _in_front_of_blocks(x):
+    """``(workers, blocks, k)`` to ``(workers * k, blocks)``."""
+    return x.transpose(0, 2, 1).reshape(-1, x.shape[1])

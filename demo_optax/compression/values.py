@@ -78,9 +78,7 @@ def scale_bits(coding: ValueCoding) -> int:
     return SCALE_BITS if coding in QUANTISERS else 0
 
 
-def encode(
-    values: jax.Array, coding: ValueCoding, key: jax.Array | None = None
-) -> Fields:
+def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None) -> Fields:
     """Rounds values to what their coding can say.
 
     Args:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes
 from demo_optax.axes import AxisName
 from demo_optax.compression.bits import checksum, from_words, to_words
-from demo_optax.parallel import shards, worker_axis
+from demo_optax.parallel import shards
 
 
 class Drift(NamedTuple):
@@ -230,4 +230,3 @@ def _spread(leaf, source, mesh, spec):
         return from_words(jax.lax.psum(words, copied), x)
 
     return jax.shard_map(device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)(leaf, source)
-

@@ -131,7 +131,9 @@ def norm(tree, specs) -> jax.Array:
     shards: dict[tuple[str, ...], list[jax.Array]] = {}
     for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
         shards.setdefault(axes_of(spec), []).append(x)
-    energies = [jax.lax.psum(energy(x), names) if names else energy(x) for names, x in shards.items()]
+    energies = [
+        jax.lax.psum(energy(x), names) if names else energy(x) for names, x in shards.items()
+    ]
     return jnp.sqrt(sum(energies))
 
 

@@ -114,9 +114,9 @@ def make_train_step(
     checks.static_integer("microbatches", microbatches, at_least=1)
     workers = shards.num_workers(mesh, axis_name)
     stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
-    of_workers = axes.names(axis_name)
+    worker_axes = axes.names(axis_name)
     inner = shards.inner_axes(mesh, axis_name)
-    manual = _manual_axes(axis_names, mesh, of_workers)
+    manual = _manual_axes(axis_names, mesh, worker_axes)
     inner_manual = tuple(name for name in inner if name in manual)
     if clip_norm is not None:
         checks.in_interval("clip_norm", clip_norm, "(0, inf]")
@@ -125,7 +125,7 @@ def make_train_step(
         def loss_of_shards(params, *args):
             return loss_fn(shards.gather_params(params, specs), *args)
 
-        own = of_workers + inner_manual
+        own = worker_axes + inner_manual
         own_key = [jax.random.fold_in(k, jax.lax.axis_index(own)) for k in key]
         (loss, aux), gradient = _accumulate(
             loss_of_shards if inner_manual else loss_fn, own, microbatches, params, batch, *own_key
@@ -150,28 +150,39 @@ def make_train_step(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def placed_step(params, opt_state, batch, *key):
-        whole = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        of_state = worker_axis.state_specs(tx, params, mesh, axis_name, param_specs)
-        specs, of_state_here = jax.tree.map(functools.partial(_handled, manual), (whole, of_state))
+        layout = worker_axis.layout_of(tx, params, mesh, axis_name, param_specs)
+        whole = layout.params, layout.state
+        specs, state_specs = jax.tree.map(functools.partial(_handled, manual), whole)
         sharded = jax.shard_map(
             functools.partial(worker_step, specs),
             mesh=mesh,
             axis_names=manual,
-            in_specs=(specs, of_state_here, P(of_workers + inner_manual), *[P() for _ in key]),
-            out_specs=(specs, of_state_here, P(axis_name), P(of_workers + inner_manual), P()),
+            in_specs=(specs, state_specs, P(worker_axes + inner_manual), *[P() for _ in key]),
+            out_specs=(specs, state_specs, P(axis_name), P(worker_axes + inner_manual), P()),
             check_vma=check_vma,
         )
         params, opt_state, (loss, norm), aux, exchanged = sharded(params, opt_state, batch, *key)
         if manual != set(mesh.axis_names):
             params, opt_state = jax.lax.with_sharding_constraint(
-                (params, opt_state), shards.shardings(mesh, (whole, of_state))
+                (params, opt_state), shards.shardings(mesh, whole)
             )
         return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
 
-    packet_bytes = None
+    @functools.lru_cache(maxsize=8)
+    def prepare(structure: Any, shapes, state_structure: Any, state_shapes) -> tuple[_Places, int]:
+        """Places of the parameters and bytes of the packets, once for each tree of shapes."""
+        params = structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes])
+        layout = worker_axis.layout_of(tx, params, mesh, axis_name, param_specs)
+        state = state_structure.unflatten([jax.ShapeDtypeStruct(*x) for x in state_shapes])
+        worker_axis.require_state(state, jax.eval_shape(stacked.init, params), workers)
+        parts = shards.shard_shapes(params, layout.params, mesh)
+        packet = accounting.packet_bytes(tx, parts, axis_name)
+        shardings = jax.tree.leaves(shards.shardings(mesh, layout.params))
+        return _Places(shardings), packet * shards.num_shards(layout.params, mesh)
+
+    over_all = NamedSharding(mesh, P(worker_axes + inner))
 
     def step(params, opt_state, batch, *key):
-        nonlocal packet_bytes
         if len(key) != random_key:
             raise TypeError(
                 f"the step takes params, opt_state, batch{', key' * random_key}, but got "
@@ -179,30 +190,28 @@ def make_train_step(
                 "several arrays as a tuple or dict, step(params, opt_state, (x, y)), and a key "
                 "with make_train_step(random_key=True)."
             )
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        if packet_bytes is None:
-            expected = jax.eval_shape(stacked.init, params)
-            worker_axis.require_state(opt_state, expected, workers)
-            parts = shards.shard_shapes(params, specs, mesh)
-            of_a_shard = accounting.packet_bytes(tx, parts, axis_name)
-            packet_bytes = of_a_shard * shards.num_shards(specs, mesh)
+        leaves, structure = jax.tree.flatten(params)
+        state_leaves, state_structure = jax.tree.flatten(opt_state)
+        places, packet_bytes = prepare(
+            structure, _shapes(leaves), state_structure, _shapes(state_leaves)
+        )
         _require_divisible(batch, mesh.size)
         _require_global(batch)
-        params = _place(params, shards.shardings(mesh, specs))
-        divided = NamedSharding(mesh, P(of_workers + inner))
-        batch = _place(batch, jax.tree.map(lambda _: divided, batch))
+        params = structure.unflatten(places.put(leaves))
+        rows, batch_structure = jax.tree.flatten(batch)
+        batch = batch_structure.unflatten(_Places([over_all] * len(rows)).put(rows))
         params, opt_state, metrics = placed_step(params, opt_state, batch, *key)
         return params, opt_state, metrics._replace(packet_bytes=packet_bytes)
 
     return step
 
 
-def _manual_axes(axis_names, mesh, of_workers) -> set[str]:
+def _manual_axes(axis_names, mesh, worker_axes) -> set[str]:
     """The axes that a step handles itself: all, or those of the workers."""
     manual = set(mesh.axis_names if axis_names is None else axis_names)
-    if manual not in (set(mesh.axis_names), set(of_workers)):
+    if manual not in (set(mesh.axis_names), set(worker_axes)):
         raise ValueError(
-            f"axis_names must be the workers' axes {of_workers} alone, with all others left to "
+            f"axis_names must be the workers' axes {worker_axes} alone, with all others left to "
             f"the compiler, or all axes of the mesh {tuple(mesh.axis_names)}, not "
             f"{tuple(axis_names)}."
         )
@@ -225,29 +234,52 @@ def _handled(manual, spec: P) -> P:
     return P(*(entry if set(axes.names(entry)) <= manual else None for entry in spec))
 
 
-def _place(tree, shardings):
-    """The tree with these shardings: arrays that have it stay, all others are copied.
+def _shapes(leaves) -> tuple:
+    """Shapes and dtypes."""
+    return tuple([(x.shape, x.dtype) for x in map(_array_like, leaves)])
 
-    Copied, since the step donates what it is given: an array of the caller's, or one that is
-    used for two leaves, must not be what it gives away.
-    """
-    seen = set()
 
-    def place(x, sharding):
-        if isinstance(x, jax.core.Tracer):
-            return jax.device_put(x, sharding)
-        given = getattr(x, "sharding", None)
-        if (
-            isinstance(given, NamedSharding)
-            and given.mesh == sharding.mesh
-            and given.is_equivalent_to(sharding, x.ndim)
-            and id(x) not in seen
-        ):
-            seen.add(id(x))
-            return x
-        return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, sharding)
+def _array_like(x):
+    return x if hasattr(x, "dtype") else np.asarray(x)
 
-    return jax.tree.map(place, tree, shardings)
+
+class _Places:
+    """Where arrays shall lie, and how those lay that did."""
+
+    def __init__(self, shardings):
+        self.shardings, self.accepted = shardings, shardings
+
+    def put(self, leaves) -> list[jax.Array]:
+        """Arrays with these shardings: those that have them stay, all others are copied.
+
+        Copied, since the step donates what it is given: an array of the caller's, or one that is
+        used for two leaves, must not be what it gives away.
+        """
+        given = [getattr(x, "sharding", None) for x in leaves]
+        seen: set[int] = set()
+
+        def place(x, given, wanted):
+            if isinstance(x, jax.core.Tracer):
+                return jax.device_put(x, wanted)
+            if id(x) not in seen and _lies_as(given, wanted, np.ndim(x)):
+                seen.add(id(x))
+                return x
+            return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, wanted)
+
+        if given == self.accepted and len(set(map(id, leaves))) == len(leaves):
+            return leaves
+        placed = [place(*each) for each in zip(leaves, given, self.shardings, strict=True)]
+        if all(x is y for x, y in zip(leaves, placed, strict=True)):
+            self.accepted = given
+        return placed
+
+
+@functools.lru_cache(maxsize=4096)
+def _lies_as(given, wanted: NamedSharding, ndim: int) -> bool:
+    """Whether both are the same on the same mesh."""
+    if not isinstance(given, NamedSharding) or given.mesh != wanted.mesh:
+        return False
+    return given.is_equivalent_to(wanted, ndim)
 
 
 def _require_divisible(batch, devices):

@@ -1,6 +1,6 @@
 """Which leaves of an optimizer's state differ between workers, read from JAX's types.
 
-One update is evaluated abstractly; what comes out varying over an axis of the mesh differs along it.
+One update is evaluated abstractly: what comes out varying over an axis differs along it.
 """
 
 from collections.abc import Mapping

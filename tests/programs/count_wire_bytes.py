@@ -60,11 +60,11 @@ def main(address, process, values):
     last = run(params, state, np.inf if process == "1" else 1.0)
     result = dict(
         seen=seen,
-        heard_at_last=int(last[2].exchange.heard),
+        participants_at_last=int(last[2].exchange.participants),
         momentum_kept=bool((momentum(last[1]) == kept).all()),
         finite=bool(np.isfinite(last[0]["w"].addressable_shards[0].data).all()),
         packet=int(metrics.packet_bytes),
-        heard=int(metrics.exchange.heard),
+        participants=int(metrics.exchange.participants),
         parameters=np.asarray(last[0]["w"].addressable_shards[0].data).tobytes().hex()[:4096],
     )
     print(json.dumps(result), flush=True)
