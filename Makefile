@@ -14,7 +14,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
 	$$p -c "" 2>/dev/null && echo $$p && break; done)
 
-.PHONY: train test test-all versions oldest newest lint docs notebooks clean
+.PHONY: train test test-all versions oldest newest lint docs notebooks accelerators clean
 
 train: $(READY)
 	$(RUN) examples/compare.py $(ARGS)
@@ -43,6 +43,19 @@ define core_tests
 		$(addsuffix .py,$(CORE))
 endef
 
+# Compiles for chips that need not be here, as benchmarks/compile_only.py says.
+accelerators: .venv-tpu/installed .venv-h100/installed
+	.venv-tpu/bin/python benchmarks/compile_only.py tpu $(ARGS)
+	.venv-h100/bin/python benchmarks/compile_only.py h100 $(ARGS)
+
+.venv-tpu/installed: WHEELS := 'jax[tpu]==0.10.2'
+.venv-h100/installed: WHEELS := 'jax==0.10.2' 'jax-cuda12-plugin[with-cuda]==0.10.2'
+.venv-tpu/installed .venv-h100/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet $(WHEELS) absl-py --editable .
+	touch $@
+
 docs: $(READY)
 	$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build
 	@echo docs/_build/index.html
@@ -63,5 +76,5 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .pytest_cache .ruff_cache .mypy_cache .hypothesis \
+	rm -rf .venv .venv-oldest .venv-newest .venv-tpu .venv-h100 .pytest_cache .ruff_cache .mypy_cache .hypothesis \
 		docs/_build

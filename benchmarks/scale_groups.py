@@ -1,10 +1,10 @@
-"""What a step size for several blocks saves, and what it loses, on the momenta of a real run.
+"""What a scale for several blocks saves, and what it loses, on the momenta of a real run.
 
     python benchmarks/scale_groups.py [OPTIMIZER]
 
 Trains `tiny` for a while with DeMo, takes what each worker would send next, and codes it with one
-step size for 1, 2, 4, 16 and 64 neighbouring blocks: bits per value, step size included, and the
-share of the values' energy that rounding loses.
+scale for 1, 2, 4, 16 and 64 neighbouring blocks: bits per value, scale included, and the share of
+the values' energy that rounding loses.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax.compression import scheme
+from demo_optax.compression import selection
 from demo_optax.compression import values as codings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
@@ -50,21 +50,18 @@ def lost(values: jax.Array, coding: codings.ValueCoding, group: int) -> float:
 
 def main(optimizer: OptimizerName = "demo") -> None:
     for k in (8, 32):
-        compression = demo_optax.Compression(topk=k)
         sent = []
         for momenta in momenta_of_a_run(optimizer, k):
-            # Stored shapes end in (columns, rows); of matrices in 64x64 blocks nothing is padding.
-            matrices = [x for x in momenta if x.shape[-2:] == (64, 64)]
-            shapes = tuple((64 * x.shape[0], 64 * x.shape[1]) for x in matrices)
-            arrangement = scheme.arrange(compression, shapes)
-            (values,) = scheme.select(arrangement, matrices, (None,)).values
-            sent.append(values)
-        print(f"k = {k}: bits per value, and energy lost, with one step size for so many blocks")
+            # Of matrices in 64x64 blocks nothing that is stored is padding.
+            matrices = [x.reshape(-1, 4096) for x in momenta if x.shape[-1] == 4096]
+            blocks = jnp.concatenate(matrices)
+            sent.append(selection.take(blocks, selection.top_k(blocks, k)))
+        print(f"k = {k}: bits per value, and energy lost, with one scale for so many blocks")
         print(f"{'':8}" + "".join(f"{group:>18}" for group in GROUPS))
         for coding in ("int8", "int4", "int2", "sign"):
             row = []
             for group in GROUPS:
-                bits = codings.value_bits(coding) + codings.step_bits(coding) / (group * k)
+                bits = codings.value_bits(coding) + codings.scale_bits(coding) / (group * k)
                 loss = np.mean([lost(values, coding, group) for values in sent])
                 row.append(f"{bits:9.3f} {loss:8.3%}")
             print(f"{coding:8}" + "".join(row))

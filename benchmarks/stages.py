@@ -2,19 +2,24 @@
 
     python benchmarks/stages.py [--topk 8] [--values int4]
 
-Packing and unpacking a packet should cost less than choosing what goes into it.
+The last column is what one more worker's packet costs everyone.
 """
 
 import argparse
+import functools
 import statistics
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from step_cost import transformer_params
 
-from demo_optax import exchange
-from demo_optax.compression import packet, scheme, transforms
+import demo_optax
+from demo_optax import _exchange, metrics
+from demo_optax.compression import compress, make_plan
+
+PACKETS = 64, 96  # of which the difference tells what one more costs
 
 
 def nanoseconds(fn, *args, rounds: int = 9) -> float:
@@ -38,45 +43,43 @@ def main() -> None:
 
     tensors = jax.tree.leaves(transformer_params(args.layers, args.width))
     count = sum(x.size for x in tensors)
+    shapes = tuple(x.shape for x in tensors)
+    zero = jnp.int32(0)
     print(f"{count / 1e6:.1f}M parameters on {jax.devices()[0].device_kind}; ns per parameter")
-    print(f"{'':14}{'transform':>10}{'select':>10}{'pack':>10}{'unpack':>10}{'add one':>10}")
+    names = "blocks", "transform", "compress", "exchange", "inverse", "one more"
+    print(" " * 14 + "".join(f"{name:>10}" for name in names))
     for k in args.topk:
         for values in args.values:
-            compression = scheme.Compression(topk=k, values=values)
-            arrangement = scheme.arrange(compression, tuple(x.shape for x in tensors))
-            known = scheme.known_positions(compression, arrangement, jnp.int32(0))
+            plan = make_plan(demo_optax.Compression(topk=k, values=values), shapes)
 
-            def forward(tensors, arrangement=arrangement):
-                pairs = zip(tensors, arrangement.geometries, strict=True)
-                return [transforms.forward(x, g, transforms.dct_basis) for x, g in pairs]
+            def transform(blocks, plan=plan):
+                return [x.reshape(len(x), -1) for x in plan.transform(blocks, zero)[0]]
 
-            def select(momenta, arrangement=arrangement, known=known):
-                return scheme.select(arrangement, momenta, known)
+            def exchange(compressed, packets=1, plan=plan):
+                def gather(packet, _):
+                    return jnp.broadcast_to(packet, (packets, packet.size))
 
-            def pack(message, arrangement=arrangement):
-                body = packet.encode(
-                    arrangement.layout, message, [None] * len(arrangement.layout.groups)
-                )
-                return packet.seal(packet.Header(*jnp.ones(4)), body, jnp.array(True))
+                report, always = metrics.Report(*jnp.ones(4)), jnp.array(True)
+                with mock.patch.object(_exchange, "gather", gather):
+                    return _exchange.exchange(plan, compressed, report, always, None, "senders")
 
-            def unpack(words, arrangement=arrangement, known=known):
-                return packet.decode(arrangement.layout, packet.unseal(words)[1], known)
-
-            def add_one(words, arrangement=arrangement, known=known):
-                return exchange.exchange(words, arrangement.layout, known, None, "senders")
-
-            momenta = jax.jit(forward)(tensors)
-            message = jax.jit(select)(momenta)
-            words = jax.jit(pack)(message)
+            blocks = jax.jit(plan.blocks)(tensors)
+            coefficients = jax.jit(transform)(blocks)
+            message = jax.jit(lambda x, plan=plan: compress(plan, x, zero, zero))(coefficients)
             stages = [
-                nanoseconds(forward, tensors),
-                nanoseconds(select, momenta),
-                nanoseconds(pack, message),
-                nanoseconds(unpack, words),
-                nanoseconds(add_one, words),
+                nanoseconds(plan.blocks, tensors),
+                nanoseconds(transform, blocks),
+                nanoseconds(lambda x, plan=plan: compress(plan, x, zero, zero), coefficients),
+                nanoseconds(exchange, message),
+                nanoseconds(lambda x, plan=plan: plan.tensors(plan.inverse(x, zero)), coefficients),
             ]
-            cells = "".join(f"{stage / count:10.3f}" for stage in stages)
-            print(f"k={k:<3} {values:8}{cells}", flush=True)
+            few, many = [
+                nanoseconds(functools.partial(exchange, packets=n), message) for n in PACKETS
+            ]
+            stages.append((many - few) / (PACKETS[1] - PACKETS[0]))
+            print(
+                f"k={k:<3} {values:8}" + "".join(f"{s / count:10.3f}" for s in stages), flush=True
+            )
 
 
 if __name__ == "__main__":

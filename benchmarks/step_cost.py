@@ -16,8 +16,8 @@ import optax
 import demo_optax
 
 
-def transformer_params(layers: int, width: int) -> dict:
-    """Parameters of the paper's model family, random."""
+def transformer_shapes(layers: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the paper's model family."""
     shapes = {"embedding": (8192, width)}
     for i in range(layers):
         shapes |= {
@@ -26,10 +26,16 @@ def transformer_params(layers: int, width: int) -> dict:
             f"layer{i}/ff_proj": (width, 8 * width),
             f"layer{i}/ff_out": (4 * width, width),
         }
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def transformer_params(layers: int, width: int) -> dict[str, jax.Array]:
+    """Random parameters of these shapes."""
+    shapes = transformer_shapes(layers, width)
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
-        name: jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: jax.random.normal(key, x.shape)
+        for key, (name, x) in zip(keys, shapes.items(), strict=True)
     }
 
 

@@ -1,5 +1,6 @@
 """Decoupled momentum (DeMo) as an optax gradient transformation: the algorithm on one page."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from demo_optax.compression import Compression, compress, make_plan
 from demo_optax.compression.settings import Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
 from demo_optax.metrics import ExchangeMetrics
-from demo_optax.numerics import all_finite
+from demo_optax.numerics import all_finite, downcast
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -68,9 +69,9 @@ def decoupled_momentum(
     next transformation of the chain. What is subtracted is what the others decode: rounding by
     the value coding stays in the momentum.
 
-    A worker whose gradient, momentum or preconditioner would become infinite or NaN sends nothing
-    on that step and keeps both as they were. If no worker is left, the update is zero. A packet
-    that arrives damaged counts on no worker, and its sender keeps all of it in the momentum.
+    A worker whose gradient or preconditioner is infinite or NaN sends nothing on that step and
+    keeps momentum and preconditioner as they were. If no worker is left, the update is zero. A
+    packet that arrives damaged counts on no worker, and its sender keeps all of it in the momentum.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -84,7 +85,8 @@ def decoupled_momentum(
       subtraction_factor: :math:`\alpha` in (0, 1], the part of what was sent that leaves the
         momentum.
       momentum_dtype: of the stored momentum, whatever the parameters' dtype; float32 or wider is
-        computed as it is, what is narrower in float32.
+        computed as it is, what is narrower in float32, and stored at its largest number where
+        the dtype ends before.
       precondition: a transformation of the local gradient before it enters the momentum, such
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
 
@@ -144,13 +146,13 @@ def decoupled_momentum(
         return gradient_weight(step) if callable(gradient_weight) else gradient_weight
 
     def update_fn(updates, state, params=None, **extra_args):
-        gradient, structure = jax.tree.flatten(updates)
+        gradient, tree_of = jax.tree.leaves(updates), _unflattener(updates)
         plan = make_plan(compression, tuple(x.shape for x in gradient))
         state_checks.usable(updates, state, plan, axis_name)
+        step, worker = state.count, axes.index(axis_name)
         local, preconditioned = precondition.update(
             updates, state.precondition, params, **extra_args
         )
-        step, worker = state.count, axes.index(axis_name)
         blocks = plan.blocks(jax.tree.leaves(local))
 
         # Accumulate: m <- beta m + w T(g)
@@ -174,21 +176,27 @@ def decoupled_momentum(
         # Inverse: u = T^-1 mean(q_1, ..., q_N)
         means = plan.tensors(plan.inverse(aggregate.coefficients, step))
 
-        means = [u.astype(g.dtype) for u, g in zip(means, gradient, strict=True)]
-        stored = [m.astype(momentum_dtype) for m in plan.stored(residuals)]
-        return jax.tree.unflatten(structure, means), DecoupledMomentumState(
+        return tree_of(map(_like, means, gradient)), DecoupledMomentumState(
             count=optax.safe_increment(step),
-            momentum=jax.tree.unflatten(structure, stored),
-            precondition=jax.tree.map(
-                lambda new, old: jnp.where(sound, new, old).astype(old.dtype),
-                preconditioned,
-                state.precondition,
-            ),
+            momentum=tree_of(downcast(m, momentum_dtype) for m in plan.stored(residuals)),
+            precondition=_where(sound, preconditioned, state.precondition),
             metrics=aggregate.metrics,
             coordinates=coordinates,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _unflattener(tree):
+    return functools.partial(jax.tree.unflatten, jax.tree.structure(tree))
+
+
+def _like(x, reference) -> jax.Array:
+    return x.astype(reference.dtype)
+
+
+def _where(condition, tree, otherwise):
+    return jax.tree.map(lambda x, y: _like(jnp.where(condition, x, y), y), tree, otherwise)
 
 
 def _accumulate(sound, decay, momenta, weight, coefficients) -> list[jax.Array]:

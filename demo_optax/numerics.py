@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 def all_finite(tree) -> jax.Array:
@@ -20,3 +21,11 @@ def energy(arrays: Iterable[jax.Array]) -> jax.Array:
 def upcast(x: jax.Array) -> jax.Array:
     """``x`` in the dtype to compute in: float32 at least."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def downcast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """``x`` in a dtype, at its largest finite number where it ends before ``x`` does."""
+    if x.dtype == dtype:
+        return x
+    largest = min(jnp.finfo(dtype).max, jnp.finfo(x.dtype).max, key=float)
+    return jnp.clip(x, -largest.astype(x.dtype), largest.astype(x.dtype)).astype(dtype)

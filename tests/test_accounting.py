@@ -136,7 +136,7 @@ def test_the_command_prints_its_tables():
     done = run_command(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert "319,946,752 parameters in 65 tensors" in done.stdout
-    assert "1,259,576 bytes a step" in done.stdout
+    assert "1,260,032 bytes a step" in done.stdout
     table = done.stdout.split("Bits per index")[1].splitlines()[2:9]
     for row, k in zip(table, (1, 2, 4, 8, 16, 32, 64), strict=True):
         cells = row.split()

@@ -21,7 +21,7 @@ PUBLIC = {
     for name, value in vars(module).items()
     if not name.startswith("_")
     and getattr(value, "__module__", "").startswith("demo_optax")
-    and (module is demo_optax or value.__module__ == module.__name__)
+    and (module is demo_optax or value.__module__.startswith(module.__name__))
 }
 
 

@@ -37,7 +37,7 @@ def packet_bytes(
       >>> import jax, jax.numpy as jnp
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
       >>> packet_bytes(Compression(topk=8, values="bfloat16"), params)
-      27540
+      27648
     """
     if isinstance(tx_or_compression, Compression):
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(params))

@@ -183,6 +183,8 @@ def make_train_step(
     over_all = NamedSharding(mesh, P(worker_axes + inner))
 
     def step(params, opt_state, batch, *key):
+        structure: Any
+        batch_structure: Any
         if len(key) != random_key:
             raise TypeError(
                 f"the step takes params, opt_state, batch{', key' * random_key}, but got "

@@ -1,0 +1,136 @@
+"""What XLA makes of one optimizer update for chips that need not be here.
+
+    make accelerators                                 environments and the table, about 7 GB
+    python benchmarks/compile_only.py tpu             8 TPU v5e; needs jax[tpu]
+    python benchmarks/compile_only.py h100 --layers 16
+
+Compiles for eight chips and runs nothing. Prints seconds to lower and compile, the collectives,
+temporary memory, XLA's own estimate of the cost (TPU: cycles; GPU: picoseconds at the speed of
+light; neither prices sorts, scatters and gathers well) and how many such operations there are.
+Times say something on idle cores only.
+"""
+
+import argparse
+import collections
+import os
+import pathlib
+import re
+import time
+
+ENVIRONMENT = {
+    "tpu": {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_WORKER_ID": "0",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    },
+    "h100": {
+        "XLA_FLAGS": "--xla_gpu_collect_cost_model_stats=true "
+        "--xla_gpu_experimental_cost_model_gemm_tiling_options=all"
+    },
+}
+ESTIMATE = {
+    "tpu": re.compile(r'estimated_cycles":"(\d+)'),
+    "h100": re.compile(r'"exec_time_us":([\d.eE+-]+)[^{}]*?"name":"sol"'),
+}
+UNIT = {"tpu": (1.0, "cycles"), "h100": (1e6, "ps")}
+UNPRICED = re.compile(r" (sort|scatter|gather|while|copy)\(|custom_call_target=\"[^\"]*(TopK)\"")
+
+
+def topology(target: str):
+    from jax.experimental import topologies
+
+    if target == "tpu":
+        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+    config = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x8")
+
+
+def update(optimizer: str, args):
+    """A jitted update with stacked gradients, and the shapes that it is called with."""
+    import jax
+    import numpy as np
+    import optax
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+    from step_cost import transformer_shapes
+
+    import demo_optax
+
+    mesh = Mesh(np.array(topology(args.target).devices), ("data",), axis_types=(AxisType.Auto,))
+    compression = demo_optax.Compression(args.topk, values=args.values)
+    momentum = demo_optax.decoupled_momentum(0.95, compression, axis_name="data")
+    tx = {
+        "demo": optax.chain(momentum, optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3)),
+        "adamw": optax.chain(demo_optax.mean_over_workers("data"), optax.adamw(1e-3)),
+    }[optimizer]
+    params = transformer_shapes(args.layers, args.width)
+    stacked = demo_optax.stack_workers(tx, mesh)
+    state_specs = demo_optax.state_specs(tx, params, mesh)
+
+    def apply(gradients, state, params):
+        updates, state = stacked.update(jax.tree.map(lambda g: g[0], gradients), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def place(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    specs = dict(in_specs=(P("data"), state_specs, P()), out_specs=(P(), state_specs))
+    gradients = {
+        name: place(jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype), P("data"))
+        for name, x in params.items()
+    }
+    state = jax.tree.map(place, jax.eval_shape(stacked.init, params), state_specs)
+    params = {name: place(x, P()) for name, x in params.items()}
+    return jax.jit(jax.shard_map(apply, mesh=mesh, **specs), donate_argnums=(1, 2)), (
+        gradients,
+        state,
+        params,
+    )
+
+
+def measure(optimizer: str, args) -> None:
+    from demo_optax.accounting import collectives
+
+    program, shapes = update(optimizer, args)
+    start = time.perf_counter()
+    lowered = program.lower(*shapes)
+    lowering = time.perf_counter() - start
+    compiled = lowered.compile()
+    compiling = time.perf_counter() - start - lowering
+    hlo = compiled.as_text()
+    if args.hlo:
+        pathlib.Path(args.hlo).write_text(hlo)
+    count = sum(x.size for x in shapes[2].values())
+    scale, unit = UNIT[args.target]
+    cost = scale * sum(float(price) for price in ESTIMATE[args.target].findall(hlo)) / count
+    memory = compiled.memory_analysis().temp_size_in_bytes / count
+    print(f"{args.target}, {optimizer}: {len(shapes[2])} tensors, {count / 1e6:.1f}M parameters")
+    print(f"  seconds: {lowering:.1f} to lower, {compiling:.1f} to compile")
+    print(f"  temporary memory: {memory:.2f} bytes per parameter")
+    print(f"  estimate: {cost:.4f} {unit} per parameter")
+    for found in collectives(hlo):
+        print(f"  {found.kind} of {found.operand_bytes} bytes of {found.dtype}")
+    unpriced = collections.Counter(a or b for a, b in UNPRICED.findall(hlo))
+    print(f"  without a price: {dict(unpriced) or 'nothing'}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", choices=("tpu", "h100"))
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--values", default="int4")
+    parser.add_argument("--hlo", help="a file for the optimised HLO of the last program")
+    args = parser.parse_args()
+    # Before JAX is imported: the topology is found all the same.
+    os.environ |= {"JAX_PLATFORMS": "cpu"} | ENVIRONMENT[args.target]
+    for optimizer in ("adamw", "demo"):
+        measure(optimizer, args)
+
+
+if __name__ == "__main__":
+    main()
