@@ -157,20 +157,20 @@ def decoupled_momentum(
 
         # Accumulate: m <- beta m + w T(g)
         old = plan.momenta(jax.tree.leaves(state.momentum), step)
-        coefficients, magnitude = plan.transform(blocks, step)
-        sound = all_finite((magnitude, preconditioned))
+        coefficients, energy = plan.transform(blocks, step)
+        sound = all_finite((energy, weight(step), preconditioned))
         momenta = _accumulate(sound, decay, old, weight(step), coefficients)
 
         # Compress: q = top_k(m)
-        message = compress(plan, momenta, step, worker)
+        compressed = compress(plan, momenta, step, worker)
 
         # Exchange: mean(q_1, ..., q_N)
-        report = metrics.report(blocks, momenta, message, subtraction_factor)
-        aggregate = exchange(plan, message, report, sound, axis_name, mean)
+        report = metrics.report(blocks, momenta, compressed, subtraction_factor)
+        aggregate = exchange(plan, compressed, report, sound, axis_name, mean)
 
         # Subtract: m <- m - alpha q
         factor = jnp.where(aggregate.delivered, subtraction_factor, 0)
-        sent = zip(momenta, *message.decoded, strict=True)
+        sent = zip(momenta, *compressed.decoded, strict=True)
         residuals = [add_at(m, positions, -factor * values) for m, positions, values in sent]
 
         # Inverse: u = T^-1 mean(q_1, ..., q_N)
@@ -200,7 +200,10 @@ def _where(condition, tree, otherwise):
 
 
 def _accumulate(sound, decay, momenta, weight, coefficients) -> list[jax.Array]:
-    """Adds in the shape that the transform gives, where XLA adds while it multiplies."""
+    """Computes ``decay * m + weight * c``; where the step is not sound, ``m`` stays.
+
+    In the shape of the coefficients, so that XLA fuses it with the product they come from.
+    """
 
     def add(m, c):
         dtype = jnp.promote_types(m.dtype, c.dtype)

@@ -54,33 +54,35 @@ def exchange(
     """
     layout, known = plan.layout, compressed.selected.positions
     packets = gather(packet.seal(jnp.stack(report), compressed.body, takes_part), axis_name)
-
-    def unpack(packets):
-        numbers, bodies, intact = jax.vmap(packet.unseal)(packets)
-        messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
-        counts = intact & valid
-        sent = [sparse.valid_part(p, v, counts) for p, v in zip(*messages, strict=True)]
-        return sent, (numbers, counts)
-
-    def add(sums, packets):
-        sent, told = unpack(packets)
-        return list(map(sparse.add_sent, sums, sent)), told
-
+    workers, at_once = len(packets), _packets_at_once(plan)
     zeros = [
         axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections
     ]
-    at_once = _workers_at_once(plan, len(packets))
-    if at_once == len(packets):
-        sent, (numbers, counted) = unpack(packets)
+
+    def decode(packets):
+        numbers, bodies, intact = jax.vmap(packet.unseal)(packets)
+        messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
+        counted = intact & valid
+        sent = [sparse.counting(p, v, counted) for p, v in zip(*messages, strict=True)]
+        return sent, (numbers, counted)
+
+    def add(sums, packets):
+        sent, numbers_and_counted = decode(packets)
+        return list(map(sparse.add_sent, sums, sent)), numbers_and_counted
+
+    if workers <= at_once:
+        sent, (numbers, counted) = decode(packets)
         means = [sparse.mean_of_sent(*both, mean) for both in zip(zeros, sent, strict=True)]
     else:
-        rounds = packets.reshape(-1, at_once, layout.words)
-        sums, (numbers, counted) = jax.lax.scan(add, [Sums(x, x) for x in zeros], rounds)
-        numbers, counted = numbers.reshape(len(packets), -1), counted.reshape(-1)
+        # Packets of zeros, whose checksum is wrong, fill the last round.
+        rounds = jnp.pad(packets, ((0, -workers % at_once), (0, 0)))
+        rounds = rounds.reshape(-1, at_once, packets.shape[1])
+        sums, each_round = jax.lax.scan(add, [Sums(x, x) for x in zeros], rounds)
+        numbers, counted = (x.reshape(-1, *x.shape[2:])[:workers] for x in each_round)
         participants = jnp.sum(counted, dtype=jnp.float32)
         means = [sparse.mean_of_sums(s, mean, participants) for s in sums]
-    told = metrics.summarise(Report(*numbers.T), counted)
-    return Aggregate(means, counted[axes.index(axis_name)], told)
+    delivered = counted[axes.index(axis_name)]
+    return Aggregate(means, delivered, metrics.summarise(Report(*numbers.T), counted))
 
 
 def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -103,8 +105,7 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
     return joined[:, : packet.size]
 
 
-def _workers_at_once(plan: Plan, workers: int) -> int:
-    """How many packets are decoded at once: as many as one matrix product takes."""
+def _packets_at_once(plan: Plan) -> int:
+    """As many as one matrix product takes; beyond, memory would grow with the workers."""
     most = max((section.k for section in plan.layout.sections), default=1)
-    fit = max(sparse.AT_ONCE // most, 1)
-    return max(n for n in range(1, fit + 1) if workers % n == 0)
+    return max(sparse.AT_ONCE // most, 1)

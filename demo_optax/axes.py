@@ -4,10 +4,12 @@ Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes i
 over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types are silent.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -68,6 +70,27 @@ def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return jax.make_jaxpr(jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()))()
+
+
+def bytes_handed_over(program, axis_name: AxisName) -> int:
+    """Bytes that one device hands to a traced program's collectives along ``axis_name``."""
+    total = 0
+    for equation in _equations(program.jaxpr):
+        along = equation.params.get("axes", equation.params.get("axis_name", ()))
+        collective = equation.primitive.name.startswith(("all_gather", "psum", "all_reduce"))
+        along = along if isinstance(along, tuple) else (along,)
+        if collective and set(along) & set(names(axis_name)):
+            avals = [operand.aval for operand in equation.invars]
+            total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
+    return total
+
+
+def _equations(jaxpr: core.Jaxpr):
+    """All equations of a program, those of its loops and branches included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
 
 
 def varying_like(x: jax.Array, reference: jax.Array) -> jax.Array:

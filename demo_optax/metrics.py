@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from demo_optax.compression import Compressed
+from demo_optax.compression import Compressed, packet
 from demo_optax.numerics import energy
 
 
@@ -41,6 +41,8 @@ class ExchangeMetrics(NamedTuple):
 class Report(NamedTuple):
     """What a worker's packet tells of its step, float32 scalars; of all workers ``(workers,)``.
 
+    There are `packet.NUMBERS` of them, and a packet in which one is not finite does not count.
+
     Attributes:
       fingerprint: differs where gradients do.
       momentum: energy (sum of squares) of the momentum before anything was taken out.
@@ -52,6 +54,9 @@ class Report(NamedTuple):
     momentum: jax.Array
     sent: jax.Array
     residual: jax.Array
+
+
+assert len(Report._fields) == packet.NUMBERS
 
 
 def before_the_first() -> ExchangeMetrics:

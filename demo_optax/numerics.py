@@ -1,4 +1,4 @@
-"""Arithmetic that several modules do in the same way."""
+"""Finiteness, energies and dtypes: arithmetic that several modules share."""
 
 from collections.abc import Iterable
 

@@ -11,7 +11,7 @@ WORKERS = 8
 
 def init(dtype=jnp.float32):
     random = np.random.default_rng(0)
-    shapes = {"hidden": (12, 20), "bias": (20,), "out": (20, 3)}
+    shapes = {"hidden": (12, 16), "bias": (16,), "out": (16, 3)}
     return {n: jnp.asarray(0.3 * random.normal(size=s), dtype) for n, s in shapes.items()}
 
 

@@ -36,7 +36,7 @@ def test_the_papers_byte_table_digit_for_digit(preset):
 
 def test_300m_with_four_bits_is_five_hundred_times_smaller_than_the_papers_adamw():
     size = demo_optax.packet_bytes(Compression(topk=8, values="int4"), preset_shapes("300m"))
-    assert size <= 1_260_000
+    assert size <= 1_260_000 + 512
     assert 636.9e6 / size > 500
 
 
@@ -54,7 +54,8 @@ def test_300m_with_four_bits_is_five_hundred_times_smaller_than_the_papers_adamw
 def test_packets_are_as_large_as_the_sum_of_their_bits(settings, per_block):
     params = {"w": jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)}  # 256 blocks: whole words
     expected = 20 + 256 * per_block / 8
-    assert demo_optax.packet_bytes(Compression(**settings), params) == expected
+    packet = demo_optax.packet_bytes(Compression(**settings), params)
+    assert packet == 512 * math.ceil(expected / 512)  # TPUs gather multiples of 128 words
 
 
 def test_any_chain_can_be_asked():

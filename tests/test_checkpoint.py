@@ -137,11 +137,12 @@ def in_parameter_space(momentum, shape, chunk):
     full = np.zeros((rows, columns))
     sides = [min(n, chunk) for n in (rows, columns)]
     grid = [-(-n // side) for n, side in zip((rows, columns), sides, strict=True)]
-    blocks = np.asarray(momentum, np.float64).reshape(*grid, sides[1], sides[0])
+    blocks = np.asarray(momentum, np.float64).reshape(*grid, sides[0] * sides[1])
     for i, j in np.ndindex(*grid):
         area = np.s_[i * sides[0] : (i + 1) * sides[0], j * sides[1] : (j + 1) * sides[1]]
         height, width = full[area].shape
-        full[area] = scipy.fft.idctn(blocks[i, j, :width, :height].T, norm="ortho")
+        block = blocks[i, j, : height * width].reshape(width, height).T
+        full[area] = scipy.fft.idctn(block, norm="ortho")
     return full.reshape(shape)
 
 
@@ -204,8 +205,8 @@ def sharded(replica, fsdp):
 
 
 def test_other_shards_are_reached_through_parameter_space(tmp_path):
-    """Shards of 10 columns end in blocks of 2, where one of 20 has none there."""
-    tx = demo_optax.demo_sgd(0.3, decay=0.9, topk=64, chunk_size=8, axis_name="replica")
+    """Shards of 8 columns end in blocks of 2, where one of 16 has none there."""
+    tx = demo_optax.demo_sgd(0.3, decay=0.9, topk=64, chunk_size=6, axis_name="replica")
     specs = {"hidden": P(None, "fsdp"), "bias": P("fsdp"), "out": P("fsdp")}
     settings = dict(axis_name="replica", param_specs=specs)
 
@@ -274,7 +275,7 @@ def test_parameters_alone_of_a_flax_model(tmp_path):
     "tx, params, message",
     [
         (OPTIMIZERS["preconditioned demo"], model.init(), "optimizer state are not those"),
-        (SGD, model.init() | {"out": np.zeros((20, 5), np.float32)}, r"out.*shape \(20, 3\)"),
+        (SGD, model.init() | {"out": np.zeros((16, 5), np.float32)}, r"out.*shape \(16, 3\)"),
         (SGD, {"hidden": model.init()["hidden"]}, "parameters are not those"),
     ],
     ids=["optimizer", "shape", "leaf"],

@@ -23,6 +23,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
+from demo_optax.checkpoint import storage
 from tests import model, workers
 
 LIBRARY = pathlib.Path(demo_optax.__file__).parent
@@ -112,6 +113,15 @@ def restore(params=None, tx=DEMO, **arguments):
             checkpointer.restore(params or model.init(), **arguments)
 
 
+def restore_another_format():
+    with mock.patch.object(storage, "FORMAT", 1), tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            checkpointer.save(3, model.init(), state_of(2), wait=True)
+        with mock.patch.object(storage, "FORMAT", 2):
+            with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+                checkpointer.restore(model.init())
+
+
 def restore_another_preconditioner(chunk_size):
     """Of the same tree, with leaves of another shape; in the same blocks or in others."""
 
@@ -143,7 +153,7 @@ def without(name, action):
 
 
 def import_checkpoint():
-    spec = importlib.util.spec_from_file_location("without_orbax", LIBRARY / "checkpoint.py")
+    spec = importlib.util.spec_from_file_location("without_orbax", LIBRARY / "checkpoint" / "storage.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
@@ -207,6 +217,7 @@ RAISED = [
     lambda: restore(step=2),
     lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO)),
     lambda: restore(model.init() | {"bias": jnp.ones(7)}),
+    restore_another_format,
     lambda: restore_another_preconditioner(8),
     lambda: restore_another_preconditioner(4),
     load_params_of_no_run,

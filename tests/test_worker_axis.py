@@ -150,7 +150,7 @@ def test_linen_train_state_holds_a_stacked_optimizer():
     class Network(linen.Module):
         @linen.compact
         def __call__(self, x):
-            return linen.Dense(3)(jnp.tanh(linen.Dense(20)(x)))
+            return linen.Dense(3)(jnp.tanh(linen.Dense(16)(x)))
 
     network, batch, mesh = Network(), model.batch(0), workers.mesh_of(8)
     params = network.init(jax.random.key(0), batch["x"])["params"]
@@ -188,7 +188,7 @@ def test_linen_train_state_holds_a_stacked_optimizer():
 
 def test_nnx_model_trains_by_split_and_merge():
     network = nnx.Sequential(
-        nnx.Linear(12, 20, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(20, 3, rngs=nnx.Rngs(1))
+        nnx.Linear(12, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 3, rngs=nnx.Rngs(1))
     )
     graph, params = nnx.split(network, nnx.Param)
 

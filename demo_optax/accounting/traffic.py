@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
@@ -50,12 +49,7 @@ def packet_bytes(
         tx.update(gradient, tx.init(values), values)
 
     program = axes.trace_worker(update, dict.fromkeys(axes.names(axis_name), 1))
-    return sum(
-        math.prod(operand.aval.shape) * operand.aval.dtype.itemsize
-        for equation in _equations(program.jaxpr)
-        if equation.primitive.name.startswith(("all_gather", "psum", "all_reduce"))
-        for operand in equation.invars
-    )
+    return axes.bytes_handed_over(program, axis_name)
 
 
 def reference_bytes(params, topk: int = 32, chunk_size: int = 64) -> int:
@@ -116,11 +110,3 @@ def index_cost(n: int, k: int) -> IndexCost:
     """
     coding = indices.cheapest(n, k)
     return IndexCost(coding, indices.index_bits(n, k, coding) / k, indices.entropy_bits(n, k) / k)
-
-
-def _equations(jaxpr: core.Jaxpr):
-    """All equations of a program, those of its loops and branches included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from _equations(inner)

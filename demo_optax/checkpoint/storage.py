@@ -325,7 +325,7 @@ def _require_format(saved: dict) -> None:
     if found != FORMAT:
         raise ValueError(
             f"the checkpoint is of format {found}, and this version of demo_optax reads format "
-            f"{FORMAT}: momenta are stored in another order. Restore it with the version that "
+            f"{FORMAT}, which stores the state in another way. Restore it with the version that "
             "saved it, or take its parameters alone with demo_optax.checkpoint.load_params."
         )
 

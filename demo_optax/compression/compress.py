@@ -10,7 +10,7 @@ from demo_optax.compression import packet, selection
 from demo_optax.compression.packet import Message
 from demo_optax.compression.plan import Plan
 
-_DRAW, _ROUND = 1, 2  # purposes of keys; 0 draws the basis
+_DRAW, _ROUND = 1, 2  # purposes of keys; 0 is that of `Coordinates.basis`
 
 
 class Compressed(NamedTuple):
@@ -50,6 +50,7 @@ def compress(
         key = jax.random.fold_in(settings.key(step, _ROUND), worker)
     body = packet.encode(layout, selected, key)
     decoded, _ = packet.decode(layout, body, positions)
+    # The positions are those that were coded: whoever subtracts need not wait for their decoding.
     return Compressed(body, selected, decoded._replace(positions=positions))
 
 

@@ -91,12 +91,12 @@ def decode(
 
 def _fields(n: int, k: int, coding: IndexCoding) -> tuple[int, int]:
     """``(bits of each low part, bits of the block's bitmap)``."""
-    if coding == "packed":
-        return (n - 1).bit_length(), 0
-    if coding == "bitmap":
-        return 0, n
     low = (n // k).bit_length() - 1
-    return low, k + -(-n >> low) - 1
+    return {
+        "packed": ((n - 1).bit_length(), 0),
+        "elias-fano": (low, k + -(-n >> low) - 1),
+        "bitmap": (0, n),
+    }[coding]
 
 
 def _shift(k: int, coding: IndexCoding) -> jax.Array:

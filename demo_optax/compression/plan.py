@@ -1,10 +1,10 @@
 """The plan of a tree of tensors: a few arrays of equal blocks, and back.
 
     tensor ── blocks ──► (blocks, *sides) ── transform ──► (blocks, n) ── stored ──► (*grid, n)
-           ◄─ tensors ──                  ◄── inverse ────             ◄─ momenta ──
+           ◄─ tensors ──                  ◄── inverse ────             ◄─ stacked ──
 
-Everything static is decided here, once for each list of shapes. What follows works on one array
-``(blocks, n)`` for each shape of blocks, however many tensors they come from.
+Decided once for each list of shapes. What follows works on one array ``(blocks, n)`` for each shape
+of blocks, however many tensors they come from.
 """
 
 import dataclasses

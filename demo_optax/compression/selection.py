@@ -88,7 +88,7 @@ def shared(
         chosen = jax.random.permutation(draw, n)[:k]
         offsets = jax.random.randint(shift, (blocks, 1), 0, n)
         return (chosen[None] + offsets).astype(jnp.int32) % n
-    start, move = (np.arange(k) * n // k, 1) if selection == "striding" else (np.arange(k), k)
+    start, move = {"striding": (np.arange(k) * n // k, 1), "slicing": (np.arange(k), k)}[selection]
     moved = (step % (n // math.gcd(n, move)) * move) % n
     positions = (jnp.asarray(start, jnp.int32) + moved) % n
     return jnp.broadcast_to(positions.astype(jnp.int32), (blocks, k))

@@ -1,4 +1,4 @@
-"""The settings of a compression, as small values."""
+"""Settings as small values: what is sent, and the coordinates in which a momentum is stored."""
 
 import dataclasses
 from typing import Literal

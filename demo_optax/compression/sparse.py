@@ -25,13 +25,13 @@ class Sent(NamedTuple):
 
     Attributes:
       positions: int32 ``(workers, blocks, k)``, unique in each block.
-      values: float32 ``(workers, blocks, k)``.
-      counts: bool ``(workers, 1, 1)``; what does not count is zero, and somewhere.
+      values: float32 ``(workers, blocks, k)``; zero where a worker does not count.
+      counted: bool ``(workers, 1, 1)``.
     """
 
     positions: jax.Array
     values: jax.Array
-    counts: jax.Array
+    counted: jax.Array
 
 
 class Sums(NamedTuple):
@@ -46,12 +46,12 @@ class Sums(NamedTuple):
     senders: jax.Array
 
 
-def valid_part(positions: jax.Array, values: jax.Array, counts: jax.Array) -> Sent:
-    """What is left of untrusted messages where only some of them count, ``(workers,)``."""
-    counts = counts[:, None, None]
-    somewhere = jnp.broadcast_to(jnp.arange(positions.shape[2])[None, None], positions.shape)
-    positions = jnp.where(counts, positions, somewhere.astype(positions.dtype))
-    return Sent(positions, jnp.where(counts, values, 0), counts)
+def counting(positions: jax.Array, values: jax.Array, counted: jax.Array) -> Sent:
+    """Untrusted messages, of which those that are not ``counted``, ``(workers,)``, send zeros."""
+    counted = counted[:, None, None]
+    first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
+    positions = jnp.where(counted, positions, first)
+    return Sent(positions, jnp.where(counted, values, 0), counted)
 
 
 def add_at(blocks: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
@@ -72,9 +72,9 @@ def mean_of_sent(zeros: jax.Array, sent: Sent, mean: Mean) -> jax.Array:
     The senders of a coefficient are counted by comparing all positions of a block.
     """
     if mean == "workers":
-        number = jnp.sum(sent.counts, dtype=jnp.float32)
+        number = jnp.sum(sent.counted, dtype=jnp.float32)
     else:
-        positions = _in_front_of_blocks(jnp.where(sent.counts, sent.positions, -1))
+        positions = _in_front_of_blocks(jnp.where(sent.counted, sent.positions, -1))
         equal = positions[:, None] == positions[None]
         number = jnp.sum(equal, axis=0, dtype=jnp.float32)
         workers, blocks, k = sent.values.shape
@@ -84,7 +84,7 @@ def mean_of_sent(zeros: jax.Array, sent: Sent, mean: Mean) -> jax.Array:
 
 def add_sent(sums: Sums, sent: Sent) -> Sums:
     """Adds what some workers sent to what others did."""
-    ones = jnp.broadcast_to(sent.counts.astype(jnp.float32), sent.values.shape)
+    ones = jnp.broadcast_to(sent.counted.astype(jnp.float32), sent.values.shape)
     added = zip(sums, (sent.values, ones), strict=True)
     return Sums(*(_add_all(total, sent.positions, values) for total, values in added))
 

@@ -66,8 +66,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Coefficients ``(blocks, columns, rows)`` of blocks ``(blocks, *sides)``, and their energy.
 
-    The energy, float32, is taken between the two products, where XLA adds while it multiplies;
-    neither of them changes it.
+    The energy (sum of squares, float32) is that of the blocks as well, since the products are
+    orthonormal. It is taken between them, where XLA fuses the sum with the first.
     """
     columns, rows = _matrices(sides, basis)
     x = _last(blocks.reshape(len(blocks), -1, sides[-1]), columns)

@@ -160,8 +160,3 @@ def from_first(x: jax.Array, copied_axes: tuple[str, ...]) -> jax.Array:
     is_first = jax.lax.axis_index(copied_axes) == 0
     first = jax.lax.psum(jnp.where(is_first, number, 0), copied_axes)
     return first.astype(x.dtype)
-
-
-def num_shards(specs, mesh: Mesh | AbstractMesh) -> int:
-    """Different shards of one worker, each of which exchanges a packet of its own."""
-    return math.prod(mesh.shape[name] for name in sharded_axes(specs))

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import accounting, axes, checks
+from demo_optax import axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
 from demo_optax.numerics import upcast
@@ -175,10 +175,8 @@ def make_train_step(
         layout = worker_axis.layout_of(tx, params, mesh, axis_name, param_specs)
         state = state_structure.unflatten([jax.ShapeDtypeStruct(*x) for x in state_shapes])
         worker_axis.require_state(state, jax.eval_shape(stacked.init, params), workers)
-        parts = shards.shard_shapes(params, layout.params, mesh)
-        packet = accounting.packet_bytes(tx, parts, axis_name)
         shardings = jax.tree.leaves(shards.shardings(mesh, layout.params))
-        return _Places(shardings), packet * shards.num_shards(layout.params, mesh)
+        return _Places(shardings), layout.variation.sent * mesh.size // workers
 
     over_all = NamedSharding(mesh, P(worker_axes + inner))
 

@@ -16,10 +16,17 @@ from demo_optax.parallel import shards
 
 
 class Variation(NamedTuple):
-    """Over which of a mesh's axes the outcome of an update differs: trees of frozensets."""
+    """What an update does along the axes of a mesh.
+
+    Attributes:
+      state: a tree of frozensets, the axes over which each leaf of the new state differs.
+      updates: the same of the updates.
+      sent: int, bytes that one device hands to collectives between workers.
+    """
 
     state: Any
     updates: Any
+    sent: int
 
 
 def variation(
@@ -45,7 +52,7 @@ def variation(
       ValueError: the updates themselves differ between workers, because ``tx`` does not exchange.
     """
     tx = optax.with_extra_args_support(tx)
-    outcome: list[Variation] = []
+    outcome = []
 
     def probe(varying_axes):
         def zeros(x, spec):
@@ -59,12 +66,13 @@ def variation(
             state = jax.tree.map(vary, tx.init(values), varying_axes)
             updates, state = tx.update(axes.as_varying(values, axis_name), state, values)
             state = metrics.of_worker(state, shards.sharded_axes(specs))
-            outcome.append(Variation(*jax.tree.map(axes.varying, (state, updates))))
+            outcome.append(jax.tree.map(axes.varying, (state, updates)))
 
-        axes.trace_worker(update, mesh_shape)
-        return outcome[-1]
+        program = axes.trace_worker(update, mesh_shape)
+        state, updates = outcome[-1]
+        return Variation(state, updates, axes.bytes_handed_over(program, axis_name))
 
-    found = Variation(jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts)), None)
+    found = Variation(jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts)), None, 0)
     before = None
     try:
         while before != jax.tree.leaves(found.state):
