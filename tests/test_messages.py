@@ -114,12 +114,14 @@ def restore(params=None, tx=DEMO, **arguments):
 
 
 def restore_another_format():
-    with mock.patch.object(storage, "FORMAT", 1), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        with (
+            mock.patch.object(storage, "FORMAT", 1),
+            checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer,
+        ):
+            checkpointer.save(3, model.init(), state_of(2))
         with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
-            checkpointer.save(3, model.init(), state_of(2), wait=True)
-        with mock.patch.object(storage, "FORMAT", 2):
-            with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
-                checkpointer.restore(model.init())
+            checkpointer.restore(model.init())
 
 
 def restore_another_preconditioner(chunk_size):
@@ -153,7 +155,8 @@ def without(name, action):
 
 
 def import_checkpoint():
-    spec = importlib.util.spec_from_file_location("without_orbax", LIBRARY / "checkpoint" / "storage.py")
+    path = LIBRARY / "checkpoint" / "storage.py"
+    spec = importlib.util.spec_from_file_location("without_orbax", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
