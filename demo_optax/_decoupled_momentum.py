@@ -146,10 +146,10 @@ def decoupled_momentum(
         return gradient_weight(step) if callable(gradient_weight) else gradient_weight
 
     def update_fn(updates, state, params=None, **extra_args):
-        gradient, tree_of = jax.tree.leaves(updates), _unflattener(updates)
+        gradient, unflatten = jax.tree.leaves(updates), _unflattener(updates)
         plan = make_plan(compression, tuple(x.shape for x in gradient))
         state_checks.usable(updates, state, plan, axis_name)
-        step, worker = state.count, axes.index(axis_name)
+        step, worker, w = state.count, axes.index(axis_name), weight(state.count)
         local, preconditioned = precondition.update(
             updates, state.precondition, params, **extra_args
         )
@@ -158,14 +158,14 @@ def decoupled_momentum(
         # Accumulate: m <- beta m + w T(g)
         old = plan.momenta(jax.tree.leaves(state.momentum), step)
         coefficients, energy = plan.transform(blocks, step)
-        sound = all_finite((energy, weight(step), preconditioned))
-        momenta = _accumulate(sound, decay, old, weight(step), coefficients)
+        sound = all_finite((energy * jnp.square(w), decay, preconditioned))
+        momenta = _accumulate(sound, decay, old, w, coefficients)
 
         # Compress: q = top_k(m)
         compressed = compress(plan, momenta, step, worker)
 
         # Exchange: mean(q_1, ..., q_N)
-        report = metrics.report(blocks, momenta, compressed, subtraction_factor)
+        report = metrics.report(gradient, momenta, compressed, subtraction_factor)
         aggregate = exchange(plan, compressed, report, sound, axis_name, mean)
 
         # Subtract: m <- m - alpha q
@@ -176,10 +176,10 @@ def decoupled_momentum(
         # Inverse: u = T^-1 mean(q_1, ..., q_N)
         means = plan.tensors(plan.inverse(aggregate.coefficients, step))
 
-        return tree_of(map(_like, means, gradient)), DecoupledMomentumState(
+        return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
             count=optax.safe_increment(step),
-            momentum=tree_of(downcast(m, momentum_dtype) for m in plan.stored(residuals)),
-            precondition=_where(sound, preconditioned, state.precondition),
+            momentum=unflatten(downcast(m, momentum_dtype) for m in plan.stored(residuals)),
+            precondition=_choose(sound, preconditioned, state.precondition),
             metrics=aggregate.metrics,
             coordinates=coordinates,
         )
@@ -191,12 +191,12 @@ def _unflattener(tree):
     return functools.partial(jax.tree.unflatten, jax.tree.structure(tree))
 
 
-def _like(x, reference) -> jax.Array:
+def _in_dtype_of(x, reference) -> jax.Array:
     return x.astype(reference.dtype)
 
 
-def _where(condition, tree, otherwise):
-    return jax.tree.map(lambda x, y: _like(jnp.where(condition, x, y), y), tree, otherwise)
+def _choose(condition, tree, otherwise):
+    return jax.tree.map(lambda x, y: _in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
 
 
 def _accumulate(sound, decay, momenta, weight, coefficients) -> list[jax.Array]:

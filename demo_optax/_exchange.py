@@ -54,7 +54,8 @@ def exchange(
     """
     layout, known = plan.layout, compressed.selected.positions
     packets = gather(packet.seal(jnp.stack(report), compressed.body, takes_part), axis_name)
-    workers, at_once = len(packets), _packets_at_once(plan)
+    workers, most = len(packets), max((s.k for s in layout.sections), default=1)
+    at_once = _packets_at_once(most)
     zeros = [
         axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections
     ]
@@ -63,18 +64,18 @@ def exchange(
         numbers, bodies, intact = jax.vmap(packet.unseal)(packets)
         messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
         counted = intact & valid
-        sent = [sparse.counting(p, v, counted) for p, v in zip(*messages, strict=True)]
+        sent = [sparse.only_counted(p, v, counted) for p, v in zip(*messages, strict=True)]
         return sent, (numbers, counted)
 
     def add(sums, packets):
         sent, numbers_and_counted = decode(packets)
         return list(map(sparse.add_sent, sums, sent)), numbers_and_counted
 
-    if workers <= at_once:
+    if workers * most <= sparse.AT_ONCE:
         sent, (numbers, counted) = decode(packets)
         means = [sparse.mean_of_sent(*both, mean) for both in zip(zeros, sent, strict=True)]
     else:
-        # Packets of zeros, whose checksum is wrong, fill the last round.
+        # Packets of zeros, whose checksum is wrong, fill the last round up.
         rounds = jnp.pad(packets, ((0, -workers % at_once), (0, 0)))
         rounds = rounds.reshape(-1, at_once, packets.shape[1])
         sums, each_round = jax.lax.scan(add, [Sums(x, x) for x in zeros], rounds)
@@ -105,7 +106,6 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
     return joined[:, : packet.size]
 
 
-def _packets_at_once(plan: Plan) -> int:
-    """As many as one matrix product takes; beyond, memory would grow with the workers."""
-    most = max((section.k for section in plan.layout.sections), default=1)
+def _packets_at_once(most: int) -> int:
+    """How many packets of up to ``most`` coefficients of a block are decoded together."""
     return max(sparse.AT_ONCE // most, 1)

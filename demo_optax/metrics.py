@@ -74,7 +74,7 @@ def report(
     """Reports a worker's step.
 
     Args:
-      gradient: the blocks ``(blocks, *sides)`` of each group, of which the first row is read.
+      gradient: its leaves, as they came; a first row of each is read.
       momenta: coefficients ``(blocks, n)`` of each group, before anything is taken out.
       compressed: what the worker sends.
       subtraction_factor: part of it that leaves the momentum.
@@ -86,7 +86,7 @@ def report(
 
     momentum, selected = energy(momenta), energy(compressed.selected.values)
     return Report(
-        fingerprint=_fingerprint([x[:, 0] for x in gradient]),
+        fingerprint=_fingerprint([jnp.atleast_1d(x)[:1] for x in gradient]),
         momentum=momentum,
         sent=selected - rest(1.0),
         residual=jnp.maximum(momentum - selected, 0.0) + rest(subtraction_factor),
@@ -112,7 +112,10 @@ def summarise(reports: Report, counted: jax.Array) -> ExchangeMetrics:
 
 
 def _fingerprint(arrays) -> jax.Array:
-    """A weighted sum, float32. Norms would not do, since clipping makes them equal."""
+    """A weighted sum, float32. Norms would not do, since clipping makes them equal.
+
+    Nor would preconditioned gradients: on a first step those are hardly more than signs.
+    """
     total = jnp.zeros((), jnp.float32)
     for x in arrays:
         scrambled = jax.lax.iota(jnp.uint32, x.size) * jnp.uint32(0x9E3779B9) >> 20

@@ -237,3 +237,13 @@ def test_an_optimizer_for_another_axis_than_the_meshs():
     with pytest.raises(NameError, match=r"axis is 'data'.*bound are \('replica',\)"):
         mesh = jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])
         demo_optax.init_opt_state(DEMO, model.init(), mesh, "replica")
+
+
+def test_local_gradients_are_not_accused_where_their_preconditioned_ones_are_signs():
+    def worker(gradient):
+        tx = demo_optax.demo(1e-3, axis_name="data", precondition=optax.scale_by_sign())
+        return tx.update(gradient, tx.init(gradient), gradient)[1][0].metrics
+
+    gradients = np.abs(np.random.default_rng(0).normal(size=(4, 3, 2))).astype(np.float32)
+    metrics = jax.jit(jax.vmap(worker, axis_name="data"))(gradients)
+    assert not np.any(metrics.identical)

@@ -1,6 +1,7 @@
 """A worker whose gradient is not finite is left out; the others go on as if it were not there."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -113,3 +114,38 @@ def test_a_ready_made_chain_rests_outside_the_train_step_too():
     updates, state = jax.jit(tx.update)(gradient, tx.init(params), params)
     assert_same(updates, jax.tree.map(np.zeros_like, params))
     assert_same(state[0].momentum, tx.init(params)[0].momentum)
+
+
+@pytest.mark.parametrize("weight, decay", [(np.nan, 0.9), (1e38, 0.9), (1.0, np.nan)])
+def test_a_setting_that_is_not_finite_for_a_step_costs_that_step_alone(weight, decay):
+    tx = optax.inject_hyperparams(
+        lambda decay: demo_optax.decoupled_momentum(
+            decay,
+            demo_optax.Compression(4, 8),
+            gradient_weight=lambda step: jnp.where(step == 1, weight, 1.0),
+        )
+    )(decay=lambda step: jnp.where(step == 1, decay, 0.9))
+    gradient = np.linspace(1.0, 2.0, 64, dtype=np.float32).reshape(8, 8)
+    update, state, took_part = jax.jit(tx.update), tx.init(gradient), []
+    for _ in range(4):
+        _, state = update(gradient * 10, state)
+        took_part.append(int(state.inner_state.metrics.participants))
+        assert np.isfinite(state.inner_state.momentum).all()
+    assert took_part == [1, 0, 1, 1]
+
+
+def test_a_gradient_that_is_huge_on_one_shard_keeps_the_whole_worker_out():
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+    tx = demo_optax.demo_sgd(1.0, topk=64, chunk_size=8, axis_name="data")
+    specs, params = jax.P("fsdp"), np.zeros((16, 8), np.float32)
+    step = demo_optax.make_train_step(
+        lambda params, batch: jnp.sum(params * batch[0]), tx, mesh, param_specs=specs
+    )
+    state = demo_optax.init_opt_state(tx, params, mesh, param_specs=specs)
+    batch = np.ones((4, 16, 8), np.float32)
+    batch[:2, 0, 0] = 3e19  # finite, but its square is not; the first worker's upper shard
+    after, state, metrics = step(params, state, batch)
+    assert metrics.exchange.participants == 1
+    np.testing.assert_allclose(np.asarray(after), np.asarray(after)[0, 0] * np.ones((16, 8)))
+    assert np.asarray(after)[0, 0] != 0
+    np.testing.assert_array_equal(np.asarray(state[0].momentum)[0], 0.0)

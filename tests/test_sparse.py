@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
-from demo_optax import _exchange
 from demo_optax.compression import selection, sparse
 from tests import draws, model
 
@@ -79,7 +78,7 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
     with pytest.MonkeyPatch.context() as patch:
         if platform == "tpu":
             patch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-        sent = sparse.counting(*map(jnp.asarray, (damaged, values, counts)))
+        sent = sparse.only_counted(*map(jnp.asarray, (damaged, values, counts)))
         at_once = sparse.mean_of_sent(zeros, sent, mean)
         sums = sparse.Sums(zeros, zeros)
         for part in range(workers):
@@ -116,8 +115,17 @@ def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(platform, m
     if platform == "tpu":
         monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
     expected = trained()
-    monkeypatch.setattr(_exchange, "_packets_at_once", lambda _: 3)
+    monkeypatch.setattr(sparse, "AT_ONCE", 15)  # three packets in a round, of eight
     ours = trained()
     assert_replicas_are_identical(ours)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, ours, expected)
+
+
+@pytest.mark.parametrize("topk", [200, 2048])
+def test_memory_does_not_explode_with_the_coefficients(topk):
+    """Of a single worker, whose positions need not be compared with anybody's."""
+    tx = demo_optax.demo(1e-3, topk=topk)
+    params = jnp.ones((256, 256))
+    compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * params.size

@@ -100,13 +100,22 @@ def _fields(n: int, k: int, coding: IndexCoding) -> tuple[int, int]:
 
 
 def _shift(k: int, coding: IndexCoding) -> jax.Array:
-    """What Elias-Fano adds to high parts, so that equal ones set different bits: ``(1, k)``."""
+    """What Elias-Fano adds to high parts, so that equal ones set different bits; else zeros."""
     steps = jnp.arange(k, dtype=jnp.int32)[None]
     return steps if coding == "elias-fano" else jnp.zeros_like(steps)
 
 
+def _is_dense(k: int, size: int) -> bool:
+    """Whether bits one by one cost less than comparing ``k`` places with all words."""
+    return k * size // 32 > 4096
+
+
 def _bitmap(ones: jax.Array, size: int) -> jax.Array:
     """Words ``(blocks, ceil(size / 32))`` in which these bits ``(blocks, k)`` are set."""
+    if _is_dense(ones.shape[1], size):
+        bits = jnp.zeros((len(ones), -(-size // 32) * 32), jnp.uint32)
+        bits = bits.at[jnp.arange(len(ones))[:, None], ones].set(1, unique_indices=True)
+        return pack_bits(bits, 1).reshape(len(ones), -1)
     words = jnp.arange(-(-size // 32))[None, None]
     bits = jnp.uint32(1) << (ones % 32).astype(jnp.uint32)
     own = ones[:, :, None] // 32 == words
@@ -115,6 +124,15 @@ def _bitmap(ones: jax.Array, size: int) -> jax.Array:
 
 def _positions_of_ones(bitmap: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Where the words of each block have their ``k`` ones, and whether all blocks have ``k``."""
+    blocks, size = bitmap.shape[0], 32 * bitmap.shape[1]
+    if _is_dense(k, size):
+        bits = unpack_bits(bitmap.reshape(-1), 1, blocks * size).reshape(blocks, size)
+        rank = jnp.cumsum(bits.astype(jnp.int32), axis=1) - 1
+        slot = jnp.where(bits == 1, rank, k)  # a slot of k or more is dropped
+        places = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], bits.shape)
+        found = jnp.zeros((blocks, k), jnp.int32)
+        found = found.at[jnp.arange(blocks)[:, None], slot].set(places, mode="drop")
+        return found, jnp.all(rank[:, -1] == k - 1)
     words = jnp.arange(bitmap.shape[1])[None, None]
     counts = jax.lax.population_count(bitmap).astype(jnp.int32)
     through = jnp.cumsum(counts, axis=1)

@@ -17,7 +17,7 @@ Selection = Literal["topk", "random", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
 _STRANDS = 8
-_FEW = 16  # coefficients up to which XLA has a kernel of its own for GPUs
+_GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
 
 
 def top_k(coefficients: jax.Array, k: int) -> jax.Array:
@@ -28,8 +28,8 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
     """
     # In float32, the only dtype that XLA's fast paths take.
     magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-    # Few of a long row are chosen quickly by a TPU and a GPU, many by a TPU and a CPU.
-    slow = ["cpu"] if k <= _FEW else ["cuda", "rocm"]
+    # lax.top_k is slow for small k on CPUs, for large k on GPUs, on TPUs never.
+    slow = ["cpu"] if k <= _GPU_KERNEL_K else ["cuda", "rocm"]
     chosen = jax.lax.platform_dependent(
         magnitudes,
         default=functools.partial(_by_kernel, k=k),
@@ -43,7 +43,7 @@ def _by_kernel(magnitudes: jax.Array, k: int) -> jax.Array:
 
 
 def _by_strands(magnitudes: jax.Array, k: int) -> jax.Array:
-    """Like `_by_kernel`, for devices on which it is slow on long rows; a GPU would sort them whole.
+    """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole).
 
     A strand is every ``n / 8``-th element. The ``k`` strands with the largest maxima hold the
     ``k`` largest elements, so that two small selections are enough.

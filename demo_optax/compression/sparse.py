@@ -15,7 +15,7 @@ from demo_optax.compression.transforms import product
 Mean = Literal["senders", "workers"]
 MEANS = get_args(Mean)
 
-AT_ONCE = 128  # coefficients of a block that one product takes: the side of a TPU's matrix unit
+AT_ONCE = 64  # coefficients of a block of all workers that are compared with each other
 _LANES = 128  # of a TPU's vectors: narrower arrays are padded to them in memory
 _MOST_COMPARISONS = 16  # of each element; beyond, a product costs less
 
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
     senders: jax.Array
 
 
-def counting(positions: jax.Array, values: jax.Array, counted: jax.Array) -> Sent:
+def only_counted(positions: jax.Array, values: jax.Array, counted: jax.Array) -> Sent:
     """Untrusted messages, of which those that are not ``counted``, ``(workers,)``, send zeros."""
     counted = counted[:, None, None]
     first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
@@ -74,7 +74,7 @@ def mean_of_sent(zeros: jax.Array, sent: Sent, mean: Mean) -> jax.Array:
     if mean == "workers":
         number = jnp.sum(sent.counted, dtype=jnp.float32)
     else:
-        positions = _in_front_of_blocks(jnp.where(sent.counted, sent.positions, -1))
+        positions = _blocks_last(jnp.where(sent.counted, sent.positions, -1))
         equal = positions[:, None] == positions[None]
         number = jnp.sum(equal, axis=0, dtype=jnp.float32)
         workers, blocks, k = sent.values.shape
@@ -104,7 +104,7 @@ def _add_all(blocks, positions, values):
         return jax.lax.scan(add, blocks, (positions, values))[0]
 
     def by_product(blocks, positions, values):
-        positions, values = _in_front_of_blocks(positions), _in_front_of_blocks(values)
+        positions, values = _blocks_last(positions), _blocks_last(values)
         return _add_by_product(blocks, positions.T, values.T)
 
     return jax.lax.platform_dependent(blocks, positions, values, tpu=by_product, default=by_scatter)
@@ -134,10 +134,10 @@ def _add_by_product(blocks, positions, values):
         return (places[:, None] == jnp.arange(size)[None, :, None]).astype(blocks.dtype)
 
     row, column = units(positions >> shift, rows), units(positions & (columns - 1), columns)
-    dense = product("brj,bcj->brc", values[:, None] * row, column)
+    dense = product("brj,bcj->brc", values[:, None] * row, column, exact=True)
     return blocks + dense.reshape(len(blocks), rows * columns)[:, :n]
 
 
-def _in_front_of_blocks(x):
+def _blocks_last(x):
     """``(workers, blocks, k)`` to ``(workers * k, blocks)``."""
     return x.transpose(0, 2, 1).reshape(-1, x.shape[1])

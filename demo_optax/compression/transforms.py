@@ -88,36 +88,36 @@ def change_basis(
     assert old is not None and new is not None
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, lambda n: _multiply(new(n), old(n).T))
-    return _middle(_last(x, rows), columns).swapaxes(1, 2).reshape(coefficients.shape)
+    turned = _middle(_last(x, rows, exact=True), columns, exact=True)
+    return turned.swapaxes(1, 2).reshape(coefficients.shape)
 
 
-def _last(x, matrix):
+def _last(x, matrix, exact=False):
     """``(blocks, i, j)`` with its last dimension multiplied by a matrix, or by None."""
     if matrix is None or x.shape[2] == 1:
         return x
-    return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype))
+    return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
 
-def _middle(x, matrix):
+def _middle(x, matrix, exact=False):
     """``(blocks, i, j)`` to ``(blocks, j, i)``, with ``i`` multiplied by a matrix, or by None."""
     if matrix is None or x.shape[1] == 1:
         return x.swapaxes(1, 2)
-    return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype))
+    return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
 
-def product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """``jnp.einsum`` in float32 on CPUs and GPUs, in three products of bfloat16 on TPUs.
+def product(subscripts: str, x: jax.Array, y: jax.Array, *, exact: bool = False) -> jax.Array:
+    """``jnp.einsum`` in float32; unless ``exact``, in three products of bfloat16 on TPUs.
 
-    Three are exact to about ``2**-16``, at half the cost of float32's six. The error is that of a
-    gradient or an update, the same on all workers, and never one of a stored momentum.
+    Three are right to about ``2**-16``, at half the cost of float32's six. That is enough for
+    gradients and updates, whose errors are not carried on; stored momenta take exact ones.
     """
     einsum = functools.partial(jnp.einsum, subscripts)
-    return jax.lax.platform_dependent(
-        x,
-        y,
-        tpu=functools.partial(einsum, precision=jax.lax.Precision.HIGH),
-        default=functools.partial(einsum, precision=jax.lax.Precision.HIGHEST),
-    )
+    highest = functools.partial(einsum, precision=jax.lax.Precision.HIGHEST)
+    if exact:
+        return highest(x, y)
+    high = functools.partial(einsum, precision=jax.lax.Precision.HIGH)
+    return jax.lax.platform_dependent(x, y, tpu=high, default=highest)
 
 
 def _matrices(sides, basis):

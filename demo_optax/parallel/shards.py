@@ -144,7 +144,8 @@ def all_or_nothing(gradient, sharded: tuple[str, ...]):
     """
     if not sharded:
         return gradient
-    finite = jax.lax.pmin(all_finite(gradient).astype(jnp.int32), sharded) > 0
+    finite = all_finite(energy(jax.tree.leaves(gradient)))
+    finite = jax.lax.pmin(finite.astype(jnp.int32), sharded) > 0
     return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), gradient)
 
 

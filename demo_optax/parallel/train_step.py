@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import axes, checks
+from demo_optax import accounting, axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
 from demo_optax.numerics import upcast
@@ -176,7 +176,11 @@ def make_train_step(
         state = state_structure.unflatten([jax.ShapeDtypeStruct(*x) for x in state_shapes])
         worker_axis.require_state(state, jax.eval_shape(stacked.init, params), workers)
         shardings = jax.tree.leaves(shards.shardings(mesh, layout.params))
-        return _Places(shardings), layout.variation.sent * mesh.size // workers
+        sent = layout.variation.sent
+        if not check_vma:  # types do not tell which devices hold the same: each sends all
+            parts = shards.shard_shapes(params, layout.params, mesh)
+            sent = accounting.packet_bytes(tx, parts, axis_name)
+        return _Places(shardings), sent * mesh.size // workers
 
     over_all = NamedSharding(mesh, P(worker_axes + inner))
 
