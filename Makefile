@@ -62,7 +62,7 @@ docs: $(READY)
 
 notebooks: $(READY)
 	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
-	$(RUN) -m pytest -n 2 --overwrite notebooks
+	$(RUN) -m pytest -n 2 -m "slow or not slow" --overwrite notebooks
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -10,6 +10,14 @@ jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Notebooks take minutes: they run with `make test-all`, and with `make notebooks`."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("slow")
+
+
 @pytest.fixture
 def compiled(caplog):
     """A function that names the programs compiled since it was last called."""

@@ -89,7 +89,9 @@ def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
     assert went_on[2] == expected[2]
 
 
-@pytest.mark.parametrize("before, after", [(4, 2), (2, 4), (4, 3), (3, 1)])
+@pytest.mark.parametrize(
+    "before, after", [(4, 2), (2, 4), (4, 3), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_other_numbers_of_workers_keep_the_mean(before, after, tmp_path):
     tx = OPTIMIZERS["preconditioned demo"]
     params, state, losses = train(tx, workers.mesh_of(before), (0, 40))

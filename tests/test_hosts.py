@@ -64,7 +64,8 @@ def parameters(folder):
     return np.concatenate([x.ravel() for x in jax.tree.leaves(checkpoint.load_params(folder))])
 
 
-@pytest.mark.parametrize("optimizer", ["demo-sgd", pytest.param("demo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["demo-sgd", "demo"])
 def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
     common = ["--optimizer", optimizer, "--values", "float32", "--workers", 4, "--steps", 6]
     results = []

@@ -149,7 +149,7 @@ def stack_workers(
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> tx = stack_workers(demo_optax.demo(1e-3, axis_name="data"), mesh)
       >>> tx.init({"w": jnp.ones((128, 64))})[0].momentum["w"].shape
-      (1, 2, 1, 64, 64)
+      (1, 2, 1, 4096)
     """
     shards.num_workers(mesh, axis_name)
     tx = optax.with_extra_args_support(tx)
@@ -254,7 +254,7 @@ def init_opt_state(
       >>> tx = demo_optax.demo(1e-3, axis_name="data")
       >>> state = init_opt_state(tx, {"w": jnp.ones((64, 64))}, mesh)
       >>> state[0].momentum["w"].shape  # the number of workers comes first
-      (1, 1, 1, 64, 64)
+      (1, 1, 1, 4096)
     """
     return stack_workers(tx, mesh, axis_name, param_specs).init(params)
 
