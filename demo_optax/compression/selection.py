@@ -28,8 +28,7 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
     """
     # In float32, the only dtype that XLA's fast paths take.
     magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-    # lax.top_k is slow for small k on CPUs, for large k on GPUs, on TPUs never.
-    slow = ["cpu"] if k <= _GPU_KERNEL_K else ["cuda", "rocm"]
+    slow = ["cpu"] if k <= _GPU_KERNEL_K else ["cpu", "cuda", "rocm"]
     chosen = jax.lax.platform_dependent(
         magnitudes,
         default=functools.partial(_by_kernel, k=k),

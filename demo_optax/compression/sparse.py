@@ -71,7 +71,7 @@ def mean_of_sent(zeros: jax.Array, sent: Sent, mean: Mean) -> jax.Array:
 
     The senders of a coefficient are counted by comparing all positions of a block.
     """
-    if mean == "workers":
+    if mean == "workers" or len(sent.values) == 1:  # of one worker, both are the same
         number = jnp.sum(sent.counted, dtype=jnp.float32)
     else:
         positions = _blocks_last(jnp.where(sent.counted, sent.positions, -1))
