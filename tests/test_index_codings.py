@@ -17,7 +17,9 @@ from demo_optax.compression import indices as codings
 def positions(draw):
     """``(n, positions)``: ascending positions in some blocks of n."""
     # Few sizes, since each is another program to compile; any contents.
-    n, k = draw(st.sampled_from([(1, 1), (3, 2), (17, 5), (97, 1), (1000, 33), (4096, 8)]))
+    n, k = draw(
+        st.sampled_from([(1, 1), (3, 2), (17, 5), (97, 1), (512, 300), (1000, 33), (4096, 8)])
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     spread = draw(st.sampled_from([n, min(n, 2 * k)]))
     chosen = [np.sort(rng.choice(spread, size=k, replace=False)) for _ in range(3)]
