@@ -35,8 +35,7 @@ class Coordinates:
 
     def basis(self, step: jax.Array) -> Basis | None:
         """The transform's basis at a step, the same on all workers; None for the identity."""
-        key = jax.random.fold_in(jax.random.key(self.seed), step)
-        return transforms.make_basis(self.transform, jax.random.fold_in(key, 0))
+        return transforms.make_basis(self.transform, _key(self.seed, step, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,5 +95,8 @@ class Compression:
 
     def key(self, step: jax.Array, purpose: int) -> jax.Array:
         """The key of a step's draws, the same on all workers."""
-        key = jax.random.fold_in(jax.random.key(self.seed), step)
-        return jax.random.fold_in(key, purpose)
+        return _key(self.seed, step, purpose)
+
+
+def _key(seed: int, step: jax.Array, purpose: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), purpose)
