@@ -1,5 +1,7 @@
 """Eight simulated devices for all tests, and no silent broadcasting between ranks."""
 
+import os
+
 import jax
 import pytest
 
@@ -8,6 +10,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Most of the time goes into compiling; what a compiler may reorder, it still may.
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    """Programs stay compiled from one run to the next, here and in processes that tests start."""
+    settings = {
+        "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 @pytest.hookimpl(tryfirst=True)
