@@ -58,7 +58,7 @@ def update(optimizer: str, args):
     import demo_optax
 
     mesh = Mesh(np.array(topology(args.target).devices), ("data",), axis_types=(AxisType.Auto,))
-    compression = demo_optax.Compression(args.topk, values=args.values)
+    compression = demo_optax.Compression(args.topk, value_coding=args.value_coding)
     momentum = demo_optax.decoupled_momentum(0.95, compression, axis_name="data")
     tx = {
         "demo": optax.chain(momentum, optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3)),
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--values", default="int4")
+    parser.add_argument("--value-coding", default="int4")
     parser.add_argument("--hlo", help="a file for the optimised HLO of the last program")
     args = parser.parse_args()
     # Before JAX is imported: the topology is found all the same.

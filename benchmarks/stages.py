@@ -1,6 +1,6 @@
 """Where an optimizer step's time goes: nanoseconds per parameter of each stage, on one device.
 
-    python benchmarks/stages.py [--topk 8] [--values int4]
+    python benchmarks/stages.py [--topk 8] [--value-coding int4]
 
 The last column is what one more worker's packet costs everyone.
 """
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--values", nargs="+", default=["float32", "int4"])
+    parser.add_argument("--value-coding", nargs="+", default=["float32", "int4"])
     args = parser.parse_args()
 
     tensors = jax.tree.leaves(transformer_params(args.layers, args.width))
@@ -49,8 +49,8 @@ def main() -> None:
     names = "blocks", "transform", "compress", "exchange", "inverse", "one more"
     print(" " * 14 + "".join(f"{name:>10}" for name in names))
     for k in args.topk:
-        for values in args.values:
-            plan = make_plan(demo_optax.Compression(topk=k, values=values), shapes)
+        for values in args.value_coding:
+            plan = make_plan(demo_optax.Compression(topk=k, value_coding=values), shapes)
 
             def transform(blocks, plan=plan):
                 return [x.reshape(len(x), -1) for x in plan.transform(blocks, zero)[0]]

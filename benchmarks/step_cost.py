@@ -50,7 +50,7 @@ def main() -> None:
     params = transformer_params(args.layers, args.width)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     optimizers = {"optax.adamw": optax.adamw(1e-3)} | {
-        f"demo, topk={k}": demo_optax.demo(1e-3, topk=k) for k in args.topk
+        f"demo, topk={k}": demo_optax.demo(1e-3, demo_optax.Compression(topk=k)) for k in args.topk
     }
     runs = {}
     for name, tx in optimizers.items():

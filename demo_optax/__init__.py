@@ -1,23 +1,25 @@
 """DeMo, decoupled momentum, as an optax gradient transformation for JAX."""
 
+from importlib.metadata import version
+
 from demo_optax._decoupled_momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momentum
-from demo_optax.accounting import StepTime as StepTime
-from demo_optax.accounting import collectives as collectives
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
-from demo_optax.accounting import plan as plan
 from demo_optax.accounting import reference_bytes as reference_bytes
+from demo_optax.axes import AxisName as AxisName
 from demo_optax.compression import Compression as Compression
+from demo_optax.compression import Mean as Mean
+from demo_optax.data_parallel import mean_over_workers as mean_over_workers
 from demo_optax.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax.metrics import check_metrics as check_metrics
 from demo_optax.metrics import exchange_metrics as exchange_metrics
+from demo_optax.optimizers import decoupled as decoupled
 from demo_optax.optimizers import demo as demo
 from demo_optax.optimizers import demo_adamw as demo_adamw
-from demo_optax.optimizers import demo_lion as demo_lion
 from demo_optax.optimizers import demo_muon as demo_muon
 from demo_optax.optimizers import demo_sgd as demo_sgd
-from demo_optax.optimizers import mean_over_workers as mean_over_workers
+from demo_optax.optimizers import demo_signum as demo_signum
 from demo_optax.parallel import Drift as Drift
 from demo_optax.parallel import TrainMetrics as TrainMetrics
 from demo_optax.parallel import check_replicas as check_replicas
@@ -27,3 +29,5 @@ from demo_optax.parallel import make_train_step as make_train_step
 from demo_optax.parallel import repair_replicas as repair_replicas
 from demo_optax.parallel import stack_workers as stack_workers
 from demo_optax.parallel import state_specs as state_specs
+
+__version__ = version("demo_optax")

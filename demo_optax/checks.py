@@ -12,9 +12,7 @@ def static_integer(name: str, value, *, at_least: int) -> None:
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{name} must be a Python integer, because it decides the shapes of what is sent, but "
-            f"it is an array ({value}). optax.inject_hyperparams makes arrays of all numbers: name "
-            "it among its static_args, as in optax.inject_hyperparams(demo_optax.demo, "
-            'static_args=("topk", "chunk_size"))(...).'
+            f"it is an array ({value}): give an int."
         )
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer of at least {at_least}, not {value!r}.")

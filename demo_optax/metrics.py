@@ -24,7 +24,7 @@ class ExchangeMetrics(NamedTuple):
 
     Example:
       >>> import demo_optax
-      >>> tx = demo_optax.demo(1e-3, topk=4, chunk_size=4)
+      >>> tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=4, block_side=4))
       >>> gradient = jnp.eye(4)
       >>> _, state = tx.update(gradient, tx.init(gradient), gradient)
       >>> metrics = demo_optax.exchange_metrics(state)

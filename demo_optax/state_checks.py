@@ -85,7 +85,7 @@ def _same_blocks(updates, momentum, plan: Plan) -> None:
         raise ValueError(
             f"the state does not match: gradient{name} of shape {gradient.shape} is compressed in "
             f"blocks {geometry.sides}, for which its momentum has shape {expected}, but the "
-            f"state holds {stored.shape}. The parameter's shape, chunk_size or block_rule changed "
+            f"state holds {stored.shape}. The parameter's shape, block_side or block_rule changed "
             "since the state was made: go back to the old ones, or make the state anew."
         )
 

@@ -68,9 +68,9 @@ class Config:
     """Largest norm of each worker's own gradient."""
     topk: int = 32
     """Coefficients that are sent of each block."""
-    chunk_size: int = 64
+    block_side: int = 64
     """Elements per side of a block."""
-    values: ValueCoding = "int4"
+    value_coding: ValueCoding = "int4"
     """Coding of the values that are sent; examples/value_codings.py compares them."""
     evaluate_every: int = 100
     """Steps between two evaluations on held-out text."""

@@ -7,10 +7,9 @@ from typing import Literal, NamedTuple
 import optax
 
 import demo_optax
-from demo_optax.compression.values import ValueCoding
 
 OptimizerName = Literal[
-    "demo", "demo-paper", "demo-sgd", "demo-adamw", "demo-lion", "demo-muon", "adamw"
+    "demo", "demo-paper", "demo-sgd", "demo-adamw", "demo-signum", "demo-muon", "adamw"
 ]
 
 
@@ -20,9 +19,7 @@ class Settings(NamedTuple):
     learning_rate: optax.Schedule
     decay: float
     weight_decay: float
-    topk: int
-    chunk_size: int
-    values: ValueCoding
+    compression: demo_optax.Compression
 
 
 class Recipe(NamedTuple):
@@ -57,7 +54,7 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-paper": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
     "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
-    "demo-lion": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_lion)),
+    "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
     "demo-muon": Recipe(1e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
     "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw),
 }

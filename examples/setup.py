@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from model import PRESETS, Preset, build, cross_entropy
 from recipes import RECIPES, Settings
 
+import demo_optax
+
 SIMULATED_WORKERS = 8
 TUNED_WIDTH = PRESETS["tiny"].width
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
@@ -69,9 +71,7 @@ def prepare(config: Config) -> Run:
         learning_rate=schedule(peak, config.warmup_steps, config.steps),
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
-        topk=config.topk,
-        chunk_size=config.chunk_size,
-        values=config.values,
+        compression=demo_optax.Compression(config.topk, config.block_side, config.value_coding),
     )
     tx = recipe.make(settings)
     return Run(config, tokens, corpus, mesh, preset, definition, loss_fn, params, specs, tx)

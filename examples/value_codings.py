@@ -79,7 +79,10 @@ def main() -> None:
             baseline = None
             for coding in codings:
                 config = Config(
-                    values=coding, topk=k, steps=study.steps, learning_rate=study.learning_rate
+                    value_coding=coding,
+                    topk=k,
+                    steps=study.steps,
+                    learning_rate=study.learning_rate,
                 )
                 losses, size = train(config, study.seeds, lambda: bar.advance(task))
                 baseline = baseline or losses

@@ -69,7 +69,10 @@ def main(config: Config) -> float:
         return -jnp.mean(jnp.sum(right * jax.nn.log_softmax(logits), axis=-1))
 
     tx = demo_optax.demo(
-        config.learning_rate, decay=0.9, topk=config.topk, values="int4", axis_name="data"
+        config.learning_rate,
+        demo_optax.Compression(topk=config.topk, value_coding="int4"),
+        decay=0.9,
+        axis_name="data",
     )
     opt_state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(loss_fn, tx, mesh)

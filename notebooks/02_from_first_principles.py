@@ -130,7 +130,7 @@ local_gradients = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0, 0)))
 # %%
 tx = demo_optax.decoupled_momentum(
     DECAY,
-    demo_optax.Compression(topk=K, chunk_size=BLOCK),
+    demo_optax.Compression(topk=K, block_side=BLOCK),
     axis_name="workers",
     gradient_weight=RATE,
 )

@@ -55,7 +55,7 @@ left.legend(frameon=False)
 published = [demo_optax.reference_bytes(shapes, topk=k) / 1e6 for k in TOPK]
 right.plot(TOPK, published, "o-", color="#c8553d", label="published code")
 for coding, colour in zip(CODINGS, COLOURS, strict=True):
-    settings = [demo_optax.Compression(topk=k, values=coding) for k in TOPK]
+    settings = [demo_optax.Compression(topk=k, value_coding=coding) for k in TOPK]
     sizes = [demo_optax.packet_bytes(setting, shapes) / 1e6 for setting in settings]
     right.plot(TOPK, sizes, "o-", color=colour, label=coding)
 right.set(xscale="log", yscale="log", xlabel="k of 4096", ylabel="MB per step and worker")
@@ -73,14 +73,14 @@ plt.show()
 
 # %%
 SETTINGS = {
-    "DeMo, k = 32, int4": demo_optax.Compression(topk=32, values="int4"),
-    "DeMo, k = 8, int4": demo_optax.Compression(topk=8, values="int4"),
-    "DeMo, k = 1, sign": demo_optax.Compression(topk=1, values="sign"),
+    "DeMo, k = 32, int4": demo_optax.Compression(topk=32, value_coding="int4"),
+    "DeMo, k = 8, int4": demo_optax.Compression(topk=8, value_coding="int4"),
+    "DeMo, k = 1, sign": demo_optax.Compression(topk=1, value_coding="sign"),
 }
 
 
 def plan(workers, bandwidth, latency=0.02, compute_time=1.0):
-    return demo_optax.plan(shapes, SETTINGS, workers, bandwidth, latency, compute_time)
+    return demo_optax.accounting.plan(shapes, SETTINGS, workers, bandwidth, latency, compute_time)
 
 
 bandwidths = np.logspace(6.5, 11, 60)
@@ -170,4 +170,4 @@ else:
 
 # %% [markdown]
 # The same tables for your own checkpoint:
-# `python -m demo_optax.accounting --checkpoint PATH --topk 8 --values int4 --workers 64 --bandwidth 1Gbit`.
+# `python -m demo_optax.accounting --checkpoint PATH --topk 8 --value-coding int4 --workers 64 --bandwidth 1Gbit`.

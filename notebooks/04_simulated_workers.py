@@ -85,13 +85,12 @@ def train(tx, key, watch=lambda state: ()):
 
 
 def demo(topk=8, decay=0.9, subtraction_factor=1.0, transform="dct", rate=3e-3):
-    return demo_optax.demo(
-        rate,
+    return demo_optax.decoupled(
+        optax.chain(optax.scale_by_sign(), optax.scale_by_learning_rate(rate)),
+        demo_optax.Compression(topk, value_coding="int4", transform=transform),
         decay=decay,
-        topk=topk,
+        gradient_weight=rate,
         subtraction_factor=subtraction_factor,
-        transform=transform,
-        values="int4",
         axis_name="workers",
     )
 

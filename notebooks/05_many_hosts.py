@@ -73,7 +73,7 @@ def batches(steps, size=96):
 # momentum of its own; along any other axis devices belong to the same worker.
 
 # %%
-SETTINGS = dict(decay=0.9, topk=8, values="int4")
+SETTINGS = demo_optax.Compression(topk=8, value_coding="int4")
 LAYOUTS = {
     "1 worker": (jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]), "data", None),
     "8 workers": (jax.make_mesh((8,), ("data",)), "data", None),
@@ -86,7 +86,7 @@ LAYOUTS = {
 
 histories, states = {}, {}
 for name, (mesh, axis, specs) in LAYOUTS.items():
-    tx = demo_optax.demo(3e-3, **SETTINGS, axis_name=axis)
+    tx = demo_optax.demo(3e-3, SETTINGS, decay=0.9, axis_name=axis)
     params = new_params()
     opt_state = demo_optax.init_opt_state(tx, params, mesh, axis, specs)
     step = demo_optax.make_train_step(loss_fn, tx, mesh, axis, param_specs=specs)
@@ -129,11 +129,11 @@ for name, x in (("parameter", params["hidden"]), ("momentum", momentum)):
 
 # %%
 mesh, axis, specs = LAYOUTS["8 workers"]
-tx = demo_optax.demo(3e-3, **SETTINGS, axis_name=axis)
+tx = demo_optax.demo(3e-3, SETTINGS, decay=0.9, axis_name=axis)
 step = demo_optax.make_train_step(loss_fn, tx, mesh, axis)
 batch = jax.device_put(next(batches(1)), jax.NamedSharding(mesh, P("data")))
 compiled = jax.jit(step).lower(params, opt_state, batch).compile()
-for collective in demo_optax.collectives(compiled.as_text()):
+for collective in demo_optax.accounting.collectives(compiled.as_text()):
     print(collective.kind, collective.dtype, collective.operand_bytes, "bytes")
 print("counted from shapes:", demo_optax.packet_bytes(tx, params), "bytes")
 

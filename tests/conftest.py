@@ -15,7 +15,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_configure(config):
     """Programs stay compiled from one run to the next, here and in processes that tests start."""
     settings = {
-        "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+        "jax_compilation_cache_dir": str(config.rootpath / ".pytest_cache" / "jax"),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

@@ -23,8 +23,8 @@ seeds = st.integers(0, 10**6)
 compressions = st.builds(
     demo_optax.Compression,
     topk=st.integers(1, 20),
-    chunk_size=chunks,
-    values=values,
+    block_side=chunks,
+    value_coding=values,
     transform=st.sampled_from(["dct", "hadamard", "identity"]),
     block_rule=rules,
 )

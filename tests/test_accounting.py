@@ -30,12 +30,12 @@ def test_the_papers_byte_table_digit_for_digit(preset):
     assert demo_optax.dense_bytes(shapes, 1) == PARAMETERS[preset]
     for k, printed in PAPER[preset].items():
         digits = len(printed.split(".")[1])
-        size = demo_optax.reference_bytes(shapes, topk=k, chunk_size=64)
+        size = demo_optax.reference_bytes(shapes, topk=k, block_side=64)
         assert math.floor(size / 10 ** (6 - digits)) / 10**digits == float(printed)
 
 
 def test_300m_with_four_bits_is_five_hundred_times_smaller_than_the_papers_adamw():
-    size = demo_optax.packet_bytes(Compression(topk=8, values="int4"), preset_shapes("300m"))
+    size = demo_optax.packet_bytes(Compression(topk=8, value_coding="int4"), preset_shapes("300m"))
     assert size <= 1_260_000 + 512
     assert 636.9e6 / size > 500
 
@@ -43,12 +43,12 @@ def test_300m_with_four_bits_is_five_hundred_times_smaller_than_the_papers_adamw
 @pytest.mark.parametrize(
     ("settings", "per_block"),
     [
-        (dict(topk=8, values="int4"), 8 * 4 + 10 + (8 * 9 + 8 + 8 - 1)),
-        (dict(topk=8, values="sign"), 8 + 10 + (8 * 9 + 8 + 8 - 1)),
-        (dict(topk=1, values="bfloat16"), 16 + 12),
-        (dict(topk=2048, values="int8"), 2048 * 8 + 10 + 4096),
-        (dict(topk=4096, values="float32"), 4096 * 32),
-        (dict(topk=8, values="int8", selection="random"), 8 * 8 + 10),
+        (dict(topk=8, value_coding="int4"), 8 * 4 + 10 + (8 * 9 + 8 + 8 - 1)),
+        (dict(topk=8, value_coding="sign"), 8 + 10 + (8 * 9 + 8 + 8 - 1)),
+        (dict(topk=1, value_coding="bfloat16"), 16 + 12),
+        (dict(topk=2048, value_coding="int8"), 2048 * 8 + 10 + 4096),
+        (dict(topk=4096, value_coding="float32"), 4096 * 32),
+        (dict(topk=8, value_coding="int8", selection="random"), 8 * 8 + 10),
     ],
 )
 def test_packets_are_as_large_as_the_sum_of_their_bits(settings, per_block):
@@ -61,12 +61,12 @@ def test_packets_are_as_large_as_the_sum_of_their_bits(settings, per_block):
 def test_any_chain_can_be_asked():
     params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
     alone = demo_optax.packet_bytes(Compression(topk=8), params)
-    demo = demo_optax.demo(1e-3, topk=8, axis_name="data")
-    injected = optax.inject_hyperparams(demo_optax.demo, static_args=("topk", "chunk_size"))
+    demo = demo_optax.demo(1e-3, demo_optax.Compression(topk=8), axis_name="data")
+    injected = optax.inject_hyperparams(demo_optax.demo)
     for tx in (
         demo,
         optax.chain(optax.clip_by_global_norm(1.0), demo),
-        injected(1e-3, topk=8, axis_name="data"),
+        injected(1e-3, Compression(topk=8), axis_name="data"),
         optax.masked(demo, {"w": True, "b": True}),
     ):
         assert demo_optax.packet_bytes(tx, params) == alone
@@ -80,20 +80,24 @@ def test_any_chain_can_be_asked():
 def test_plan_adds_up():
     params = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
     settings = {"k=8": Compression(topk=8), "k=1": Compression(topk=1)}
-    times = demo_optax.plan(params, settings, 16, bandwidth=1e8, latency=0.01, compute_time=2.0)
+    times = demo_optax.accounting.plan(
+        params, settings, 16, bandwidth=1e8, latency=0.01, compute_time=2.0
+    )
     dense, packet = times["AdamW, float32"], times["k=8"]
     assert dense.transfer == pytest.approx(2 * 4e6 * 15 / 16 * 8 / 1e8)
     assert dense.waiting == pytest.approx(30 * 0.01)
     assert packet.packet == demo_optax.packet_bytes(settings["k=8"], params)
     assert packet.wire == 15 * packet.packet
     assert packet.step == pytest.approx(2.0 + packet.transfer + packet.waiting)
-    at_that = demo_optax.plan(params, settings, 16, packet.hiding_bandwidth, 0.01, 2.0)["k=8"]
+    at_that = demo_optax.accounting.plan(params, settings, 16, packet.hiding_bandwidth, 0.01, 2.0)[
+        "k=8"
+    ]
     assert at_that.transfer + at_that.waiting == pytest.approx(2.0)
     assert times["k=1"].step < packet.step < times["AdamW, bfloat16"].step < dense.step
-    alone = demo_optax.plan(params, settings, 1, 1e8, 0.01, 2.0)
+    alone = demo_optax.accounting.plan(params, settings, 1, 1e8, 0.01, 2.0)
     assert {time.step for time in alone.values()} == {2.0}
     with pytest.raises(ValueError, match="workers >= 1"):
-        demo_optax.plan(params, settings, 0, 1e8)
+        demo_optax.accounting.plan(params, settings, 0, 1e8)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_the_command_prints_its_tables():
         "300m",
         "--topk",
         "8",
-        "--values",
+        "--value-coding",
         "int4",
         "--workers",
         "64",
@@ -189,7 +193,7 @@ def test_shapes_of_checkpoints(tmp_path):
 )
 def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups):
     line = f"%x.1 = u32[2,8]{{1,0}} all-gather(%y), channel_id=1, replica_groups={written}, d={{0}}"
-    (found,) = demo_optax.collectives(f"HloModule m, num_partitions=4\n{line}")
+    (found,) = demo_optax.accounting.collectives(f"HloModule m, num_partitions=4\n{line}")
     assert found.groups == groups
     mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
     assert found.crosses(mesh, "replica") == (groups != ((0, 1), (2, 3)))
@@ -198,4 +202,6 @@ def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups
 
 def test_groups_that_cannot_be_read_are_no_guess():
     with pytest.raises(ValueError, match="not known here"):
-        demo_optax.collectives("%x = u32[8] all-gather(%y), replica_groups=@somewhere, d={0}")
+        demo_optax.accounting.collectives(
+            "%x = u32[8] all-gather(%y), replica_groups=@somewhere, d={0}"
+        )

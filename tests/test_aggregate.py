@@ -19,7 +19,7 @@ class Oracle:
 
     def __init__(self, shape, compression, mean, alpha):
         self.shape, self.k, self.mean, self.alpha = shape, compression.topk, mean, alpha
-        self.sides = oracles.block_sides(shape, compression.chunk_size, compression.block_rule)
+        self.sides = oracles.block_sides(shape, compression.block_side, compression.block_rule)
         self.momenta = [self.coefficients(np.zeros(shape)) for _ in range(WORKERS)]
 
     def coefficients(self, tensor):

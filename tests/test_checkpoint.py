@@ -15,14 +15,20 @@ from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 
-SMALL = dict(topk=4, chunk_size=8, axis_name="data")
-SGD = demo_optax.demo_sgd(0.3, decay=0.9, **SMALL)
+SMALL = demo_optax.Compression(4, 8)
+SGD = demo_optax.demo_sgd(0.3, decay=0.9, compression=SMALL, axis_name="data")
 OPTIMIZERS = {
     "preconditioned demo": demo_optax.demo(
-        5e-3, decay=0.95, precondition=optax.scale_by_rms(0.9, bias_correction=True), **SMALL
+        5e-3,
+        decay=0.95,
+        precondition=optax.scale_by_rms(0.9, bias_correction=True),
+        compression=SMALL,
+        axis_name="data",
     ),
-    "adamw, redrawn transform, bfloat16 momentum": demo_optax.demo_adamw(
-        5e-3, transform="random", momentum_dtype="bfloat16", **SMALL
+    "adamw, redrawn transform": demo_optax.demo_adamw(
+        5e-3,
+        demo_optax.Compression(4, 8, transform="random"),
+        axis_name="data",
     ),
     "a chain with a partition and random keys": optax.chain(
         optax.partition(
@@ -153,7 +159,7 @@ def test_other_blocks_are_reached_through_parameter_space(tmp_path):
     params, state, _ = train(SGD, mesh, (0, 3))
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
         checkpointer.save(3, params, state)
-    other = demo_optax.demo_sgd(0.3, decay=0.9, topk=4, chunk_size=5, axis_name="data")
+    other = demo_optax.demo_sgd(0.3, demo_optax.Compression(4, 5), decay=0.9, axis_name="data")
     with (
         Checkpointer(tmp_path, other, workers.mesh_of(2)) as checkpointer,
         pytest.warns(UserWarning, match="carried over through parameter space"),
@@ -172,7 +178,9 @@ def test_other_transforms_are_reached_through_parameter_space(one, other, tmp_pa
     """There and back again is the same momentum, and the steps in between go on as they would."""
     mesh = workers.mesh_of(2)
     first, second = (
-        demo_optax.demo_sgd(0.3, decay=0.9, transform=name, **SMALL | {"topk": 64})
+        demo_optax.demo_sgd(
+            0.3, demo_optax.Compression(64, 8, transform=name), decay=0.9, axis_name="data"
+        )
         for name in (one, other)
     )
     params, state, _ = train(first, mesh, (0, 3))
@@ -208,7 +216,7 @@ def sharded(replica, fsdp):
 
 def test_other_shards_are_reached_through_parameter_space(tmp_path):
     """Shards of 8 columns end in blocks of 2, where one of 16 has none there."""
-    tx = demo_optax.demo_sgd(0.3, decay=0.9, topk=64, chunk_size=6, axis_name="replica")
+    tx = demo_optax.demo_sgd(0.3, demo_optax.Compression(64, 6), decay=0.9, axis_name="replica")
     specs = {"hidden": P(None, "fsdp"), "bias": P("fsdp"), "out": P("fsdp")}
     settings = dict(axis_name="replica", param_specs=specs)
 

@@ -26,7 +26,7 @@ def by_oracle(momenta, shapes, compression):
     return [
         np.stack([oracles.to_tensor(m, shape, sides, inverse) for m in np.asarray(stored)])
         for stored, shape in zip(momenta, shapes, strict=True)
-        for sides in [oracles.block_sides(shape, compression.chunk_size, rule)]
+        for sides in [oracles.block_sides(shape, compression.block_side, rule)]
     ]
 
 
@@ -80,8 +80,8 @@ def test_random_basis_is_carried_over_without_loss():
 @draws.examples(8)
 @given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
 def test_sending_everything_empties_the_momentum(shapes, compression, seed):
-    largest = compression.chunk_size**2
-    compression = dataclasses.replace(compression, topk=largest, values="float32")
+    largest = compression.block_side**2
+    compression = dataclasses.replace(compression, topk=largest, value_coding="float32")
     tx = demo_optax.decoupled_momentum(0.9, compression, gradient_weight=0.3)
     update, state = draws.start(tx, shapes)
     gradients = draws.gradients(seed, shapes)
@@ -95,10 +95,10 @@ def test_sending_everything_empties_the_momentum(shapes, compression, seed):
 @given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
 def test_padding_takes_no_coefficients_place_and_stays_zero(shape, compression, seed):
     """Of each block as many coefficients leave as are asked for, or as it really has."""
-    compression = dataclasses.replace(compression, values="float32", block_rule="pad")
+    compression = dataclasses.replace(compression, value_coding="float32", block_rule="pad")
     tx = demo_optax.decoupled_momentum(0.9, compression, gradient_weight=1.0)
     update, state = draws.start(tx, [shape])
-    sides = oracles.block_sides(shape, compression.chunk_size, "pad")
+    sides = oracles.block_sides(shape, compression.block_side, "pad")
     padding = oracles.beyond_the_edge(shape, sides).reshape(-1, np.prod(sides, dtype=int))
     for step in range(2):
         _, state = update(draws.gradients(seed + step, [shape]), state)

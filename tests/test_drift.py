@@ -239,7 +239,7 @@ def test_one_gather_of_a_word_a_leaf(compiled):
     params = place(model.init(), MESH)
     specs = (P(),) * 3
     program = _checksums.lower(tuple(params.values()), MESH, specs).compile().as_text()
-    [gather] = demo_optax.collectives(program)
+    [gather] = demo_optax.accounting.collectives(program)
     assert (gather.kind, gather.dtype, gather.operand_bytes) == ("all-gather", "u32", 4 * 3)
     check_replicas(params, MESH)
     compiled()
@@ -266,7 +266,7 @@ def test_the_mesh_must_have_the_axis(axis_name):
         check_replicas(TREE, MESH, axis_name)
 
 
-TX = demo_optax.demo(5e-3, decay=0.95, topk=4, chunk_size=8, axis_name="data")
+TX = demo_optax.demo(5e-3, demo_optax.Compression(4, 8), decay=0.95, axis_name="data")
 
 
 def test_training_goes_on_after_a_repair_as_if_nothing_had_happened():

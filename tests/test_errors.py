@@ -1,5 +1,7 @@
 """Wrong use is an error that says what to do."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from tests import model, workers
+from tests import causes, model, workers
 
-DEMO = demo_optax.demo(1e-3, topk=4, chunk_size=8, axis_name="data")
-ALONE = demo_optax.demo(1e-3, topk=4, chunk_size=8)
+DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
+ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
 Compression = demo_optax.Compression
 
 
@@ -22,11 +24,15 @@ Compression = demo_optax.Compression
         (dict(topk=-3), ValueError, "topk must be at least 1"),
         (dict(topk=2.5), TypeError, "topk must be an integer"),
         (dict(topk=True), TypeError, "topk must be an integer"),
-        (dict(topk=jnp.array(3)), TypeError, "static_args"),
-        (dict(chunk_size=0), ValueError, "chunk_size must be at least 1, not 0"),
-        (dict(chunk_size=jnp.array(8)), TypeError, "static_args"),
+        (dict(topk=jnp.array(3)), TypeError, "Python integer"),
+        (dict(block_side=0), ValueError, "block_side must be at least 1, not 0"),
+        (dict(block_side=jnp.array(8)), TypeError, "Python integer"),
         (dict(seed=-1), ValueError, "seed must be at least 0"),
-        (dict(values="float7"), ValueError, "values must be one of 'float32', 'bfloat16'"),
+        (
+            dict(value_coding="float7"),
+            ValueError,
+            "value_coding must be one of 'float32'",
+        ),
         (dict(transform="fft"), ValueError, "transform must be one of 'dct', 'hadamard'"),
         (dict(block_rule="crop"), ValueError, "block_rule must be one of 'pad', 'divisor'"),
     ],
@@ -54,14 +60,20 @@ def test_momentum_refuses(settings, error, message):
     with pytest.raises(error, match=message):
         demo_optax.decoupled_momentum(**settings)
     with pytest.raises(error, match=message):
-        demo_optax.demo(1e-3, **settings)
+        demo_optax.decoupled(optax.sgd(1e-3), **settings)
 
 
 @pytest.mark.parametrize(
-    "settings", [dict(decay=0.0), dict(decay=0.999), dict(subtraction_factor=1.0), dict(topk=10**6)]
+    "settings",
+    [
+        dict(decay=0.0),
+        dict(decay=0.999),
+        dict(subtraction_factor=1.0),
+        dict(compression=Compression(topk=10**6)),
+    ],
 )
 def test_limits_themselves_are_allowed(settings):
-    tx = demo_optax.demo(1e-3, **settings)
+    tx = demo_optax.decoupled_momentum(**settings)
     tx.init(jnp.ones(3))
 
 
@@ -72,10 +84,13 @@ def test_leaves_must_be_real_numbers(dtype):
         ALONE.init(params)
 
 
-def test_topk_turned_into_an_array_by_inject_hyperparams():
-    tx = optax.inject_hyperparams(demo_optax.demo)(learning_rate=1e-3)
-    with pytest.raises(TypeError, match=r'static_args=\("topk", "chunk_size"\)'):
-        tx.init(jnp.ones(3))
+def test_numbers_are_injected_and_a_compression_is_left_alone():
+    tx = optax.inject_hyperparams(demo_optax.demo)(
+        learning_rate=1e-3, compression=Compression(4), decay=0.9
+    )
+    state = tx.init(jnp.ones(3))
+    assert {"learning_rate", "decay"} <= set(state.hyperparams)
+    assert "compression" not in state.hyperparams
 
 
 @pytest.mark.parametrize(
@@ -188,8 +203,8 @@ def test_gradient_of_another_shape():
 
 def test_compression_that_does_not_match_the_state():
     params = {"w": jnp.ones((16, 16))}
-    changed = demo_optax.demo(1e-3, topk=4, chunk_size=16)
-    with pytest.raises(ValueError, match="chunk_size or block_rule changed"):
+    changed = demo_optax.demo(1e-3, demo_optax.Compression(4, 16))
+    with pytest.raises(ValueError, match="block_side or block_rule changed"):
         changed.update(params, ALONE.init(params), params)
 
 
@@ -247,3 +262,17 @@ def test_local_gradients_are_not_accused_where_their_preconditioned_ones_are_sig
     gradients = np.abs(np.random.default_rng(0).normal(size=(4, 3, 2))).astype(np.float32)
     metrics = jax.jit(jax.vmap(worker, axis_name="data"))(gradients)
     assert not np.any(metrics.identical)
+
+
+def test_every_message_shows_what_was_given_and_says_what_to_do():
+    messages = causes.collect()
+    missing = sorted(set(causes.raise_statements()) - set(messages))
+    assert not missing, "no cause for these"
+    for message in messages.values():
+        assert not re.search(r"\{[a-z_]+(\[\d+\])?(![rs])?\}", message), f"not formatted: {message}"
+        assert re.search(r"['\"\[({]|\d|folder", message), message
+        assert re.search(
+            r"[Mm]ake |[Gg]ive |[Uu]se |must |[Rr]estore |[Ll]eave |[Cc]all |[Tt]ake |[Ss]ave |"
+            r"accumulate |pass |choose |report |install |name|are named by",
+            message,
+        ), message

@@ -9,18 +9,19 @@ import pytest
 import demo_optax
 from tests import model, workers
 
-SMALL = dict(topk=4, chunk_size=8, axis_name="data")
+SMALL = demo_optax.Compression(4, 8)
 DEMO = demo_optax.demo(
     5e-3,
     decay=0.95,
     weight_decay=0.1,
     precondition=optax.scale_by_rms(0.9, bias_correction=True),
-    **SMALL,
+    compression=SMALL,
+    axis_name="data",
 )
 CHAINS = {
     "demo": DEMO,
-    "adamw": demo_optax.demo_adamw(5e-3, weight_decay=0.1, **SMALL),
-    "lion": demo_optax.demo_lion(5e-3, b1=0.5, weight_decay=0.1, **SMALL),
+    "adamw": demo_optax.demo_adamw(5e-3, weight_decay=0.1, compression=SMALL, axis_name="data"),
+    "signum": demo_optax.demo_signum(5e-3, weight_decay=0.1, compression=SMALL, axis_name="data"),
     "by hand": optax.chain(
         demo_optax.decoupled_momentum(0.9, demo_optax.Compression(4, 8), axis_name="data"),
         optax.trace(0.9),
@@ -108,7 +109,7 @@ def test_parameters_rest_where_no_worker_takes_part(name):
 
 
 def test_a_ready_made_chain_rests_outside_the_train_step_too():
-    tx = demo_optax.demo(5e-3, weight_decay=0.1, topk=4, chunk_size=8)
+    tx = demo_optax.demo(5e-3, demo_optax.Compression(4, 8), weight_decay=0.1)
     params = model.init()
     gradient = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
     updates, state = jax.jit(tx.update)(gradient, tx.init(params), params)
@@ -136,7 +137,7 @@ def test_a_setting_that_is_not_finite_for_a_step_costs_that_step_alone(weight, d
 
 def test_a_gradient_that_is_huge_on_one_shard_keeps_the_whole_worker_out():
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
-    tx = demo_optax.demo_sgd(1.0, topk=64, chunk_size=8, axis_name="data")
+    tx = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), axis_name="data")
     specs, params = jax.P("fsdp"), np.zeros((16, 8), np.float32)
     step = demo_optax.make_train_step(
         lambda params, batch: jnp.sum(params * batch[0]), tx, mesh, param_specs=specs

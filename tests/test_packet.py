@@ -20,16 +20,18 @@ SHAPES = {"w": (40, 24), "b": (7,), "s": ()}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 WORKERS = 4
 DECAY = 0.9
-CODINGS = [Compression(topk=5, chunk_size=16, values=values) for values in VALUE_CODINGS]
+CODINGS = [Compression(topk=5, block_side=16, value_coding=values) for values in VALUE_CODINGS]
 SHARED = [
-    Compression(topk=5, chunk_size=16, values="int8", selection=selection)
+    Compression(topk=5, block_side=16, value_coding="int8", selection=selection)
     for selection in ("random", "striding", "slicing")
 ]
-STOCHASTIC = [Compression(3, 16, values=v, rounding="stochastic") for v in ("bfloat16", "int4")]
+STOCHASTIC = [
+    Compression(3, 16, value_coding=v, rounding="stochastic") for v in ("bfloat16", "int4")
+]
 
 
 def name(compression):
-    return f"{compression.values}-{compression.selection}-{compression.rounding}"
+    return f"{compression.value_coding}-{compression.selection}-{compression.rounding}"
 
 
 def gradients(seed):
@@ -39,7 +41,7 @@ def gradients(seed):
 
 
 def in_parameter_space(stored, shape, compression):
-    sides = oracles.block_sides(shape, compression.chunk_size, "pad")
+    sides = oracles.block_sides(shape, compression.block_side, "pad")
     return np.stack([oracles.to_tensor(m, shape, sides, oracles.inverse_dct) for m in stored])
 
 
@@ -95,8 +97,8 @@ def resealed(change):
 
 
 SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
-LAYOUT = make_plan(Compression(topk=5, chunk_size=16, values="int4"), SORTED_SHAPES).layout
-BY_COEFFICIENT = Compression(topk=5, chunk_size=16, indices="packed", values="float32")
+LAYOUT = make_plan(Compression(topk=5, block_side=16, value_coding="int4"), SORTED_SHAPES).layout
+BY_COEFFICIENT = Compression(topk=5, block_side=16, index_coding="packed", value_coding="float32")
 
 
 def first_of(block_size, part):
@@ -209,7 +211,7 @@ def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(comp
 
 
 def test_stochastic_rounding_differs_between_workers_and_is_reproducible():
-    tx = momentum_tx(Compression(3, 16, values="int4", rounding="stochastic"))
+    tx = momentum_tx(Compression(3, 16, value_coding="int4", rounding="stochastic"))
     state = workers.init(tx, PARAMS, WORKERS)
     same = {n: np.broadcast_to(g[:1], g.shape) for n, g in gradients(0).items()}
     update = workers.update_of(tx, PARAMS, WORKERS)
@@ -221,11 +223,11 @@ def test_stochastic_rounding_differs_between_workers_and_is_reproducible():
 @pytest.mark.parametrize("selection", ["random", "striding", "slicing"])
 def test_shared_positions_take_no_room_and_visit_everything(selection):
     """Without decay, a gradient that is seen once is delivered in the end."""
-    compression = Compression(topk=5, chunk_size=8, selection=selection)
+    compression = Compression(topk=5, block_side=8, selection=selection)
     tx = demo_optax.decoupled_momentum(0.999999, compression, axis_name="data", gradient_weight=1.0)
     params = {"w": np.zeros((8, 8), np.float32)}
     (known,) = make_plan(compression, ((8, 8),)).layout.sections
-    (sent,) = make_plan(Compression(topk=5, chunk_size=8), ((8, 8),)).layout.sections
+    (sent,) = make_plan(Compression(topk=5, block_side=8), ((8, 8),)).layout.sections
     assert known.parts == (0, 0, 5)
     assert sent.parts == (2, 0, 5)
 

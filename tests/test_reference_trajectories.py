@@ -57,10 +57,8 @@ def test_parameters_and_momenta_are_the_recorded_ones(run, mode):
     params, world = recorded["init"], settings["world"]
     tx = demo_optax.demo(
         schedule_of(settings),
+        demo_optax.Compression(settings["k"], settings["chunk"], block_rule="divisor"),
         decay=settings["decay"],
-        topk=settings["k"],
-        chunk_size=settings["chunk"],
-        block_rule="divisor",
         weight_decay=settings["wd"],
         axis_name="data",
     )

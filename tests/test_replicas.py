@@ -10,12 +10,22 @@ import pytest
 import demo_optax
 from tests import model
 
-SMALL = dict(topk=4, chunk_size=8, axis_name="data")
+SMALL = demo_optax.Compression(4, 8)
 OPTIMIZERS = {
-    "demo": demo_optax.demo(5e-3, decay=0.95, weight_decay=0.01, **SMALL),
-    "adamw": demo_optax.demo_adamw(5e-3, transform="random", values="bfloat16", **SMALL),
+    "demo": demo_optax.demo(
+        5e-3, decay=0.95, weight_decay=0.01, compression=SMALL, axis_name="data"
+    ),
+    "adamw": demo_optax.demo_adamw(
+        5e-3,
+        demo_optax.Compression(4, 8, value_coding="bfloat16", transform="random"),
+        axis_name="data",
+    ),
     "preconditioned": demo_optax.demo(
-        5e-3, decay=0.95, precondition=optax.scale_by_rms(0.95, bias_correction=True), **SMALL
+        5e-3,
+        decay=0.95,
+        precondition=optax.scale_by_rms(0.95, bias_correction=True),
+        compression=SMALL,
+        axis_name="data",
     ),
 }
 
@@ -50,7 +60,7 @@ def trained(steps):
 
 def test_replicas_along_two_axes_are_those_along_one():
     both = ("outer", "inner")
-    tx = demo_optax.demo(5e-3, decay=0.95, weight_decay=0.01, **{**SMALL, "axis_name": both})
+    tx = demo_optax.demo(5e-3, decay=0.95, weight_decay=0.01, compression=SMALL, axis_name=both)
     params, state, _ = model.train(tx, 5, mesh=jax.make_mesh((2, 4), both), axis_name=both)
     ours = params, state[0].momentum
     jax.tree.map(np.testing.assert_array_equal, ours, trained(5))

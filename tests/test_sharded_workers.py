@@ -24,12 +24,17 @@ WAYS = {
     "compiler": dict(axis_names=("replica",)),
     "compiler, unchecked": dict(axis_names=("replica",), check_vma=False),
 }
-SMALL = dict(topk=4, chunk_size=8, axis_name="replica")
-SGD = demo_optax.demo_sgd(0.5, decay=0.9, **SMALL)
+SMALL = demo_optax.Compression(4, 8)
+SGD = demo_optax.demo_sgd(0.5, decay=0.9, compression=SMALL, axis_name="replica")
 OPTIMIZERS = {
     "sgd": SGD,
     "adamw behind a preconditioner": demo_optax.demo_adamw(
-        1e-2, eps=1e-3, decay=0.9, precondition=optax.scale_by_rms(0.9, eps=1e-3), **SMALL
+        1e-2,
+        eps=1e-3,
+        decay=0.9,
+        precondition=optax.scale_by_rms(0.9, eps=1e-3),
+        compression=SMALL,
+        axis_name="replica",
     ),
 }
 
@@ -131,7 +136,7 @@ def lower_step(mesh, specs, way):
 @pytest.mark.parametrize("way", ["manual", "compiler"])
 def test_only_the_packet_crosses_between_workers(way):
     mesh = mesh_of(2, 2)
-    sent = demo_optax.collectives(lower_step(mesh, SPECS, way).as_text())
+    sent = demo_optax.accounting.collectives(lower_step(mesh, SPECS, way).as_text())
     (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
     assert (packet.kind, packet.dtype, packet.groups) == ("all-gather", "u32", ((0, 2), (1, 3)))
     of_a_shard = {"hidden": (12, 16), "bias": (32,), "out": (16, 3)}
@@ -144,7 +149,7 @@ def test_only_the_packet_crosses_between_workers(way):
 @pytest.mark.parametrize("way", ["manual", "compiler"])
 def test_packets_of_whole_parameters_cross_in_parts(way):
     mesh = mesh_of(2, 4, names=("local",))
-    sent = demo_optax.collectives(lower_step(mesh, None, way).as_text())
+    sent = demo_optax.accounting.collectives(lower_step(mesh, None, way).as_text())
     (part,) = [one for one in sent if one.crosses(mesh, "replica")]
     assert (part.kind, part.dtype) == ("all-gather", "u32")
     packet = demo_optax.packet_bytes(SGD, params(), "replica")
@@ -174,7 +179,7 @@ def test_the_optimizer_gathers_no_momentum(way):
     program = jax.jit(
         jax.shard_map(update, mesh=mesh, axis_names=manual, in_specs=inside, out_specs=inside)
     ).lower(gradient, opt_state)
-    sent = demo_optax.collectives(program.compile().as_text())
+    sent = demo_optax.accounting.collectives(program.compile().as_text())
     assert len([one for one in sent if one.crosses(mesh, "replica")]) == 1
     within = [one for one in sent if not one.crosses(mesh, "replica")]
     assert {one.kind for one in within} == {"all-reduce"}

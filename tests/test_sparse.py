@@ -89,7 +89,7 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
 
 
 def trained(steps=3, **compression):
-    compression = demo_optax.Compression(**{"topk": 5, "chunk_size": 16} | compression)
+    compression = demo_optax.Compression(**{"topk": 5, "block_side": 16} | compression)
     momentum = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
     tx = optax.chain(momentum, optax.scale_by_learning_rate(0.1))
     return model.train(tx, steps)[0]
@@ -125,7 +125,7 @@ def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(platform, m
 @pytest.mark.parametrize("topk", [200, 2048])
 def test_memory_does_not_explode_with_the_coefficients(topk):
     """Of a single worker, whose positions need not be compared with anybody's."""
-    tx = demo_optax.demo(1e-3, topk=topk)
+    tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=topk))
     params = jnp.ones((256, 256))
     compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * params.size

@@ -9,9 +9,9 @@ import pytest
 import demo_optax
 from tests import model, oracles
 
-SMALL = dict(topk=4, chunk_size=8, axis_name="data")
+SMALL = demo_optax.Compression(4, 8)
 # Everything is sent at once and nothing is kept: a step along the mean of the gradients.
-PLAIN_SGD = demo_optax.demo_sgd(1.0, decay=0.0, topk=64, chunk_size=8, axis_name="data")
+PLAIN_SGD = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), decay=0.0, axis_name="data")
 
 
 def gradients_of_workers(batch):
@@ -72,7 +72,7 @@ def test_clipping_acts_on_each_local_gradient():
 
 
 def test_microbatches_are_one_big_batch():
-    tx = demo_optax.demo_sgd(1.0, decay=0.9, **SMALL)
+    tx = demo_optax.demo_sgd(1.0, decay=0.9, compression=SMALL, axis_name="data")
 
     def train(microbatches):
         step = demo_optax.make_train_step(model.loss, tx, mesh(), microbatches=microbatches)
@@ -119,7 +119,11 @@ def test_aux_has_an_axis_of_workers():
 
 
 def test_step_compiles_once_with_schedules(compiled):
-    tx = demo_optax.demo_adamw(optax.cosine_decay_schedule(1e-2, 5), transform="random", **SMALL)
+    tx = demo_optax.demo_adamw(
+        optax.cosine_decay_schedule(1e-2, 5),
+        demo_optax.Compression(4, 8, transform="random"),
+        axis_name="data",
+    )
     params = model.init()
     state = demo_optax.init_opt_state(tx, params, mesh())
     step = demo_optax.make_train_step(model.loss, tx, mesh(), clip_norm=1.0)

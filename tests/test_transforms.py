@@ -20,7 +20,7 @@ TRANSFORMS = {
 
 def all_coefficients(shape, compression, gradient):
     """What the momentum holds of a gradient, and what comes back when all of it is sent."""
-    compression = dataclasses.replace(compression, topk=10**4, values="float32")
+    compression = dataclasses.replace(compression, topk=10**4, value_coding="float32")
     tx = demo_optax.decoupled_momentum(
         0.0, compression, gradient_weight=1.0, subtraction_factor=1e-30
     )
@@ -33,7 +33,7 @@ def assert_coefficients(shape, compression, gradient, rtol):
     stored, restored = all_coefficients(shape, compression, gradient)
     exact = np.asarray(gradient, np.float64)
     np.testing.assert_allclose(restored, exact, rtol=rtol, atol=1e-5)
-    sides = oracles.block_sides(shape, compression.chunk_size, compression.block_rule)
+    sides = oracles.block_sides(shape, compression.block_side, compression.block_rule)
     np.testing.assert_array_equal(stored[oracles.beyond_the_edge(shape, sides)], 0.0)
     np.testing.assert_allclose(np.sum(stored**2), np.sum(exact**2), rtol=1e-4)
     if compression.transform in TRANSFORMS:

@@ -15,7 +15,6 @@ from tests import model
 COLLECTIVE = re.compile(
     r"= (.+?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
 )
-SMALL = dict(chunk_size=8, axis_name="data")
 
 
 def collectives(tx, **options):
@@ -33,11 +32,16 @@ def collectives(tx, **options):
 
 
 OPTIMIZERS = {
-    "demo": demo_optax.demo(1e-3, topk=4, **SMALL),
-    "everything": demo_optax.demo(1e-3, topk=64, **SMALL),
-    "adamw": demo_optax.demo_adamw(1e-3, topk=7, transform="random", **SMALL),
+    "demo": demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data"),
+    "everything": demo_optax.demo(1e-3, demo_optax.Compression(64, 8), axis_name="data"),
+    "adamw": demo_optax.demo_adamw(
+        1e-3, demo_optax.Compression(7, 8, transform="random"), axis_name="data"
+    ),
     "preconditioned": demo_optax.demo(
-        1e-3, topk=7, values="bfloat16", precondition=optax.scale_by_rms(), **SMALL
+        1e-3,
+        demo_optax.Compression(7, 8, value_coding="bfloat16"),
+        precondition=optax.scale_by_rms(),
+        axis_name="data",
     ),
 }
 

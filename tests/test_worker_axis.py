@@ -76,7 +76,7 @@ def test_state_of_the_preconditioner_is_local():
 
 
 def test_state_grows_a_worker_axis_where_its_specs_say_so():
-    tx = demo_optax.demo_adamw(1e-3, topk=4, chunk_size=8, axis_name="data")
+    tx = demo_optax.demo_adamw(1e-3, demo_optax.Compression(4, 8), axis_name="data")
     params = model.init()
     state = demo_optax.init_opt_state(tx, params, workers.mesh_of(8))
     jax.tree.map(
@@ -154,7 +154,7 @@ def test_linen_train_state_holds_a_stacked_optimizer():
 
     network, batch, mesh = Network(), model.batch(0), workers.mesh_of(8)
     params = network.init(jax.random.key(0), batch["x"])["params"]
-    plain = demo_optax.demo(5e-3, topk=4, chunk_size=8, axis_name="data")
+    plain = demo_optax.demo(5e-3, demo_optax.Compression(4, 8), axis_name="data")
     state = TrainState.create(
         apply_fn=network.apply, params=params, tx=demo_optax.stack_workers(plain, mesh)
     )
@@ -195,7 +195,10 @@ def test_nnx_model_trains_by_split_and_merge():
     def loss_fn(params, batch):
         return jnp.mean(jnp.square(nnx.merge(graph, params)(batch["x"]) - batch["y"]))
 
-    mesh, tx = workers.mesh_of(8), demo_optax.demo(5e-3, topk=4, chunk_size=8, axis_name="data")
+    mesh, tx = (
+        workers.mesh_of(8),
+        demo_optax.demo(5e-3, demo_optax.Compression(4, 8), axis_name="data"),
+    )
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(loss_fn, tx, mesh)
     losses = []

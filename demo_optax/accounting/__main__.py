@@ -1,6 +1,6 @@
 """Bytes and seconds per step of a model over a link, as tables.
 
-python -m demo_optax.accounting --preset 300m --topk 8 --values int4 --workers 64 --bandwidth 1Gbit
+python -m demo_optax.accounting --preset 300m --topk 8 --workers 64 --bandwidth 1Gbit
 """
 
 import argparse
@@ -45,8 +45,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     model.add_argument("--preset", choices=PRESETS, help="one of the paper's models")
     model.add_argument("--checkpoint", help="an Orbax checkpoint, or an .npz file")
     parser.add_argument("--topk", type=int, default=32, help="coefficients sent of each block")
-    parser.add_argument("--values", choices=VALUE_CODINGS, default="float32")
-    parser.add_argument("--chunk-size", type=int, default=64, help="elements per side of a block")
+    parser.add_argument("--value-coding", choices=VALUE_CODINGS, default="float32")
+    parser.add_argument("--block-side", type=int, default=64, help="elements per side of a block")
     parser.add_argument("--block-rule", choices=BLOCK_RULES, default="pad")
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--bandwidth", type=quantity("bandwidth"), default="1Gbit")
@@ -77,10 +77,10 @@ def print_bytes(params, setting: dict) -> None:
         ("k", *TOPKS),
         (
             "published code's count, 12 bytes each",
-            *[megabytes(reference_bytes(params, k, setting["chunk_size"])) for k in TOPKS],
+            *[megabytes(reference_bytes(params, k, setting["block_side"])) for k in TOPKS],
         ),
         (
-            f"packet with {setting['values']} values",
+            f"packet with {setting['value_coding']} values",
             *[megabytes(packet_bytes(Compression(topk=k, **setting), params)) for k in TOPKS],
         ),
     ]
@@ -125,17 +125,19 @@ def rate(bits_per_second: float) -> str:
 def main(arguments: list[str]) -> None:
     args = parse_arguments(arguments)
     params = preset_shapes(args.preset) if args.preset else checkpoint_shapes(args.checkpoint)
-    setting = dict(values=args.values, chunk_size=args.chunk_size, block_rule=args.block_rule)
+    setting = dict(
+        value_coding=args.value_coding, block_side=args.block_side, block_rule=args.block_rule
+    )
     compression = Compression(topk=args.topk, **setting)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     packet, dense = packet_bytes(compression, params), dense_bytes(params)
     print(f"{args.preset or args.checkpoint}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
     print_bytes(params, setting)
-    print_index_bits(args.chunk_size**2)
+    print_index_bits(args.block_side**2)
     print_times(
         plan(
             params,
-            {f"DeMo, k={args.topk}, {args.values}": compression},
+            {f"DeMo, k={args.topk}, {args.value_coding}": compression},
             args.workers,
             args.bandwidth,
             args.latency,
@@ -145,8 +147,8 @@ def main(arguments: list[str]) -> None:
         args.compute_time,
     )
     print(
-        f"k={args.topk} with {args.values} values: {packet:,} bytes a step, {dense / packet:.0f} "
-        "times less than a dense float32 gradient."
+        f"k={args.topk} with {args.value_coding} values: {packet:,} bytes a step, "
+        f"{dense / packet:.0f} times less than a dense float32 gradient."
     )
 
 

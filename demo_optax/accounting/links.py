@@ -69,7 +69,7 @@ def plan(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
-      >>> times = plan(params, Compression(topk=8, values="int4"), 16, 1e9, compute_time=0.1)
+      >>> times = plan(params, Compression(topk=8, value_coding="int4"), 16, 1e9, compute_time=0.1)
       >>> {name: round(time.step, 3) for name, time in times.items()}
       {'AdamW, float32': 0.352, 'AdamW, bfloat16': 0.226, 'DeMo': 0.102}
     """

@@ -35,7 +35,7 @@ def packet_bytes(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
-      >>> packet_bytes(Compression(topk=8, values="bfloat16"), params)
+      >>> packet_bytes(Compression(topk=8, value_coding="bfloat16"), params)
       27648
     """
     if isinstance(tx_or_compression, Compression):
@@ -52,7 +52,7 @@ def packet_bytes(
     return axes.bytes_handed_over(program, axis_name)
 
 
-def reference_bytes(params, topk: int = 32, chunk_size: int = 64) -> int:
+def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
     """What the published code sends by its own count: 12 bytes for each coefficient.
 
     An int64 index and a float32 value, for blocks by the rule ``"divisor"``; the counts in the
@@ -61,7 +61,7 @@ def reference_bytes(params, topk: int = 32, chunk_size: int = 64) -> int:
     Args:
       params: arrays or shapes of the parameters.
       topk: coefficients of each block.
-      chunk_size: elements per side of a block at most.
+      block_side: elements per side of a block at most.
 
     Returns:
       Bytes per step and worker.
@@ -71,7 +71,7 @@ def reference_bytes(params, topk: int = 32, chunk_size: int = 64) -> int:
       >>> reference_bytes(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), topk=8)
       98304
     """
-    blocks = [block_geometry(x.shape, chunk_size, "divisor") for x in jax.tree.leaves(params)]
+    blocks = [block_geometry(x.shape, block_side, "divisor") for x in jax.tree.leaves(params)]
     return sum(12 * b.num_blocks * min(topk, b.block_size) for b in blocks)
 
 

@@ -1,12 +1,12 @@
 """Block geometry: how a tensor of any rank is cut into the blocks that are compressed.
 
-A block has one side per dimension and at most ``chunk_size**2`` elements, so that ``topk``
+A block has one side per dimension and at most ``block_side**2`` elements, so that ``topk``
 coefficients of a block mean about the same share of every large tensor:
 
-* The last two dimensions larger than 1 get sides of ``chunk_size`` (or the dimension, where
+* The last two dimensions larger than 1 get sides of ``block_side`` (or the dimension, where
   that is smaller). A matrix is cut into ``64 x 64`` blocks, a vector into runs of 64.
 * Where those two leave room, the dimensions in front join the block, each with the largest
-  of its divisors that still fits, up to ``4 * chunk_size`` rows: a convolution kernel
+  of its divisors that still fits, up to ``4 * block_side`` rows: a convolution kernel
   ``(3, 3, 3, 64)`` is one block of 1728 elements, and an attention kernel ``(768, 12, 64)`` has
   blocks of ``(4, 12, 64)``. Layers stacked by a scan, ``(layers, 512, 512)``, are compressed
   layer by layer.
@@ -115,16 +115,16 @@ class BlockGeometry:
 
 
 def block_geometry(
-    shape: tuple[int, ...], chunk_size: int = 64, rule: BlockRule = "pad"
+    shape: tuple[int, ...], block_side: int = 64, rule: BlockRule = "pad"
 ) -> BlockGeometry:
     """Chooses the blocks of a tensor.
 
     Args:
       shape: the tensor's shape, of any rank.
-      chunk_size: elements per side of a block at most.
+      block_side: elements per side of a block at most.
       rule: ``"pad"`` lets the last block of a dimension be smaller; ``"divisor"`` takes the
-        largest divisor of the dimension up to ``chunk_size`` for a side, as the published code
-        does (a large prime then gives blocks of one element). Both agree where ``chunk_size``
+        largest divisor of the dimension up to ``block_side`` for a side, as the published code
+        does (a large prime then gives blocks of one element). Both agree where ``block_side``
         divides the dimension.
 
     Example:
@@ -139,10 +139,10 @@ def block_geometry(
     sides = [1] * len(shape)
     large = [axis for axis, dim in enumerate(shape) if dim > 1]
     for axis in large[-2:]:
-        sides[axis] = side_of(shape[axis], chunk_size)
+        sides[axis] = side_of(shape[axis], block_side)
     for axis in reversed(large[:-2]):
         rows = math.prod(sides) // sides[large[-1]]
-        room = min(chunk_size**2 // math.prod(sides), 4 * chunk_size // rows, chunk_size)
+        room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
         sides[axis] = _largest_divisor(shape[axis], max(room, 1))
     return BlockGeometry(tuple(shape), tuple(sides))
 

@@ -35,24 +35,26 @@ class Section:
       blocks: how many.
       block_size: coefficients of a block.
       k: how many of them are sent.
-      indices: coding of their positions; None where every worker knows them.
-      values: coding of their values.
+      index_coding: of their positions; None where every worker knows them.
+      value_coding: of their values.
     """
 
     blocks: int
     block_size: int
     k: int
-    indices: IndexCoding | None
-    values: ValueCoding
+    index_coding: IndexCoding | None
+    value_coding: ValueCoding
 
     @property
     def parts(self) -> tuple[int, int, int]:
         """Words of indices, scales and values."""
         indices = 0
-        if self.indices is not None:
-            indices = index_codings.index_words(self.blocks, self.block_size, self.k, self.indices)
-        scales = words_of(self.blocks, value_codings.scale_bits(self.values))
-        values = words_of(self.blocks * self.k, value_codings.value_bits(self.values))
+        if self.index_coding is not None:
+            indices = index_codings.index_words(
+                self.blocks, self.block_size, self.k, self.index_coding
+            )
+        scales = words_of(self.blocks, value_codings.scale_bits(self.value_coding))
+        values = words_of(self.blocks * self.k, value_codings.value_bits(self.value_coding))
         return indices, scales, values
 
 
@@ -94,11 +96,11 @@ def encode(layout: Layout, message: Message, key: jax.Array | None = None) -> ja
         zip(layout.sections, *message, strict=True)
     ):
         own_key = None if key is None else jax.random.fold_in(key, number)
-        if section.indices is not None:
-            words.append(index_codings.encode(positions, section.block_size, section.indices))
-        fields = value_codings.encode(values, section.values, own_key)
-        words.append(pack_bits(fields.scales, value_codings.scale_bits(section.values)))
-        words.append(pack_bits(fields.values, value_codings.value_bits(section.values)))
+        if section.index_coding is not None:
+            words.append(index_codings.encode(positions, section.block_size, section.index_coding))
+        fields = value_codings.encode(values, section.value_coding, own_key)
+        words.append(pack_bits(fields.scales, value_codings.scale_bits(section.value_coding)))
+        words.append(pack_bits(fields.values, value_codings.value_bits(section.value_coding)))
     used = sum(len(x) for x in words)
     return jnp.concatenate([*words, jnp.zeros(layout.words - _BODY - used, jnp.uint32)])
 
@@ -119,14 +121,14 @@ def decode(
     """
     all_positions, all_values, valid = [], [], jnp.array(True)
     for section, positions in zip(layout.sections, known, strict=True):
-        blocks, k, coding = section.blocks, section.k, section.values
+        blocks, k, coding = section.blocks, section.k, section.value_coding
         for_indices, for_scales, for_values = section.parts
         index_words, scale_words, value_words, body = jnp.split(
             body, [for_indices, for_indices + for_scales, for_indices + for_scales + for_values]
         )
-        if section.indices is not None:
+        if section.index_coding is not None:
             positions, ascending = index_codings.decode(
-                index_words, blocks, section.block_size, k, section.indices
+                index_words, blocks, section.block_size, k, section.index_coding
             )
             valid &= ascending
         scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)

@@ -164,13 +164,15 @@ def _section(compression: Compression, pieces: Sequence[Piece]) -> Section:
     n = pieces[0].block_size
     k = min(compression.topk, n)
     travel = compression.selection == "topk" and k < n
-    coding = indices.cheapest(n, k) if compression.indices == "auto" else compression.indices
+    coding = (
+        indices.cheapest(n, k) if compression.index_coding == "auto" else compression.index_coding
+    )
     return Section(
         blocks=sum(piece.num_blocks for piece in pieces),
         block_size=n,
         k=k,
-        indices=coding if travel else None,
-        values=compression.values,
+        index_coding=coding if travel else None,
+        value_coding=compression.value_coding,
     )
 
 

@@ -25,13 +25,13 @@ class Coordinates:
     """
 
     transform: TransformName
-    chunk_size: int
+    block_side: int
     block_rule: BlockRule
     seed: int
 
     def geometry(self, shape: tuple[int, ...]) -> BlockGeometry:
         """The blocks of a tensor."""
-        return block_geometry(shape, self.chunk_size, self.block_rule)
+        return block_geometry(shape, self.block_side, self.block_rule)
 
     def basis(self, step: jax.Array) -> Basis | None:
         """The transform's basis at a step, the same on all workers; None for the identity."""
@@ -44,15 +44,15 @@ class Compression:
 
     Attributes:
       topk: coefficients sent of each block; all of them where a block has fewer.
-      chunk_size: elements per side of a block (see `demo_optax.compression.blocks`).
-      values: coding of the values on the wire, from 32 bits down to 1: ``"float32"``,
+      block_side: elements per side of a block (see `demo_optax.compression.blocks`).
+      value_coding: of the values on the wire, from 32 bits down to 1: ``"float32"``,
         ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"sign"``.
       transform: ``"dct"``, ``"hadamard"``, ``"random"`` (orthogonal matrices redrawn on each
         step) or ``"identity"``.
-      block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``chunk_size`` does not divide.
+      block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
       selection: ``"topk"``, or one that all workers know from the step, so that no positions
         travel: ``"random"``, ``"striding"``, ``"slicing"``.
-      indices: coding of the positions, ``"packed"``, ``"elias-fano"`` or ``"bitmap"``; with
+      index_coding: of the positions, ``"packed"``, ``"elias-fano"`` or ``"bitmap"``; with
         ``"auto"`` the smallest for each block size.
       rounding: of the values, to the ``"nearest"`` or ``"stochastic"``.
       seed: of everything that is drawn.
@@ -62,36 +62,36 @@ class Compression:
       TypeError: an integer setting is an array, as under ``optax.inject_hyperparams``.
 
     Example:
-      >>> Compression(topk=8, values="int4").chunk_size
+      >>> Compression(topk=8, value_coding="int4").block_side
       64
     """
 
     topk: int = 32
-    chunk_size: int = 64
-    values: ValueCoding = "float32"
+    block_side: int = 64
+    value_coding: ValueCoding = "float32"
     transform: TransformName = "dct"
     block_rule: BlockRule = "pad"
     selection: Selection = "topk"
-    indices: IndexCoding | Literal["auto"] = "auto"
+    index_coding: IndexCoding | Literal["auto"] = "auto"
     rounding: Rounding = "nearest"
     seed: int = 0
 
     def __post_init__(self):
         checks.static_integer("topk", self.topk, at_least=1)
-        checks.static_integer("chunk_size", self.chunk_size, at_least=1)
+        checks.static_integer("block_side", self.block_side, at_least=1)
         checks.static_integer("seed", self.seed, at_least=0)
-        checks.one_of("values", self.values, VALUE_CODINGS)
+        checks.one_of("value_coding", self.value_coding, VALUE_CODINGS)
         checks.one_of("transform", self.transform, TRANSFORMS)
         checks.one_of("block_rule", self.block_rule, BLOCK_RULES)
         checks.one_of("selection", self.selection, SELECTIONS)
-        checks.one_of("indices", self.indices, ("auto", *INDEX_CODINGS))
+        checks.one_of("index_coding", self.index_coding, ("auto", *INDEX_CODINGS))
         checks.one_of("rounding", self.rounding, ROUNDINGS)
 
     @property
     def coordinates(self) -> Coordinates:
         """What decides how a momentum is stored."""
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
-        return Coordinates(self.transform, self.chunk_size, self.block_rule, seed)
+        return Coordinates(self.transform, self.block_side, self.block_rule, seed)
 
     def key(self, step: jax.Array, purpose: int) -> jax.Array:
         """The key of a step's draws, the same on all workers."""

@@ -51,7 +51,7 @@ def state_specs(
       >>> import jax, jax.numpy as jnp, demo_optax
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> tx = demo_optax.demo_adamw(1e-3, axis_name="data")
-      >>> momentum, rms, *_ = state_specs(tx, {"w": jnp.ones((4, 4))}, mesh)
+      >>> momentum, (rms, *_) = state_specs(tx, {"w": jnp.ones((4, 4))}, mesh)
       >>> momentum.momentum, rms.nu
       ({'w': P('data',)}, {'w': P()})
     """

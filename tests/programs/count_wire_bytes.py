@@ -31,7 +31,9 @@ def main(address, process, values):
     mesh = jax.make_mesh((2,), ("data",))
     everywhere = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = jax.device_put({"w": np.zeros((512, 2048), np.float32)}, everywhere)
-    tx = demo_optax.demo(1e-3, topk=128, values=values, axis_name="data")
+    tx = demo_optax.demo(
+        1e-3, demo_optax.Compression(topk=128, value_coding=values), axis_name="data"
+    )
     state = demo_optax.init_opt_state(tx, params, mesh)
 
     def loss(params, batch):
