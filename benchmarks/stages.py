@@ -17,7 +17,7 @@ from step_cost import transformer_params
 
 import demo_optax
 from demo_optax import _exchange, metrics
-from demo_optax.compression import compress, make_plan
+from demo_optax.compression import compress, make_plan, packet
 
 PACKETS = 64, 96  # of which the difference tells what one more costs
 
@@ -59,9 +59,11 @@ def main() -> None:
                 def gather(packet, _):
                     return jnp.broadcast_to(packet, (packets, packet.size))
 
-                report, always = metrics.Report(*jnp.ones(4)), jnp.array(True)
+                report, always = metrics.Report(*jnp.ones(packet.NUMBERS)), jnp.array(True)
                 with mock.patch.object(_exchange, "gather", gather):
-                    return _exchange.exchange(plan, compressed, report, always, None, "senders")
+                    return _exchange.exchange(
+                        plan, compressed, report, always, zero, None, "senders"
+                    )
 
             blocks = jax.jit(plan.blocks)(tensors)
             coefficients = jax.jit(transform)(blocks)

@@ -15,7 +15,9 @@ from demo_optax.compression import Compression, compress, make_plan
 from demo_optax.compression.settings import Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
 from demo_optax.metrics import ExchangeMetrics
-from demo_optax.numerics import all_finite, downcast
+from demo_optax.numerics import all_finite, round_stochastically
+
+_STORE = 3  # purpose of a key; others are in `demo_optax.compression.compress`
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -72,6 +74,7 @@ def decoupled_momentum(
     A worker whose gradient or preconditioner is infinite or NaN sends nothing on that step and
     keeps momentum and preconditioner as they were. If no worker is left, the update is zero. A
     packet that arrives damaged counts on no worker, and its sender keeps all of it in the momentum.
+    A block of the momentum, or a leaf of the preconditioner, that is damaged itself starts again.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -85,8 +88,8 @@ def decoupled_momentum(
       subtraction_factor: :math:`\alpha` in (0, 1], the part of what was sent that leaves the
         momentum.
       momentum_dtype: of the stored momentum, whatever the parameters' dtype; float32 or wider is
-        computed as it is, what is narrower in float32, and stored at its largest number where
-        the dtype ends before.
+        computed as it is, what is narrower in float32 and rounded stochastically, since what
+        decays or waits changes by less than half a step of such a dtype.
       precondition: a transformation of the local gradient before it enters the momentum, such
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
 
@@ -145,28 +148,34 @@ def decoupled_momentum(
             return 1 - decay
         return gradient_weight(step) if callable(gradient_weight) else gradient_weight
 
+    def rounded(momenta, step, worker):
+        key = jax.random.fold_in(compression.key(step, _STORE), worker)
+        for number, m in enumerate(momenta):
+            yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
+
     def update_fn(updates, state, params=None, **extra_args):
         gradient, unflatten = jax.tree.leaves(updates), _unflattener(updates)
         plan = make_plan(compression, tuple(x.shape for x in gradient))
         state_checks.usable(updates, state, plan, axis_name)
         step, worker, w = state.count, axes.index(axis_name), weight(state.count)
-        local, preconditioned = precondition.update(
-            updates, state.precondition, params, **extra_args
-        )
+        past = _restart_leaves(state.precondition, precondition.init(updates))
+        local, preconditioned = precondition.update(updates, past, params, **extra_args)
         blocks = plan.blocks(jax.tree.leaves(local))
 
         # Accumulate: m <- beta m + w T(g)
         old = plan.momenta(jax.tree.leaves(state.momentum), step)
-        coefficients, energy = plan.transform(blocks, step)
-        sound = all_finite((energy * jnp.square(w), decay, preconditioned))
-        momenta = _accumulate(sound, decay, old, w, coefficients)
+        coefficients, fresh = plan.transform(blocks, step)
+        sound = all_finite((fresh * jnp.square(w), decay, preconditioned))
+        momenta, energy, restarted = _restart_blocks(
+            _accumulate(sound, decay, old, w, coefficients)
+        )
 
         # Compress: q = top_k(m)
         compressed = compress(plan, momenta, step, worker)
 
         # Exchange: mean(q_1, ..., q_N)
-        report = metrics.report(gradient, momenta, compressed, subtraction_factor)
-        aggregate = exchange(plan, compressed, report, sound, axis_name, mean)
+        report = metrics.report(gradient, energy, compressed, subtraction_factor, restarted)
+        aggregate = exchange(plan, compressed, report, sound, step, axis_name, mean)
 
         # Subtract: m <- m - alpha q
         factor = jnp.where(aggregate.delivered, subtraction_factor, 0)
@@ -178,8 +187,8 @@ def decoupled_momentum(
 
         return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
             count=optax.safe_increment(step),
-            momentum=unflatten(downcast(m, momentum_dtype) for m in plan.stored(residuals)),
-            precondition=_choose(sound, preconditioned, state.precondition),
+            momentum=unflatten(rounded(plan.stored(residuals), step, worker)),
+            precondition=_choose(sound, preconditioned, past),
             metrics=aggregate.metrics,
             coordinates=coordinates,
         )
@@ -192,11 +201,40 @@ def _unflattener(tree):
 
 
 def _in_dtype_of(x, reference) -> jax.Array:
-    return x.astype(reference.dtype)
+    return x if x.dtype == reference.dtype else x.astype(reference.dtype)
 
 
 def _choose(condition, tree, otherwise):
     return jax.tree.map(lambda x, y: _in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
+
+
+def _restart_leaves(state, fresh):
+    """A state whose leaves start again where they hold anything infinite or NaN."""
+
+    def leaf(x, anew):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jnp.where(jnp.isfinite(x).all(), x, anew)
+
+    return jax.tree.map(leaf, state, fresh)
+
+
+def _restart_blocks(momenta) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Momenta whose blocks start from zero where their energy is not finite.
+
+    Also the energy of all of them, and how many started anew.
+
+    One flipped bit of an exponent would otherwise mute its worker for ever.
+    """
+    energies = [jnp.sum(jnp.square(m.astype(jnp.float32)), axis=1) for m in momenta]
+    sound = list(map(jnp.isfinite, energies))
+    total = jnp.zeros(()) + sum(map(jnp.sum, map(_or_zero, sound, energies)))
+    restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~s, dtype=jnp.int32) for s in sound)
+    return [_or_zero(s[:, None], m) for s, m in zip(sound, momenta, strict=True)], total, restarted
+
+
+def _or_zero(condition, x) -> jax.Array:
+    return jnp.where(condition, x, 0)
 
 
 def _accumulate(sound, decay, momenta, weight, coefficients) -> list[jax.Array]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from demo_optax import axes, metrics
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Plan, packet, sparse
-from demo_optax.compression.packet import MULTIPLE
+from demo_optax.compression.packet import MULTIPLE, Origin
 from demo_optax.compression.sparse import Mean, Sums
 from demo_optax.metrics import ExchangeMetrics, Report
 
@@ -36,49 +36,55 @@ def exchange(
     compressed: Compressed,
     report: Report,
     takes_part: jax.Array,
+    step: jax.Array,
     axis_name: AxisName,
     mean: Mean,
 ) -> Aggregate:
     """Gives every worker the mean of all workers' messages.
 
-    No packet is trusted: one with a wrong checksum, with positions that do not ascend within
-    their block, or with a value that is not finite counts as absent, on all workers alike.
+    No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
+    do not ascend within their block, or with a value that is not finite counts as absent, on all
+    workers alike.
 
     Args:
       plan: of the tensors, the same on all workers.
       compressed: what this worker sends.
       report: what its packet tells beside that.
       takes_part: bool scalar, whether its packet shall count.
+      step: int32 scalar, updates so far.
       axis_name: the workers' axis or axes; None for a single worker.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that take part.
     """
     layout, known = plan.layout, compressed.selected.positions
-    packets = gather(packet.seal(jnp.stack(report), compressed.body, takes_part), axis_name)
+    own = Origin(step, axes.index(axis_name))
+    packets = gather(packet.seal(jnp.stack(report), compressed.body, takes_part, own), axis_name)
     workers, most = len(packets), max((s.k for s in layout.sections), default=1)
     at_once = _packets_at_once(most)
     zeros = [
         axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections
     ]
 
-    def decode(packets):
-        numbers, bodies, intact = jax.vmap(packet.unseal)(packets)
+    def decode(packets, senders):
+        unseal = jax.vmap(lambda words, sender: packet.unseal(words, Origin(step, sender)))
+        numbers, bodies, intact = unseal(packets, senders)
         messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
         counted = intact & valid
         sent = [sparse.only_counted(p, v, counted) for p, v in zip(*messages, strict=True)]
         return sent, (numbers, counted)
 
-    def add(sums, packets):
-        sent, numbers_and_counted = decode(packets)
+    def add(sums, some):
+        sent, numbers_and_counted = decode(*some)
         return list(map(sparse.add_sent, sums, sent)), numbers_and_counted
 
     if workers * most <= sparse.AT_ONCE:
-        sent, (numbers, counted) = decode(packets)
+        sent, (numbers, counted) = decode(packets, jnp.arange(workers))
         means = [sparse.mean_of_sent(*both, mean) for both in zip(zeros, sent, strict=True)]
     else:
         # Packets of zeros, whose checksum is wrong, fill the last round up.
         rounds = jnp.pad(packets, ((0, -workers % at_once), (0, 0)))
         rounds = rounds.reshape(-1, at_once, packets.shape[1])
-        sums, each_round = jax.lax.scan(add, [Sums(x, x) for x in zeros], rounds)
+        senders = jnp.arange(len(rounds) * at_once).reshape(-1, at_once)
+        sums, each_round = jax.lax.scan(add, [Sums(x, x) for x in zeros], (rounds, senders))
         numbers, counted = (x.reshape(-1, *x.shape[2:])[:workers] for x in each_round)
         participants = jnp.sum(counted, dtype=jnp.float32)
         means = [sparse.mean_of_sums(s, mean, participants) for s in sums]

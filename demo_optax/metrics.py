@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from demo_optax.compression import Compressed, packet
 from demo_optax.numerics import energy
@@ -18,6 +19,8 @@ class ExchangeMetrics(NamedTuple):
       identical: bool scalar, True where all of several workers had the very same gradient, which
         means that it is not local (see `demo_optax.check_metrics`).
       sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
+      restarted: int32 scalar, blocks of all workers whose momentum was not finite, or too large for
+        float32, and started again from zero.
       residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
         in the momentum. Where a worker's parameters are sharded, what all of its shards hold
         counts once for each.
@@ -35,6 +38,7 @@ class ExchangeMetrics(NamedTuple):
     participants: jax.Array
     identical: jax.Array
     sent_share: jax.Array
+    restarted: jax.Array
     residual_norm: jax.Array
 
 
@@ -48,12 +52,14 @@ class Report(NamedTuple):
       momentum: energy (sum of squares) of the momentum before anything was taken out.
       sent: the part of it that the others get: what was selected, less rounding errors.
       residual: energy of the momentum afterwards.
+      restarted: number of its blocks that started again from zero.
     """
 
     fingerprint: jax.Array
     momentum: jax.Array
     sent: jax.Array
     residual: jax.Array
+    restarted: jax.Array
 
 
 assert len(Report._fields) == packet.NUMBERS
@@ -62,34 +68,38 @@ assert len(Report._fields) == packet.NUMBERS
 def before_the_first() -> ExchangeMetrics:
     """Metrics of a state that has exchanged nothing yet."""
     zero = jnp.zeros((), jnp.float32)
-    return ExchangeMetrics(jnp.zeros((), jnp.int32), jnp.zeros((), bool), zero, zero)
+    none = jnp.zeros((), jnp.int32)
+    return ExchangeMetrics(none, jnp.zeros((), bool), zero, none, zero)
 
 
 def report(
     gradient: Sequence[jax.Array],
-    momenta: Sequence[jax.Array],
+    momentum: jax.Array,
     compressed: Compressed,
     subtraction_factor: jax.typing.ArrayLike,
+    restarted: jax.Array,
 ) -> Report:
     """Reports a worker's step.
 
     Args:
       gradient: its leaves, as they came; a first row of each is read.
-      momenta: coefficients ``(blocks, n)`` of each group, before anything is taken out.
+      momentum: float32 scalar, its energy before anything is taken out.
       compressed: what the worker sends.
       subtraction_factor: part of it that leaves the momentum.
+      restarted: int32 scalar, blocks that started again from zero.
     """
 
     def rest(factor):
         pairs = zip(compressed.selected.values, compressed.decoded.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    momentum, selected = energy(momenta), energy(compressed.selected.values)
+    selected = energy(compressed.selected.values)
     return Report(
         fingerprint=_fingerprint([jnp.atleast_1d(x)[:1] for x in gradient]),
         momentum=momentum,
         sent=selected - rest(1.0),
         residual=jnp.maximum(momentum - selected, 0.0) + rest(subtraction_factor),
+        restarted=restarted.astype(jnp.float32),
     )
 
 
@@ -107,6 +117,7 @@ def summarise(reports: Report, counted: jax.Array) -> ExchangeMetrics:
         participants=participants,
         identical=(smallest == largest) & (largest != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
+        restarted=total(reports.restarted).astype(jnp.int32),
         residual_norm=jnp.sqrt(total(reports.residual) / jnp.maximum(participants, 1)),
     )
 
@@ -128,8 +139,8 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     """The metrics of the last exchange, from any optimizer state that holds them, else None.
 
     Where several decoupled momenta exchange in one step (``optax.partition``): the fewest
-    participants, whether any saw identical gradients, the mean share sent, the norm of all
-    residuals.
+    participants, whether any saw identical gradients, the mean share sent, all blocks that started
+    again, the norm of all residuals.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -139,12 +150,13 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     found = all_metrics(opt_state)
     if len(found) < 2:
         return found[0] if found else None
-    participants, identical, sent_share, residual_norm = map(jnp.stack, zip(*found, strict=True))
+    each = ExchangeMetrics(*map(jnp.stack, zip(*found, strict=True)))
     return ExchangeMetrics(
-        jnp.min(participants),
-        jnp.any(identical),
-        jnp.mean(sent_share),
-        jnp.linalg.norm(residual_norm),
+        participants=jnp.min(each.participants, axis=0),
+        identical=jnp.any(each.identical, axis=0),
+        sent_share=jnp.mean(each.sent_share, axis=0),
+        restarted=jnp.sum(each.restarted, axis=0),
+        residual_norm=jnp.linalg.norm(each.residual_norm, axis=0),
     )
 
 
@@ -167,6 +179,7 @@ def of_worker(opt_state, sharded: tuple[str, ...]):
             participants=jax.lax.pmin(x.participants, sharded),
             identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
             sent_share=jax.lax.pmean(x.sent_share, sharded),
+            restarted=jax.lax.psum(x.restarted, sharded),
             residual_norm=jnp.sqrt(jax.lax.psum(jnp.square(x.residual_norm), sharded)),
         )
 
@@ -185,6 +198,9 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
     have the very same. The check costs nothing on the device. Call it once, after the first step:
     in a million steps, fingerprints may be equal by chance.
 
+    Args:
+      metrics: of a step; under ``pmap`` and ``vmap`` with their axis of workers.
+
     Raises:
       ValueError: all workers had the same gradient.
 
@@ -193,10 +209,10 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
       >>> state = demo_optax.demo(1e-3).init(jnp.ones(3))
       >>> check_metrics(exchange_metrics(state))
     """
-    if metrics.identical:
+    if np.any(metrics.identical):
         raise ValueError(
-            f"all {int(metrics.participants)} workers have the very same gradient: their gradients "
-            "are not local (summed or averaged over the workers already), or all saw the same "
-            "data. Take gradients with demo_optax.local_value_and_grad, leave out any pmean or "
-            "psum of gradient or loss, and give each worker its own part of the batch."
+            f"all {int(np.max(metrics.participants))} workers have the very same gradient: their "
+            "gradients are not local (summed or averaged over the workers already), or all saw "
+            "the same data. Take gradients with demo_optax.local_value_and_grad, leave out any "
+            "pmean or psum of gradient or loss, and give each worker its own part of the batch."
         )

@@ -23,6 +23,21 @@ def upcast(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
+def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
+    """``x`` in a narrower dtype, at one of its two neighbours there, with the mean ``x``.
+
+    Rounding to the nearest would swallow every change of less than half a step.
+    """
+    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        return x.astype(dtype)
+    nearest = downcast(x, dtype)
+    error = x - nearest.astype(x.dtype)
+    other = jnp.nextafter(nearest, jnp.copysign(jnp.inf, error).astype(dtype))
+    step = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))
+    away = jax.random.uniform(key, x.shape, x.dtype) * step < jnp.abs(error)
+    return jnp.where(away, other, nearest)
+
+
 def downcast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """``x`` in a dtype, at its largest finite number where it ends before ``x`` does."""
     if x.dtype == dtype:

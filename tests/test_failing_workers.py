@@ -150,3 +150,27 @@ def test_a_gradient_that_is_huge_on_one_shard_keeps_the_whole_worker_out():
     np.testing.assert_allclose(np.asarray(after), np.asarray(after)[0, 0] * np.ones((16, 8)))
     assert np.asarray(after)[0, 0] != 0
     np.testing.assert_array_equal(np.asarray(state[0].momentum)[0], 0.0)
+
+
+@pytest.mark.parametrize("damage", [3e38, np.inf, np.nan])
+def test_a_damaged_momentum_starts_again_and_its_worker_takes_part(damage):
+    train, _ = trainer(DEMO)
+    params, state = after_two_steps(DEMO, train)
+    state[0].momentum["hidden"] = state[0].momentum["hidden"].copy()
+    state[0].momentum["hidden"][3, 0, 0, 5] = damage
+    for i in range(2, 5):
+        params, state, metrics = train(params, state, model.batch(i))
+        assert metrics.exchange.participants == model.WORKERS
+        assert metrics.exchange.restarted == (i == 2)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+
+
+def test_a_damaged_preconditioner_starts_again_and_its_worker_takes_part():
+    train, _ = trainer(DEMO)
+    params, state = after_two_steps(DEMO, train)
+    state[0].precondition.nu["hidden"] = state[0].precondition.nu["hidden"].copy()
+    state[0].precondition.nu["hidden"][3, 0, 0] = np.nan
+    for i in range(2, 5):
+        params, state, metrics = train(params, state, model.batch(i))
+        assert metrics.exchange.participants == model.WORKERS
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))

@@ -86,12 +86,15 @@ def corrupted(change):
     return gather
 
 
-def resealed(change):
+OF_WORKER_2 = packets.Origin(jnp.int32(0), jnp.int32(2))
+
+
+def resealed(change, origin=OF_WORKER_2):
     """A change behind which the checksum is right again: a sender that is wrong itself."""
 
     def forge(words):
-        numbers, body, _ = packets.unseal(words)
-        return packets.seal(*change(numbers, body), jnp.array(True))
+        numbers, body, _ = packets.unseal(words, OF_WORKER_2)
+        return packets.seal(*change(numbers, body), jnp.array(True), origin)
 
     return forge
 
@@ -123,6 +126,8 @@ FORGERIES = {
     "a value that is NaN": resealed(put(first_of(256, 2), 0x7FC00001)),
     "one position twice": resealed(put(first_of(256, 0), 0)),
     "an energy that is NaN": resealed(lambda numbers, body: (numbers.at[2].set(np.nan), body)),
+    "another worker's": resealed(lambda *same: same, packets.Origin(jnp.int32(0), jnp.int32(1))),
+    "another step's": resealed(lambda *same: same, packets.Origin(jnp.int32(1), jnp.int32(2))),
 }
 
 
@@ -157,17 +162,17 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
     sizes = [(section.blocks, section.block_size) for section in plan.layout.sections]
     momenta = [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
     body = compress(plan, momenta, jnp.int32(0), jnp.int32(0)).body
-    words = packets.seal(jnp.ones(packets.NUMBERS), body, jnp.array(True))
+    words = packets.seal(jnp.ones(packets.NUMBERS), body, jnp.array(True), OF_WORKER_2)
     assert words.shape == (plan.layout.words,)
 
     @jax.jit
     @jax.vmap
     def intact(word, bit):
         changed = words.at[word].set(words[word] ^ (jnp.uint32(1) << bit))
-        return packets.unseal(changed)[2]
+        return packets.unseal(changed, OF_WORKER_2)[2]
 
     word, bit = np.divmod(np.arange(32 * words.size), 32)
-    assert packets.unseal(words)[2]
+    assert packets.unseal(words, OF_WORKER_2)[2]
     assert not intact(word, bit.astype(np.uint32)).any()
 
 
@@ -175,7 +180,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
 @given(words=st.binary(min_size=4 * LAYOUT.words, max_size=4 * LAYOUT.words))
 def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(words):
     """With a checksum that is right: every position that is accepted lies in its block."""
-    _, body, _ = packets.unseal(jnp.asarray(np.frombuffer(words, np.uint32)))
+    _, body, _ = packets.unseal(jnp.asarray(np.frombuffer(words, np.uint32)), OF_WORKER_2)
     everything = [jnp.arange(s.k)[None].repeat(s.blocks, 0) for s in LAYOUT.sections]
     message, valid = packets.decode(LAYOUT, body, everything)
     if valid:

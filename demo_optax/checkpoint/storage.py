@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.tree_util import keystr
 
+from demo_optax import checks
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
 from demo_optax.checkpoint.elastic import converted
@@ -63,7 +64,7 @@ class Checkpointer:
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
       param_specs: PartitionSpecs of the parameters inside a worker.
-      keep: checkpoints to keep, the latest.
+      keep: how many checkpoints to keep, the latest; at least one.
 
     With several processes every method is called by all of them together, from their main thread.
 
@@ -93,6 +94,7 @@ class Checkpointer:
         *,
         keep: int = 3,
     ):
+        checks.static_integer("keep", keep, at_least=1)
         self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
         self._param_specs = param_specs
         self._workers = shards.num_workers(mesh, axis_name)
@@ -150,7 +152,6 @@ class Checkpointer:
                 # What a killed run left half written; whoever only reads leaves it alone.
                 self._orbax.close()
                 self._orbax, self._writes = self._open(cleanup=True), True
-            self._last = step
             self._orbax.save_checkpointables_async(
                 step,
                 {
@@ -161,6 +162,7 @@ class Checkpointer:
                 force=True,
                 custom_metadata=self._description(params, opt_state),
             )
+            self._last = step
         if wait:
             self._orbax.wait()
 

@@ -21,7 +21,7 @@ from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_
 from demo_optax.compression.indices import IndexCoding
 from demo_optax.compression.values import Fields, ValueCoding
 
-NUMBERS = 4  # float32, for what the sender reports of its step (`demo_optax.metrics.Report`)
+NUMBERS = 5  # float32, for what the sender reports of its step (`demo_optax.metrics.Report`)
 MULTIPLE = 128
 _BODY = 1 + NUMBERS
 _SEAL = 0x44654D6F  # "DeMo"
@@ -140,19 +140,31 @@ def decode(
     return Message(tuple(all_positions), tuple(all_values)), valid
 
 
-def seal(numbers: jax.Array, body: jax.Array, count: jax.Array) -> jax.Array:
+class Origin(NamedTuple):
+    """Where a packet comes from: int32 scalars. It does not travel, but its checksum does."""
+
+    step: jax.Array
+    worker: jax.Array
+
+
+def seal(numbers: jax.Array, body: jax.Array, count: jax.Array, origin: Origin) -> jax.Array:
     """Makes the packet, uint32 ``(layout.words,)``, of float32 ``(NUMBERS,)`` and a body.
 
-    Its first word is the checksum of the rest, or its complement where the packet must not
-    ``count``; so whatever was changed on the way, the packet counts no more.
+    Its first word is the checksum of the rest and of its origin, or the complement where the packet
+    must not ``count``; so a packet that was changed on the way, or comes from another step or
+    worker, counts no more.
     """
     rest = jnp.concatenate([jax.lax.bitcast_convert_type(numbers, jnp.uint32), body])
-    validity = checksum(rest) ^ jnp.uint32(_SEAL)
+    validity = _validity(rest, origin)
     return jnp.concatenate([jnp.where(count, validity, ~validity)[None], rest])
 
 
-def unseal(packet: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def unseal(packet: jax.Array, origin: Origin) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gives numbers and body, and whether the checksum is right and the numbers are finite."""
     numbers = jax.lax.bitcast_convert_type(packet[1:_BODY], jnp.float32)
-    intact = packet[0] ^ jnp.uint32(_SEAL) == checksum(packet[1:])
+    intact = packet[0] == _validity(packet[1:], origin)
     return numbers, packet[_BODY:], intact & jnp.all(jnp.isfinite(numbers))
+
+
+def _validity(rest, origin):
+    return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ jnp.uint32(_SEAL)
