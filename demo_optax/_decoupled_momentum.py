@@ -166,9 +166,8 @@ def decoupled_momentum(
         old = plan.momenta(jax.tree.leaves(state.momentum), step)
         coefficients, fresh = plan.transform(blocks, step)
         sound = all_finite((fresh * jnp.square(w), decay, preconditioned))
-        momenta, energy, restarted = _restart_blocks(
-            _accumulate(sound, decay, old, w, coefficients)
-        )
+        momenta = _accumulate(sound, decay, old, w, coefficients)
+        momenta, energy, restarted = _restart_blocks(momenta)
 
         # Compress: q = top_k(m)
         compressed = compress(plan, momenta, step, worker)

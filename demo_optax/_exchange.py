@@ -101,7 +101,10 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
     if axis_name is None:
         return packet[None]
     if not axes.manual_names(axis_name):
-        return jax.lax.all_gather(packet, axis_name)  # vmap knows only the plain form
+        gathered = packet  # vmap knows only the plain form, and only one axis at a time
+        for name in reversed(axes.names(axis_name)):
+            gathered = jax.lax.all_gather(gathered, name)
+        return gathered.reshape(-1, packet.size)
     copies = axes.copies_of(packet, axis_name)
     if not copies:
         return jax.lax.all_gather(packet, axis_name, to="invarying")

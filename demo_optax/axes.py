@@ -117,7 +117,10 @@ def size(axis_name: AxisName) -> int:
 
 def index(axis_name: AxisName) -> jax.Array:
     """This worker's number on ``axis_name`` (0 for None)."""
-    return jnp.zeros((), jnp.int32) if axis_name is None else jax.lax.axis_index(axis_name)
+    number = jnp.zeros((), jnp.int32)
+    for name in names(axis_name):
+        number = number * size(name) + jax.lax.axis_index(name)
+    return number
 
 
 def types_are_tracked(axis_name: AxisName) -> bool:

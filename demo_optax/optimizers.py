@@ -276,8 +276,10 @@ def demo_muon(
 
 
 def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
-    decayed = optax.add_decayed_weights(weight_decay, mask)
-    return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
+    scaled = optax.scale_by_learning_rate(learning_rate)
+    if isinstance(weight_decay, (int, float)) and weight_decay == 0:
+        return optax.chain(direction, scaled)  # which asks for no parameters
+    return optax.chain(direction, optax.add_decayed_weights(weight_decay, mask), scaled)
 
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:

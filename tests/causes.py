@@ -209,6 +209,10 @@ RAISED = [
     lambda: step_of(DEMO, two(), microbatches=3)(model.init(), state_of(2), model.batch(0)),
     batch_of_one_process,
     lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),
+    lambda: jax.vmap(
+        lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"
+    )(jnp.ones((2, 3))),
+    lambda: demo_optax.stack_workers(demo_optax.stack_workers(DEMO, two()), two()),
     # drift
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
@@ -236,7 +240,7 @@ def raise_statements():
     """Places of all ``raise`` statements of the library: file, first line, last line."""
     for path in sorted(LIBRARY.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise):
+            if isinstance(node, ast.Raise) and node.exc:
                 yield path.relative_to(LIBRARY).as_posix(), node.lineno, node.end_lineno
 
 

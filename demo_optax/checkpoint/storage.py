@@ -94,6 +94,7 @@ class Checkpointer:
         *,
         keep: int = 3,
     ):
+        worker_axis.require_plain(tx)
         checks.static_integer("keep", keep, at_least=1)
         self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
         self._param_specs = param_specs
@@ -141,30 +142,37 @@ class Checkpointer:
           ValueError: the folder holds a checkpoint of this step or a later one, of another run or
             from before an older step was restored. It would be taken for the latest.
         """
-        if self._last != step:
-            if self.latest is not None and self.latest >= step:
-                raise ValueError(
-                    f"{self._directory} holds a checkpoint of step {self.latest} already, so that "
-                    f"one of step {step} would never be the latest: save this run to another "
-                    "folder, or remove the later checkpoints."
-                )
-            if not self._writes:
-                # What a killed run left half written; whoever only reads leaves it alone.
-                self._orbax.close()
-                self._orbax, self._writes = self._open(cleanup=True), True
-            self._orbax.save_checkpointables_async(
-                step,
-                {
-                    "params": by_path(params),
-                    "opt_state": by_path(opt_state),
-                    "extra": beside(step, extra),
-                },
-                force=True,
-                custom_metadata=self._description(params, opt_state),
+        try:
+            if self._last != step:
+                self._start(step, params, opt_state, extra)
+                self._last = step
+            if wait:
+                self._orbax.wait()
+        except BaseException:
+            self._last = None  # so that the same step can be saved again
+            raise
+
+    def _start(self, step, params, opt_state, extra):
+        if self.latest is not None and self.latest >= step:
+            raise ValueError(
+                f"{self._directory} holds a checkpoint of step {self.latest} already, so that "
+                f"one of step {step} would never be the latest: save this run to another "
+                "folder, or remove the later checkpoints."
             )
-            self._last = step
-        if wait:
-            self._orbax.wait()
+        if not self._writes:
+            # What a killed run left half written; whoever only reads leaves it alone.
+            self._orbax.close()
+            self._orbax, self._writes = self._open(cleanup=True), True
+        self._orbax.save_checkpointables_async(
+            step,
+            {
+                "params": by_path(params),
+                "opt_state": by_path(opt_state),
+                "extra": beside(step, extra),
+            },
+            force=True,
+            custom_metadata=self._description(params, opt_state),
+        )
 
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
         """The latest checkpoint, or that of a step; None where there is none at all.

@@ -1,7 +1,7 @@
 """Gradients of one worker's own loss."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -27,6 +27,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
     Raises:
       NameError: ``axis_name`` is not bound where the function is called.
+      TypeError: what is differentiated was not given by position.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -39,13 +40,20 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
       ... ))(jnp.float32(1), jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, P("data"))))
       Array([3.], dtype=float32)
     """
-    value_and_grad = jax.value_and_grad(fun, **kwargs)
     argnums = kwargs.get("argnums", 0)
+    if isinstance(argnums, Sequence):
+        kwargs["argnums"] = argnums = tuple(argnums)
+    value_and_grad = jax.value_and_grad(fun, **kwargs)
     differentiated = argnums if isinstance(argnums, tuple) else (argnums,)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwds):
         axes.size(axis_name)  # which raises where it is not bound
+        if max(differentiated) >= len(args):
+            raise TypeError(
+                f"argument {max(differentiated)} is differentiated, but only {len(args)} were "
+                f"given by position, and {sorted(kwds)} by name: pass it by position."
+            )
         local = list(args)
         for i in differentiated:
             local[i] = axes.as_varying(local[i], axis_name)

@@ -145,7 +145,7 @@ def make_train_step(
             took_part = [m.participants > 0 for m in all_metrics(opt_state)]
             any_did = jnp.any(jnp.array(took_part))
             updates = jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
-        loss, norm, aux = jax.tree.map(lambda x: x[None], (loss, norm, aux))
+        loss, norm, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, norm, aux))
         return optax.apply_updates(params, updates), opt_state, (loss, norm), aux, exchanged
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -313,7 +313,7 @@ def _accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
 
     def loss_and_aux(*args):
         out = loss_fn(*args)
-        return out if isinstance(out, tuple) else (out, None)
+        return tuple(out) if isinstance(out, (tuple, list)) else (out, None)
 
     value_and_grad = local_value_and_grad(loss_and_aux, axis_name, has_aux=True)
     if microbatches == 1:

@@ -3,12 +3,15 @@
 One update is evaluated abstractly: what comes out varying over an axis differs along it.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.extend import core
 
 from demo_optax import axes, metrics
 from demo_optax.axes import AxisName
@@ -21,11 +24,14 @@ class Variation(NamedTuple):
     Attributes:
       state: a tree of frozensets, the axes over which each leaf of the new state differs.
       updates: the same of the updates.
+      frozen: a tree of bools, which updates are zero whatever the gradient, as those of
+        ``optax.set_to_zero``. By their type they may differ.
       sent: int, bytes that one device hands to collectives between workers.
     """
 
     state: Any
     updates: Any
+    frozen: Any
     sent: int
 
 
@@ -70,9 +76,11 @@ def variation(
 
         program = axes.trace_worker(update, mesh_shape)
         state, updates = outcome[-1]
-        return Variation(state, updates, axes.bytes_handed_over(program, axis_name))
+        frozen = jax.tree.map(lambda _: False, updates)
+        return Variation(state, updates, frozen, axes.bytes_handed_over(program, axis_name))
 
-    found = Variation(jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts)), None, 0)
+    nowhere = jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts))
+    found = Variation(nowhere, None, None, 0)
     before = None
     try:
         while before != jax.tree.leaves(found.state):
@@ -80,15 +88,22 @@ def variation(
             new = probe(found.state)
             found = new._replace(state=jax.tree.map(frozenset.union, found.state, new.state))
     except (TypeError, ValueError) as error:
+        if not _decides_alone(jax.eval_shape(tx.init, parts)):
+            raise
         raise type(error)(
-            f"{error}\n\nThis came up while an update was evaluated abstractly, to find which "
-            "parts of the state differ between workers. optax.MultiSteps and "
-            "optax.apply_if_finite cannot be evaluated so: accumulate with "
-            "make_train_step(microbatches=...) instead; workers whose gradient is not finite are "
-            "left out already."
+            f"{error}\n\noptax.MultiSteps and optax.apply_if_finite let each worker decide alone "
+            "whether it takes part in a step: accumulate with make_train_step(microbatches=...) "
+            "instead; workers whose gradient is not finite are left out already."
         ) from error
-    for path, names in jax.tree.leaves_with_path(found.updates):
-        if names & set(axes.names(axis_name)):
+    worker_axes = frozenset(axes.names(axis_name))
+    if not any(names & worker_axes for names in jax.tree.leaves(found.updates)):
+        return found
+    frozen = _frozen(tx, parts, mesh_shape, axis_name)
+    updates = jax.tree.map(
+        lambda x, names: names - worker_axes if x else names, frozen, found.updates
+    )
+    for path, names in jax.tree.leaves_with_path(updates):
+        if names & worker_axes:
             raise ValueError(
                 f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
                 f"parameter{jax.tree_util.keystr(path)}), so their parameters would drift apart "
@@ -96,4 +111,40 @@ def variation(
                 f"demo_optax.demo, ...) axis_name={axis_name!r}, or put "
                 f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer."
             )
-    return found
+    return found._replace(updates=updates, frozen=frozen)
+
+
+def _decides_alone(state) -> bool:
+    alone = optax.MultiStepsState, optax.ApplyIfFiniteState
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, alone))
+    return any(isinstance(node, alone) for node in nodes)
+
+
+_KEEPS_ZERO = "broadcast_in_dim", "convert_element_type", "copy", "mul", "neg", "reshape"
+
+
+def _frozen(tx, parts, mesh_shape, axis_name):
+    """A tree of bools: which updates the program of ``tx`` makes of zeros alone."""
+
+    def update(gradient, state, params):
+        return tx.update(gradient, state, params)[0]
+
+    for name in axes.names(axis_name):
+        update = functools.partial(_of_all, update, name, mesh_shape[name])
+    shapes = parts, jax.eval_shape(tx.init, parts), parts
+    program, updates = jax.make_jaxpr(update, return_shape=True)(*shapes)
+    zeros = set()
+
+    def is_zero(x):
+        return not np.any(x.val) if isinstance(x, core.Literal) else x in zeros
+
+    for equation in program.jaxpr.eqns:
+        known = all(isinstance(x, core.Literal) or x in zeros for x in equation.invars)
+        if equation.primitive.name in _KEEPS_ZERO and known and any(map(is_zero, equation.invars)):
+            zeros.update(equation.outvars)
+    return jax.tree.unflatten(jax.tree.structure(updates), map(is_zero, program.jaxpr.outvars))
+
+
+def _of_all(fn, name, size, *args):
+    """What a function gives on all workers of an axis, which see the same."""
+    return jax.vmap(lambda _: fn(*args), axis_name=name)(jnp.arange(size))

@@ -5,12 +5,15 @@ store a patchwork of all of them. Outside the step such leaves have a leading ax
 worker, sharded over the workers.
 """
 
-import functools
+import weakref
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import dtypes
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -76,14 +79,21 @@ class Layout(NamedTuple):
 
 def layout_of(tx, params, mesh, axis_name, param_specs) -> Layout:
     """The layout of arrays or shapes of the whole parameters, found once for each tree of them."""
+    require_plain(tx)
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     leaves, structure = jax.tree.flatten(params)
-    shapes = tuple((x.shape, x.dtype) for x in leaves)
-    return _layout(tx, structure, shapes, tuple(jax.tree.leaves(specs)), mesh, axis_name)
+    shapes = tuple((np.shape(x), dtypes.canonicalize_dtype(jnp.result_type(x))) for x in leaves)
+    key = structure, shapes, tuple(jax.tree.leaves(specs)), mesh, axis_name
+    known = _layouts.setdefault(tx.update, {})
+    if key not in known:
+        known[key] = _layout(tx, *key)
+    return known[key]
 
 
-@functools.lru_cache(maxsize=32)
+_layouts: MutableMapping[Callable, dict] = weakref.WeakKeyDictionary()  # as long as optimizers live
+
+
 def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
     params = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes])
     specs = structure.unflatten(specs)
@@ -151,8 +161,8 @@ def stack_workers(
       >>> tx.init({"w": jnp.ones((128, 64))})[0].momentum["w"].shape
       (1, 2, 1, 4096)
     """
+    require_plain(tx)
     shards.num_workers(mesh, axis_name)
-    tx = optax.with_extra_args_support(tx)
     worker_axes = set(axes.names(axis_name))
 
     def differs(spec):
@@ -202,7 +212,10 @@ def stack_workers(
         old = jax.tree.map(_own_entry, state, layout.single, stacked)
         updates = shards.all_or_nothing(updates, sharded)
         finite = all_finite(updates)
-        updates, new = tx.update(updates, old, params, **extra_args)
+        updates, new = optax.with_extra_args_support(tx).update(updates, old, params, **extra_args)
+
+        def unless_frozen(x, frozen):
+            return jnp.zeros(x.shape, x.dtype) if frozen else x
 
         def in_common(x, varying_axes, spec):
             copied_axes = varying_axes - set(shards.axes_of(spec)) - worker_axes
@@ -213,6 +226,7 @@ def stack_workers(
                 return jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
             return jnp.where(finite, new, old)[None] if stacked else new
 
+        updates = jax.tree.map(unless_frozen, updates, layout.variation.frozen)
         updates = jax.tree.map(in_common, updates, layout.variation.updates, layout.params)
         new = metrics.of_worker(new, sharded)
         new = jax.tree.map(in_common, new, layout.variation.state, layout.state)
@@ -220,7 +234,20 @@ def stack_workers(
             keep, new, old, stacked, is_leaf=lambda x: isinstance(x, DecoupledMomentumState)
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Stacked(init_fn, update_fn)
+
+
+class Stacked(optax.GradientTransformationExtraArgs):
+    """What `stack_workers` makes."""
+
+
+def require_plain(tx) -> None:
+    """Refuses an optimizer that `stack_workers` made."""
+    if isinstance(tx, Stacked):
+        raise TypeError(
+            "tx was made by demo_optax.stack_workers(...), which is called here by itself: "
+            "pass the optimizer that was wrapped."
+        )
 
 
 def init_opt_state(

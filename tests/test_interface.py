@@ -1,0 +1,216 @@
+"""What users of optax and Flax try: it works, or says why not."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import demo_optax
+from demo_optax import checkpoint
+from tests import model, workers
+
+WORKERS = 4
+SMALL = demo_optax.Compression(4, 8)
+DEMO = demo_optax.demo(5e-3, SMALL, decay=0.9, axis_name="data")
+FIRST_LAYER = {"hidden": "trained", "bias": "frozen", "out": "frozen"}
+FREEZING = optax.partition({"trained": DEMO, "frozen": optax.set_to_zero()}, FIRST_LAYER)
+
+
+def train(tx, steps=2, loss=model.loss, params=None, **options):
+    mesh = workers.mesh_of(WORKERS)
+    params = model.init() if params is None else params
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(loss, tx, mesh, **options)
+    for i in range(steps):
+        params, state, metrics = step(params, state, model.batch(i))
+    return params, state, metrics
+
+
+def test_frozen_parameters_stay_and_send_nothing():
+    params, _, metrics = train(FREEZING)
+    before = model.init()
+    assert (params["hidden"] != before["hidden"]).any()
+    for name in ("bias", "out"):
+        np.testing.assert_array_equal(params[name], before[name])
+    alone = {"hidden": before["hidden"]}
+    assert metrics.packet_bytes == demo_optax.packet_bytes(SMALL, alone)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        optax.sgd(0.1),
+        optax.trace(0.9),
+        optax.chain(optax.set_to_zero(), optax.add_decayed_weights(0.1)),
+    ],
+    ids=["sgd", "trace", "decay of what is frozen"],
+)
+def test_updates_that_are_not_zero_are_never_taken_for_frozen(local):
+    tx = optax.partition({"trained": DEMO, "frozen": local}, FIRST_LAYER)
+    with pytest.raises(ValueError, match=r"updates differ between the workers.*'bias'"):
+        demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+
+
+def test_only_wrappers_that_decide_alone_are_blamed():
+    def refused(tx):
+        with pytest.raises((TypeError, ValueError)) as error:
+            demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+        return str(error.value)
+
+    assert "microbatches" in refused(optax.MultiSteps(DEMO, 2))
+    assert "microbatches" in refused(optax.apply_if_finite(DEMO, 3))
+    twice = optax.chain(demo_optax.mean_over_workers("data"), DEMO)
+    assert "microbatches" not in refused(twice)
+
+
+def test_a_preconditioner_with_random_keys_trains():
+    noise = optax.add_noise(1e-3, 0.5, key=jax.random.key(3))
+    tx = demo_optax.demo(5e-3, SMALL, precondition=noise, axis_name="data")
+    params, state, _ = train(tx)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+    assert jnp.issubdtype(state[0].precondition.rng_key.dtype, jax.dtypes.prng_key)
+
+
+def test_aux_may_hold_numbers_and_the_loss_may_come_in_a_list():
+    def loss(params, batch):
+        return [model.loss(params, batch), {"layers": 2, "rate": 0.5}]
+
+    aux = train(DEMO, loss=loss)[2].aux
+    np.testing.assert_array_equal(aux["layers"], np.full(WORKERS, 2))
+    np.testing.assert_array_equal(aux["rate"], np.full(WORKERS, 0.5))
+
+
+def test_a_parameter_may_be_a_number():
+    params = train(
+        DEMO,
+        loss=lambda p, b: model.loss(p | {"bias": p["bias"] + jnp.zeros(16)}, b),
+        params=model.init() | {"bias": 0.5},
+    )[0]
+    assert params["bias"].shape == () and params["bias"] != 0.5
+
+
+def test_without_weight_decay_no_parameters_are_needed():
+    tx, gradient = demo_optax.demo(0.1, SMALL), jnp.ones((8, 8))
+    updates, _ = tx.update(gradient, tx.init(gradient))
+    np.testing.assert_allclose(updates, -0.1)
+
+
+def test_several_arguments_are_differentiated_and_others_named():
+    def both(x, y, scale):
+        return jnp.sum(x * y) * scale
+
+    fn = demo_optax.local_value_and_grad(both, "data", argnums=[0, 1])
+    x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
+    _, (dx, dy) = jax.vmap(lambda x, y: fn(x, y, scale=2.0), axis_name="data")(x, y)
+    np.testing.assert_array_equal(dx, 2 * y)
+    np.testing.assert_array_equal(dy, 2 * x)
+
+
+def test_workers_along_two_nested_vmaps_are_those_along_one():
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 16, 8)), jnp.float32)
+
+    def updates(axis_name):
+        tx = demo_optax.demo_sgd(1.0, SMALL, axis_name=axis_name)
+        return lambda g: tx.update(g, tx.init(g))[0]
+
+    one = jax.vmap(updates("a"), axis_name="a")(gradient.reshape(6, 16, 8))
+    two = jax.vmap(jax.vmap(updates(("a", "b")), axis_name="b"), axis_name="a")(gradient)
+    np.testing.assert_array_equal(two.reshape(one.shape), one)
+
+
+def test_metrics_of_stacked_workers_are_checked():
+    gradient = jnp.ones((3, 8, 8))
+    update = jax.vmap(lambda g: DEMO.update(g, DEMO.init(g))[1], axis_name="data")
+    with pytest.raises(ValueError, match="all 3 workers have the very same gradient"):
+        demo_optax.check_metrics(demo_optax.exchange_metrics(update(gradient)))
+    others = gradient * jnp.arange(1.0, 4)[:, None, None]
+    demo_optax.check_metrics(demo_optax.exchange_metrics(update(others)))
+
+
+def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards():
+    """As under vmap, where nothing else can tell that `optax.apply_if_finite` left a worker out."""
+    tx = optax.apply_if_finite(DEMO, 10)
+    gradient = np.random.default_rng(0).normal(size=(2, 3, 16, 8)).astype(np.float32)
+    gradient[0, 1] = np.nan
+    state = jax.vmap(lambda g: tx.init(g))(gradient[0])
+    update = jax.vmap(tx.update, axis_name="data")
+    for g in gradient:
+        _, state = update(g, state)
+    heard = demo_optax.exchange_metrics(state).participants
+    np.testing.assert_array_equal(heard, [2, 1, 2])
+
+
+def test_optimizers_are_forgotten():
+    tx = demo_optax.demo(5e-3, SMALL, axis_name="data")
+    demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+    alive = weakref.ref(tx.update)
+    del tx
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_module_of_flax_is_a_tree_of_parameters():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = nnx.Linear(12, 16, rngs=rngs)
+            self.out = nnx.Linear(16, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(jnp.tanh(self.hidden(x)))
+
+    def loss(module, batch):
+        return jnp.mean(jnp.square(module(batch["x"]) - batch["y"]))
+
+    module, _, metrics = train(DEMO, loss=loss, params=Model(nnx.Rngs(0)))
+    assert isinstance(module, Model)
+    assert metrics.exchange.participants == WORKERS
+
+
+@jax.tree_util.register_pytree_node_class
+class Identical:
+    """A node that is equal to itself alone."""
+
+    def __init__(self, leaves):
+        self.leaves = leaves
+
+    def tree_flatten(self):
+        return (self.leaves,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_registered_class_without_equality_is_a_tree_of_parameters():
+    params, *_ = train(
+        DEMO, loss=lambda p, b: model.loss(p.leaves, b), params=Identical(model.init())
+    )
+    plain, *_ = train(DEMO)
+    np.testing.assert_array_equal(params.leaves["out"], plain["out"])
+
+
+def test_a_wrapped_optimizer_is_refused_by_the_checkpointer(tmp_path):
+    mesh = workers.mesh_of(WORKERS)
+    with pytest.raises(TypeError, match="made by demo_optax"):
+        checkpoint.Checkpointer(tmp_path, demo_optax.stack_workers(DEMO, mesh), mesh)
+
+
+def test_a_step_that_could_not_be_saved_is_saved_when_tried_again(tmp_path):
+    params, state, _ = train(DEMO)
+    mesh = workers.mesh_of(WORKERS)
+    with checkpoint.Checkpointer(tmp_path, DEMO, mesh) as checkpointer:
+        with pytest.raises(Exception, match="object"):
+            checkpointer.save(3, params, state, extra={"no array": object()}, wait=True)
+        checkpointer.save(3, params, state, wait=True)
+    with checkpoint.Checkpointer(tmp_path, DEMO, mesh) as checkpointer:
+        assert checkpointer.restore(model.init()).step == 3
+
+
+def test_at_least_one_checkpoint_is_kept(tmp_path):
+    with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
+        checkpoint.Checkpointer(tmp_path, DEMO, workers.mesh_of(WORKERS), keep=0)
