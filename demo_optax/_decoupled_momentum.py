@@ -15,7 +15,7 @@ from demo_optax.compression import Compression, compress, make_plan
 from demo_optax.compression.settings import Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
 from demo_optax.metrics import ExchangeMetrics
-from demo_optax.numerics import all_finite, round_stochastically
+from demo_optax.numerics import all_finite, round_stochastically, widest
 
 _STORE = 3  # purpose of a key; others are in `demo_optax.compression.compress`
 
@@ -243,7 +243,7 @@ def _accumulate(sound, decay, momenta, weight, coefficients) -> list[jax.Array]:
     """
 
     def add(m, c):
-        dtype = jnp.promote_types(m.dtype, c.dtype)
+        dtype = widest(m.dtype, c.dtype)
         old = m.reshape(c.shape).astype(dtype)
         new = decay * old + weight * c.astype(dtype)
         return jnp.where(sound, new.astype(dtype), old).reshape(m.shape)

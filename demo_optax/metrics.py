@@ -110,6 +110,7 @@ def summarise(reports: Report, counted: jax.Array) -> ExchangeMetrics:
         return jnp.sum(jnp.where(counted, energies, 0.0))
 
     participants = jnp.sum(counted, dtype=jnp.int32)
+    heard = jnp.maximum(participants, 1).astype(jnp.float32)
     momentum, sent = total(reports.momentum), total(reports.sent)
     smallest = jnp.min(jnp.where(counted, reports.fingerprint, jnp.inf))
     largest = jnp.max(jnp.where(counted, reports.fingerprint, -jnp.inf))
@@ -118,7 +119,7 @@ def summarise(reports: Report, counted: jax.Array) -> ExchangeMetrics:
         identical=(smallest == largest) & (largest != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=total(reports.restarted).astype(jnp.int32),
-        residual_norm=jnp.sqrt(total(reports.residual) / jnp.maximum(participants, 1)),
+        residual_norm=jnp.sqrt(total(reports.residual) / heard),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 
@@ -18,9 +19,14 @@ def energy(arrays: Iterable[jax.Array]) -> jax.Array:
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
+def widest(*dtypes: DTypeLike) -> np.dtype:
+    """The widest of some floating dtypes, float32 at least."""
+    return max(map(jnp.dtype, (jnp.float32, *dtypes)), key=lambda dtype: jnp.finfo(dtype).bits)
+
+
 def upcast(x: jax.Array) -> jax.Array:
     """``x`` in the dtype to compute in: float32 at least."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(widest(x.dtype))
 
 
 def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:

@@ -214,3 +214,22 @@ def test_a_step_that_could_not_be_saved_is_saved_when_tried_again(tmp_path):
 def test_at_least_one_checkpoint_is_kept(tmp_path):
     with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
         checkpoint.Checkpointer(tmp_path, DEMO, workers.mesh_of(WORKERS), keep=0)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("selection", ["topk", "random", "striding"])
+@pytest.mark.parametrize("coding", ["float32", "bfloat16", "int4", "sign"])
+def test_no_dtype_is_promoted_silently(coding, selection, rounding):
+    """optax itself does where it corrects biases, so this is a test and not the suite's setting."""
+    compression = demo_optax.Compression(
+        4, 8, coding, selection=selection, rounding=rounding, index_coding="auto"
+    )
+    tx = optax.chain(
+        demo_optax.decoupled_momentum(
+            0.9, compression, axis_name="data", momentum_dtype="bfloat16", mean="workers"
+        ),
+        optax.scale(-0.1),
+    )
+    with jax.numpy_dtype_promotion("strict"):
+        params, *_ = train(tx)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))

@@ -19,7 +19,7 @@ from demo_optax.compression import indices, transforms
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Layout, Section
 from demo_optax.compression.settings import Compression
-from demo_optax.numerics import upcast
+from demo_optax.numerics import upcast, widest
 
 Shape = tuple[int, ...]
 
@@ -63,7 +63,7 @@ class Plan:
 
         In float32, or the widest dtype of any tensor that is wider.
         """
-        dtype = functools.reduce(jnp.promote_types, [x.dtype for x in tensors], jnp.float32)
+        dtype = widest(*[x.dtype for x in tensors])
 
         def cut(number: int, piece: Piece) -> jax.Array:
             x = tensors[number].astype(dtype)[piece.in_tensor(self.geometries[number].sides)]

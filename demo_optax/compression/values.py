@@ -105,7 +105,7 @@ def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None)
     below = jnp.clip(above - 1, 0, len(levels) - 2)
     place = (scaled - levels[below]) / (levels[below + 1] - levels[below])
     threshold = _halves(values.shape) if key is None else jax.random.uniform(key, values.shape)
-    return Fields(scales, (below + (place > threshold)).astype(jnp.uint32))
+    return Fields(scales, jnp.where(place > threshold, below + 1, below).astype(jnp.uint32))
 
 
 def decode(fields: Fields, coding: ValueCoding) -> tuple[jax.Array, jax.Array]:
