@@ -22,12 +22,15 @@ from demo_optax.optimizers import demo_sgd as demo_sgd
 from demo_optax.optimizers import demo_signum as demo_signum
 from demo_optax.parallel import Drift as Drift
 from demo_optax.parallel import TrainMetrics as TrainMetrics
+from demo_optax.parallel import WorkerGradients as WorkerGradients
 from demo_optax.parallel import check_replicas as check_replicas
 from demo_optax.parallel import init_opt_state as init_opt_state
 from demo_optax.parallel import local_value_and_grad as local_value_and_grad
 from demo_optax.parallel import make_train_step as make_train_step
 from demo_optax.parallel import repair_replicas as repair_replicas
 from demo_optax.parallel import stack_workers as stack_workers
+from demo_optax.parallel import state_shardings as state_shardings
 from demo_optax.parallel import state_specs as state_specs
+from demo_optax.parallel import worker_gradients as worker_gradients
 
 __version__ = version("demo_optax")

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from demo_optax import axes, checks, metrics, state_checks
 from demo_optax._exchange import exchange
 from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
 from demo_optax.compression import Compression, compress, make_plan
 from demo_optax.compression.settings import Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
@@ -25,8 +26,8 @@ class DecoupledMomentumState(NamedTuple):
 
     Attributes:
       count: int32 scalar, updates so far; the same on all workers.
-      momentum: a tree like the parameters. A parameter has the coefficients ``(*grid, n)`` of its
-        blocks, in the momentum's dtype; each worker its own.
+      momentum: a tree like the parameters, without boxes of Flax's. A parameter has the
+        coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
       coordinates: static, what the numbers of the momentum are coefficients of.
@@ -137,7 +138,7 @@ def decoupled_momentum(
 
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),
-            momentum=jax.tree.map(zeros, params),
+            momentum=jax.tree.map(zeros, unboxed(params)),
             precondition=precondition.init(params),
             metrics=metrics.before_the_first(),
             coordinates=coordinates,
@@ -186,7 +187,7 @@ def decoupled_momentum(
 
         return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
             count=optax.safe_increment(step),
-            momentum=unflatten(rounded(plan.stored(residuals), step, worker)),
+            momentum=_unflattener(state.momentum)(rounded(plan.stored(residuals), step, worker)),
             precondition=_choose(sound, preconditioned, past),
             metrics=aggregate.metrics,
             coordinates=coordinates,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
 from demo_optax.compression import Plan
 
 
@@ -52,7 +53,7 @@ def require_local(updates, axis_name: AxisName) -> None:
 
 def _same_structure(updates, momentum) -> None:
     """Requires the gradient's tree to be the one that the state was made for."""
-    given: Any = jax.tree.structure(updates)
+    given: Any = jax.tree.structure(unboxed(updates))
     expected: Any = jax.tree.structure(momentum)
     if given != expected:
         raise ValueError(

@@ -23,6 +23,7 @@ WAYS = {
     "manual, unchecked": dict(check_vma=False),
     "compiler": dict(axis_names=("replica",)),
     "compiler, unchecked": dict(axis_names=("replica",), check_vma=False),
+    "mapped": dict(axis_names=()),
 }
 SMALL = demo_optax.Compression(4, 8)
 SGD = demo_optax.demo_sgd(0.5, decay=0.9, compression=SMALL, axis_name="replica")
@@ -104,7 +105,7 @@ def test_two_devices_a_worker_follow_one(name, way, whole):
     assert ours[2].exchange.participants == 2
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
+@pytest.mark.parametrize("way", ["manual", "mapped"])
 def test_two_sharded_axes_follow_none(way, whole):
     mesh, specs = mesh_of(2, 2, 2), {"hidden": P(None, ("fsdp", "tensor")), "bias": P("tensor")}
     specs["out"] = P("tensor")
@@ -133,7 +134,7 @@ def lower_step(mesh, specs, way):
     return jax.jit(step).lower(params(), state, model.batch(0)).compile()
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
+@pytest.mark.parametrize("way", ["manual", "compiler", "mapped"])
 def test_only_the_packet_crosses_between_workers(way):
     mesh = mesh_of(2, 2)
     sent = demo_optax.accounting.collectives(lower_step(mesh, SPECS, way).as_text())
@@ -188,7 +189,7 @@ def test_the_optimizer_gathers_no_momentum(way):
     assert sum(one.operand_bytes for one in within) <= bias + bias + numbers
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
+@pytest.mark.parametrize("way", ["manual", "compiler", "mapped"])
 def test_memory_of_a_device_halves(way):
     def held(fsdp):
         specs = {"hidden": P(None, "fsdp"), "out": P("fsdp"), "bias": P("fsdp")}

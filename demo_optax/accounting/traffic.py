@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from demo_optax import axes
@@ -46,7 +47,7 @@ def packet_bytes(
     def update():
         values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
         gradient = axes.as_varying(values, axis_name)
-        tx.update(gradient, tx.init(values), values)
+        tx.update(gradient, tx.init(values), values, value=np.float32(0))
 
     program = axes.trace_worker(update, dict.fromkeys(axes.names(axis_name), 1))
     return axes.bytes_handed_over(program, axis_name)

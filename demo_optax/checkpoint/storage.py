@@ -19,9 +19,10 @@ from jax.tree_util import keystr
 from demo_optax import checks
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
 from demo_optax.checkpoint.elastic import converted
 from demo_optax.checkpoint.leaves import beside, by_path, from_paths, in_memory
-from demo_optax.parallel import shards, worker_axis
+from demo_optax.parallel import layout, shards, worker_axis
 
 try:
     from orbax.checkpoint import v1 as orbax
@@ -94,7 +95,7 @@ class Checkpointer:
         *,
         keep: int = 3,
     ):
-        worker_axis.require_plain(tx)
+        layout.require_plain(tx)
         checks.static_integer("keep", keep, at_least=1)
         self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
         self._param_specs = param_specs
@@ -216,7 +217,7 @@ class Checkpointer:
             self._tx, self._mesh, self._axis_name, self._param_specs
         )
         wanted = jax.eval_shape(stacked.init, params)
-        of_state = worker_axis.state_specs(
+        of_state = layout.state_specs(
             self._tx, params, self._mesh, self._axis_name, self._param_specs
         )
         placed_state = by_path(self._placed(wanted, of_state))
@@ -260,7 +261,7 @@ class Checkpointer:
         tensors = {
             path: (x.shape, shards.counts(x.shape, spec, self._mesh))
             for (path, x), spec in zip(
-                jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True
+                jax.tree.leaves_with_path(unboxed(params)), jax.tree.leaves(specs), strict=True
             )
         }
         momenta = {}

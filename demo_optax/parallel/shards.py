@@ -10,7 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
@@ -67,6 +67,13 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
 def shardings(mesh: Mesh | AbstractMesh, specs):
     """How arrays of these specs lie on the mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def lay(tree, mesh: Mesh, specs):
+    """The tree, with each leaf as its spec says, in programs whose shardings are the compiler's."""
+    explicit = AxisType.Explicit in mesh.axis_types
+    place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    return jax.tree.map(place, tree, shardings(mesh, specs))
 
 
 def sharded_axes(specs) -> tuple[str, ...]:

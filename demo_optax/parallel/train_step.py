@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import dtypes
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import accounting, axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
-from demo_optax.numerics import upcast
 from demo_optax.parallel import shards, worker_axis
-from demo_optax.parallel.local_gradients import local_value_and_grad
+from demo_optax.parallel.layout import layout_of
+from demo_optax.parallel.worker_gradients import accumulate, clipped, worker_gradients
 
 
 class TrainMetrics(NamedTuple):
@@ -60,6 +61,7 @@ def make_train_step(
     check_vma: bool = True,
     param_specs=None,
     axis_names: Collection[str] | None = None,
+    donate: bool = True,
 ) -> Callable:
     """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
 
@@ -84,15 +86,21 @@ def make_train_step(
         prefix of one; by default each device holds all of them.
       axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
         ``loss_fn`` then sees one device's part of the batch and whole parameters, which are
-        gathered for it, while gradients are scattered. With the workers' axis alone, the others
-        are left to the compiler: ``loss_fn`` is a program for a whole worker, with whatever
-        shardings it states itself. Their ``jax.sharding.AxisType`` must then be ``Auto``.
+        gathered for it, while gradients are scattered. With the workers' axis alone, one other
+        is left to the compiler: ``loss_fn`` is a program for a whole worker, with constraints in
+        the form of PartitionSpecs; the axis' ``jax.sharding.AxisType`` must be ``Auto``. With
+        none, ``()``, all are: ``loss_fn`` is mapped over the workers (`worker_gradients`), and may
+        hold constraints of every form and a ``jax.shard_map`` of its own; only the optimizer runs
+        in one of ours.
+      donate: whether parameters and state are given away to the step, so that it needs less memory.
 
     Returns:
-      ``step(params, opt_state, batch[, key]) -> (params, opt_state, metrics)``, compiled once,
-      which donates parameters and state once they lie on the mesh. ``batch`` is a tree of arrays
-      whose first dimension is divided among all devices, ``opt_state`` comes from
-      `init_opt_state`, and ``metrics`` is a `TrainMetrics`.
+      ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``,
+      compiled once. ``batch`` is a tree of arrays whose first dimension is divided among all
+      devices, ``opt_state`` comes from `init_opt_state`, ``extra_args`` go to the transformation,
+      the same for all workers, and ``metrics`` is a `TrainMetrics`. What does not lie on the mesh
+      as it should is placed. The step has ``lower`` as jitted functions have, and may be called
+      inside ``jax.jit`` and ``jax.lax.scan``.
 
       If no worker has a finite gradient, the parameters stay as they are.
 
@@ -112,70 +120,82 @@ def make_train_step(
       Array([64.], dtype=float32)
     """
     checks.static_integer("microbatches", microbatches, at_least=1)
+    if clip_norm is not None:
+        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
     workers = shards.num_workers(mesh, axis_name)
     stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
     worker_axes = axes.names(axis_name)
     inner = shards.inner_axes(mesh, axis_name)
     manual = _manual_axes(axis_names, mesh, worker_axes)
     inner_manual = tuple(name for name in inner if name in manual)
-    if clip_norm is not None:
-        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
 
-    def worker_step(specs, params, opt_state, batch, *key):
+    def worker_step(specs, params, opt_state, batch, key, extra_args):
         def loss_of_shards(params, *args):
             return loss_fn(shards.gather_params(params, specs), *args)
 
         own = worker_axes + inner_manual
         own_key = [jax.random.fold_in(k, jax.lax.axis_index(own)) for k in key]
-        (loss, aux), gradient = _accumulate(
+        (loss, aux), gradient = accumulate(
             loss_of_shards if inner_manual else loss_fn, own, microbatches, params, batch, *own_key
         )
         if inner_manual:
             gradient = shards.mean_gradient(gradient, specs, inner)
             loss = jax.lax.pmean(loss, inner)
         norm = shards.norm(gradient, specs)
-        if clip_norm is not None:
-            # A norm that is not finite makes NaNs, and the worker sits the step out.
-            scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
-            scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
-            gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
-        updates, opt_state = stacked.update(gradient, opt_state, params)
-        exchanged = exchange_metrics(opt_state)
-        if exchanged is not None:
-            took_part = [m.participants > 0 for m in all_metrics(opt_state)]
-            any_did = jnp.any(jnp.array(took_part))
-            updates = jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
+        gradient = clipped(gradient, norm, clip_norm)
+        updates, opt_state = stacked.update(gradient, opt_state, params, **extra_args)
         loss, norm, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, norm, aux))
-        return optax.apply_updates(params, updates), opt_state, (loss, norm), aux, exchanged
+        return *_applied(params, updates, opt_state), (loss, norm), aux
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def placed_step(params, opt_state, batch, *key):
-        layout = worker_axis.layout_of(tx, params, mesh, axis_name, param_specs)
+    def step_of_workers(layout, params, opt_state, batch, key, extra_args):
         whole = layout.params, layout.state
         specs, state_specs = jax.tree.map(functools.partial(_handled, manual), whole)
         sharded = jax.shard_map(
             functools.partial(worker_step, specs),
             mesh=mesh,
             axis_names=manual,
-            in_specs=(specs, state_specs, P(worker_axes + inner_manual), *[P() for _ in key]),
-            out_specs=(specs, state_specs, P(axis_name), P(worker_axes + inner_manual), P()),
+            in_specs=(specs, state_specs, P(worker_axes + inner_manual), P(), P()),
+            out_specs=(specs, state_specs, P(), P(axis_name), P(worker_axes + inner_manual)),
             check_vma=check_vma,
         )
-        params, opt_state, (loss, norm), aux, exchanged = sharded(params, opt_state, batch, *key)
+        params, opt_state, exchanged, (loss, norm), aux = sharded(
+            params, opt_state, batch, key, extra_args
+        )
         if manual != set(mesh.axis_names):
-            params, opt_state = jax.lax.with_sharding_constraint(
-                (params, opt_state), shards.shardings(mesh, whole)
-            )
+            params, opt_state = shards.lay((params, opt_state), mesh, whole)
         return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
 
+    def step_of_compiler(layout, params, opt_state, batch, key, extra_args):
+        found = gradients_of_workers(params, batch, *key)
+        updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
+        params, opt_state, exchanged = _applied(params, updates, opt_state)
+        params = shards.lay(params, mesh, layout.params)
+        metrics = TrainMetrics(found.loss, found.norm, found.aux, exchanged, packet_bytes=0)
+        return params, opt_state, metrics
+
+    gradients_of_workers = worker_gradients(
+        loss_fn,
+        mesh,
+        axis_name,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        param_specs=param_specs,
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    def placed_step(params, opt_state, batch, key, extra_args):
+        layout = layout_of(tx, params, mesh, axis_name, param_specs)
+        step = step_of_workers if manual else step_of_compiler
+        return step(layout, params, opt_state, batch, key, extra_args)
+
     @functools.lru_cache(maxsize=8)
-    def prepare(structure: Any, shapes, state_structure: Any, state_shapes) -> tuple[_Places, int]:
-        """Places of the parameters and bytes of the packets, once for each tree of shapes."""
+    def prepare(structure: Any, shapes, state_structure: Any, state_shapes):
+        """Places of parameters and state, and bytes of packets, once for each tree of shapes."""
         params = structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes])
-        layout = worker_axis.layout_of(tx, params, mesh, axis_name, param_specs)
+        layout = layout_of(tx, params, mesh, axis_name, param_specs)
         state = state_structure.unflatten([jax.ShapeDtypeStruct(*x) for x in state_shapes])
         worker_axis.require_state(state, jax.eval_shape(stacked.init, params), workers)
-        shardings = jax.tree.leaves(shards.shardings(mesh, layout.params))
+        shardings = jax.tree.leaves(shards.shardings(mesh, (layout.params, layout.state)))
         sent = layout.variation.sent
         if not check_vma:  # types do not tell which devices hold the same: each sends all
             parts = shards.shard_shapes(params, layout.params, mesh)
@@ -183,10 +203,10 @@ def make_train_step(
         return _Places(shardings), sent * mesh.size // workers
 
     over_all = NamedSharding(mesh, P(worker_axes + inner))
+    everywhere = NamedSharding(mesh, P())
 
-    def step(params, opt_state, batch, *key):
-        structure: Any
-        batch_structure: Any
+    def placed(params, opt_state, batch, key, extra_args):
+        """What ``placed_step`` is called with, and the bytes of its packets."""
         if len(key) != random_key:
             raise TypeError(
                 f"the step takes params, opt_state, batch{', key' * random_key}, but got "
@@ -201,34 +221,75 @@ def make_train_step(
         )
         _require_divisible(batch, mesh.size)
         _require_global(batch)
-        params = structure.unflatten(places.put(leaves))
-        rows, batch_structure = jax.tree.flatten(batch)
-        batch = batch_structure.unflatten(_Places([over_all] * len(rows)).put(rows))
-        params, opt_state, metrics = placed_step(params, opt_state, batch, *key)
+        everything: Any = jax.tree.structure((params, opt_state))
+        params, opt_state = everything.unflatten(places.put(leaves + state_leaves))
+        batch, beside = _put(batch, over_all), _put((key, extra_args), everywhere)
+        return (params, opt_state, batch, *beside), packet_bytes
+
+    def step(params, opt_state, batch, *key, **extra_args):
+        args, packet_bytes = placed(params, opt_state, batch, key, extra_args)
+        params, opt_state, metrics = placed_step(*args)
         return params, opt_state, metrics._replace(packet_bytes=packet_bytes)
 
+    def lower(params, opt_state, batch, *key, **extra_args):
+        args = jax.eval_shape(lambda *args: args, params, opt_state, batch, key, extra_args)
+        layout = layout_of(tx, args[0], mesh, axis_name, param_specs)
+        worker_axis.require_state(args[1], jax.eval_shape(stacked.init, args[0]), workers)
+        specs = layout.params, layout.state, *[P(worker_axes + inner), P(), P()]
+        whole = [jax.tree.broadcast(spec, tree) for spec, tree in zip(specs, args, strict=True)]
+        return placed_step.lower(*jax.tree.map(_on(mesh), args, tuple(whole)))
+
+    step.lower = lower  # type: ignore[attr-defined]
     return step
 
 
+def _applied(params, updates, opt_state):
+    """Parameters after a step, which are as before where nobody took part; its metrics."""
+    exchanged = exchange_metrics(opt_state)
+    if exchanged is not None:
+        any_did = jnp.any(jnp.array([m.participants > 0 for m in all_metrics(opt_state)]))
+        updates = jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
+    return optax.apply_updates(params, updates), opt_state, exchanged
+
+
+def _on(mesh):
+    def place(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return place
+
+
+def _put(tree, sharding):
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_Places([sharding] * len(leaves)).put(leaves))
+
+
 def _manual_axes(axis_names, mesh, worker_axes) -> set[str]:
-    """The axes that a step handles itself: all, or those of the workers."""
+    """The axes that a step handles itself: all, those of the workers, or none."""
     manual = set(mesh.axis_names if axis_names is None else axis_names)
-    if manual not in (set(mesh.axis_names), set(worker_axes)):
+    if manual not in (set(mesh.axis_names), set(worker_axes), set()):
         raise ValueError(
-            f"axis_names must be the workers' axes {worker_axes} alone, with all others left to "
-            f"the compiler, or all axes of the mesh {tuple(mesh.axis_names)}, not "
+            f"axis_names must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
+            f"{worker_axes} alone, or (), with the others left to the compiler, not "
             f"{tuple(axis_names)}."
+        )
+    if manual and len(set(mesh.axis_names) - manual) > 1:
+        raise ValueError(
+            f"axis_names={tuple(axis_names)} leaves the axes "
+            f"{tuple(n for n in mesh.axis_names if n not in manual)} to the compiler, but with "
+            "more than one XLA may abort the process: use axis_names=()."
         )
     explicit = [
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if name not in manual and kind == AxisType.Explicit
+        if manual and name not in manual and kind == AxisType.Explicit
     ]
     if explicit:
         raise ValueError(
             f"the axes {explicit} are left to the compiler, but their type is Explicit, as "
-            "jax.make_mesh makes them by default: make the mesh with jax.make_mesh(shape, names, "
-            "(jax.sharding.AxisType.Auto,) * len(names))."
+            "jax.make_mesh makes them by default: use axis_names=(), or make the mesh with "
+            "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
         )
     return manual
 
@@ -240,11 +301,11 @@ def _handled(manual, spec: P) -> P:
 
 def _shapes(leaves) -> tuple:
     """Shapes and dtypes."""
-    return tuple([(x.shape, x.dtype) for x in map(_array_like, leaves)])
+    return tuple([(np.shape(x), _dtype(x)) for x in leaves])
 
 
-def _array_like(x):
-    return x if hasattr(x, "dtype") else np.asarray(x)
+def _dtype(x):
+    return x.dtype if isinstance(x, jax.Array) else dtypes.canonicalize_dtype(jnp.result_type(x))
 
 
 class _Places:
@@ -268,7 +329,8 @@ class _Places:
             if id(x) not in seen and _lies_as(given, wanted, np.ndim(x)):
                 seen.add(id(x))
                 return x
-            return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else x, wanted)
+            x = jnp.copy(x) if isinstance(x, jax.Array) else np.asarray(x)
+            return jax.device_put(x, wanted)
 
         if given == self.accepted and len(set(map(id, leaves))) == len(leaves):
             return leaves
@@ -299,45 +361,12 @@ def _require_divisible(batch, devices):
 def _require_global(batch):
     """With several processes no array of one of them alone can be the batch of all."""
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if jax.process_count() > 1 and getattr(leaf, "is_fully_addressable", True):
+        if isinstance(leaf, jax.core.Tracer) or jax.process_count() == 1:
+            continue
+        if getattr(leaf, "is_fully_addressable", True):
             raise ValueError(
                 f"with several processes a batch must be a global array, but batch"
                 f"{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and shape "
                 f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
                 "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
             )
-
-
-def _accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
-    """Loss, aux and gradient of a worker's batch, averaged over its microbatches."""
-
-    def loss_and_aux(*args):
-        out = loss_fn(*args)
-        return tuple(out) if isinstance(out, (tuple, list)) else (out, None)
-
-    value_and_grad = local_value_and_grad(loss_and_aux, axis_name, has_aux=True)
-    if microbatches == 1:
-        return value_and_grad(params, batch, *key)
-
-    def cut(x):
-        if x.shape[0] % microbatches:
-            raise ValueError(
-                f"a worker's part of the batch has {x.shape[0]} rows, which cannot be cut into "
-                f"{microbatches} equal microbatches: choose a batch size that is a multiple of "
-                "workers x microbatches."
-            )
-        return x.reshape(microbatches, -1, *x.shape[1:])
-
-    def add(total, args):
-        (loss, aux), gradient = value_and_grad(params, *args)
-        return jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient)), aux
-
-    parts = jax.tree.map(cut, batch), *[jax.random.split(k, microbatches) for k in key]
-    first = jax.tree.map(lambda x: x[0], parts)
-    (loss, _), gradient = jax.eval_shape(value_and_grad, params, *first)
-    zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
-    total, aux = jax.lax.scan(add, axes.as_varying(zeros, axis_name), parts)
-    loss, gradient = jax.tree.map(
-        lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
-    )
-    return (loss, aux), gradient

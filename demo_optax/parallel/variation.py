@@ -17,6 +17,9 @@ from demo_optax import axes, metrics
 from demo_optax.axes import AxisName
 from demo_optax.parallel import shards
 
+EXTRA_ARGS = {"value": np.float32(0)}
+"""What optax's transformations ask for by name, as ``optax.contrib.reduce_on_plateau`` does."""
+
 
 class Variation(NamedTuple):
     """What an update does along the axes of a mesh.
@@ -70,7 +73,8 @@ def variation(
         def update():
             values = jax.tree.map(zeros, parts, specs)
             state = jax.tree.map(vary, tx.init(values), varying_axes)
-            updates, state = tx.update(axes.as_varying(values, axis_name), state, values)
+            gradient = axes.as_varying(values, axis_name)
+            updates, state = tx.update(gradient, state, values, **EXTRA_ARGS)
             state = metrics.of_worker(state, shards.sharded_axes(specs))
             outcome.append(jax.tree.map(axes.varying, (state, updates)))
 
@@ -127,7 +131,7 @@ def _frozen(tx, parts, mesh_shape, axis_name):
     """A tree of bools: which updates the program of ``tx`` makes of zeros alone."""
 
     def update(gradient, state, params):
-        return tx.update(gradient, state, params)[0]
+        return tx.update(gradient, state, params, **EXTRA_ARGS)[0]
 
     for name in axes.names(axis_name):
         update = functools.partial(_of_all, update, name, mesh_shape[name])

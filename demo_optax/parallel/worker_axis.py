@@ -5,16 +5,12 @@ store a patchwork of all of them. Outside the step such leaves have a leading ax
 worker, sharded over the workers.
 """
 
-import weakref
-from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import dtypes
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes, metrics
@@ -22,109 +18,7 @@ from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
 from demo_optax.numerics import all_finite
 from demo_optax.parallel import shards
-from demo_optax.parallel.variation import Variation, variation
-
-
-def state_specs(
-    tx: optax.GradientTransformation,
-    params,
-    mesh: Mesh | AbstractMesh,
-    axis_name: AxisName = "data",
-    param_specs=None,
-):
-    """PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
-
-    Args:
-      tx: any optax transformation that exchanges over ``axis_name``.
-      params: arrays or shapes of the parameters.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
-
-    Returns:
-      A tree like the state. Leaves with a leading worker axis have ``P(axis_name, ...)``, those
-      that are the same on all workers have not; behind it stands the spec of the parameter whose
-      path ends the leaf's, where the shards of a worker differ.
-
-    Raises:
-      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a leaf
-        differs between the shards of a worker, but cannot be sharded like its parameter.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, demo_optax
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = demo_optax.demo_adamw(1e-3, axis_name="data")
-      >>> momentum, (rms, *_) = state_specs(tx, {"w": jnp.ones((4, 4))}, mesh)
-      >>> momentum.momentum, rms.nu
-      ({'w': P('data',)}, {'w': P()})
-    """
-    return layout_of(tx, params, mesh, axis_name, param_specs).state
-
-
-class Layout(NamedTuple):
-    """How parameters and state lie on a mesh.
-
-    Attributes:
-      params: PartitionSpecs of the parameters.
-      state: PartitionSpecs of the state.
-      variation: over which axes each leaf of state and updates differs.
-      single: shapes of one worker's state.
-    """
-
-    params: Any
-    state: Any
-    variation: Variation
-    single: Any
-
-
-def layout_of(tx, params, mesh, axis_name, param_specs) -> Layout:
-    """The layout of arrays or shapes of the whole parameters, found once for each tree of them."""
-    require_plain(tx)
-    shards.num_workers(mesh, axis_name)
-    specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    leaves, structure = jax.tree.flatten(params)
-    shapes = tuple((np.shape(x), dtypes.canonicalize_dtype(jnp.result_type(x))) for x in leaves)
-    key = structure, shapes, tuple(jax.tree.leaves(specs)), mesh, axis_name
-    known = _layouts.setdefault(tx.update, {})
-    if key not in known:
-        known[key] = _layout(tx, *key)
-    return known[key]
-
-
-_layouts: MutableMapping[Callable, dict] = weakref.WeakKeyDictionary()  # as long as optimizers live
-
-
-def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
-    params = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes])
-    specs = structure.unflatten(specs)
-    parts = shards.shard_shapes(params, specs, mesh)
-    found = variation(tx, parts, specs, dict(mesh.shape), axis_name)
-    worker_axes = set(axes.names(axis_name))
-    spec_at = {path: spec for path, spec in jax.tree.leaves_with_path(specs)}
-
-    def inner_spec(path, varying_axes, leaf) -> P:
-        if varying_axes <= worker_axes:
-            return P()
-        for start in range(len(path) + 1):
-            spec = spec_at.get(path[start:])
-            if spec is not None and len(spec) <= leaf.ndim:
-                return spec
-        if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return P()  # a counter, which all shards of a worker hold alike
-        raise ValueError(
-            f"the optimizer state{jax.tree_util.keystr(path)} of shape {leaf.shape} differs "
-            f"between the shards of a worker, over {sorted(varying_axes - worker_axes)}, but "
-            "cannot be sharded like a parameter. Leave its parameter whole (param_specs=P()), or "
-            "use an optimizer whose state has the shapes of the parameters."
-        )
-
-    def whole_spec(path, varying_axes, leaf) -> P:
-        spec = inner_spec(path, varying_axes, leaf)
-        return P(axis_name, *spec) if varying_axes & worker_axes else spec
-
-    state = jax.eval_shape(tx.init, params)
-    state_specs = jax.tree.map_with_path(whole_spec, found.state, state)
-    return Layout(specs, state_specs, found, jax.eval_shape(tx.init, parts))
+from demo_optax.parallel.layout import Stacked, layout_of, require_plain
 
 
 def stack_workers(
@@ -136,9 +30,12 @@ def stack_workers(
     """``tx`` with a state whose worker-local leaves carry a leading worker axis.
 
     ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is
-    called inside, where each worker holds one entry of that axis. With it a Flax ``TrainState``
-    or any other holder of an optax transformation works unchanged. A worker whose gradient is
-    not finite keeps its entries as they were, so that no second moment is lost to one bad batch.
+    called inside, where each worker holds one entry of that axis, or outside, in any ``jax.jit``,
+    with *stacked* gradients ``(workers, *shape)`` as `worker_gradients` makes them: the optimizer
+    alone then runs in a ``jax.shard_map`` of its own. With it a Flax ``TrainState``,
+    ``nnx.Optimizer`` or any other holder of an optax transformation works unchanged. A worker whose
+    gradient is not finite keeps its entries as they were, so that no second moment is lost to one
+    bad batch.
 
     Where the mesh has further axes, inside the workers, they may be manual around ``update``, or
     left to the compiler, ``jax.shard_map(axis_names={axis_name})``: then the optimizer alone runs
@@ -162,7 +59,7 @@ def stack_workers(
       (1, 2, 1, 4096)
     """
     require_plain(tx)
-    shards.num_workers(mesh, axis_name)
+    workers = shards.num_workers(mesh, axis_name)
     worker_axes = set(axes.names(axis_name))
 
     def differs(spec):
@@ -184,6 +81,8 @@ def stack_workers(
 
     def update_fn(updates, state, params=None, **extra_args):
         manual = jax.sharding.get_abstract_mesh().manual_axes
+        if not worker_axes & set(manual):
+            return update_stacked(updates, state, params, extra_args)
         auto_axes = set(shards.inner_axes(mesh, axis_name)) - set(manual)
         if not auto_axes:
             specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
@@ -205,6 +104,29 @@ def stack_workers(
             in_specs=(layout.params, state_specs, P() if params is None else layout.params),
             out_specs=(layout.params, state_specs),
         )(updates, state, params)
+
+    def update_stacked(updates, state, params, extra_args):
+        require_stacked(updates, workers)
+        one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
+        layout = layout_of(tx, one, mesh, axis_name, param_specs)
+        of_params = P() if params is None else layout.params
+        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), layout.params)
+
+        def update_own(updates, state, params, extra_args):
+            own = jax.tree.map(lambda g: g[0], updates)
+            return update_shards(layout, own, state, params, extra_args)
+
+        return jax.shard_map(
+            update_own,
+            mesh=mesh,
+            in_specs=(of_gradients, layout.state, of_params, P()),
+            out_specs=(layout.params, layout.state),
+        )(
+            shards.lay(updates, mesh, of_gradients),
+            shards.lay(state, mesh, layout.state),
+            params if params is None else shards.lay(params, mesh, layout.params),
+            extra_args,
+        )
 
     def update_shards(layout, updates, state, params, extra_args):
         sharded = shards.sharded_axes(layout.params)
@@ -235,19 +157,6 @@ def stack_workers(
         )
 
     return Stacked(init_fn, update_fn)
-
-
-class Stacked(optax.GradientTransformationExtraArgs):
-    """What `stack_workers` makes."""
-
-
-def require_plain(tx) -> None:
-    """Refuses an optimizer that `stack_workers` made."""
-    if isinstance(tx, Stacked):
-        raise TypeError(
-            "tx was made by demo_optax.stack_workers(...), which is called here by itself: "
-            "pass the optimizer that was wrapped."
-        )
 
 
 def init_opt_state(
@@ -284,6 +193,17 @@ def init_opt_state(
       (1, 1, 1, 4096)
     """
     return stack_workers(tx, mesh, axis_name, param_specs).init(params)
+
+
+def require_stacked(updates, workers: int) -> None:
+    """Refuses gradients that are not stacked, ``(workers, *shape)``."""
+    for path, g in jax.tree.leaves_with_path(updates):
+        if not g.ndim or g.shape[0] != workers:
+            raise ValueError(
+                f"outside of jax.shard_map the gradients of {workers} workers are expected, "
+                f"stacked in front, but gradient{jax.tree_util.keystr(path)} has shape {g.shape}: "
+                "take them with demo_optax.worker_gradients, or call this inside jax.shard_map."
+            )
 
 
 def require_state(opt_state, expected, workers: int) -> None:

@@ -1,0 +1,136 @@
+"""The gradient of each worker's own part of a batch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from demo_optax import axes, checks
+from demo_optax.axes import AxisName
+from demo_optax.numerics import energy, upcast
+from demo_optax.parallel import shards
+from demo_optax.parallel.local_gradients import local_value_and_grad
+
+
+class WorkerGradients(NamedTuple):
+    """What `worker_gradients` gives.
+
+    Attributes:
+      loss: ``(workers,)``, each worker's own.
+      aux: what the loss function returned beside it, with a leading axis of workers.
+      norm: float32 ``(workers,)``, of each worker's gradient before clipping.
+      gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
+    """
+
+    loss: jax.Array
+    aux: Any
+    norm: jax.Array
+    gradients: Any
+
+
+def worker_gradients(
+    loss_fn: Callable,
+    mesh: Mesh,
+    axis_name: AxisName = "data",
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    param_specs=None,
+) -> Callable:
+    """Stacked gradients for a program that leaves all shardings to the compiler.
+
+    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may hold
+    sharding constraints over the mesh's other axes, in any form, and a ``jax.shard_map`` of its
+    own. Nothing is averaged over the workers.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
+        or a tuple of a scalar and aux. With a key, ``loss_fn(params, batch, key)``.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+      microbatches: parts into which each worker's batch is cut; gradients are averaged over them.
+      clip_norm: largest global norm of each worker's gradient.
+      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+
+    Returns:
+      ``fn(params, batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. The batch's
+      first dimension is divided among the workers; each worker and microbatch gets another key.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+      >>> fn = worker_gradients(lambda w, x: w * x.sum(), mesh)
+      >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3)).gradients
+      Array([3.], dtype=float32)
+    """
+    checks.static_integer("microbatches", microbatches, at_least=1)
+    workers = shards.num_workers(mesh, axis_name)
+
+    def of_worker(params, batch, *key):
+        (loss, aux), gradient = accumulate(loss_fn, None, microbatches, params, batch, *key)
+        norm = jnp.sqrt(energy(jax.tree.leaves(gradient)))
+        return WorkerGradients(loss, aux, norm, clipped(gradient, norm, clip_norm))
+
+    def stacked(params, batch, *key):
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        divided = jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), batch)
+        inner = shards.inner_axes(mesh, axis_name)
+        divided = shards.lay(divided, mesh, jax.tree.map(lambda _: P(axis_name, inner), divided))
+        keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
+        found = jax.vmap(of_worker, (None, 0, *[0 for _ in key]), spmd_axis_name=axis_name)(
+            params, divided, *keys
+        )
+        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
+        return found._replace(gradients=shards.lay(found.gradients, mesh, of_gradients))
+
+    return stacked
+
+
+def clipped(gradient, norm: jax.Array, limit: float | None):
+    """The gradient, scaled down to a norm; NaN where its norm is not finite.
+
+    A worker with NaNs sits the step out.
+    """
+    if limit is None:
+        return gradient
+    scale = jnp.where(norm > limit, limit / norm, 1.0)
+    scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
+
+
+def accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
+    """Loss, aux and gradient of a worker's batch, averaged over its microbatches."""
+
+    def loss_and_aux(*args):
+        out = loss_fn(*args)
+        return tuple(out) if isinstance(out, (tuple, list)) else (out, None)
+
+    value_and_grad = local_value_and_grad(loss_and_aux, axis_name, has_aux=True)
+    if microbatches == 1:
+        return value_and_grad(params, batch, *key)
+
+    def cut(x):
+        if x.shape[0] % microbatches:
+            raise ValueError(
+                f"a worker's part of the batch has {x.shape[0]} rows, which cannot be cut into "
+                f"{microbatches} equal microbatches: choose a batch size that is a multiple of "
+                "workers x microbatches."
+            )
+        return x.reshape(microbatches, -1, *x.shape[1:])
+
+    def add(total, args):
+        (loss, aux), gradient = value_and_grad(params, *args)
+        return jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient)), aux
+
+    parts = jax.tree.map(cut, batch), *[jax.random.split(k, microbatches) for k in key]
+    first = jax.tree.map(lambda x: x[0], parts)
+    (loss, _), gradient = jax.eval_shape(value_and_grad, params, *first)
+    zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
+    total, aux = jax.lax.scan(add, axes.as_varying(zeros, axis_name), parts)
+    loss, gradient = jax.tree.map(
+        lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
+    )
+    return (loss, aux), gradient

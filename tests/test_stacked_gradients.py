@@ -1,0 +1,231 @@
+"""Trainers that leave shardings to the compiler: stacked gradients, the optimizer alone mapped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from tests import model
+
+AXES = "replica", "fsdp", "tensor"
+SPECS = {"hidden": P("fsdp", "tensor"), "bias": P("tensor"), "out": P("tensor")}
+TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="replica")
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((2, 2, 2), AXES, (kind,) * 3)
+
+
+def train(loss, mesh, steps=4, **options):
+    params, state = (
+        model.init(),
+        demo_optax.init_opt_state(TX, model.init(), mesh, "replica", SPECS),
+    )
+    step = demo_optax.make_train_step(
+        loss, TX, mesh, "replica", param_specs=SPECS, clip_norm=1.0, **options
+    )
+    losses = []
+    for i in range(steps):
+        params, state, metrics = step(params, state, model.batch(i))
+        losses.append(np.asarray(metrics.loss))
+    return jax.tree.map(np.asarray, params), np.stack(losses), step, state
+
+
+@pytest.fixture(scope="module")
+def manual():
+    return train(model.loss, mesh_of())
+
+
+def constrained(place):
+    """The loss, with the hidden layer laid out by ``place``."""
+
+    def loss(params, batch):
+        hidden = place(batch["x"] @ params["hidden"] + params["bias"][None])
+        return jnp.mean(jnp.square(jnp.tanh(hidden) @ params["out"] - batch["y"]))
+
+    return loss
+
+
+def with_inner_shard_map(mesh):
+    def loss(params, batch):
+        def own_columns(x, w, b):
+            return jnp.tanh(x @ w + b[None])
+
+        hidden = jax.shard_map(
+            own_columns,
+            mesh=mesh,
+            in_specs=(P("fsdp"), P(None, "tensor"), P("tensor")),
+            out_specs=P("fsdp", "tensor"),
+        )(batch["x"], params["hidden"], params["bias"])
+        return jnp.mean(jnp.square(hidden @ params["out"] - batch["y"]))
+
+    return loss
+
+
+MODELS = {
+    "plain": lambda mesh: model.loss,
+    "a spec": lambda mesh: constrained(
+        lambda x: jax.lax.with_sharding_constraint(x, P("fsdp", "tensor"))
+    ),
+    "a sharding": lambda mesh: constrained(
+        lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp", "tensor")))
+    ),
+    "a shard_map": with_inner_shard_map,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_with_shardings_of_their_own_train_as_in_the_manual_step(name, manual):
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        params, losses, *_ = train(MODELS[name](mesh), mesh, axis_names=())
+    np.testing.assert_allclose(losses, manual[1], rtol=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), params, manual[0]
+    )
+
+
+def test_an_explicit_mesh_trains_alike(manual):
+    mesh = mesh_of(AxisType.Explicit)
+
+    def loss(params, batch):
+        w, b, out = (jax.sharding.reshard(params[n], P()) for n in ("hidden", "bias", "out"))
+        x, y = (jax.sharding.reshard(batch[n], P("fsdp")) for n in "xy")
+        hidden = jnp.tanh(jnp.matmul(x, w, out_sharding=P("fsdp")) + b[None])
+        error = jnp.matmul(hidden, out, out_sharding=P("fsdp")) - y
+        return jnp.mean(jnp.square(error))
+
+    with jax.set_mesh(mesh):
+        _, losses, *_ = train(loss, mesh, axis_names=())
+    np.testing.assert_allclose(losses, manual[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["plain", "a shard_map"])
+def test_only_the_packet_crosses_between_workers(name):
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        *_, step, state = train(MODELS[name](mesh), mesh, steps=1, axis_names=())
+        program = step.lower(model.init(), state, model.batch(0)).compile().as_text()
+    sent = demo_optax.accounting.collectives(program)
+    (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
+    assert (packet.kind, packet.dtype) == ("all-gather", "u32")
+
+
+def test_the_optimizer_gathers_no_momentum():
+    mesh = mesh_of()
+    tx = demo_optax.stack_workers(TX, mesh, "replica", SPECS)
+    params = jax.device_put(model.init(), {n: NamedSharding(mesh, SPECS[n]) for n in SPECS})
+    gradients = {
+        n: jax.ShapeDtypeStruct(
+            (2, *x.shape), x.dtype, sharding=NamedSharding(mesh, P("replica", *SPECS[n]))
+        )
+        for n, x in params.items()
+    }
+    program = jax.jit(tx.update).lower(gradients, tx.init(params), params).compile().as_text()
+    sent = demo_optax.accounting.collectives(program)
+    assert len([one for one in sent if one.crosses(mesh, "replica")]) == 1
+    within = [one for one in sent if not one.crosses(mesh, "replica")]
+    assert {one.kind for one in within} == {"all-reduce"}
+    in_common = 4 * sum(x.size for n, x in model.init().items() if n != "hidden")
+    numbers = 4 * 10
+    assert sum(one.operand_bytes for one in within) <= in_common + numbers
+
+
+def test_what_leaves_several_axes_to_the_compiler_names_the_mode_that_works():
+    with pytest.raises(ValueError, match=r"use axis_names=\(\)"):
+        train(model.loss, mesh_of(), axis_names=("replica",))
+
+
+def test_a_train_state_in_a_plain_jit(manual):
+    mesh = mesh_of()
+    tx = demo_optax.stack_workers(TX, mesh, "replica", SPECS)
+    gradients = demo_optax.worker_gradients(
+        model.loss, mesh, "replica", clip_norm=1.0, param_specs=SPECS
+    )
+
+    @jax.jit
+    def step(state, batch):
+        found = gradients(state.params, batch)
+        return state.apply_gradients(grads=found.gradients), found.loss
+
+    state = train_state.TrainState.create(apply_fn=None, params=model.init(), tx=tx)
+    for i in range(4):
+        state, loss = step(state, model.batch(i))
+        np.testing.assert_allclose(loss, manual[1][i], rtol=1e-4)
+
+
+def test_an_nnx_optimizer_in_a_plain_jit():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
+            self.hidden = nnx.Linear(12, 16, kernel_init=init, rngs=rngs)
+            self.out = nnx.Linear(16, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(jnp.tanh(self.hidden(x)))
+
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        module = Model(nnx.Rngs(0))
+        graph, _ = nnx.split(module, nnx.Param)
+        stacked = demo_optax.stack_workers(TX, mesh, "replica")
+        optimizer = nnx.Optimizer(module, stacked, wrt=nnx.Param)
+
+        def loss(params, batch):
+            return jnp.mean(jnp.square(nnx.merge(graph, params)(batch["x"]) - batch["y"]))
+
+        gradients = demo_optax.worker_gradients(loss, mesh, "replica")
+
+        @nnx.jit
+        def step(module, optimizer, batch):
+            found = gradients(nnx.state(module, nnx.Param), batch)
+            optimizer.update(module, found.gradients)
+            return found.loss
+
+        losses = [np.mean(step(module, optimizer, model.batch(0))) for _ in range(8)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_boxed_parameters_have_momenta_without_boxes():
+    from flax import linen as nn
+
+    boxed = {
+        "w": nn.Partitioned(jnp.ones((24, 16)), names=("embed", "mlp")),
+        "b": jnp.ones(16),
+    }
+    tx = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
+    state = tx.init(boxed)
+    assert not [x for x in jax.tree.leaves(state, is_leaf=_is_box) if _is_box(x)]
+    updates, _ = tx.update(boxed, state, boxed)
+    assert isinstance(updates["w"], nn.Partitioned)
+    assert updates["w"].names == ("embed", "mlp")
+
+
+def _is_box(x):
+    return hasattr(x, "unbox")
+
+
+def test_gradients_that_are_not_stacked_are_refused():
+    tx = demo_optax.stack_workers(TX, mesh_of(), "replica", SPECS)
+    state = tx.init(model.init())
+    with pytest.raises(ValueError, match="gradients of 2 workers are expected, stacked in front"):
+        tx.update(model.init(), state, model.init())
+
+
+def test_microbatches_and_keys_differ_between_workers():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+
+    def noisy(params, batch, key):
+        return jnp.mean(batch["x"]) * params + jax.random.normal(key), key
+
+    fn = jax.jit(demo_optax.worker_gradients(noisy, mesh, microbatches=2))
+    found = fn(jnp.float32(1.0), model.batch(0), jax.random.key(0))
+    keys = jax.random.key_data(found.aux).reshape(16, -1)
+    assert len(np.unique(keys, axis=0)) == 16
+    expected = model.batch(0)["x"].reshape(8, 2, 12).mean(axis=(1, 2))
+    np.testing.assert_allclose(found.gradients, expected, rtol=1e-5)

@@ -1,0 +1,142 @@
+"""The train step behaves like a jitted function."""
+
+import pickle
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from tests import model, workers
+
+TX = demo_optax.demo_adamw(5e-3, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
+WORKERS = 4
+
+
+def prepared(tx=TX, **options):
+    mesh = workers.mesh_of(WORKERS)
+    step = demo_optax.make_train_step(model.loss, tx, mesh, **options)
+    return step, model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+
+
+def batches(steps):
+    return [model.batch(i) for i in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Parameters after three steps, one call each."""
+    step, params, state = prepared()
+    for batch in batches(3):
+        params, state, _ = step(params, state, batch)
+    return jax.tree.map(np.asarray, params)
+
+
+def assert_same(params, expected):
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_under_an_outer_jit(expected):
+    step, params, state = prepared()
+    outer = jax.jit(lambda *args: step(*args)[:2])
+    for batch in batches(3):
+        params, state = outer(params, state, batch)
+    assert_same(params, expected)
+
+
+def test_under_scan(expected):
+    step, params, state = prepared()
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
+
+    @jax.jit
+    def run(params, state, stacked):
+        def body(carry, batch):
+            *carry, metrics = step(*carry, batch)
+            return tuple(carry), metrics.loss
+
+        return jax.lax.scan(body, (params, state), stacked)
+
+    (params, _), losses = run(params, state, stacked)
+    assert losses.shape == (3, WORKERS)
+    assert_same(params, expected)
+
+
+def test_lowered_from_shapes_it_is_the_same_program(expected):
+    step, params, state = prepared()
+    shapes = jax.eval_shape(lambda *args: args, params, state, model.batch(0))
+    compiled = step.lower(*shapes).compile()
+    (gather,) = demo_optax.accounting.collectives(compiled.as_text())
+    metrics = step(params, state, model.batch(0))[2]
+    assert gather.operand_bytes == metrics.packet_bytes
+
+
+def test_exported_with_several_processes_tracers_are_not_asked_where_they_are(monkeypatch):
+    step, params, state = prepared()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    exported = jax.export.export(jax.jit(lambda *args: step(*args)[0]))
+    shapes = jax.eval_shape(lambda *args: args, params, state, model.batch(0))
+    assert exported(*shapes).nr_devices == WORKERS
+
+
+def test_without_donation_what_was_given_stays(expected):
+    step, params, state = prepared(donate=False)
+    mesh = workers.mesh_of(WORKERS)
+    params = jax.device_put(params, jax.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    before = jax.tree.map(np.asarray, (params, state))
+    step(params, state, model.batch(0))
+    assert_same((params, state), before)
+
+
+@pytest.mark.parametrize("carry", ["device_get", "pickle"])
+def test_a_state_from_elsewhere_is_placed_without_compiling_again(carry, expected, compiled):
+    step, params, state = prepared()
+    there = {
+        "device_get": jax.device_get,
+        "pickle": lambda x: pickle.loads(pickle.dumps(jax.device_get(x))),
+    }
+    batch, *rest = batches(3)
+    params, state, _ = step(params, state, batch)
+    params, state = there[carry]((params, state))
+    compiled()
+    for batch in rest:
+        params, state, _ = jax.block_until_ready(step(params, state, batch))
+    assert not [name for name in compiled() if "placed_step" in name]
+    assert_same(params, expected)
+
+
+def test_a_state_may_hold_numbers():
+    tx = optax.chain(TX, optax.scale_by_schedule(lambda count: 1.0))
+    step, params, state = prepared(tx)
+    state = (state[0], state[1]._replace(count=0))
+    step(params, state, model.batch(0))
+
+
+def test_a_wrong_state_is_refused_on_every_call():
+    step, params, state = prepared()
+    params, state, _ = step(params, state, model.batch(0))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="demo_optax.init_opt_state"):
+            step(params, TX.init(model.init()), model.batch(0))
+    step(params, state, model.batch(0))
+
+
+def test_extra_arguments_reach_the_transformation():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+    tx = optax.chain(TX, plateau)
+    step, params, state = prepared(tx)
+    for value in (1.0, 1.0, 1.0, 1.0):
+        params, state, _ = step(params, state, model.batch(0), value=value)
+    assert float(state[1].scale) < 1.0
+
+
+def test_a_random_key_is_placed():
+    def noisy(params, batch, key):
+        return model.loss(params, batch) + jax.random.normal(key)
+
+    mesh = workers.mesh_of(WORKERS)
+    step = demo_optax.make_train_step(noisy, TX, mesh, random_key=True)
+    state = demo_optax.init_opt_state(TX, model.init(), mesh)
+    key = jax.device_put(jax.random.key(0), jax.devices()[7])
+    losses = step(model.init(), state, model.batch(0), key)[2].loss
+    assert len(np.unique(losses)) == WORKERS
