@@ -24,6 +24,7 @@ from demo_optax.parallel import Drift as Drift
 from demo_optax.parallel import TrainMetrics as TrainMetrics
 from demo_optax.parallel import WorkerGradients as WorkerGradients
 from demo_optax.parallel import check_replicas as check_replicas
+from demo_optax.parallel import init_model_state as init_model_state
 from demo_optax.parallel import init_opt_state as init_opt_state
 from demo_optax.parallel import local_value_and_grad as local_value_and_grad
 from demo_optax.parallel import make_train_step as make_train_step

@@ -213,7 +213,7 @@ def _is_box(x):
 def test_gradients_that_are_not_stacked_are_refused():
     tx = demo_optax.stack_workers(TX, mesh_of(), "replica", SPECS)
     state = tx.init(model.init())
-    with pytest.raises(ValueError, match="gradients of 2 workers are expected, stacked in front"):
+    with pytest.raises(ValueError, match="the gradients of 2 workers are expected"):
         tx.update(model.init(), state, model.init())
 
 

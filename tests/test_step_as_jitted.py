@@ -116,7 +116,7 @@ def test_a_wrong_state_is_refused_on_every_call():
     step, params, state = prepared()
     params, state, _ = step(params, state, model.batch(0))
     for _ in range(2):
-        with pytest.raises(ValueError, match="demo_optax.init_opt_state"):
+        with pytest.raises(ValueError, match="Make it with demo_optax"):
             step(params, TX.init(model.init()), model.batch(0))
     step(params, state, model.batch(0))
 

@@ -133,6 +133,21 @@ def mean_gradient(gradient, specs, inner: tuple[str, ...]):
     return jax.tree.map(mean, gradient, specs)
 
 
+def agreed(tree, inner: tuple[str, ...]):
+    """A model state that the devices of a worker agree on: means of floats, the first's else."""
+
+    def agree(x):
+        x = axes.as_varying(x, inner)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jax.lax.pmean(x, inner)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            numbers = from_first(jax.random.key_data(x), inner)
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+        return from_first(x, inner)
+
+    return jax.tree.map(agree, tree)
+
+
 def norm(tree, specs) -> jax.Array:
     """Global norm of a worker's sharded tree, float32."""
     shards: dict[tuple[str, ...], list[jax.Array]] = {}

@@ -6,18 +6,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import dtypes
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import accounting, axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
-from demo_optax.parallel import shards, worker_axis
+from demo_optax.parallel import placement, shards, worker_axis
 from demo_optax.parallel.layout import layout_of
-from demo_optax.parallel.worker_gradients import accumulate, clipped, worker_gradients
+from demo_optax.parallel.worker_gradients import (
+    accumulate,
+    clipped,
+    in_full,
+    unless_broken,
+    worker_gradients,
+)
 
 
 class TrainMetrics(NamedTuple):
@@ -58,6 +62,7 @@ def make_train_step(
     microbatches: int = 1,
     clip_norm: float | None = None,
     random_key: bool = False,
+    stateful: bool = False,
     check_vma: bool = True,
     param_specs=None,
     axis_names: Collection[str] | None = None,
@@ -80,6 +85,11 @@ def make_train_step(
       clip_norm: largest global norm of each worker's local gradient.
       random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``: another one for
         each worker and microbatch.
+      stateful: whether the model has a state beside its parameters (statistics of BatchNorm, keys
+        of Dropout, caches): ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker
+        keeps its own, made by `init_model_state`, and nothing of it crosses to the others; the
+        devices of one worker average its floats. It stays as it was on a step whose gradient is
+        not finite, and goes from one microbatch to the next.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
         are local and parameters replicated; for models whose operations do not support them.
       param_specs: PartitionSpecs of the parameters over the axes inside a worker, a tree or a
@@ -95,12 +105,13 @@ def make_train_step(
       donate: whether parameters and state are given away to the step, so that it needs less memory.
 
     Returns:
-      ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``,
-      compiled once. ``batch`` is a tree of arrays whose first dimension is divided among all
-      devices, ``opt_state`` comes from `init_opt_state`, ``extra_args`` go to the transformation,
-      the same for all workers, and ``metrics`` is a `TrainMetrics`. What does not lie on the mesh
-      as it should is placed. The step has ``lower`` as jitted functions have, and may be called
-      inside ``jax.jit`` and ``jax.lax.scan``.
+      ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
+      where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
+      opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays whose first
+      dimension is divided among all devices, ``opt_state`` comes from `init_opt_state`,
+      ``extra_args`` go to the transformation, the same for all workers, and ``metrics`` is a
+      `TrainMetrics`. What does not lie on the mesh as it should is placed. The step has ``lower``
+      as jitted functions have, and may be called inside ``jax.jit`` and ``jax.lax.scan``.
 
       If no worker has a finite gradient, the parameters stay as they are.
 
@@ -129,64 +140,71 @@ def make_train_step(
     manual = _manual_axes(axis_names, mesh, worker_axes)
     inner_manual = tuple(name for name in inner if name in manual)
 
-    def worker_step(specs, params, opt_state, batch, key, extra_args):
+    whole_loss = in_full(loss_fn, stateful)
+
+    def worker_step(specs, params, opt_state, state, batch, key, extra_args):
         def loss_of_shards(params, *args):
-            return loss_fn(shards.gather_params(params, specs), *args)
+            return whole_loss(shards.gather_params(params, specs), *args)
 
         own = worker_axes + inner_manual
         own_key = [jax.random.fold_in(k, jax.lax.axis_index(own)) for k in key]
-        (loss, aux), gradient = accumulate(
-            loss_of_shards if inner_manual else loss_fn, own, microbatches, params, batch, *own_key
+        old = jax.tree.map(lambda x: x[0], state)
+        loss, state, aux, gradient = accumulate(
+            loss_of_shards, own, microbatches, params, old, batch, *own_key
         )
         if inner_manual:
             gradient = shards.mean_gradient(gradient, specs, inner)
-            loss = jax.lax.pmean(loss, inner)
+            loss, state = jax.lax.pmean(loss, inner), shards.agreed(state, inner)
         norm = shards.norm(gradient, specs)
         gradient = clipped(gradient, norm, clip_norm)
         updates, opt_state = stacked.update(gradient, opt_state, params, **extra_args)
-        loss, norm, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, norm, aux))
-        return *_applied(params, updates, opt_state), (loss, norm), aux
+        own_values = loss, norm, unless_broken(norm, state, old)
+        own_values, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (own_values, aux))
+        return *_applied(params, updates, opt_state), own_values, aux
 
-    def step_of_workers(layout, params, opt_state, batch, key, extra_args):
+    def step_of_workers(layout, params, opt_state, state, batch, key, extra_args):
         whole = layout.params, layout.state
         specs, state_specs = jax.tree.map(functools.partial(_handled, manual), whole)
         sharded = jax.shard_map(
             functools.partial(worker_step, specs),
             mesh=mesh,
             axis_names=manual,
-            in_specs=(specs, state_specs, P(worker_axes + inner_manual), P(), P()),
+            in_specs=(
+                *(specs, state_specs, P(axis_name)),
+                *(P(worker_axes + inner_manual), P(), P()),
+            ),
             out_specs=(specs, state_specs, P(), P(axis_name), P(worker_axes + inner_manual)),
             check_vma=check_vma,
         )
-        params, opt_state, exchanged, (loss, norm), aux = sharded(
-            params, opt_state, batch, key, extra_args
+        params, opt_state, exchanged, (loss, norm, state), aux = sharded(
+            params, opt_state, state, batch, key, extra_args
         )
         if manual != set(mesh.axis_names):
             params, opt_state = shards.lay((params, opt_state), mesh, whole)
-        return params, opt_state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
+        return params, opt_state, state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
 
-    def step_of_compiler(layout, params, opt_state, batch, key, extra_args):
-        found = gradients_of_workers(params, batch, *key)
+    def step_of_compiler(layout, params, opt_state, state, batch, key, extra_args):
+        found = gradients_of_workers(params, state, batch, *key)
         updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
         params, opt_state, exchanged = _applied(params, updates, opt_state)
         params = shards.lay(params, mesh, layout.params)
         metrics = TrainMetrics(found.loss, found.norm, found.aux, exchanged, packet_bytes=0)
-        return params, opt_state, metrics
+        return params, opt_state, found.state, metrics
 
     gradients_of_workers = worker_gradients(
-        loss_fn,
+        whole_loss,
         mesh,
         axis_name,
         microbatches=microbatches,
         clip_norm=clip_norm,
+        stateful=True,
         param_specs=param_specs,
     )
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
-    def placed_step(params, opt_state, batch, key, extra_args):
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
+    def placed_step(params, *args):
         layout = layout_of(tx, params, mesh, axis_name, param_specs)
-        step = step_of_workers if manual else step_of_compiler
-        return step(layout, params, opt_state, batch, key, extra_args)
+        return (step_of_workers if manual else step_of_compiler)(layout, params, *args)
 
     @functools.lru_cache(maxsize=8)
     def prepare(structure: Any, shapes, state_structure: Any, state_shapes):
@@ -200,44 +218,60 @@ def make_train_step(
         if not check_vma:  # types do not tell which devices hold the same: each sends all
             parts = shards.shard_shapes(params, layout.params, mesh)
             sent = accounting.packet_bytes(tx, parts, axis_name)
-        return _Places(shardings), sent * mesh.size // workers
+        return placement.Places(shardings), sent * mesh.size // workers
 
-    over_all = NamedSharding(mesh, P(worker_axes + inner))
-    everywhere = NamedSharding(mesh, P())
+    over_all = P(worker_axes + inner)
 
-    def placed(params, opt_state, batch, key, extra_args):
-        """What ``placed_step`` is called with, and the bytes of its packets."""
-        if len(key) != random_key:
+    def parts_of(args):
+        """Model state, batch and key, of what stands behind the optimizer state."""
+        expected = stateful + 1 + random_key
+        if len(args) != expected:
             raise TypeError(
-                f"the step takes params, opt_state, batch{', key' * random_key}, but got "
-                f"{len(key) - random_key:+d} arguments beside them. A batch is one pytree: pass "
-                "several arrays as a tuple or dict, step(params, opt_state, (x, y)), and a key "
-                "with make_train_step(random_key=True)."
+                f"the step takes params, opt_state, {'state, ' * stateful}batch"
+                f"{', key' * random_key}, but got {len(args) - expected:+d} arguments beside them. "
+                "A batch is one pytree: pass several arrays as a tuple or dict, "
+                "step(params, opt_state, (x, y)), a key with make_train_step(random_key=True), and "
+                "a model state with make_train_step(stateful=True)."
             )
+        state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
+        return state, batch, tuple(key)
+
+    def placed(params, opt_state, args, extra_args):
+        """What ``placed_step`` is called with, and the bytes of its packets."""
+        state, batch, key = parts_of(args)
         leaves, structure = jax.tree.flatten(params)
         state_leaves, state_structure = jax.tree.flatten(opt_state)
         places, packet_bytes = prepare(
-            structure, _shapes(leaves), state_structure, _shapes(state_leaves)
+            structure,
+            placement.shapes_of(leaves),
+            state_structure,
+            placement.shapes_of(state_leaves),
         )
-        _require_divisible(batch, mesh.size)
-        _require_global(batch)
+        placement.require_divisible(batch, mesh.size)
+        placement.require_global(batch)
         everything: Any = jax.tree.structure((params, opt_state))
         params, opt_state = everything.unflatten(places.put(leaves + state_leaves))
-        batch, beside = _put(batch, over_all), _put((key, extra_args), everywhere)
-        return (params, opt_state, batch, *beside), packet_bytes
+        worker_axis.require_stacked(state, workers, "model state")
+        rest = (state, P(axis_name)), (batch, over_all), ((key, extra_args), P())
+        state, batch, (key, extra_args) = [
+            placement.put(x, NamedSharding(mesh, spec)) for x, spec in rest
+        ]
+        return (params, opt_state, state, batch, key, extra_args), packet_bytes
 
-    def step(params, opt_state, batch, *key, **extra_args):
-        args, packet_bytes = placed(params, opt_state, batch, key, extra_args)
-        params, opt_state, metrics = placed_step(*args)
-        return params, opt_state, metrics._replace(packet_bytes=packet_bytes)
+    def step(params, opt_state, *args, **extra_args):
+        whole, packet_bytes = placed(params, opt_state, args, extra_args)
+        params, opt_state, state, metrics = placed_step(*whole)
+        metrics = metrics._replace(packet_bytes=packet_bytes)
+        return params, opt_state, *([state] if stateful else []), metrics
 
-    def lower(params, opt_state, batch, *key, **extra_args):
-        args = jax.eval_shape(lambda *args: args, params, opt_state, batch, key, extra_args)
+    def lower(params, opt_state, *args, **extra_args):
+        given = params, opt_state, *parts_of(args), extra_args
+        args = jax.eval_shape(lambda *args: args, *given)
         layout = layout_of(tx, args[0], mesh, axis_name, param_specs)
         worker_axis.require_state(args[1], jax.eval_shape(stacked.init, args[0]), workers)
-        specs = layout.params, layout.state, *[P(worker_axes + inner), P(), P()]
+        specs = layout.params, layout.state, P(axis_name), over_all, P(), P()
         whole = [jax.tree.broadcast(spec, tree) for spec, tree in zip(specs, args, strict=True)]
-        return placed_step.lower(*jax.tree.map(_on(mesh), args, tuple(whole)))
+        return placed_step.lower(*placement.described(args, mesh, tuple(whole)))
 
     step.lower = lower  # type: ignore[attr-defined]
     return step
@@ -250,19 +284,6 @@ def _applied(params, updates, opt_state):
         any_did = jnp.any(jnp.array([m.participants > 0 for m in all_metrics(opt_state)]))
         updates = jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
     return optax.apply_updates(params, updates), opt_state, exchanged
-
-
-def _on(mesh):
-    def place(x, spec):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    return place
-
-
-def _put(tree, sharding):
-    structure: Any
-    leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(_Places([sharding] * len(leaves)).put(leaves))
 
 
 def _manual_axes(axis_names, mesh, worker_axes) -> set[str]:
@@ -297,76 +318,3 @@ def _manual_axes(axis_names, mesh, worker_axes) -> set[str]:
 def _handled(manual, spec: P) -> P:
     """The part of a spec that is over manual axes."""
     return P(*(entry if set(axes.names(entry)) <= manual else None for entry in spec))
-
-
-def _shapes(leaves) -> tuple:
-    """Shapes and dtypes."""
-    return tuple([(np.shape(x), _dtype(x)) for x in leaves])
-
-
-def _dtype(x):
-    return x.dtype if isinstance(x, jax.Array) else dtypes.canonicalize_dtype(jnp.result_type(x))
-
-
-class _Places:
-    """Where arrays shall lie, and how those lay that did."""
-
-    def __init__(self, shardings):
-        self.shardings, self.accepted = shardings, shardings
-
-    def put(self, leaves) -> list[jax.Array]:
-        """Arrays with these shardings: those that have them stay, all others are copied.
-
-        Copied, since the step donates what it is given: an array of the caller's, or one that is
-        used for two leaves, must not be what it gives away.
-        """
-        given = [getattr(x, "sharding", None) for x in leaves]
-        seen: set[int] = set()
-
-        def place(x, given, wanted):
-            if isinstance(x, jax.core.Tracer):
-                return jax.device_put(x, wanted)
-            if id(x) not in seen and _lies_as(given, wanted, np.ndim(x)):
-                seen.add(id(x))
-                return x
-            x = jnp.copy(x) if isinstance(x, jax.Array) else np.asarray(x)
-            return jax.device_put(x, wanted)
-
-        if given == self.accepted and len(set(map(id, leaves))) == len(leaves):
-            return leaves
-        placed = [place(*each) for each in zip(leaves, given, self.shardings, strict=True)]
-        if all(x is y for x, y in zip(leaves, placed, strict=True)):
-            self.accepted = given
-        return placed
-
-
-@functools.lru_cache(maxsize=4096)
-def _lies_as(given, wanted: NamedSharding, ndim: int) -> bool:
-    """Whether both are the same on the same mesh."""
-    if not isinstance(given, NamedSharding) or given.mesh != wanted.mesh:
-        return False
-    return given.is_equivalent_to(wanted, ndim)
-
-
-def _require_divisible(batch, devices):
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        if not np.ndim(leaf) or np.shape(leaf)[0] % devices:
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose first "
-                f"dimension cannot be divided among {devices} devices: choose a batch size that is "
-                "a multiple of their number."
-            )
-
-
-def _require_global(batch):
-    """With several processes no array of one of them alone can be the batch of all."""
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        if isinstance(leaf, jax.core.Tracer) or jax.process_count() == 1:
-            continue
-        if getattr(leaf, "is_fully_addressable", True):
-            raise ValueError(
-                f"with several processes a batch must be a global array, but batch"
-                f"{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and shape "
-                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
-                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
-            )

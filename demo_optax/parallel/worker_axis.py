@@ -106,7 +106,7 @@ def stack_workers(
         )(updates, state, params)
 
     def update_stacked(updates, state, params, extra_args):
-        require_stacked(updates, workers)
+        require_stacked(updates, workers, "gradients")
         one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
         layout = layout_of(tx, one, mesh, axis_name, param_specs)
         of_params = P() if params is None else layout.params
@@ -195,14 +195,43 @@ def init_opt_state(
     return stack_workers(tx, mesh, axis_name, param_specs).init(params)
 
 
-def require_stacked(updates, workers: int) -> None:
-    """Refuses gradients that are not stacked, ``(workers, *shape)``."""
-    for path, g in jax.tree.leaves_with_path(updates):
-        if not g.ndim or g.shape[0] != workers:
+def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
+    """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
+
+    Every worker begins with the same, but for random keys, into which its number is folded: no two
+    drop the same units. To evaluate, average the floats over their first axis, or take a worker's.
+
+    Args:
+      state: arrays and random keys, such as ``nnx.state(model, nnx.BatchStat)``.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> init_model_state({"mean": jnp.zeros(3)}, mesh)["mean"].shape
+      (1, 3)
+    """
+    workers = shards.num_workers(mesh, axis_name)
+
+    def stack(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(workers))
+        return jnp.broadcast_to(x, (workers, *x.shape))
+
+    stacked = jax.tree.map(stack, state)
+    return jax.device_put(stacked, jax.NamedSharding(mesh, P(axis_name)))
+
+
+def require_stacked(tree, workers: int, what: str) -> None:
+    """Refuses leaves that are not stacked, ``(workers, *shape)``."""
+    maker = {"gradients": "worker_gradients", "model state": "init_model_state"}[what]
+    for path, x in jax.tree.leaves_with_path(tree):
+        if not x.ndim or x.shape[0] != workers:
             raise ValueError(
-                f"outside of jax.shard_map the gradients of {workers} workers are expected, "
-                f"stacked in front, but gradient{jax.tree_util.keystr(path)} has shape {g.shape}: "
-                "take them with demo_optax.worker_gradients, or call this inside jax.shard_map."
+                f"the {what} of {workers} workers are expected, stacked in front, but leaf"
+                f"{jax.tree_util.keystr(path)} has shape {x.shape}: make them with "
+                f"demo_optax.{maker}."
             )
 
 

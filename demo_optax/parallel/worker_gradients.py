@@ -21,12 +21,14 @@ class WorkerGradients(NamedTuple):
     Attributes:
       loss: ``(workers,)``, each worker's own.
       aux: what the loss function returned beside it, with a leading axis of workers.
+      state: each worker's model state, where the loss function has one.
       norm: float32 ``(workers,)``, of each worker's gradient before clipping.
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
     """
 
     loss: jax.Array
     aux: Any
+    state: Any
     norm: jax.Array
     gradients: Any
 
@@ -38,6 +40,7 @@ def worker_gradients(
     *,
     microbatches: int = 1,
     clip_norm: float | None = None,
+    stateful: bool = False,
     param_specs=None,
 ) -> Callable:
     """Stacked gradients for a program that leaves all shardings to the compiler.
@@ -53,11 +56,13 @@ def worker_gradients(
       axis_name: the workers' axis, or axes.
       microbatches: parts into which each worker's batch is cut; gradients are averaged over them.
       clip_norm: largest global norm of each worker's gradient.
+      stateful: whether the model has a state, as in `make_train_step`.
       param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
 
     Returns:
-      ``fn(params, batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. The batch's
-      first dimension is divided among the workers; each worker and microbatch gets another key.
+      ``fn(params, [state,] batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. The
+      batch's first dimension is divided among the workers; each worker and microbatch gets
+      another key.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -69,20 +74,25 @@ def worker_gradients(
     checks.static_integer("microbatches", microbatches, at_least=1)
     workers = shards.num_workers(mesh, axis_name)
 
-    def of_worker(params, batch, *key):
-        (loss, aux), gradient = accumulate(loss_fn, None, microbatches, params, batch, *key)
-        norm = jnp.sqrt(energy(jax.tree.leaves(gradient)))
-        return WorkerGradients(loss, aux, norm, clipped(gradient, norm, clip_norm))
+    whole_loss = in_full(loss_fn, stateful)
 
-    def stacked(params, batch, *key):
+    def of_worker(params, state, batch, *key):
+        loss, new, aux, gradient = accumulate(
+            whole_loss, None, microbatches, params, state, batch, *key
+        )
+        norm = jnp.sqrt(energy(jax.tree.leaves(gradient)))
+        new = unless_broken(norm, new, state)
+        return WorkerGradients(loss, aux, new, norm, clipped(gradient, norm, clip_norm))
+
+    def stacked(params, *args):
+        state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         divided = jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), batch)
         inner = shards.inner_axes(mesh, axis_name)
         divided = shards.lay(divided, mesh, jax.tree.map(lambda _: P(axis_name, inner), divided))
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
-        found = jax.vmap(of_worker, (None, 0, *[0 for _ in key]), spmd_axis_name=axis_name)(
-            params, divided, *keys
-        )
+        mapped = (None, 0, 0, *[0 for _ in key])
+        found = jax.vmap(of_worker, mapped, spmd_axis_name=axis_name)(params, state, divided, *keys)
         of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
         return found._replace(gradients=shards.lay(found.gradients, mesh, of_gradients))
 
@@ -101,16 +111,35 @@ def clipped(gradient, norm: jax.Array, limit: float | None):
     return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
 
 
-def accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
-    """Loss, aux and gradient of a worker's batch, averaged over its microbatches."""
+def in_full(loss_fn: Callable, stateful: bool) -> Callable:
+    """``fn(params, state, batch[, key]) -> (loss, (state, aux))``, of any form of loss function."""
+    if stateful:
+        return loss_fn
 
-    def loss_and_aux(*args):
-        out = loss_fn(*args)
-        return tuple(out) if isinstance(out, (tuple, list)) else (out, None)
+    def with_state(params, state, *args):
+        out = loss_fn(params, *args)
+        loss, aux = out if isinstance(out, (tuple, list)) else (out, None)
+        return loss, (state, aux)
 
-    value_and_grad = local_value_and_grad(loss_and_aux, axis_name, has_aux=True)
+    return with_state
+
+
+def unless_broken(norm: jax.Array, new, old):
+    """A worker's new model state; the old one where its gradient is not finite."""
+    return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(norm), x, y), new, old)
+
+
+def accumulate(loss_fn, axis_name, microbatches, params, state, batch, *key):
+    """Loss, model state, aux and gradient of a worker's batch.
+
+    Loss and gradient are averaged over its microbatches, the state goes through one after the
+    other.
+    """
+    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=True)
+    state = axes.as_varying(state, axis_name)
     if microbatches == 1:
-        return value_and_grad(params, batch, *key)
+        (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
+        return loss, state, aux, gradient
 
     def cut(x):
         if x.shape[0] % microbatches:
@@ -121,16 +150,18 @@ def accumulate(loss_fn, axis_name, microbatches, params, batch, *key):
             )
         return x.reshape(microbatches, -1, *x.shape[1:])
 
-    def add(total, args):
-        (loss, aux), gradient = value_and_grad(params, *args)
-        return jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient)), aux
+    def add(carry, args):
+        total, state = carry
+        (loss, (state, aux)), gradient = value_and_grad(params, state, *args)
+        total = jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient))
+        return (total, axes.as_varying(state, axis_name)), aux
 
     parts = jax.tree.map(cut, batch), *[jax.random.split(k, microbatches) for k in key]
     first = jax.tree.map(lambda x: x[0], parts)
-    (loss, _), gradient = jax.eval_shape(value_and_grad, params, *first)
+    (loss, _), gradient = jax.eval_shape(value_and_grad, params, state, *first)
     zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
-    total, aux = jax.lax.scan(add, axes.as_varying(zeros, axis_name), parts)
+    (total, state), aux = jax.lax.scan(add, (axes.as_varying(zeros, axis_name), state), parts)
     loss, gradient = jax.tree.map(
         lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
     )
-    return (loss, aux), gradient
+    return loss, state, aux, gradient
