@@ -14,6 +14,7 @@ from demo_optax.data_parallel import mean_over_workers as mean_over_workers
 from demo_optax.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax.metrics import check_metrics as check_metrics
 from demo_optax.metrics import exchange_metrics as exchange_metrics
+from demo_optax.multi_steps import multi_steps as multi_steps
 from demo_optax.optimizers import decoupled as decoupled
 from demo_optax.optimizers import demo as demo
 from demo_optax.optimizers import demo_adamw as demo_adamw

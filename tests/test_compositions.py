@@ -1,0 +1,120 @@
+"""optax's combinators around decoupled momentum: each trains, or is refused with advice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from demo_optax import demo_adamw
+from tests import model, workers
+
+WORKERS = 4
+SMALL = demo_optax.Compression(4, 8)
+DEMO = demo_optax.demo(5e-3, SMALL, decay=0.9, axis_name="data")
+MATRICES = {"hidden": True, "bias": False, "out": True}
+BIASES = {n: not is_matrix for n, is_matrix in MATRICES.items()}
+
+TRAIN = {
+    "inject_hyperparams": optax.inject_hyperparams(demo_optax.demo)(
+        learning_rate=optax.cosine_decay_schedule(5e-3, 20),
+        compression=SMALL,
+        decay=0.9,
+        axis_name="data",
+    ),
+    "partition, the rest frozen": optax.partition(
+        {True: DEMO, False: optax.set_to_zero()}, MATRICES
+    ),
+    "multi_transform, the rest dense": optax.multi_transform(
+        {True: DEMO, False: optax.chain(demo_optax.mean_over_workers("data"), optax.adam(5e-3))},
+        MATRICES,
+    ),
+    "masked, the rest masked too": optax.chain(
+        optax.masked(DEMO, MATRICES),
+        optax.masked(optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1)), BIASES),
+    ),
+    "demo_optax.multi_steps": demo_optax.multi_steps(DEMO, 2),
+    "schedule_free": optax.contrib.schedule_free(
+        demo_optax.demo_sgd(1.0, SMALL, decay=0.5, axis_name="data"), 1.0, b1=0.9
+    ),
+    "reduce_on_plateau": optax.chain(DEMO, optax.contrib.reduce_on_plateau(patience=3)),
+    "flatten": optax.flatten(DEMO),
+    "named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("demo", DEMO)),
+    "ema": optax.chain(DEMO, optax.ema(0.5)),
+    "ema in front": optax.chain(optax.ema(0.5), DEMO),
+    "a base of optax": demo_optax.decoupled(
+        optax.adamw(5e-3, b1=0.0), SMALL, decay=0.9, axis_name="data"
+    ),
+    "bfloat16 momentum": demo_optax.decoupled(
+        optax.lion(5e-3, b1=0.0), SMALL, decay=0.9, momentum_dtype="bfloat16", axis_name="data"
+    ),
+    "adamw": demo_adamw(5e-3, SMALL, decay=0.9, axis_name="data"),
+    "muon": demo_optax.demo_muon(2e-2, SMALL, decay=0.9, axis_name="data"),
+    "apply_if_finite behind": optax.chain(DEMO, optax.apply_if_finite(optax.identity(), 3)),
+}
+REFUSED = {
+    "MultiSteps": (optax.MultiSteps(DEMO, 2), "microbatches"),
+    "apply_if_finite": (optax.apply_if_finite(DEMO, 3), "microbatches"),
+    "masked, the rest untouched": (optax.masked(DEMO, MATRICES), "mean_over_workers"),
+    "no exchange": (optax.adam(1e-3), "mean_over_workers"),
+    "stack_workers": (
+        demo_optax.stack_workers(DEMO, workers.mesh_of(WORKERS)),
+        "pass the optimizer that was wrapped",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_it_trains_and_replicas_stay_alike(name):
+    mesh, tx = workers.mesh_of(WORKERS), TRAIN[name]
+    extra = {"value": 1.0} if name == "reduce_on_plateau" else {}
+    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    batch = model.batch(0)
+    first = model.loss(params, batch)
+    for _ in range(16):
+        params, state, _ = step(params, state, batch, **extra)
+    assert model.loss(params, batch) < 0.9 * first
+    assert demo_optax.check_replicas((params, state), mesh) == ()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_advice(name):
+    tx, advice = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=advice):
+        demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+
+
+def test_multi_steps_are_one_step_of_the_mean_and_keep_the_fields_of_optax():
+    mesh = workers.mesh_of(WORKERS)
+    tx = demo_optax.multi_steps(DEMO, 2)
+    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    assert isinstance(state, optax.MultiStepsState)
+    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    batches = [model.batch(i) for i in range(2)]
+    for batch in batches:
+        params, state, _ = step(params, state, batch)
+        assert (state.mini_step == 0) == (batch is batches[1])
+    rows = [np.stack([b["x"].reshape(WORKERS, -1, 12) for b in batches], 1).reshape(-1, 12)]
+    rows.append(np.stack([b["y"].reshape(WORKERS, -1, 3) for b in batches], 1).reshape(-1, 3))
+    once = demo_optax.make_train_step(model.loss, DEMO, mesh, microbatches=2)
+    fresh = demo_optax.init_opt_state(DEMO, model.init(), mesh)
+    expected, *_ = once(model.init(), fresh, dict(zip("xy", rows, strict=True)))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_multi_steps_of_optax_exchange_under_vmap():
+    tx = optax.MultiSteps(DEMO, 2)
+    params = model.init()
+    state = jax.vmap(lambda _: tx.init(params))(jnp.arange(WORKERS))
+    update = jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="data")
+    gradient = jax.tree.map(
+        lambda x: np.random.default_rng(0).normal(size=(WORKERS, *x.shape)).astype(x.dtype), params
+    )
+    first, state = update(gradient, state, params)
+    second, state = update(gradient, state, params)
+    assert not any(x.any() for x in jax.tree.leaves(first))
+    for x in jax.tree.leaves(second):
+        assert x.any()
+        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
