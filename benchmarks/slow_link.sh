@@ -142,7 +142,7 @@ trap clean_up EXIT
 trap 'exit 130' HUP INT TERM
 mkdir -p /etc/netns
 for rate in unlimited 100mbit 1gbit; do
-    steps=$demo_steps measure $rate demo --topk 8 --values int4
+    steps=$demo_steps measure $rate demo --topk 8 --value-coding int4
     steps=$adamw_steps measure $rate adamw
 done
 "$python" benchmarks/slow_link_table.py $warm_up <"$work/records"

@@ -67,7 +67,7 @@ def parameters(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["demo-sgd", "demo"])
 def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
-    common = ["--optimizer", optimizer, "--values", "float32", "--workers", 4, "--steps", 6]
+    common = ["--optimizer", optimizer, "--value-coding", "float32", "--workers", 4, "--steps", 6]
     results = []
     for processes in (1, 2, 4):
         folder, log = tmp_path / f"{processes}", tmp_path / f"{processes}.log"

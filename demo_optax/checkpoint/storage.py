@@ -30,7 +30,7 @@ except ImportError as error:
     raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
 
 
-FORMAT = 2
+FORMAT = 3
 """Of what is saved; another one for each change of what the numbers of a state mean."""
 
 
