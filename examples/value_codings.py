@@ -20,7 +20,7 @@ from model import PRESETS, build
 from report import console
 from rich.progress import Progress
 from rich.table import Table
-from setup import batches_of, make_evaluation, prepare
+from setup import Run, batches_of, make_evaluation, prepare
 from train_lm import LAST_EVALUATION_TOKENS
 
 import demo_optax
@@ -41,9 +41,9 @@ class Study:
     """The highest, of all runs."""
 
 
-def train(config: Config, seeds: int, advance) -> tuple[list[float], int]:
+def train(run: Run, seeds: int, advance) -> tuple[list[float], int]:
     """Held-out loss for each seed, and bytes per step and worker."""
-    run = prepare(config)
+    config = run.config
     step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=config.clip_norm)
     evaluate = make_evaluation(run, lambda: None)
     losses = []
@@ -84,7 +84,7 @@ def main() -> None:
                     steps=study.steps,
                     learning_rate=study.learning_rate,
                 )
-                losses, size = train(config, study.seeds, lambda: bar.advance(task))
+                losses, size = train(prepare(config), study.seeds, lambda: bar.advance(task))
                 baseline = baseline or losses
                 table.add_row(*row(coding, losses, baseline, size))
                 bar.print(f"k = {k}, {coding}: {', '.join(f'{loss:.3f}' for loss in losses)}")

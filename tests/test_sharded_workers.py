@@ -29,6 +29,7 @@ SMALL = demo_optax.Compression(4, 8)
 SGD = demo_optax.demo_sgd(0.5, decay=0.9, compression=SMALL, axis_name="replica")
 OPTIMIZERS = {
     "sgd": SGD,
+    "a mean of gradients in front": optax.chain(optax.ema(0.5, debias=False), SGD),
     "adamw behind a preconditioner": demo_optax.demo_adamw(
         1e-2,
         eps=1e-3,

@@ -162,13 +162,14 @@ def norm(tree, specs) -> jax.Array:
 def all_or_nothing(gradient, sharded: tuple[str, ...]):
     """The gradient, with NaN on every shard of a worker if any of them is not finite.
 
-    A worker then takes part in a step with all its shards or with none.
+    A worker then takes part in a step with all its shards or with none. Also whether it does, a
+    bool scalar, the same on all of them.
     """
-    if not sharded:
-        return gradient
     finite = all_finite(energy(jax.tree.leaves(gradient)))
+    if not sharded:
+        return gradient, finite
     finite = jax.lax.pmin(finite.astype(jnp.int32), sharded) > 0
-    return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), gradient)
+    return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), gradient), finite
 
 
 def from_first(x: jax.Array, copied_axes: tuple[str, ...]) -> jax.Array:

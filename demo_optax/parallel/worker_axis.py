@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, metrics
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
-from demo_optax.numerics import all_finite
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, layout_of, require_plain
 
@@ -132,8 +131,7 @@ def stack_workers(
         sharded = shards.sharded_axes(layout.params)
         stacked = jax.tree.map(differs, layout.state)
         old = jax.tree.map(_own_entry, state, layout.single, stacked)
-        updates = shards.all_or_nothing(updates, sharded)
-        finite = all_finite(updates)
+        updates, finite = shards.all_or_nothing(updates, sharded)
         updates, new = optax.with_extra_args_support(tx).update(updates, old, params, **extra_args)
 
         def unless_frozen(x, frozen):
