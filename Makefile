@@ -4,9 +4,6 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/installed
 
-# JAX takes fresh memory for every step on CPUs; in large pages touching it costs a fraction.
-export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
-
 # The core of the tests: what is declared for the oldest and the newest versions.
 CORE := $(addprefix tests/test_,aggregate conservation errors failing_workers local_gradients \
 	optax_contract packet reference_trajectories replicas train_step wire worker_axis checkpoint)
@@ -19,6 +16,8 @@ NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 
 .PHONY: train test test-all versions oldest newest lint docs notebooks accelerators clean
 
+# JAX takes fresh memory for every step on CPUs; in large pages touching it costs a fraction.
+train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 train: $(READY)
 	$(RUN) examples/compare.py $(ARGS)
 
