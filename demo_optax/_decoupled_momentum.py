@@ -159,14 +159,14 @@ def decoupled_momentum(
         plan = make_plan(compression, tuple(x.shape for x in gradient))
         state_checks.usable(updates, state, plan, axis_name)
         step, worker, w = state.count, axes.index(axis_name), weight(state.count)
-        past = _restart_leaves(state.precondition, precondition.init(updates))
+        like = updates if params is None else params
+        past = _restart_leaves(state.precondition, precondition.init(like))
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
-        blocks = plan.blocks(jax.tree.leaves(local))
 
         # Accumulate: m <- beta m + w T(g)
         old = plan.momenta(jax.tree.leaves(state.momentum), step)
-        coefficients, fresh = plan.transform(blocks, step)
-        sound = all_finite((fresh * jnp.square(w), decay, preconditioned))
+        coefficients, arrived = plan.transform(plan.blocks(jax.tree.leaves(local)), step)
+        sound = all_finite((arrived * jnp.square(w), decay, preconditioned))
         momenta = _accumulate(sound, decay, old, w, coefficients)
         momenta, energy, restarted = _restart_blocks(momenta)
 
@@ -214,7 +214,7 @@ def _restart_leaves(state, fresh):
     def leaf(x, anew):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return jnp.where(jnp.isfinite(x).all(), x, anew)
+        return jnp.where(jnp.isfinite(x).all(), x, _in_dtype_of(anew, x))
 
     return jax.tree.map(leaf, state, fresh)
 
@@ -228,7 +228,7 @@ def _restart_blocks(momenta) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """
     energies = [jnp.sum(jnp.square(m.astype(jnp.float32)), axis=1) for m in momenta]
     sound = list(map(jnp.isfinite, energies))
-    total = jnp.zeros(()) + sum(map(jnp.sum, map(_or_zero, sound, energies)))
+    total = jnp.zeros((), jnp.float32) + sum(map(jnp.sum, map(_or_zero, sound, energies)))
     restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~s, dtype=jnp.int32) for s in sound)
     return [_or_zero(s[:, None], m) for s, m in zip(sound, momenta, strict=True)], total, restarted
 

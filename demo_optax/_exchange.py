@@ -44,7 +44,7 @@ def exchange(
 
     No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
     do not ascend within their block, or with a value that is not finite counts as absent, on all
-    workers alike.
+    workers alike that count the same steps. A worker whose count differs hears itself alone.
 
     Args:
       plan: of the tensors, the same on all workers.
@@ -100,10 +100,12 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
     """
     if axis_name is None:
         return packet[None]
-    if not axes.manual_names(axis_name):
+    manual = axes.manual_names(axis_name)
+    if manual != axes.names(axis_name):
         gathered = packet  # vmap knows only the plain form, and only one axis at a time
         for name in reversed(axes.names(axis_name)):
-            gathered = jax.lax.all_gather(gathered, name)
+            form = {"to": "invarying"} if name in manual else {}
+            gathered = jax.lax.all_gather(gathered, name, **form)
         return gathered.reshape(-1, packet.size)
     copies = axes.copies_of(packet, axis_name)
     if not copies:

@@ -93,7 +93,10 @@ def report(
         pairs = zip(compressed.selected.values, compressed.decoded.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    selected = energy(compressed.selected.values)
+    # Sums over many sound blocks may still end beyond float32.
+    largest = jnp.finfo(jnp.float32).max
+    momentum = jnp.minimum(momentum, largest)
+    selected = jnp.minimum(energy(compressed.selected.values), largest)
     return Report(
         fingerprint=_fingerprint([jnp.atleast_1d(x)[:1] for x in gradient]),
         momentum=momentum,

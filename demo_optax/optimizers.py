@@ -265,7 +265,7 @@ def demo_muon(
     muon = contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: the sign is turned further down
 
     def orthogonal(updates, params=None):
-        return muon.update(updates, muon.init(updates), params)[0]  # with nothing to remember
+        return muon.update(updates, muon.init(updates), updates)[0]  # with nothing to remember
 
     def kinds(params):
         return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "other", params)
@@ -276,10 +276,10 @@ def demo_muon(
 
 
 def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
-    scaled = optax.scale_by_learning_rate(learning_rate)
+    decayed = optax.add_decayed_weights(weight_decay, mask)
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
-        return optax.chain(direction, scaled)  # which asks for no parameters
-    return optax.chain(direction, optax.add_decayed_weights(weight_decay, mask), scaled)
+        decayed = optax.identity()  # which asks for no parameters
+    return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
 
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:

@@ -100,6 +100,32 @@ def save_twice():
                 checkpointer.save(3, model.init(), state_of(2))
 
 
+MASK = {"hidden": True, "out": True, "bias": False}
+
+
+def two_inner_axes():
+    return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+def state_of_the_model_without_aux():
+    step = demo_optax.make_train_step(
+        lambda params, state, batch: (model.loss(params, batch), ({}, None)),
+        DEMO,
+        two(),
+        stateful=True,
+    )
+    state = demo_optax.init_model_state({"steps": jnp.zeros(())}, two())
+    step(model.init(), state_of(2), state, model.batch(0))
+
+
+def asking_for_more():
+    def update(updates, state, params=None, *, temperature, **rest):
+        del params, temperature, rest
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 def restore(params=None, tx=DEMO, **arguments):
     with tempfile.TemporaryDirectory() as folder:
         with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
@@ -213,6 +239,14 @@ RAISED = [
         lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"
     )(jnp.ones((2, 3))),
     lambda: demo_optax.stack_workers(demo_optax.stack_workers(DEMO, two()), two()),
+    lambda: step_of(DEMO, two_inner_axes(), axis_names=("data",)),
+    lambda: demo_optax.stack_workers(DEMO, two()).update(model.init(), state_of(2), model.init()),
+    lambda: optax.masked(demo_optax.stack_workers(DEMO, two()), MASK).update(
+        model.init(), optax.MaskedState(state_of(2)), model.init()
+    ),
+    lambda: demo_optax.worker_gradients(model.loss, two(), microbatches=2),
+    state_of_the_model_without_aux,
+    lambda: demo_optax.init_opt_state(asking_for_more(), model.init(), two()),
     # drift
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),

@@ -233,3 +233,86 @@ def test_no_dtype_is_promoted_silently(coding, selection, rounding):
     with jax.numpy_dtype_promotion("strict"):
         params, *_ = train(tx)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["demo", "demo_muon", "float64 momentum"])
+def test_doubles_train_where_jax_has_them(name, dtype):
+    options = dict(compression=SMALL, axis_name="data")
+    tx = {
+        "demo": lambda: demo_optax.demo(1e-2, **options),
+        "demo_muon": lambda: demo_optax.demo_muon(1e-2, **options),
+        "float64 momentum": lambda: demo_optax.decoupled(
+            optax.sgd(0.1), momentum_dtype="float64", **options
+        ),
+    }[name]
+    with jax.enable_x64(True):
+        before = model.init(dtype)
+        params, _, metrics = train(tx(), params=before)
+        assert metrics.exchange.participants == WORKERS
+        for n, x in params.items():
+            assert x.dtype == dtype
+            assert (np.asarray(x) != np.asarray(model.init(dtype)[n])).any()
+
+
+def test_a_refused_save_forgets_nothing(tmp_path):
+    params, state, _ = train(DEMO)
+    with checkpoint.Checkpointer(tmp_path, DEMO, workers.mesh_of(WORKERS)) as checkpointer:
+        checkpointer.save(7, params, state, wait=True)
+        with pytest.raises(ValueError, match="holds a checkpoint of step 7 already"):
+            checkpointer.save(3, params, state)
+        checkpointer.save(7, params, state, wait=True)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)),
+        optax.scale_by_sign(),
+        optax.inject_hyperparams(optax.scale)(-0.1),
+    ],
+    ids=["schedule", "sign", "injected"],
+)
+def test_what_is_frozen_stays_so_behind_other_links(behind):
+    tx = optax.chain(FREEZING, behind)
+    params, *_ = train(tx)
+    np.testing.assert_array_equal(params["bias"], model.init()["bias"])
+    assert (params["hidden"] != model.init()["hidden"]).any()
+
+
+def test_energies_beyond_float32_mute_nobody():
+    mesh = workers.mesh_of(WORKERS)
+    state = jax.device_get(demo_optax.init_opt_state(DEMO, model.init(), mesh))
+    for name in ("hidden", "out"):
+        state[0].momentum[name] = state[0].momentum[name].copy()
+        state[0].momentum[name][2, 0, 0, 0] = 1.5e19
+    step = demo_optax.make_train_step(model.loss, DEMO, mesh)
+    *_, metrics = step(model.init(), state, model.batch(0))
+    assert metrics.exchange.participants == WORKERS
+
+
+def test_a_vmap_inside_a_shard_map_makes_workers_of_both():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("a",), auto, devices=jax.devices()[:2])
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 16, 8)), jnp.float32)
+    tx = demo_optax.demo_sgd(1.0, SMALL, axis_name=("a", "v"))
+    one = demo_optax.demo_sgd(1.0, SMALL, axis_name="v")
+
+    def own(g):
+        return jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="v")(g[0])[None]
+
+    spec = jax.sharding.PartitionSpec("a")
+    both = jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(gradient)
+    expected = jax.vmap(lambda g: one.update(g, one.init(g))[0], axis_name="v")(
+        gradient.reshape(6, 16, 8)
+    )
+    np.testing.assert_allclose(both.reshape(expected.shape), expected, atol=1e-6)
+
+
+def test_a_restarted_preconditioner_keeps_its_dtype():
+    tx = demo_optax.demo(1e-2, SMALL, precondition=optax.scale_by_rms())
+    params = jnp.ones((8, 8), jnp.bfloat16)
+    state = tx.init(params)
+    dtype = state[0].precondition.nu.dtype
+    _, state = tx.update(jnp.ones((8, 8), jnp.float32), state, params)
+    assert state[0].precondition.nu.dtype == dtype

@@ -71,6 +71,20 @@ def test_lowered_from_shapes_it_is_the_same_program(expected):
     assert gather.operand_bytes == metrics.packet_bytes
 
 
+def test_compiled_ahead_of_time_it_is_called_alike(expected):
+    step, params, state = prepared()
+    compiled = step.lower(params, state, model.batch(0)).compile()
+    for batch in batches(3):
+        mesh = workers.mesh_of(WORKERS)
+        rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        whole = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        params, state, metrics = compiled(
+            jax.device_put(params, whole), state, jax.device_put(batch, rows)
+        )
+    assert metrics.packet_bytes > 0
+    assert_same(params, expected)
+
+
 def test_exported_with_several_processes_tracers_are_not_asked_where_they_are(monkeypatch):
     step, params, state = prepared()
     monkeypatch.setattr(jax, "process_count", lambda: 2)

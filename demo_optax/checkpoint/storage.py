@@ -143,6 +143,8 @@ class Checkpointer:
           ValueError: the folder holds a checkpoint of this step or a later one, of another run or
             from before an older step was restored. It would be taken for the latest.
         """
+        if self._last != step:
+            self._require_later(step)
         try:
             if self._last != step:
                 self._start(step, params, opt_state, extra)
@@ -150,16 +152,19 @@ class Checkpointer:
             if wait:
                 self._orbax.wait()
         except BaseException:
-            self._last = None  # so that the same step can be saved again
+            if self._last == step and self.latest != step:
+                self._last = None  # so that the same step can be saved again
             raise
 
-    def _start(self, step, params, opt_state, extra):
+    def _require_later(self, step):
         if self.latest is not None and self.latest >= step:
             raise ValueError(
                 f"{self._directory} holds a checkpoint of step {self.latest} already, so that "
                 f"one of step {step} would never be the latest: save this run to another "
                 "folder, or remove the later checkpoints."
             )
+
+    def _start(self, step, params, opt_state, extra):
         if not self._writes:
             # What a killed run left half written; whoever only reads leaves it alone.
             self._orbax.close()

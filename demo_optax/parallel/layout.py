@@ -104,10 +104,10 @@ def layout_of(tx, params, mesh, axis_name, param_specs) -> Layout:
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     leaves, structure = jax.tree.flatten(params)
     shapes = tuple((np.shape(x), dtypes.canonicalize_dtype(jnp.result_type(x))) for x in leaves)
-    key = structure, shapes, tuple(jax.tree.leaves(specs)), mesh, axis_name
+    key = tx.init, structure, shapes, tuple(jax.tree.leaves(specs)), mesh, axis_name
     known = _layouts.setdefault(tx.update, {})
     if key not in known:
-        known[key] = _layout(tx, *key)
+        known[key] = _layout(tx, *key[1:])
     return known[key]
 
 

@@ -183,23 +183,24 @@ def make_train_step(
             params, opt_state = shards.lay((params, opt_state), mesh, whole)
         return params, opt_state, state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
 
+    if not manual:
+        stacked_gradients = worker_gradients(
+            whole_loss,
+            mesh,
+            axis_name,
+            microbatches=microbatches,
+            clip_norm=clip_norm,
+            stateful=True,
+            param_specs=param_specs,
+        )
+
     def step_of_compiler(layout, params, opt_state, state, batch, key, extra_args):
-        found = gradients_of_workers(params, state, batch, *key)
+        found = stacked_gradients(params, state, batch, *key)
         updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
         params, opt_state, exchanged = _applied(params, updates, opt_state)
         params = shards.lay(params, mesh, layout.params)
         metrics = TrainMetrics(found.loss, found.norm, found.aux, exchanged, packet_bytes=0)
         return params, opt_state, found.state, metrics
-
-    gradients_of_workers = worker_gradients(
-        whole_loss,
-        mesh,
-        axis_name,
-        microbatches=microbatches,
-        clip_norm=clip_norm,
-        stateful=True,
-        param_specs=param_specs,
-    )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
     def placed_step(params, *args):
@@ -265,13 +266,17 @@ def make_train_step(
         return params, opt_state, *([state] if stateful else []), metrics
 
     def lower(params, opt_state, *args, **extra_args):
-        given = params, opt_state, *parts_of(args), extra_args
-        args = jax.eval_shape(lambda *args: args, *given)
-        layout = layout_of(tx, args[0], mesh, axis_name, param_specs)
-        worker_axis.require_state(args[1], jax.eval_shape(stacked.init, args[0]), workers)
+        whole = params, opt_state, *parts_of(args), extra_args
+        shapes = jax.eval_shape(lambda *whole: whole, *whole)
+        layout = layout_of(tx, shapes[0], mesh, axis_name, param_specs)
         specs = layout.params, layout.state, P(axis_name), over_all, P(), P()
-        whole = [jax.tree.broadcast(spec, tree) for spec, tree in zip(specs, args, strict=True)]
-        return placed_step.lower(*placement.described(args, mesh, tuple(whole)))
+        specs = tuple(map(jax.tree.broadcast, specs, shapes))
+        params, opt_state, state, batch, key, extra_args = placement.described(shapes, mesh, specs)
+        state = [state] if stateful else []
+        given = 2 + stateful
+        donated = tuple(range(given)) if donate else ()
+        jitted = jax.jit(lambda *args, **named: step(*args, **named), donate_argnums=donated)
+        return jitted.lower(params, opt_state, *state, batch, *key, **extra_args)
 
     step.lower = lower  # type: ignore[attr-defined]
     return step

@@ -92,6 +92,11 @@ def variation(
             new = probe(found.state)
             found = new._replace(state=jax.tree.map(frozenset.union, found.state, new.state))
     except (TypeError, ValueError) as error:
+        if "required keyword-only argument" in str(error):
+            raise TypeError(
+                f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
+                f"{', '.join(EXTRA_ARGS)} is known then: give the others a default."
+            ) from error
         if not _decides_alone(jax.eval_shape(tx.init, parts)):
             raise
         raise type(error)(
@@ -113,7 +118,8 @@ def variation(
                 f"parameter{jax.tree_util.keystr(path)}), so their parameters would drift apart "
                 "unseen. It must exchange over that axis: give demo_optax.decoupled_momentum (or "
                 f"demo_optax.demo, ...) axis_name={axis_name!r}, or put "
-                f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer."
+                f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer. "
+                "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
             )
     return found._replace(updates=updates, frozen=frozen)
 
@@ -124,7 +130,10 @@ def _decides_alone(state) -> bool:
     return any(isinstance(node, alone) for node in nodes)
 
 
-_KEEPS_ZERO = "broadcast_in_dim", "convert_element_type", "copy", "mul", "neg", "reshape"
+_ZERO_OF_ZEROS = {
+    *("add", "add_any", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "max", "min"),
+    *("neg", "pcast", "reshape", "sign", "squeeze", "sub", "transpose"),
+}
 
 
 def _frozen(tx, parts, mesh_shape, axis_name):
@@ -137,16 +146,31 @@ def _frozen(tx, parts, mesh_shape, axis_name):
         update = functools.partial(_of_all, update, name, mesh_shape[name])
     shapes = parts, jax.eval_shape(tx.init, parts), parts
     program, updates = jax.make_jaxpr(update, return_shape=True)(*shapes)
-    zeros = set()
+    found = _zeros(program.jaxpr, [False] * len(program.jaxpr.invars))
+    return jax.tree.unflatten(jax.tree.structure(updates), found)
+
+
+def _zeros(jaxpr, zero_inputs) -> list[bool]:
+    """Which results of a program are zero, given which of its inputs are."""
+    zeros = {x for x, zero in zip(jaxpr.invars, zero_inputs, strict=True) if zero}
 
     def is_zero(x):
         return not np.any(x.val) if isinstance(x, core.Literal) else x in zeros
 
-    for equation in program.jaxpr.eqns:
-        known = all(isinstance(x, core.Literal) or x in zeros for x in equation.invars)
-        if equation.primitive.name in _KEEPS_ZERO and known and any(map(is_zero, equation.invars)):
-            zeros.update(equation.outvars)
-    return jax.tree.unflatten(jax.tree.structure(updates), map(is_zero, program.jaxpr.outvars))
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, list(map(is_zero, equation.invars))
+        if name == "mul":
+            found = [any(inputs)]
+        elif name == "div":
+            found = inputs[:1]
+        elif name == "select_n":
+            found = [all(inputs[1:])]
+        elif name in ("jit", "pjit"):
+            found = _zeros(equation.params["jaxpr"].jaxpr, inputs)
+        else:
+            found = [name in _ZERO_OF_ZEROS and bool(inputs) and all(inputs)]
+        zeros.update(x for x, zero in zip(equation.outvars, found, strict=False) if zero)
+    return list(map(is_zero, jaxpr.outvars))
 
 
 def _of_all(fn, name, size, *args):

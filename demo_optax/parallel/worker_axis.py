@@ -30,11 +30,11 @@ def stack_workers(
 
     ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is
     called inside, where each worker holds one entry of that axis, or outside, in any ``jax.jit``,
-    with *stacked* gradients ``(workers, *shape)`` as `worker_gradients` makes them: the optimizer
-    alone then runs in a ``jax.shard_map`` of its own. With it a Flax ``TrainState``,
-    ``nnx.Optimizer`` or any other holder of an optax transformation works unchanged. A worker whose
-    gradient is not finite keeps its entries as they were, so that no second moment is lost to one
-    bad batch.
+    as the outermost transformation, with *stacked* gradients ``(workers, *shape)`` as
+    `worker_gradients` makes them: the optimizer alone then runs in a ``jax.shard_map`` of its own.
+    With it a Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation
+    works unchanged. A worker whose gradient is not finite keeps its entries as they were, so that
+    no second moment is lost to one bad batch.
 
     Where the mesh has further axes, inside the workers, they may be manual around ``update``, or
     left to the compiler, ``jax.shard_map(axis_names={axis_name})``: then the optimizer alone runs
@@ -105,6 +105,7 @@ def stack_workers(
         )(updates, state, params)
 
     def update_stacked(updates, state, params, extra_args):
+        _require_outermost(updates)
         require_stacked(updates, workers, "gradients")
         one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
         layout = layout_of(tx, one, mesh, axis_name, param_specs)
@@ -193,11 +194,23 @@ def init_opt_state(
     return stack_workers(tx, mesh, axis_name, param_specs).init(params)
 
 
+def _require_outermost(updates) -> None:
+    """Refuses gradients of which a part was masked away: the rest would stay stacked."""
+    nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if any(isinstance(node, optax.MaskedNode) for node in nodes):
+        raise ValueError(
+            "demo_optax.stack_workers(...) stands inside optax.masked or optax.partition, whose "
+            "other parts would see stacked gradients (workers, *shape): leave it outermost, and "
+            "mask, partition and clip inside of it."
+        )
+
+
 def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
     """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
 
-    Every worker begins with the same, but for random keys, into which its number is folded: no two
-    drop the same units. To evaluate, average the floats over their first axis, or take a worker's.
+    Every worker begins with the same, but for typed random keys (``jax.random.key``), into which
+    its number is folded: no two drop the same units. The devices of one worker share its keys. To
+    evaluate, average the floats over their first axis, or take a worker's.
 
     Args:
       state: arrays and random keys, such as ``nnx.state(model, nnx.BatchStat)``.
@@ -213,6 +226,7 @@ def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
     workers = shards.num_workers(mesh, axis_name)
 
     def stack(x):
+        x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(workers))
         return jnp.broadcast_to(x, (workers, *x.shape))

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.numerics import energy, upcast
-from demo_optax.parallel import shards
+from demo_optax.parallel import placement, shards
 from demo_optax.parallel.local_gradients import local_value_and_grad
 
 
@@ -79,7 +79,13 @@ def worker_gradients(
     """
     checks.static_integer("microbatches", microbatches, at_least=1)
     workers = shards.num_workers(mesh, axis_name)
-
+    if microbatches > 1 and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"microbatches={microbatches} of stacked gradients need a mesh whose axes are Auto, "
+            f"not {mesh.axis_types}: make it with jax.make_mesh(shape, names, "
+            "(jax.sharding.AxisType.Auto,) * len(names)), or accumulate with "
+            "demo_optax.multi_steps."
+        )
     whole_loss = in_full(loss_fn, stateful)
 
     def of_worker(params, state, batch, *key):
@@ -93,6 +99,8 @@ def worker_gradients(
     def stacked(params, *args):
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        params = shards.lay(params, mesh, specs)
+        placement.require_divisible(batch, workers)
         divided = jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), batch)
         inner = shards.inner_axes(mesh, axis_name)
         divided = shards.lay(divided, mesh, jax.tree.map(lambda _: P(axis_name, inner), divided))
@@ -132,6 +140,13 @@ def in_full(loss_fn: Callable, stateful: bool) -> Callable:
 
 def unless_broken(norm: jax.Array, new, old):
     """A worker's new model state; the old one where its gradient is not finite."""
+    given: Any = jax.tree.structure(new)
+    expected: Any = jax.tree.structure(old)
+    if given != expected:
+        raise ValueError(
+            f"the loss function must return a model state of the structure {expected}, which it was "
+            f"given, but returned {given}: return (loss, (state, aux)), where aux may be None."
+        )
     return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(norm), x, y), new, old)
 
 
