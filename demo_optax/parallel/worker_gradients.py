@@ -144,7 +144,7 @@ def unless_broken(norm: jax.Array, new, old):
     expected: Any = jax.tree.structure(old)
     if given != expected:
         raise ValueError(
-            f"the loss function must return a model state of the structure {expected}, which it was "
+            f"the loss function must return a model state of the structure {expected}, as it was "
             f"given, but returned {given}: return (loss, (state, aux)), where aux may be None."
         )
     return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(norm), x, y), new, old)
