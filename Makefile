@@ -5,7 +5,8 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/installed
 
 # The core of the tests: what is declared for the oldest and the newest versions.
-CORE := $(addprefix tests/test_,aggregate conservation errors failing_workers local_gradients \
+CORE := $(addprefix tests/test_,aggregate compositions conservation errors failing_workers \
+	interface local_gradients model_state stacked_gradients step_as_jitted \
 	optax_contract packet reference_trajectories replicas train_step wire worker_axis checkpoint)
 OLDEST := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 chex==0.1.90 numpy==2.0.0 flax==0.12.7 \
 	orbax-checkpoint==0.12.0 scipy==1.14.0
