@@ -13,12 +13,10 @@ from demo_optax._exchange import exchange
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.compression import Compression, compress, make_plan
-from demo_optax.compression.settings import Coordinates
+from demo_optax.compression.settings import STORE, Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
 from demo_optax.metrics import ExchangeMetrics
 from demo_optax.numerics import all_finite, round_stochastically, widest
-
-_STORE = 3  # purpose of a key; others are in `demo_optax.compression.compress`
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -150,7 +148,7 @@ def decoupled_momentum(
         return gradient_weight(step) if callable(gradient_weight) else gradient_weight
 
     def rounded(momenta, step, worker):
-        key = jax.random.fold_in(compression.key(step, _STORE), worker)
+        key = jax.random.fold_in(compression.key(step, STORE), worker)
         for number, m in enumerate(momenta):
             yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
 

@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 AxisName = str | tuple[str, ...] | None
+
+EXTRA_ARGS = {"value": np.float32(0)}
+"""What a traced update is given, since ``optax.contrib.reduce_on_plateau`` asks for it by name."""
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def test_under_scan(expected):
     assert_same(params, expected)
 
 
-def test_lowered_from_shapes_it_is_the_same_program(expected):
+def test_lowered_from_shapes_it_is_the_same_program():
     step, params, state = prepared()
     shapes = jax.eval_shape(lambda *args: args, params, state, model.batch(0))
     compiled = step.lower(*shapes).compile()
@@ -93,7 +93,7 @@ def test_exported_with_several_processes_tracers_are_not_asked_where_they_are(mo
     assert exported(*shapes).nr_devices == WORKERS
 
 
-def test_without_donation_what_was_given_stays(expected):
+def test_without_donation_what_was_given_stays():
     step, params, state = prepared(donate=False)
     mesh = workers.mesh_of(WORKERS)
     params = jax.device_put(params, jax.NamedSharding(mesh, jax.sharding.PartitionSpec()))

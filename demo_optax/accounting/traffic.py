@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from demo_optax import axes
@@ -47,7 +46,7 @@ def packet_bytes(
     def update():
         values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
         gradient = axes.as_varying(values, axis_name)
-        tx.update(gradient, tx.init(values), values, value=np.float32(0))
+        tx.update(gradient, tx.init(values), values, **axes.EXTRA_ARGS)
 
     program = axes.trace_worker(update, dict.fromkeys(axes.names(axis_name), 1))
     return axes.bytes_handed_over(program, axis_name)

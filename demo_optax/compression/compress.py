@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from demo_optax.compression import packet, selection
 from demo_optax.compression.packet import Message
 from demo_optax.compression.plan import Plan
-
-_DRAW, _ROUND = 1, 2  # purposes of keys; 0 is that of `Coordinates.basis`
+from demo_optax.compression.settings import DRAW, ROUND
 
 
 class Compressed(NamedTuple):
@@ -47,7 +46,7 @@ def compress(
     selected = Message(positions, values)
     key = None
     if settings.rounding == "stochastic":
-        key = jax.random.fold_in(settings.key(step, _ROUND), worker)
+        key = jax.random.fold_in(settings.key(step, ROUND), worker)
     body = packet.encode(layout, selected, key)
     decoded, _ = packet.decode(layout, body, positions)
     # The positions are those that were coded: whoever subtracts need not wait for their decoding.
@@ -60,6 +59,6 @@ def _positions(settings, number, section, momenta, step) -> jax.Array:
         return jnp.broadcast_to(everything, (section.blocks, section.k))
     if settings.selection == "topk":
         return selection.top_k(momenta, section.k)
-    key = jax.random.fold_in(settings.key(step, _DRAW), number)
+    key = jax.random.fold_in(settings.key(step, DRAW), number)
     sizes = section.blocks, section.block_size, section.k
     return selection.shared(settings.selection, *sizes, step, key)

@@ -13,6 +13,9 @@ from demo_optax.compression.selection import SELECTIONS, Selection
 from demo_optax.compression.transforms import TRANSFORMS, Basis, TransformName
 from demo_optax.compression.values import ROUNDINGS, VALUE_CODINGS, Rounding, ValueCoding
 
+BASIS, DRAW, ROUND, STORE = range(4)
+"""Purposes of keys: the redrawn basis, shared positions, sent values and stored momenta."""
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Coordinates:
 
     def basis(self, step: jax.Array) -> Basis | None:
         """The transform's basis at a step, the same on all workers; None for the identity."""
-        return transforms.make_basis(self.transform, _key(self.seed, step, 0))
+        return transforms.make_basis(self.transform, _key(self.seed, step, BASIS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import dtypes
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
-from demo_optax.parallel import shards
+from demo_optax.parallel import placement, shards
 from demo_optax.parallel.variation import Variation, variation
 
 
@@ -103,8 +101,14 @@ def layout_of(tx, params, mesh, axis_name, param_specs) -> Layout:
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     leaves, structure = jax.tree.flatten(params)
-    shapes = tuple((np.shape(x), dtypes.canonicalize_dtype(jnp.result_type(x))) for x in leaves)
-    key = tx.init, structure, shapes, tuple(jax.tree.leaves(specs)), mesh, axis_name
+    key = (
+        tx.init,
+        structure,
+        placement.shapes_of(leaves),
+        tuple(jax.tree.leaves(specs)),
+        mesh,
+        axis_name,
+    )
     known = _layouts.setdefault(tx.update, {})
     if key not in known:
         known[key] = _layout(tx, *key[1:])

@@ -252,7 +252,7 @@ def make_train_step(
         placement.require_global(batch)
         everything: Any = jax.tree.structure((params, opt_state))
         params, opt_state = everything.unflatten(places.put(leaves + state_leaves))
-        worker_axis.require_stacked(state, workers, "model state")
+        worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         rest = (state, P(axis_name)), (batch, over_all), ((key, extra_args), P())
         state, batch, (key, extra_args) = [
             placement.put(x, NamedSharding(mesh, spec)) for x, spec in rest

@@ -14,11 +14,8 @@ import optax
 from jax.extend import core
 
 from demo_optax import axes, metrics
-from demo_optax.axes import AxisName
+from demo_optax.axes import EXTRA_ARGS, AxisName
 from demo_optax.parallel import shards
-
-EXTRA_ARGS = {"value": np.float32(0)}
-"""What optax's transformations ask for by name, as ``optax.contrib.reduce_on_plateau`` does."""
 
 
 class Variation(NamedTuple):

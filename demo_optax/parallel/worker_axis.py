@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -106,7 +107,7 @@ def stack_workers(
 
     def update_stacked(updates, state, params, extra_args):
         _require_outermost(updates)
-        require_stacked(updates, workers, "gradients")
+        require_stacked(updates, workers, "gradients", "worker_gradients")
         one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
         layout = layout_of(tx, one, mesh, axis_name, param_specs)
         of_params = P() if params is None else layout.params
@@ -235,14 +236,13 @@ def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
     return jax.device_put(stacked, jax.NamedSharding(mesh, P(axis_name)))
 
 
-def require_stacked(tree, workers: int, what: str) -> None:
+def require_stacked(tree, workers: int, what: str, maker: str) -> None:
     """Refuses leaves that are not stacked, ``(workers, *shape)``."""
-    maker = {"gradients": "worker_gradients", "model state": "init_model_state"}[what]
     for path, x in jax.tree.leaves_with_path(tree):
-        if not x.ndim or x.shape[0] != workers:
+        if np.shape(x)[:1] != (workers,):
             raise ValueError(
                 f"the {what} of {workers} workers are expected, stacked in front, but leaf"
-                f"{jax.tree_util.keystr(path)} has shape {x.shape}: make them with "
+                f"{jax.tree_util.keystr(path)} has shape {np.shape(x)}: make them with "
                 f"demo_optax.{maker}."
             )
 
