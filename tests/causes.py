@@ -76,6 +76,11 @@ def same_gradients():
     demo_optax.check_metrics(metrics._replace(identical=jnp.array(True), participants=jnp.array(8)))
 
 
+def workers_that_disagree():
+    metrics = demo_optax.exchange_metrics(ALONE.init(jnp.ones(3)))
+    demo_optax.check_metrics(metrics._replace(participants=jnp.array([2, 1, 2])))
+
+
 def batch_of_one_process():
     with mock.patch.object(jax, "process_count", lambda: 2):
         step_of(DEMO, two())(model.init(), state_of(2), model.batch(0))
@@ -250,6 +255,7 @@ RAISED = [
     # the step
     summed_gradient,
     same_gradients,
+    workers_that_disagree,
     lambda: step_of(DEMO, workers.mesh_of(8))(model.init(), state_of(8), model.batch(0, rows=12)),
     lambda: step_of(DEMO, two(), batch_specs=P("rows"))(model.init(), state_of(2), model.batch(0)),
     lambda: step_of(DEMO, two(), microbatches=3)(model.init(), state_of(2), model.batch(0)),
