@@ -40,7 +40,8 @@ define core_tests
 	rm -rf .venv-$@
 	$(1) -m venv .venv-$@
 	.venv-$@/bin/python -m pip install --quiet --upgrade pip
-	.venv-$@/bin/python -m pip install --quiet --editable '.[flax,checkpoint,core-test]' $(2)
+	.venv-$@/bin/python -m pip install --quiet --editable '.[flax,checkpoint]' --group core-test \
+		$(2)
 	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|orbax-checkpoint) '
 	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=importlib -m "not slow" \
 		$(addsuffix .py,$(CORE))
@@ -75,7 +76,7 @@ lint: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[test]'
+	$(RUN) -m pip install --quiet --editable '.[examples]' --group test
 	touch $@
 
 clean:
