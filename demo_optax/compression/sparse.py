@@ -46,12 +46,13 @@ class Sums(NamedTuple):
     senders: jax.Array
 
 
-def only_counted(positions: jax.Array, values: jax.Array, counted: jax.Array) -> Sent:
-    """Untrusted messages, of which those that are not ``counted``, ``(workers,)``, send zeros."""
-    counted = counted[:, None, None]
+def weighted(positions: jax.Array, values: jax.Array, weights: jax.Array) -> Sent:
+    """Untrusted messages times ``weights``, ``(workers,)``; those of weight 0 send zeros."""
+    weights = weights[:, None, None]
+    counted = weights > 0
     first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
     positions = jnp.where(counted, positions, first)
-    return Sent(positions, jnp.where(counted, values, 0), counted)
+    return Sent(positions, jnp.where(counted, values * weights, 0), counted)
 
 
 def add_at(blocks: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
