@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
 from demo_optax.numerics import all_finite, energy
 
 
@@ -51,7 +52,7 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     prefix = jax.tree.map(
         lambda spec: P() if spec is None else spec, param_specs, is_leaf=lambda x: x is None
     )
-    specs = jax.tree.broadcast(prefix, params)
+    specs = jax.tree.broadcast(unboxed(prefix), params)
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:

@@ -101,16 +101,29 @@ def worker_gradients(
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         params = shards.lay(params, mesh, specs)
         placement.require_divisible(batch, workers)
-        divided = jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), batch)
-        inner = shards.inner_axes(mesh, axis_name)
-        divided = shards.lay(divided, mesh, jax.tree.map(lambda _: P(axis_name, inner), divided))
+        divided = jax.tree.map(lambda x: _divided(jnp.asarray(x), mesh, axis_name), batch)
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
+        keys = shards.lay(keys, mesh, [P(axis_name) for _ in key])
         mapped = (None, 0, 0, *[0 for _ in key])
         found = jax.vmap(of_worker, mapped, spmd_axis_name=axis_name)(params, state, divided, *keys)
         of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
         return found._replace(gradients=shards.lay(found.gradients, mesh, of_gradients))
 
     return stacked
+
+
+def _divided(x: jax.Array, mesh: Mesh, axis_name: AxisName) -> jax.Array:
+    """A batch as ``(workers, rows, ...)``, each worker's rows spread over its devices.
+
+    Over all of them; on an Explicit mesh, where the loss sees the sharding, as the batch lay.
+    """
+    shape = shards.num_workers(mesh, axis_name), -1, *x.shape[1:]
+    inner = shards.inner_axes(mesh, axis_name)
+    if AxisType.Explicit not in mesh.axis_types:
+        return shards.lay(x.reshape(shape), mesh, P(axis_name, inner))
+    rows, *rest = jax.typeof(x).sharding.spec
+    kept = tuple(name for name in axes.names(rows) if name in inner)
+    return jnp.reshape(x, shape, out_sharding=jax.NamedSharding(mesh, P(axis_name, kept, *rest)))
 
 
 def clipped(gradient, norm: jax.Array, limit: float | None):
