@@ -154,6 +154,23 @@ def test_only_the_packet_crosses_between_workers(name):
     assert (packet.kind, packet.dtype) == ("all-gather", "u32")
 
 
+def test_an_embedding_is_looked_up_in_the_copy_of_each_worker():
+    mesh, spec = mesh_of(AxisType.Explicit), P("tensor", "fsdp")
+
+    def loss(table, tokens):
+        return jnp.mean(table.at[tokens].get(out_sharding=P("fsdp", None, "tensor")))
+
+    def placed(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    args = placed(jnp.ones((260, 64)), spec), placed(jnp.ones((8, 16), int), P(("replica", "fsdp")))
+    with jax.set_mesh(mesh):
+        gradients = demo_optax.worker_gradients(loss, mesh, "replica", param_specs=spec)
+        program = jax.jit(gradients).lower(*args).compile().as_text()
+    sent = demo_optax.accounting.collectives(program)
+    assert [one for one in sent if one.crosses(mesh, "replica")] == []
+
+
 def test_the_optimizer_gathers_no_momentum():
     mesh = mesh_of()
     tx = demo_optax.stack_workers(TX, mesh, "replica", SPECS)

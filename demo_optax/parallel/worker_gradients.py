@@ -99,14 +99,16 @@ def worker_gradients(
     def stacked(params, *args):
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        params = shards.lay(params, mesh, specs)
+        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
+        # A copy each: of what workers hold in common, XLA may fetch a part from another worker.
+        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
+        copies = shards.lay(copies, mesh, of_gradients)
         placement.require_divisible(batch, workers)
         divided = jax.tree.map(lambda x: _divided(jnp.asarray(x), mesh, axis_name), batch)
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
         keys = shards.lay(keys, mesh, [P(axis_name) for _ in key])
-        mapped = (None, 0, 0, *[0 for _ in key])
-        found = jax.vmap(of_worker, mapped, spmd_axis_name=axis_name)(params, state, divided, *keys)
-        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
+        mapped = (0, 0, 0, *[0 for _ in key])
+        found = jax.vmap(of_worker, mapped, spmd_axis_name=axis_name)(copies, state, divided, *keys)
         return found._replace(gradients=shards.lay(found.gradients, mesh, of_gradients))
 
     return stacked
