@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
@@ -105,6 +106,43 @@ def test_an_explicit_mesh_trains_alike(manual):
     np.testing.assert_allclose(losses, manual[1], rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "given, inside",
+    [
+        (P(("replica", "fsdp")), P("fsdp", None)),
+        (P("replica"), P(None, None)),
+        (P("fsdp"), P("fsdp", None)),
+        (P(("tensor", "replica"), "fsdp"), P("tensor", "fsdp")),
+        (P(), P(None, None)),
+    ],
+)
+def test_a_batch_on_an_explicit_mesh_lies_in_the_loss_as_it_was_given(given, inside):
+    mesh, seen = mesh_of(AxisType.Explicit), []
+
+    def loss(w, batch):
+        seen.append(jax.typeof(batch).sharding.spec)
+        return w * jnp.sum(batch)
+
+    batch = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh, given))
+    with jax.set_mesh(mesh):
+        found = jax.jit(demo_optax.worker_gradients(loss, mesh, "replica"))(jnp.float32(1), batch)
+    assert set(seen) == {inside}
+    np.testing.assert_array_equal(found.gradients, [sum(range(16)), sum(range(16, 32))])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_each_worker_has_a_key_of_its_own(kind):
+    mesh = mesh_of(kind)
+
+    def loss(w, batch, key):
+        return w * jax.random.normal(key, ()) + 0 * jnp.sum(batch)
+
+    with jax.set_mesh(mesh):
+        gradients = jax.jit(demo_optax.worker_gradients(loss, mesh, "replica"))
+        one, other = gradients(jnp.float32(1), jnp.ones((8, 4)), jax.random.key(0)).gradients
+    assert one != other
+
+
 @pytest.mark.parametrize("name", ["plain", "a shard_map"])
 def test_only_the_packet_crosses_between_workers(name):
     mesh = mesh_of()
@@ -114,6 +152,23 @@ def test_only_the_packet_crosses_between_workers(name):
     sent = demo_optax.accounting.collectives(program)
     (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
     assert (packet.kind, packet.dtype) == ("all-gather", "u32")
+
+
+def test_an_embedding_is_looked_up_in_the_copy_of_each_worker():
+    mesh, spec = mesh_of(AxisType.Explicit), P("tensor", "fsdp")
+
+    def loss(table, tokens):
+        return jnp.mean(table.at[tokens].get(out_sharding=P("fsdp", None, "tensor")))
+
+    def placed(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    args = placed(jnp.ones((260, 64)), spec), placed(jnp.ones((8, 16), int), P(("replica", "fsdp")))
+    with jax.set_mesh(mesh):
+        gradients = demo_optax.worker_gradients(loss, mesh, "replica", param_specs=spec)
+        program = jax.jit(gradients).lower(*args).compile().as_text()
+    sent = demo_optax.accounting.collectives(program)
+    assert [one for one in sent if one.crosses(mesh, "replica")] == []
 
 
 def test_the_optimizer_gathers_no_momentum():
@@ -191,6 +246,58 @@ def test_an_nnx_optimizer_in_a_plain_jit():
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_an_nnx_optimizer_of_a_sharded_model_on_an_explicit_mesh():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            def of(*spec):
+                return {"out_sharding": P(*spec)}
+
+            self.hidden = nnx.Linear(
+                12, 16, use_bias=False, kernel_metadata=of("fsdp", "tensor"), rngs=rngs
+            )
+            self.out = nnx.Linear(
+                16, 3, use_bias=False, kernel_metadata=of("tensor", None), rngs=rngs
+            )
+
+        def __call__(self, x):
+            hidden = jnp.tanh(self.hidden(x, out_sharding=P("fsdp", "tensor")))
+            return self.out(hidden, out_sharding=P("fsdp", None))
+
+    mesh = mesh_of(AxisType.Explicit)
+    tx = demo_optax.demo(
+        0.02,
+        demo_optax.Compression(4, 8),
+        decay=0.9,
+        precondition=optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True),
+        axis_name="replica",
+    )
+    with jax.set_mesh(mesh):
+        module = Model(nnx.Rngs(0))
+        graph, params = nnx.split(module, nnx.Param)
+        specs = nnx.get_partition_spec(params)
+        stacked = demo_optax.stack_workers(tx, mesh, "replica", specs)
+        optimizer = nnx.Optimizer(module, stacked, wrt=nnx.Param)
+
+        def loss(params, batch):
+            return jnp.mean(jnp.square(nnx.merge(graph, params)(batch["x"]) - batch["y"]))
+
+        gradients = demo_optax.worker_gradients(loss, mesh, "replica", param_specs=specs)
+
+        @nnx.jit
+        def step(module, optimizer, batch):
+            found = gradients(nnx.state(module, nnx.Param), batch)
+            optimizer.update(module, found.gradients)
+            return found.loss
+
+        batch = jax.device_put(model.batch(0), NamedSharding(mesh, P(("replica", "fsdp"))))
+        losses = [np.mean(step(module, optimizer, batch)) for _ in range(8)]
+    assert losses[-1] < 0.9 * losses[0]
+    moment = nnx.as_pure(optimizer.opt_state)[0].precondition.nu["hidden"]["kernel"]
+    assert moment.shape == (2, 12, 16)
+    assert moment.sharding.spec == P("replica", "fsdp", "tensor")
+    assert demo_optax.check_replicas(nnx.as_pure(nnx.state(module)), mesh, "replica") == ()
+
+
 def test_boxed_parameters_have_momenta_without_boxes():
     from flax import linen as nn
 
@@ -198,10 +305,10 @@ def test_boxed_parameters_have_momenta_without_boxes():
         "w": nn.Partitioned(jnp.ones((24, 16)), names=("embed", "mlp")),
         "b": jnp.ones(16),
     }
-    tx = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
+    tx = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), precondition=optax.scale_by_rms())
     state = tx.init(boxed)
-    assert not [x for x in jax.tree.leaves(state, is_leaf=_is_box) if _is_box(x)]
-    updates, _ = tx.update(boxed, state, boxed)
+    updates, new = tx.update(boxed, state, boxed)
+    assert not [x for x in jax.tree.leaves((state, new), is_leaf=_is_box) if _is_box(x)]
     assert isinstance(updates["w"], nn.Partitioned)
     assert updates["w"].names == ("embed", "mlp")
 

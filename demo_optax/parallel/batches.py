@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
@@ -59,21 +59,40 @@ def rows_of(specs, axis_name: AxisName) -> tuple[int | None, ...]:
     return tuple(map(row_dimension, jax.tree.leaves(specs)))
 
 
+def typed(batch, mesh: Mesh, axis_name: AxisName):
+    """PartitionSpecs of a traced batch whose first dimension is divided among the workers.
+
+    On an Explicit mesh, where a loss sees the sharding of its batch, it stays as it lies inside of
+    a worker; else nothing is said of it.
+    """
+    worker_axes = axes.names(axis_name)
+    if AxisType.Explicit not in mesh.axis_types:
+        return P(worker_axes)
+
+    def of_type(x):
+        first, *rest = jax.typeof(x).sharding.spec
+        kept = tuple(name for name in axes.names(first) if name not in worker_axes)
+        return P((*worker_axes, *kept), *rest)
+
+    return jax.tree.map(of_type, batch)
+
+
 def divided(batch, specs, rows, mesh: Mesh, axis_name: AxisName):
     """The batch with an axis of workers in front of each leaf's rows; shared leaves unchanged."""
     workers, worker_axes = shards.num_workers(mesh, axis_name), axes.names(axis_name)
 
     def divide(x, spec, row):
         if row is None:
-            return x, spec
-        x = x.reshape(*x.shape[:row], workers, -1, *x.shape[row + 1 :])
+            return x
+        shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]
         inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
-        return x, P(*spec[:row], axis_name, inner or None, *spec[row + 1 :])
+        return shards.reshaped(
+            x, shape, mesh, P(*spec[:row], axis_name, inner or None, *spec[row + 1 :])
+        )
 
     structure: Any
     leaves, structure = jax.tree.flatten(batch)
-    parts = map(divide, leaves, jax.tree.leaves(specs), rows)
-    return structure.unflatten([shards.lay(x, mesh, spec) for x, spec in parts])
+    return structure.unflatten(map(divide, leaves, jax.tree.leaves(specs), rows))
 
 
 def microbatches_of(batch, rows, number: int):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
 from demo_optax.numerics import all_finite, energy
 
 
@@ -51,7 +52,7 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     prefix = jax.tree.map(
         lambda spec: P() if spec is None else spec, param_specs, is_leaf=lambda x: x is None
     )
-    specs = jax.tree.broadcast(prefix, params)
+    specs = jax.tree.broadcast(unboxed(prefix), params)
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
@@ -74,6 +75,15 @@ def lay(tree, mesh: Mesh, specs):
     explicit = AxisType.Explicit in mesh.axis_types
     place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
     return jax.tree.map(place, tree, shardings(mesh, specs))
+
+
+def reshaped(x: jax.Array, shape: tuple[int, ...], mesh: Mesh, spec: P) -> jax.Array:
+    """An array in another shape, divided as the spec says; Auto axes may divide the rest of it."""
+    if AxisType.Explicit in mesh.axis_types:
+        return jnp.reshape(x, shape, out_sharding=NamedSharding(mesh, spec))
+    free = [P.UNCONSTRAINED if entry is None else entry for entry in spec]
+    free += [P.UNCONSTRAINED] * (len(shape) - len(free))
+    return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, P(*free)))
 
 
 def sharded_axes(specs) -> tuple[str, ...]:

@@ -101,17 +101,22 @@ def worker_gradients(
     def stacked(params, *args):
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        params = shards.lay(params, mesh, specs)
-        of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
+        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
+        # A copy each: of what workers hold in common, XLA may fetch a part from another worker.
+        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
+        copies = shards.lay(copies, mesh, of_gradients)
+        batch = jax.tree.map(jnp.asarray, batch)
+        given = batches.typed(batch, mesh, axis_name) if batch_specs is None else batch_specs
+        of_batch = batches.leaf_specs(batch, given, mesh, axis_name)
         rows = batches.rows_of(of_batch, axis_name)
         batch = batches.divided(batch, of_batch, rows, mesh, axis_name)
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
+        keys = shards.lay(keys, mesh, [P(axis_name) for _ in key])
         structure: Any = jax.tree.structure(batch)
-        mapped = (None, 0, structure.unflatten(rows), *[0 for _ in key])
+        mapped = (0, 0, structure.unflatten(rows), *[0 for _ in key])
         found = jax.vmap(functools.partial(of_worker, rows), mapped, spmd_axis_name=axis_name)(
-            params, state, batch, *keys
+            copies, state, batch, *keys
         )
-        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
         return found._replace(gradients=shards.lay(found.gradients, mesh, of_gradients))
 
     return stacked
