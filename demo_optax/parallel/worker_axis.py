@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, metrics
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, layout_of, require_plain
 
@@ -34,8 +35,9 @@ def stack_workers(
     as the outermost transformation, with *stacked* gradients ``(workers, *shape)`` as
     `worker_gradients` makes them: the optimizer alone then runs in a ``jax.shard_map`` of its own.
     With it a Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation
-    works unchanged. A worker whose gradient is not finite keeps its entries as they were, so that
-    no second moment is lost to one bad batch.
+    works unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since an
+    axis of workers would not be in their names. A worker whose gradient is not finite keeps its
+    entries as they were, so that no second moment is lost to one bad batch.
 
     Where the mesh has further axes, inside the workers, they may be manual around ``update``, or
     left to the compiler, ``jax.shard_map(axis_names={axis_name})``: then the optimizer alone runs
@@ -45,8 +47,8 @@ def stack_workers(
       tx: any optax transformation that exchanges over ``axis_name``.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one;
-        by default each device of a worker holds all of them.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one; by default each device of a worker holds all of them.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``.
@@ -66,6 +68,7 @@ def stack_workers(
         return bool(worker_axes & set(shards.axes_of(spec)))
 
     def init_fn(params):
+        params = unboxed(params)
         layout = layout_of(tx, params, mesh, axis_name, param_specs)
 
         def init(params):
@@ -80,6 +83,11 @@ def stack_workers(
         return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
     def update_fn(updates, state, params=None, **extra_args):
+        structure: Any = jax.tree.structure(updates)
+        updates, state = update(unboxed(updates), state, unboxed(params), extra_args)
+        return structure.unflatten(jax.tree.leaves(updates)), state
+
+    def update(updates, state, params, extra_args):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if not worker_axes & set(manual):
             return update_stacked(updates, state, params, extra_args)
@@ -173,7 +181,8 @@ def init_opt_state(
       params: the parameters.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one.
 
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis of
