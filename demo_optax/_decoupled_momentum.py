@@ -137,7 +137,7 @@ def decoupled_momentum(
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),
             momentum=jax.tree.map(zeros, unboxed(params)),
-            precondition=unboxed(precondition.init(params)),
+            precondition=precondition.init(params),
             metrics=metrics.before_the_first(),
             coordinates=coordinates,
         )
@@ -158,8 +158,7 @@ def decoupled_momentum(
         state_checks.usable(updates, state, plan, axis_name)
         step, worker, w = state.count, axes.index(axis_name), weight(state.count)
         like = updates if params is None else params
-        fresh = precondition.init(like)
-        past = _restart_leaves(_unflattener(fresh)(jax.tree.leaves(state.precondition)), fresh)
+        past = _restart_leaves(state.precondition, precondition.init(like))
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
 
         # Accumulate: m <- beta m + w T(g)
@@ -187,7 +186,7 @@ def decoupled_momentum(
         return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
             count=optax.safe_increment(step),
             momentum=_unflattener(state.momentum)(rounded(plan.stored(residuals), step, worker)),
-            precondition=unboxed(_choose(sound, preconditioned, past)),
+            precondition=_choose(sound, preconditioned, past),
             metrics=aggregate.metrics,
             coordinates=coordinates,
         )

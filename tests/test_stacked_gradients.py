@@ -313,6 +313,48 @@ def test_boxed_parameters_have_momenta_without_boxes():
     assert updates["w"].names == ("embed", "mlp")
 
 
+def boxed_model():
+    from flax import linen as nn
+
+    box = nn.LogicallyPartitioned(model.init()["hidden"], names=("embed", "mlp"))
+    return {**model.init(), "hidden": box}
+
+
+def test_a_stacked_state_has_no_boxes_and_serves_boxed_and_plain_parameters():
+    mesh = mesh_of()
+    rms = optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True)
+    plain = demo_optax.demo(
+        1e-3, demo_optax.Compression(4, 8), precondition=rms, axis_name="replica"
+    )
+    tx = demo_optax.stack_workers(plain, mesh, "replica", SPECS)
+    state = tx.init(boxed_model())
+    assert not [x for x in jax.tree.leaves(state, is_leaf=_is_box) if _is_box(x)]
+    shardings = demo_optax.state_shardings(plain, boxed_model(), mesh, "replica", SPECS)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+
+    def gradients(params):
+        return jax.tree.map(lambda x: jnp.stack([jnp.ones_like(x), 2 * jnp.ones_like(x)]), params)
+
+    update = jax.jit(tx.update)
+    boxed, after = update(gradients(boxed_model()), state, boxed_model())
+    bare, after_bare = update(gradients(model.init()), state, model.init())
+    assert boxed["hidden"].names == ("embed", "mlp")
+    for x, y in zip(
+        jax.tree.leaves((boxed, after)), jax.tree.leaves((bare, after_bare)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_shardings_and_boxed_specs_serve_as_the_specs_of_parameters():
+    mesh = mesh_of()
+    boxed = boxed_model()
+    specs = {**SPECS, "hidden": boxed["hidden"].replace_boxed(SPECS["hidden"])}
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
+    expected = demo_optax.state_specs(TX, model.init(), mesh, "replica", SPECS)
+    for given in (shardings, specs):
+        assert demo_optax.state_specs(TX, boxed, mesh, "replica", given) == expected
+
+
 def _is_box(x):
     return hasattr(x, "unbox")
 

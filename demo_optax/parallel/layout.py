@@ -31,7 +31,8 @@ def state_specs(
       params: arrays or shapes of the parameters.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one.
 
     Returns:
       A tree like the state. Leaves with a leading worker axis have ``P(axis_name, ...)``, those
@@ -67,7 +68,8 @@ def state_shardings(
       params: arrays or shapes of the parameters.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -119,12 +121,12 @@ _layouts: MutableMapping[Callable, dict] = weakref.WeakKeyDictionary()  # as lon
 
 
 def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
-    params = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes])
+    params = unboxed(structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes]))
     specs = structure.unflatten(specs)
-    parts = shards.shard_shapes(params, specs, mesh)
-    found = variation(tx, parts, specs, dict(mesh.shape), axis_name)
+    parts = shards.shard_shapes(params, unboxed(specs), mesh)
+    found = variation(tx, parts, unboxed(specs), dict(mesh.shape), axis_name)
     worker_axes = set(axes.names(axis_name))
-    spec_at = dict(jax.tree.leaves_with_path(unboxed(specs)) + jax.tree.leaves_with_path(specs))
+    spec_at = dict(jax.tree.leaves_with_path(unboxed(specs)))
 
     def inner_spec(path, varying_axes, leaf) -> P:
         if varying_axes <= worker_axes:

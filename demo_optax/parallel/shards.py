@@ -7,6 +7,7 @@ et al., "DeToNATION", FlexDeMo). What the shards of a worker hold in common they
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +45,19 @@ def axes_of(spec: P) -> tuple[str, ...]:
 
 
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """A PartitionSpec for every parameter, from a tree or a prefix of one; None is ``P()``.
+    """A PartitionSpec for every parameter, from a tree of these or of NamedShardings.
+
+    A prefix of a tree will do; None is ``P()``.
 
     Raises:
       ValueError: a spec shards over the workers' axis, or over one that the mesh lacks.
     """
-    prefix = jax.tree.map(
-        lambda spec: P() if spec is None else spec, param_specs, is_leaf=lambda x: x is None
-    )
-    specs = jax.tree.broadcast(unboxed(prefix), params)
+
+    def spec_of(given) -> P:
+        return given.spec if isinstance(given, NamedSharding) else given or P()
+
+    prefix = jax.tree.map(spec_of, unboxed(param_specs), is_leaf=lambda x: x is None)
+    specs = jax.tree.broadcast(prefix, unboxed(params))
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
@@ -62,7 +67,8 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
                 f"inside a worker only, over the axes {inner}: {wrong[0]!r} is {what}. Leave it "
                 "out, or name another axis."
             )
-    return specs
+    structure: Any = jax.tree.structure(params)
+    return structure.unflatten(jax.tree.leaves(specs))
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):

@@ -91,8 +91,8 @@ def make_train_step(
         not finite, and goes from one microbatch to the next.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
         are local and parameters replicated; for models whose operations do not support them.
-      param_specs: PartitionSpecs of the parameters over the axes inside a worker, a tree or a
-        prefix of one; by default each device holds all of them.
+      param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker,
+        a tree or a prefix of one; by default each device holds all of them.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
         a worker the same rows, ``P(None, axis_name)`` is for batches with time in front, ``P()``

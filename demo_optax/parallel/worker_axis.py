@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, metrics
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, layout_of, require_plain
 
@@ -35,15 +36,16 @@ def stack_workers(
     ``jax.shard_map`` of its own, each device on its own shards. Or it is called inside of one over
     all axes of the mesh, where a device holds its worker's entry of that axis. With it a Flax
     ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
-    unchanged. A worker whose gradient is not finite keeps its entries as they were, so that no
-    second moment is lost to one bad batch.
+    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since an axis of
+    workers would not be in their names. A worker whose gradient is not finite keeps its entries as
+    they were, so that no second moment is lost to one bad batch.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one;
-        by default each device of a worker holds all of them.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one; by default each device of a worker holds all of them.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``.
@@ -63,6 +65,7 @@ def stack_workers(
         return bool(worker_axes & set(shards.axes_of(spec)))
 
     def init_fn(params):
+        params = unboxed(params)
         layout = layout_of(tx, params, mesh, axis_name, param_specs)
 
         def init(params):
@@ -77,6 +80,11 @@ def stack_workers(
         return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
     def update_fn(updates, state, params=None, **extra_args):
+        structure: Any = jax.tree.structure(updates)
+        updates, state = update(unboxed(updates), state, unboxed(params), extra_args)
+        return structure.unflatten(jax.tree.leaves(updates)), state
+
+    def update(updates, state, params, extra_args):
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
         if not worker_axes & manual:
             return update_stacked(updates, state, params, extra_args)
@@ -159,7 +167,8 @@ def init_opt_state(
       params: the parameters.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one.
 
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis of

@@ -65,7 +65,8 @@ def worker_gradients(
       microbatches: parts into which each worker's batch is cut; gradients are averaged over them.
       clip_norm: largest global norm of each worker's gradient.
       stateful: whether the model has a state, as in `make_train_step`.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one.
       batch_specs: PartitionSpecs of the batch, as in `make_train_step`.
 
     Returns:
