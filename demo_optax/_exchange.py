@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, UInt32
 
 from demo_optax import axes, metrics
+from demo_optax.arrays import BoolScalar, Coefficients, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Plan, packet, sparse
 from demo_optax.compression.packet import MULTIPLE, Origin
@@ -21,13 +23,13 @@ class Aggregate(NamedTuple):
     """What an exchange gives every worker.
 
     Attributes:
-      coefficients: for each group float32 ``(blocks, n)``, the mean; zero where nobody sent any.
-      delivered: bool scalar, whether this worker's own packet counted.
+      coefficients: for each group the mean, float32; zero where nobody sent any.
+      delivered: whether this worker's own packet counted.
       metrics: of the step.
     """
 
-    coefficients: list[jax.Array]
-    delivered: jax.Array
+    coefficients: list[Coefficients]
+    delivered: BoolScalar
     metrics: ExchangeMetrics
 
 
@@ -35,8 +37,8 @@ def exchange(
     plan: Plan,
     compressed: Compressed,
     report: Report,
-    takes_part: jax.Array,
-    step: jax.Array,
+    takes_part: BoolScalar,
+    step: IntScalar,
     axis_name: AxisName,
     mean: Mean,
 ) -> Aggregate:
@@ -50,8 +52,8 @@ def exchange(
       plan: of the tensors, the same on all workers.
       compressed: what this worker sends.
       report: what its packet tells beside that.
-      takes_part: bool scalar, whether its packet shall count.
-      step: int32 scalar, updates so far.
+      takes_part: whether its packet shall count.
+      step: updates so far.
       axis_name: the workers' axis or axes; None for a single worker.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that take part.
     """
@@ -92,8 +94,8 @@ def exchange(
     return Aggregate(means, delivered, metrics.summarise(Report(*numbers.T), counted))
 
 
-def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
-    """All workers' packets ``(workers, words)``, typed as the same everywhere where types are.
+def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
+    """All workers' packets, typed as the same everywhere where types are.
 
     Where several devices of a worker hold the same packet, each sends its part of it, so that it
     crosses the links between workers once; the parts are joined inside the worker.
@@ -104,8 +106,8 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
     if manual != axes.names(axis_name):
         gathered = packet  # vmap knows only the plain form, and only one axis at a time
         for name in reversed(axes.names(axis_name)):
-            form = {"to": "invarying"} if name in manual else {}
-            gathered = jax.lax.all_gather(gathered, name, **form)
+            to = "invarying" if name in manual else "varying"
+            gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, packet.size)
     copies = axes.copies_of(packet, axis_name)
     if not copies:

@@ -6,6 +6,7 @@ over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types are silent.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def bytes_handed_over(program, axis_name: AxisName) -> int:
         collective = equation.primitive.name.startswith(("all_gather", "psum", "all_reduce"))
         along = along if isinstance(along, tuple) else (along,)
         if collective and set(along) & set(names(axis_name)):
-            avals = [operand.aval for operand in equation.invars]
+            avals: list[Any] = [operand.aval for operand in equation.invars]
             total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
     return total
 

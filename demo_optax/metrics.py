@@ -1,12 +1,15 @@
 """What a step tells: the numbers in every packet, the metrics made of them, and their check."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float32, Int32
 
+from demo_optax.arrays import FloatScalar, IntScalar, Tensor
 from demo_optax.compression import Compressed, packet
 from demo_optax.numerics import energy
 
@@ -15,13 +18,13 @@ class ExchangeMetrics(NamedTuple):
     """What a step's packets told, the same on every worker.
 
     Attributes:
-      participants: int32 scalar, workers whose packet counted.
-      identical: bool scalar, True where all of several workers had the very same gradient, which
+      participants: workers whose packet counted.
+      identical: True where all of several workers had the very same gradient, which
         means that it is not local (see `demo_optax.check_metrics`).
-      sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
-      restarted: int32 scalar, blocks of all workers whose momentum was not finite, or too large for
+      sent_share: in [0, 1], share of the momenta's energy that was sent.
+      restarted: blocks of all workers whose momentum was not finite, or too large for
         float32, and started again from zero.
-      residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
+      residual_norm: root mean square over the workers of the norm of what stays
         in the momentum. Where a worker's parameters are sharded, what all of its shards hold
         counts once for each.
 
@@ -35,15 +38,15 @@ class ExchangeMetrics(NamedTuple):
       (1, 1.0)
     """
 
-    participants: jax.Array
-    identical: jax.Array
-    sent_share: jax.Array
-    restarted: jax.Array
-    residual_norm: jax.Array
+    participants: Int32[Array, "*workers"]
+    identical: Bool[Array, "*workers"]
+    sent_share: Float32[Array, "*workers"]
+    restarted: Int32[Array, "*workers"]
+    residual_norm: Float32[Array, "*workers"]
 
 
 class Report(NamedTuple):
-    """What a worker's packet tells of its step, float32 scalars; of all workers ``(workers,)``.
+    """What a worker's packet tells of its step: scalars, or with an axis of all workers.
 
     There are `packet.NUMBERS` of them, and a packet in which one is not finite does not count.
 
@@ -55,11 +58,11 @@ class Report(NamedTuple):
       restarted: number of its blocks that started again from zero.
     """
 
-    fingerprint: jax.Array
-    momentum: jax.Array
-    sent: jax.Array
-    residual: jax.Array
-    restarted: jax.Array
+    fingerprint: Float32[Array, "*workers"]
+    momentum: Float32[Array, "*workers"]
+    sent: Float32[Array, "*workers"]
+    residual: Float32[Array, "*workers"]
+    restarted: Float32[Array, "*workers"]
 
 
 assert len(Report._fields) == packet.NUMBERS
@@ -73,20 +76,20 @@ def before_the_first() -> ExchangeMetrics:
 
 
 def report(
-    gradient: Sequence[jax.Array],
-    momentum: jax.Array,
+    gradient: Sequence[Tensor],
+    momentum: FloatScalar,
     compressed: Compressed,
-    subtraction_factor: jax.typing.ArrayLike,
-    restarted: jax.Array,
+    subtraction_factor: ArrayLike,
+    restarted: IntScalar,
 ) -> Report:
     """Reports a worker's step.
 
     Args:
       gradient: its leaves, as they came; a first row of each is read.
-      momentum: float32 scalar, its energy before anything is taken out.
+      momentum: its energy before anything is taken out.
       compressed: what the worker sends.
       subtraction_factor: part of it that leaves the momentum.
-      restarted: int32 scalar, blocks that started again from zero.
+      restarted: blocks that started again from zero.
     """
 
     def rest(factor):
@@ -106,7 +109,7 @@ def report(
     )
 
 
-def summarise(reports: Report, counted: jax.Array) -> ExchangeMetrics:
+def summarise(reports: Report, counted: Bool[Array, "workers"]) -> ExchangeMetrics:
     """The metrics of a step, of all workers' reports and whether each worker's packet counted."""
 
     def total(energies):
@@ -126,8 +129,8 @@ def summarise(reports: Report, counted: jax.Array) -> ExchangeMetrics:
     )
 
 
-def _fingerprint(arrays) -> jax.Array:
-    """A weighted sum, float32. Norms would not do, since clipping makes them equal.
+def _fingerprint(arrays: Iterable[Tensor]) -> FloatScalar:
+    """A weighted sum. Norms would not do, since clipping makes them equal.
 
     Nor would preconditioned gradients: on a first step those are hardly more than signs.
     """

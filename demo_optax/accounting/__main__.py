@@ -93,7 +93,7 @@ def print_bytes(params, setting: dict) -> None:
 
 def print_index_bits(block_size: int) -> None:
     print(f"Bits per index in blocks of {block_size} coefficients")
-    rows = [("k", "coding", "bits", "entropy bound", "ratio")]
+    rows: list[tuple] = [("k", "coding", "bits", "entropy bound", "ratio")]
     for k in (k for k in TOPKS if k < block_size):
         cost = index_cost(block_size, k)
         ratio = f"{cost.bits / cost.bound:.3f}"
