@@ -154,11 +154,11 @@ class Origin(NamedTuple):
 
 
 def seal(
-    numbers: Float32[Array, "{NUMBERS}"],
+    numbers: Float32[Array, f"{NUMBERS}"],
     body: UInt32[Array, "words"],
     count: BoolScalar,
     origin: Origin,
-) -> UInt32[Array, "{_BODY}+words"]:
+) -> UInt32[Array, f"words+{_BODY}"]:
     """Makes the packet of its numbers and its body.
 
     Its first word is the checksum of the rest and of its origin, or the complement where the packet
@@ -172,7 +172,7 @@ def seal(
 
 def unseal(
     packet: UInt32[Array, "words"], origin: Origin
-) -> tuple[Float32[Array, "{NUMBERS}"], UInt32[Array, "words-{_BODY}"], BoolScalar]:
+) -> tuple[Float32[Array, f"{NUMBERS}"], UInt32[Array, f"words-{_BODY}"], BoolScalar]:
     """Gives numbers and body, and whether the checksum is right and the numbers are finite."""
     numbers = jax.lax.bitcast_convert_type(packet[1:_BODY], jnp.float32)
     intact = packet[0] == _validity(packet[1:], origin)

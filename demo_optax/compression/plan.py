@@ -93,7 +93,9 @@ class Plan:
         basis = self.compression.coordinates.basis(step)
         pairs = zip(blocks, self.groups, strict=True)
         transformed = [transforms.forward(x, group.sides, basis) for x, group in pairs]
-        return [x for x, _ in transformed], sum((e for _, e in transformed), jnp.zeros(()))
+        return [x for x, _ in transformed], sum(
+            (e for _, e in transformed), jnp.zeros((), jnp.float32)
+        )
 
     def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Blocks]:
         """The blocks of each group's coefficients."""
