@@ -4,12 +4,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/installed
 
-# The core of the tests: what is declared for the oldest and the newest versions.
+# The core of the tests, for the oldest versions that pyproject.toml declares and the newest.
 CORE := $(addprefix tests/test_,aggregate compositions conservation errors failing_workers \
 	interface local_gradients model_state stacked_gradients step_as_jitted \
 	optax_contract packet reference_trajectories replicas train_step wire worker_axis checkpoint)
-OLDEST := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 chex==0.1.90 numpy==2.0.0 flax==0.12.7 \
-	orbax-checkpoint==0.12.0 scipy==1.14.0
 # The newest JAX wants a newer Python than the oldest that we support; where it is found, it is used.
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
@@ -31,17 +29,18 @@ test-all: lint
 versions: oldest newest
 
 oldest:
-	$(call core_tests,$(PYTHON),$(OLDEST))
+	$(call core_tests,$(PYTHON),lowest-direct)
 
 newest:
-	$(call core_tests,$(or $(NEWEST_PYTHON),$(PYTHON)),)
+	$(call core_tests,$(or $(NEWEST_PYTHON),$(PYTHON)),highest)
 
 define core_tests
 	rm -rf .venv-$@
 	$(1) -m venv .venv-$@
-	.venv-$@/bin/python -m pip install --quiet --upgrade pip
-	.venv-$@/bin/python -m pip install --quiet --editable '.[flax,checkpoint,core-test]' $(2)
-	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|orbax-checkpoint) '
+	.venv-$@/bin/python -m pip install --quiet uv
+	.venv-$@/bin/uv pip install --quiet --python .venv-$@ --resolution $(2) \
+		--editable '.[flax,checkpoint]' --group core-test
+	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|flax|orbax-checkpoint|scipy) '
 	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=importlib -m "not slow" \
 		$(addsuffix .py,$(CORE))
 endef
@@ -75,7 +74,7 @@ lint: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[test]'
+	$(RUN) -m pip install --quiet --editable '.[examples]' --group test
 	touch $@
 
 clean:

@@ -13,11 +13,11 @@ import optax
 
 import demo_optax
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-
-from config import Config
-from setup import prepare
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 from value_codings import train
+
+from lm.config import Config
+from lm.setup import prepare
 
 
 def optimizer(dtype: str, decay: float, learning_rate: float) -> optax.GradientTransformation:

@@ -20,9 +20,9 @@ from demo_optax.compression import selection
 from demo_optax.compression import values as codings
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-from config import Config
-from recipes import OptimizerName
-from setup import batches_of, prepare
+from lm.config import Config
+from lm.recipes import OptimizerName
+from lm.setup import batches_of, prepare
 
 STEPS = 150
 GROUPS = (1, 2, 4, 16, 64)

@@ -198,18 +198,20 @@ def _is_metrics(x) -> bool:
 
 
 def check_metrics(metrics: ExchangeMetrics) -> None:
-    """Raises where a step's metrics show that the workers' gradients were not local.
+    """Raises where a step's metrics show that workers share a gradient, or that replicas differ.
 
     Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
     can: they carry a fingerprint of each worker's gradient, and workers with different data never
-    have the very same. The check costs nothing on the device. Call it once, after the first step:
-    in a million steps, fingerprints may be equal by chance.
+    have the very same. And a worker that skips a step which the others take, as
+    ``optax.apply_if_finite`` lets it, hears nobody from then on. The check costs nothing on the
+    device. Call it after the first step and now and then: in a million steps, fingerprints may be
+    equal by chance.
 
     Args:
       metrics: of a step; under ``pmap`` and ``vmap`` with their axis of workers.
 
     Raises:
-      ValueError: all workers had the same gradient.
+      ValueError: all workers had the same gradient; workers disagree on how many took part.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -222,4 +224,11 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
             "gradients are not local (summed or averaged over the workers already), or all saw "
             "the same data. Take gradients with demo_optax.local_value_and_grad, leave out any "
             "pmean or psum of gradient or loss, and give each worker its own part of the batch."
+        )
+    if len(heard := np.unique(metrics.participants)) > 1:
+        raise ValueError(
+            f"workers disagree on how many took part in a step, {heard.tolist()}: one of them "
+            "skipped a step that the others took, and the replicas differ. Leave out "
+            "optax.apply_if_finite and whatever else lets a worker decide alone: one whose "
+            "gradient is not finite is left out by itself."
         )

@@ -1,10 +1,9 @@
 """Decoupled momentum in front of any optax optimizer, and ready-made ones.
 
-The step behind the exchange works on the aggregate, which is a momentum already: the ready-made
-bases keep no first moment of their own. Every factory returns an
-``optax.GradientTransformationExtraArgs`` that takes the worker's local gradient.
+The aggregate is a momentum already: the ready-made bases keep no first moment of their own.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
-from optax import contrib
 
 from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
@@ -35,6 +33,7 @@ def decoupled(
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.chain(decoupled_momentum(...), base)``: the base steps by the exchanged aggregate.
 
+    It takes the worker's local gradient; its state is ``(DecoupledMomentumState, that of base)``.
     Give the base no momentum of its own (``optax.adamw(..., b1=0.0)``): a second one behind the
     exchange made training much worse in our runs. On a step on which no worker took part, the
     updates are zero; the base alone would still let weights decay.
@@ -43,17 +42,13 @@ def decoupled(
       base: any optax optimizer.
       compression: what is sent of the momentum, and how.
       decay: momentum decay in [0, 1).
-      gradient_weight: of the gradient in the momentum, a number or a schedule; ``1 - decay`` by
-        default.
+      gradient_weight: of the gradient in the momentum; ``1 - decay`` by default.
       mean: for each coefficient over the ``"senders"`` that sent it, or over all ``"workers"``.
       subtraction_factor: the part of what was sent that leaves the momentum, in (0, 1].
       momentum_dtype: of the stored momentum.
       precondition: a transformation of the local gradient, before the momentum; its state stays
         with the worker.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
-
-    Returns:
-      An optimizer whose state is ``(DecoupledMomentumState, state of the base)``.
 
     Example:
       >>> tx = decoupled(optax.adafactor(1e-3), Compression(topk=8), decay=0.95)
@@ -75,8 +70,7 @@ def decoupled(
     def update_fn(updates, state, params=None, **extra_args):
         updates, state = chain.update(updates, state, params, **extra_args)
         took_part = state[0].metrics.participants > 0
-        updates = jax.tree.map(lambda u: jnp.where(took_part, u, jnp.zeros_like(u)), updates)
-        return updates, state
+        return jax.tree.map(lambda u: jnp.where(took_part, u, jnp.zeros_like(u)), updates), state
 
     return optax.GradientTransformationExtraArgs(chain.init, update_fn)
 
@@ -105,8 +99,7 @@ def demo(
       learning_rate: :math:`\eta`, a number or a schedule; both places see the same count.
       compression: what is sent of the momentum, and how.
       decay: momentum decay :math:`\beta` in [0, 1).
-      weight_decay: decoupled weight decay :math:`\lambda`.
-      mask: the parameters that decay, a tree of booleans or a function that makes it.
+      weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it is for.
       precondition: a transformation of the local gradient, before the momentum. Scaling it by its
         own second moment, ``optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True)``,
         closed most of the gap to AdamW in our runs; the state stays with its worker.
@@ -118,14 +111,8 @@ def demo(
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
     base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    return decoupled(
-        base,
-        compression,
-        decay=decay,
-        gradient_weight=learning_rate,
-        precondition=precondition,
-        axis_name=axis_name,
-    )
+    in_front = functools.partial(decoupled, decay=decay, gradient_weight=learning_rate)
+    return in_front(base, compression, precondition=precondition, axis_name=axis_name)
 
 
 def demo_sgd(
@@ -140,17 +127,14 @@ def demo_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decoupled momentum in the place of SGD's: the aggregate itself is the step.
 
-    Section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_ with :math:`\varphi` the
-    identity. Every part of a gradient arrives once with weight ``1 - decay``, so that the learning
-    rate is about ``1 / (1 - decay)`` times that of SGD without momentum.
+    Section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_, :math:`\varphi` the
+    identity. The learning rate is about ``1 / (1 - decay)`` times that of SGD without momentum.
 
     Args:
-      learning_rate: a number or a schedule.
-      compression: what is sent of the momentum.
+      learning_rate, compression: a number or a schedule; what is sent of the momentum.
       decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay, and the parameters that it is for, as in optax.
-      precondition: a transformation of the local gradient, before the momentum.
-      axis_name: the workers' axis or axes; None for a single worker.
+      weight_decay, mask: decoupled weight decay; the parameters that it is for.
+      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
 
     Example:
       >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jnp.ones(3)
@@ -175,24 +159,18 @@ def demo_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled momentum in the place of AdamW's first moment.
 
-    The second moment is that of the sparse aggregate, the same on all workers. Scaling each
-    worker's gradient before it is compressed works better: `demo` with ``precondition``. (From et
-    al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, feed the aggregate to AdamW.)
+    The second moment is that of the aggregate (From et al., `arXiv 2502.06728
+    <https://arxiv.org/abs/2502.06728>`_). Scaling local gradients, by ``precondition``, is better.
 
     Args:
-      learning_rate: a number or a schedule.
-      compression: what is sent of the momentum.
-      b2: decay of the second moment.
-      eps: added to its root.
+      learning_rate, compression: a number or a schedule; what is sent of the momentum.
+      b2, eps: decay of the second moment; what is added to its root.
       decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay, and the parameters that it is for, as in optax.
-      precondition: a transformation of the local gradient, before the momentum.
-      axis_name: the workers' axis or axes; None for a single worker.
+      weight_decay, mask: decoupled weight decay; the parameters that it is for.
+      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
 
     Example:
-      >>> tx, params = demo_adamw(0.1, Compression(topk=4), weight_decay=0.0), jnp.ones(3)
-      >>> tx.update(jnp.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round(3)
-      Array([-0.1, -0.1,  0.1], dtype=float32)
+      >>> tx = demo_adamw(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
     base = _step(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask)
     return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
@@ -213,17 +191,13 @@ def demo_signum(
     `demo` without the learning rate inside the momentum, so that a schedule acts once.
 
     Args:
-      learning_rate: a number or a schedule.
-      compression: what is sent of the momentum.
+      learning_rate, compression: a number or a schedule; what is sent of the momentum.
       decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay, and the parameters that it is for, as in optax.
-      precondition: a transformation of the local gradient, before the momentum.
-      axis_name: the workers' axis or axes; None for a single worker.
+      weight_decay, mask: decoupled weight decay; the parameters that it is for.
+      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
 
     Example:
-      >>> tx, params = demo_signum(0.1, Compression(topk=4)), jnp.ones(3)
-      >>> tx.update(jnp.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
-      Array([-0.1, -0.1,  0.1], dtype=float32)
+      >>> tx = demo_signum(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
     base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
     return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
@@ -242,19 +216,15 @@ def demo_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled momentum before Muon's orthogonalised step.
 
-    Matrices step by the aggregate with its singular values set to about 1, by the Newton-Schulz
-    iteration of ``optax.contrib.muon`` (`Jordan et al.
-    <https://kellerjordan.github.io/posts/muon/>`_). All else is divided by the root of its second
-    moment. All workers orthogonalise the same aggregate.
+    Matrices step by the aggregate with its singular values set to about 1, as
+    ``optax.contrib.muon`` does it; all else is divided by the root of its second moment.
 
     Args:
-      learning_rate: a number or a schedule.
-      compression: what is sent of the momentum.
+      learning_rate, compression: a number or a schedule; what is sent of the momentum.
       b2: decay of the second moment of parameters that are not matrices.
       decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay, and the parameters that it is for, as in optax.
-      precondition: a transformation of the local gradient, before the momentum.
-      axis_name: the workers' axis or axes; None for a single worker.
+      weight_decay, mask: decoupled weight decay; the parameters that it is for.
+      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jnp.ones((4, 4))
@@ -262,23 +232,17 @@ def demo_muon(
       >>> bool(abs(updates + jnp.eye(4)).max() < 0.5)
       True
     """
-    muon = contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: the sign is turned further down
-
-    def orthogonal(updates, params=None):
-        return muon.update(updates, muon.init(updates), updates)[0]  # with nothing to remember
-
-    def kinds(params):
-        return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "other", params)
-
-    parts = {"matrix": optax.stateless(orthogonal), "other": _scale_by_rms(b2, 1e-8)}
-    base = _step(optax.partition(parts, kinds), learning_rate, weight_decay, mask)
+    muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: the sign is turned further down
+    orthogonal = optax.stateless(lambda u, _: muon.update(u, muon.init(u), u)[0])
+    parts = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
+    direction = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
+    base = _step(direction, learning_rate, weight_decay, mask)
     return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
 
 
 def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
-    decayed = optax.add_decayed_weights(weight_decay, mask)
-    if isinstance(weight_decay, (int, float)) and weight_decay == 0:
-        decayed = optax.identity()  # which asks for no parameters
+    none = isinstance(weight_decay, (int, float)) and weight_decay == 0  # which needs no parameters
+    decayed = optax.identity() if none else optax.add_decayed_weights(weight_decay, mask)
     return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
 
 

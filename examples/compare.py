@@ -11,14 +11,15 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import config as configuration
 import matplotlib.pyplot as plt
 import numpy as np
-from config import Config
-from recipes import OptimizerName
-from report import console
 from rich.table import Table
-from train_lm import Trained, run_or_exit
+
+from lm import config as configuration
+from lm.config import Config
+from lm.recipes import OptimizerName
+from lm.report import console
+from lm.train import Trained, run_or_exit
 
 BASELINE: OptimizerName = "adamw"
 COLOURS = ("#1b6ca8", "#c8553d")

@@ -9,12 +9,11 @@ One device is enough, however many workers the run had.
 import dataclasses
 import sys
 
-import config as configuration
-from report import console
-from setup import make_evaluation, prepare
-from train_lm import LAST_EVALUATION_TOKENS, show, written_by
-
 from demo_optax.checkpoint import load_params
+from lm import config as configuration
+from lm.report import console
+from lm.setup import make_evaluation, prepare
+from lm.train import LAST_EVALUATION_TOKENS, show, written_by
 
 
 def main() -> None:

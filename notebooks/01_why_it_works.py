@@ -31,10 +31,9 @@ import numpy as np
 import optax
 
 sys.path.append("../examples")
-from config import Config
-from setup import batches_of, prepare
-
 from demo_optax.compression import transforms
+from lm.config import Config
+from lm.setup import batches_of, prepare
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
 COLOURS = {"dct": "#1b6ca8", "hadamard": "#3a9d6e", "random": "#8d8d8d", "identity": "#c8553d"}

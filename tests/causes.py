@@ -76,6 +76,11 @@ def same_gradients():
     demo_optax.check_metrics(metrics._replace(identical=jnp.array(True), participants=jnp.array(8)))
 
 
+def workers_that_disagree():
+    metrics = demo_optax.exchange_metrics(ALONE.init(jnp.ones(3)))
+    demo_optax.check_metrics(metrics._replace(participants=jnp.array([2, 1, 2])))
+
+
 def batch_of_one_process():
     with mock.patch.object(jax, "process_count", lambda: 2):
         step_of(DEMO, two())(model.init(), state_of(2), model.batch(0))
@@ -105,6 +110,24 @@ MASK = {"hidden": True, "out": True, "bias": False}
 
 def two_inner_axes():
     return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+def update_where_an_axis_is_left_to_the_compiler():
+    tx = demo_optax.stack_workers(DEMO, two_by_two_auto())
+    jax.jit(
+        jax.shard_map(
+            lambda params: tx.update(params, tx.init(params), params),
+            mesh=two_by_two_auto(),
+            axis_names={"data"},
+            in_specs=P(),
+            out_specs=P(),
+        )
+    )(model.init())
+
+
+def two_by_two_auto():
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
 
 
 def state_of_the_model_without_aux():
@@ -228,10 +251,13 @@ RAISED = [
     lambda: step_of(DEMO, two())(model.init(), optax.adam(1.0).init(model.init()), model.batch(0)),
     lambda: step_of(DEMO, two())(model.init(), state_of(4), model.batch(0)),
     state_of_another_number_inside,
+    update_where_an_axis_is_left_to_the_compiler,
     # the step
     summed_gradient,
     same_gradients,
+    workers_that_disagree,
     lambda: step_of(DEMO, workers.mesh_of(8))(model.init(), state_of(8), model.batch(0, rows=12)),
+    lambda: step_of(DEMO, two(), batch_specs=P("rows"))(model.init(), state_of(2), model.batch(0)),
     lambda: step_of(DEMO, two(), microbatches=3)(model.init(), state_of(2), model.batch(0)),
     batch_of_one_process,
     lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),

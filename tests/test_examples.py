@@ -11,32 +11,27 @@ import signal
 import struct
 import sys
 
-import compare
-import config as configuration
-import data
 import datasets
-import evaluate
 import jax
 import jax.numpy as jnp
-import linen_trainstate
-import model
 import numpy as np
 import pytest
-import sampling
-import tokens
-import train_lm
-import utilization
-import vision_flax
 import yaml
 from array_record.python import array_record_module
-from config import Config
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from recipes import RECIPES
-from setup import batches_of, prepare
 from tensorboardX.proto import event_pb2
 
+import compare
 import demo_optax
+import evaluate
+import linen_trainstate
+import vision_flax
+from lm import config as configuration
+from lm import data, model, sampling, tokens, train, utilization
+from lm.config import Config
+from lm.recipes import RECIPES
+from lm.setup import batches_of, make_evaluation, prepare
 
 ROOT = pathlib.Path(__file__).parents[1]
 NANO = Config(
@@ -330,13 +325,13 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
         remat=True,
         scan_layers=True,
     )
-    whole = train_lm.train(prepare(dataclasses.replace(full, log_dir=tmp_path / "whole")))
+    whole = train.train(prepare(dataclasses.replace(full, log_dir=tmp_path / "whole")))
     folder = tmp_path / "cut"
     saving = dataclasses.replace(full, log_dir=folder, checkpoint_dir=str(tmp_path / "saved"))
     schedule = {"checkpoint_every": 2}
     with pytest.raises(RuntimeError, match="out of text"):
-        train_lm.train(cut_short(dataclasses.replace(saving, **schedule), at=4))
-    again = train_lm.train(prepare(dataclasses.replace(saving, **schedule)))
+        train.train(cut_short(dataclasses.replace(saving, **schedule), at=4))
+    again = train.train(prepare(dataclasses.replace(saving, **schedule)))
     assert again.log.start == 4
     assert again.loss == whole.loss
     expected = [(line["number"], line["loss"]) for line in steps_of(tmp_path / "whole")]
@@ -373,7 +368,7 @@ def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypa
         sample_length=5,
         checkpoint_dir=str(tmp_path / "saved"),
     )
-    trained = train_lm.train(prepare(config))
+    trained = train.train(prepare(config))
     shown = capsys.readouterr().out
     assert shown.count("the model writes") == 2
     assert "parameters on 2 devices: bit-identical" in shown
@@ -413,15 +408,15 @@ def test_a_batch_is_the_same_however_devices_share_it():
 
 def test_text_begins_anew_where_it_is_another(tmp_path, capsys):
     saving = dataclasses.replace(NANO, checkpoint_dir=str(tmp_path / "saved"), steps=2)
-    train_lm.train(prepare(saving))
+    train.train(prepare(saving))
     more = dataclasses.replace(saving, steps=3, batch_size=8)
-    assert train_lm.train(prepare(more)).log.start == 2
+    assert train.train(prepare(more)).log.start == 2
     assert "begins anew" not in capsys.readouterr().out
-    with train_lm.open_checkpoints(prepare(more)) as checkpointer:
+    with train.open_checkpoints(prepare(more)) as checkpointer:
         run = prepare(more)
-        assert train_lm.begin(run, checkpointer)[:2] == (3, 2 * 4 + 8)
+        assert train.begin(run, checkpointer)[:2] == (3, 2 * 4 + 8)
         another = prepare(dataclasses.replace(more, text=(ROOT / "tests",)))
-        assert train_lm.begin(another, checkpointer)[:2] == (3, 0)
+        assert train.begin(another, checkpointer)[:2] == (3, 0)
     assert "begins anew" in capsys.readouterr().out
 
 
@@ -430,7 +425,7 @@ def test_evaluation_is_the_same_however_devices_share_it():
     for workers, fsdp in ((1, 1), (3, 1), (2, 2)):
         config = dataclasses.replace(NANO, workers=workers, fsdp=fsdp, batch_size=12)
         run = prepare(config)
-        results.append(train_lm.make_evaluation(run, lambda: None)(run.params, 3000))
+        results.append(make_evaluation(run, lambda: None)(run.params, 3000))
     np.testing.assert_allclose(results, results[0], rtol=1e-6)
     windows = data.even_windows(run.corpus.held_out, 16, 3000)
     assert windows.shape == (3000 // 16, 17)

@@ -132,7 +132,7 @@ def test_metrics_of_stacked_workers_are_checked():
     demo_optax.check_metrics(demo_optax.exchange_metrics(update(others)))
 
 
-def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards():
+def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards_and_are_reported():
     """As under vmap, where nothing else can tell that `optax.apply_if_finite` left a worker out."""
     tx = optax.apply_if_finite(DEMO, 10)
     gradient = np.random.default_rng(0).normal(size=(2, 3, 16, 8)).astype(np.float32)
@@ -141,8 +141,10 @@ def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards():
     update = jax.vmap(tx.update, axis_name="data")
     for g in gradient:
         _, state = update(g, state)
-    heard = demo_optax.exchange_metrics(state).participants
-    np.testing.assert_array_equal(heard, [2, 1, 2])
+    metrics = demo_optax.exchange_metrics(state)
+    np.testing.assert_array_equal(metrics.participants, [2, 1, 2])
+    with pytest.raises(ValueError, match="apply_if_finite"):
+        demo_optax.check_metrics(metrics)
 
 
 def test_optimizers_are_forgotten():

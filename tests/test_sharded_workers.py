@@ -159,29 +159,23 @@ def test_packets_of_whole_parameters_cross_in_parts(way):
     assert part.operand_bytes == 512 * math.ceil(packet / 4 / 512)
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
-def test_the_optimizer_gathers_no_momentum(way):
+def test_the_optimizer_gathers_no_momentum():
     """What it sends inside a worker is a few numbers, and what all shards hold in common."""
     mesh = mesh_of(2, 2)
     tx = demo_optax.stack_workers(SGD, mesh, "replica", SPECS)
     state = tx.init(params())
-    manual = {"replica"} if way == "compiler" else {"replica", "fsdp"}
     specs = (SPECS, demo_optax.state_specs(SGD, params(), mesh, "replica", SPECS))
     gradient, opt_state = jax.device_put(
         (params(), state), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     )
 
-    def here(spec):
-        return P(*(entry if entry in manual else None for entry in spec))
-
     def update(gradient, state):
         local = jax.lax.pcast(gradient, "replica", to="varying")
         return tx.update(local, state, gradient)
 
-    inside = jax.tree.map(here, specs)
-    program = jax.jit(
-        jax.shard_map(update, mesh=mesh, axis_names=manual, in_specs=inside, out_specs=inside)
-    ).lower(gradient, opt_state)
+    program = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=specs)).lower(
+        gradient, opt_state
+    )
     sent = demo_optax.accounting.collectives(program.compile().as_text())
     assert len([one for one in sent if one.crosses(mesh, "replica")]) == 1
     within = [one for one in sent if not one.crosses(mesh, "replica")]
@@ -261,37 +255,35 @@ def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
 
 
 def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
-    """The compiler shards the model inside a worker; the optimizer is told the shardings."""
+    """The compiler shards the model inside a worker; the optimizer takes stacked gradients."""
     mesh = mesh_of(2, 2)
     tx = demo_optax.stack_workers(SGD, mesh, "replica", SPECS)
     values = jax.device_put(params(), jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS))
     state = tx.init(values)
-    of_workers = jax.tree.map(
-        lambda spec: P(*(entry if entry == "replica" else None for entry in spec)),
-        demo_optax.state_specs(SGD, values, mesh, "replica", SPECS),
-    )
 
     def loss_fn(values, batch):
         hidden = jnp.tanh(batch["x"] @ values["hidden"] + values["bias"][None])
         hidden = jax.lax.with_sharding_constraint(hidden, P(None, "fsdp"))
         return jnp.mean(jnp.square(hidden @ values["out"] - batch["y"]))
 
-    def worker(values, state, batch):
+    def clipped_gradient(values, batch):
         loss, gradient = demo_optax.local_value_and_grad(loss_fn, "replica")(values, batch)
         norm = optax.tree.norm(gradient)
         gradient = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), gradient)
-        updates, state = tx.update(gradient, state, values)
-        return optax.apply_updates(values, updates), state, loss[None]
+        return jax.tree.map(lambda x: x[None], (gradient, loss))
 
-    step = jax.jit(
-        jax.shard_map(
-            worker,
+    @jax.jit
+    def step(values, state, batch):
+        gradients, losses = jax.shard_map(
+            clipped_gradient,
             mesh=mesh,
             axis_names={"replica"},
-            in_specs=(P(), of_workers, P("replica")),
-            out_specs=(P(), of_workers, P("replica")),
-        )
-    )
+            in_specs=(P(), P("replica")),
+            out_specs=P("replica"),
+        )(values, batch)
+        updates, state = tx.update(gradients, state, values)
+        return optax.apply_updates(values, updates), state, losses
+
     losses = []
     for i in range(4):
         batch = jax.device_put(model.batch(i), NamedSharding(mesh, P("replica")))

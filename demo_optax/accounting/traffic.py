@@ -6,17 +6,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
+from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, indices, make_plan
 from demo_optax.compression.blocks import block_geometry
+from demo_optax.parallel import shards
+from demo_optax.parallel.layout import layout_of
 
 
 def packet_bytes(
     tx_or_compression: optax.GradientTransformation | Compression,
     params,
     axis_name: AxisName = "data",
+    mesh: Mesh | AbstractMesh | None = None,
+    param_specs=P(),
 ) -> int:
     """Bytes that each worker hands to the collectives of one update.
 
@@ -27,10 +34,15 @@ def packet_bytes(
       tx_or_compression: an optax transformation, or a compression alone.
       params: arrays or shapes of the parameters.
       axis_name: the axis that the transformation exchanges over.
+      mesh: where workers have several devices, their mesh; it may be a
+        ``jax.sharding.AbstractMesh``.
+      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+        Each device sends a packet of its own shards; those that hold the same send parts of one.
 
     Returns:
       Bytes: the packet's size for `decoupled_momentum`, the dense gradient's for
-      `mean_over_workers`, 0 for an optimizer of a single worker (``axis_name=None``).
+      `mean_over_workers`, 0 for an optimizer of a single worker (``axis_name=None``). Of a worker
+      with several devices, what all of them send together.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -38,6 +50,12 @@ def packet_bytes(
       >>> packet_bytes(Compression(topk=8, value_coding="bfloat16"), params)
       27648
     """
+    if mesh is not None:
+        tx = tx_or_compression
+        if isinstance(tx, Compression):
+            tx = decoupled_momentum(compression=tx, axis_name=axis_name)
+        each = layout_of(tx, params, mesh, axis_name, param_specs).variation.sent
+        return each * mesh.size // shards.num_workers(mesh, axis_name)
     if isinstance(tx_or_compression, Compression):
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(params))
         return 4 * make_plan(tx_or_compression, shapes).layout.words

@@ -51,11 +51,12 @@ def _lies_as(given, wanted: NamedSharding, ndim: int) -> bool:
     return given.is_equivalent_to(wanted, ndim)
 
 
-def put(tree, sharding: NamedSharding):
-    """The tree, with every leaf placed so."""
+def put(mesh: Mesh, tree, specs):
+    """The tree, with every leaf placed as its spec says, or that of a prefix."""
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(Places([sharding] * len(leaves)).put(leaves))
+    wanted = jax.tree.leaves(jax.tree.broadcast(specs, tree))
+    return structure.unflatten(Places([NamedSharding(mesh, x) for x in wanted]).put(leaves))
 
 
 def shapes_of(leaves) -> tuple:
@@ -76,20 +77,11 @@ def described(tree, mesh: Mesh, specs):
     return jax.tree.map(describe, tree, specs)
 
 
-def require_divisible(batch, devices):
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        if not np.ndim(leaf) or np.shape(leaf)[0] % devices:
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, whose first "
-                f"dimension cannot be divided among {devices} devices: choose a batch size that is "
-                "a multiple of their number."
-            )
-
-
-def require_global(batch):
-    """With several processes no array of one of them alone can be the batch of all."""
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        if isinstance(leaf, Tracer) or jax.process_count() == 1:
+def require_global(batch, specs):
+    """With several processes no array of one of them alone can be what all divide."""
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
+    for (path, leaf), spec in leaves:
+        if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):
             continue
         if getattr(leaf, "is_fully_addressable", True):
             raise ValueError(

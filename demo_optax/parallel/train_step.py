@@ -7,21 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import accounting, axes, checks
+from demo_optax import checks
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
-from demo_optax.parallel import placement, shards, worker_axis
+from demo_optax.parallel import batches, placement, shards, worker_axis
 from demo_optax.parallel.layout import layout_of
-from demo_optax.parallel.worker_gradients import (
-    accumulate,
-    clipped,
-    in_full,
-    unless_broken,
-    worker_gradients,
-)
+from demo_optax.parallel.manual_gradients import manual_axes, manual_gradients
+from demo_optax.parallel.worker_gradients import in_full, worker_gradients
 
 
 class TrainMetrics(NamedTuple):
@@ -32,6 +27,7 @@ class TrainMetrics(NamedTuple):
       gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
       aux: what the loss function returned beside the loss, with a leading axis of workers, or of
         all devices where a worker has several that the step handles itself.
+      custom: what ``metrics_fn`` returned, with a leading axis of workers; None without one.
       exchange: `demo_optax.ExchangeMetrics`, or None where the optimizer keeps none.
       packet_bytes: int, the bytes that each worker, with all its devices, handed to the exchange.
 
@@ -49,6 +45,7 @@ class TrainMetrics(NamedTuple):
     loss: jax.Array
     gradient_norm: jax.Array
     aux: Any
+    custom: Any
     exchange: ExchangeMetrics | None
     packet_bytes: int
 
@@ -65,6 +62,8 @@ def make_train_step(
     stateful: bool = False,
     check_vma: bool = True,
     param_specs=None,
+    batch_specs=None,
+    metrics_fn: Callable | None = None,
     axis_names: Collection[str] | None = None,
     donate: bool = True,
 ) -> Callable:
@@ -94,6 +93,13 @@ def make_train_step(
         are local and parameters replicated; for models whose operations do not support them.
       param_specs: PartitionSpecs of the parameters over the axes inside a worker, a tree or a
         prefix of one; by default each device holds all of them.
+      batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
+        dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
+        a worker the same rows, ``P(None, axis_name)`` is for batches with time in front, ``P()``
+        for what all workers share: scalars, masks.
+      metrics_fn: ``metrics_fn(gradients, updates, params)``, a tree of whatever is to be measured
+        of one worker's clipped gradients, the updates and the parameters before the step, all of
+        them whole; it comes back as ``metrics.custom``.
       axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
         ``loss_fn`` then sees one device's part of the batch and whole parameters, which are
         gathered for it, while gradients are scattered. With the workers' axis alone, one other
@@ -107,11 +113,11 @@ def make_train_step(
     Returns:
       ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
       where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
-      opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays whose first
-      dimension is divided among all devices, ``opt_state`` comes from `init_opt_state`,
-      ``extra_args`` go to the transformation, the same for all workers, and ``metrics`` is a
-      `TrainMetrics`. What does not lie on the mesh as it should is placed. The step has ``lower``
-      as jitted functions have, and may be called inside ``jax.jit`` and ``jax.lax.scan``.
+      opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays, ``opt_state``
+      comes from `init_opt_state`, ``extra_args`` go to the transformation, the same for all
+      workers, and ``metrics`` is a `TrainMetrics`. What does not lie on the mesh as it should is
+      placed. The step has ``lower`` as jitted functions have, and may be called inside ``jax.jit``
+      and ``jax.lax.scan``.
 
       If no worker has a finite gradient, the parameters stay as they are.
 
@@ -135,77 +141,36 @@ def make_train_step(
         checks.in_interval("clip_norm", clip_norm, "(0, inf]")
     workers = shards.num_workers(mesh, axis_name)
     stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
-    worker_axes = axes.names(axis_name)
-    inner = shards.inner_axes(mesh, axis_name)
-    manual = _manual_axes(axis_names, mesh, worker_axes)
-    inner_manual = tuple(name for name in inner if name in manual)
-
+    manual = manual_axes(axis_names, mesh, axis_name)
+    options = dict(
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        param_specs=param_specs,
+        batch_specs=batch_specs,
+    )
     whole_loss = in_full(loss_fn, stateful)
+    if manual:
+        options |= dict(manual=manual, check_vma=check_vma)
+        gradients_of = manual_gradients(whole_loss, mesh, axis_name, **options)
+    else:
+        gradients_of = worker_gradients(whole_loss, mesh, axis_name, stateful=True, **options)
 
-    def worker_step(specs, params, opt_state, state, batch, key, extra_args):
-        def loss_of_shards(params, *args):
-            return whole_loss(shards.gather_params(params, specs), *args)
-
-        own = worker_axes + inner_manual
-        own_key = [jax.random.fold_in(k, jax.lax.axis_index(own)) for k in key]
-        old = jax.tree.map(lambda x: x[0], state)
-        loss, state, aux, gradient = accumulate(
-            loss_of_shards, own, microbatches, params, old, batch, *own_key
-        )
-        if inner_manual:
-            gradient = shards.mean_gradient(gradient, specs, inner)
-            loss, state = jax.lax.pmean(loss, inner), shards.agreed(state, inner)
-        norm = shards.norm(gradient, specs)
-        gradient = clipped(gradient, norm, clip_norm)
-        updates, opt_state = stacked.update(gradient, opt_state, params, **extra_args)
-        own_values = loss, norm, unless_broken(norm, state, old)
-        own_values, aux = jax.tree.map(lambda x: jnp.asarray(x)[None], (own_values, aux))
-        return *_applied(params, updates, opt_state), own_values, aux
-
-    def step_of_workers(layout, params, opt_state, state, batch, key, extra_args):
-        whole = layout.params, layout.state
-        specs, state_specs = jax.tree.map(functools.partial(_handled, manual), whole)
-        sharded = jax.shard_map(
-            functools.partial(worker_step, specs),
-            mesh=mesh,
-            axis_names=manual,
-            in_specs=(
-                *(specs, state_specs, P(axis_name)),
-                *(P(worker_axes + inner_manual), P(), P()),
-            ),
-            out_specs=(specs, state_specs, P(), P(axis_name), P(worker_axes + inner_manual)),
-            check_vma=check_vma,
-        )
-        params, opt_state, exchanged, (loss, norm, state), aux = sharded(
-            params, opt_state, state, batch, key, extra_args
-        )
-        if manual != set(mesh.axis_names):
-            params, opt_state = shards.lay((params, opt_state), mesh, whole)
-        return params, opt_state, state, TrainMetrics(loss, norm, aux, exchanged, packet_bytes=0)
-
-    if not manual:
-        stacked_gradients = worker_gradients(
-            whole_loss,
-            mesh,
-            axis_name,
-            microbatches=microbatches,
-            clip_norm=clip_norm,
-            stateful=True,
-            param_specs=param_specs,
-        )
-
-    def step_of_compiler(layout, params, opt_state, state, batch, key, extra_args):
-        found = stacked_gradients(params, state, batch, *key)
-        updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
-        params, opt_state, exchanged = _applied(params, updates, opt_state)
-        params = shards.lay(params, mesh, layout.params)
-        metrics = TrainMetrics(found.loss, found.norm, found.aux, exchanged, packet_bytes=0)
-        return params, opt_state, found.state, metrics
+    def measured(gradients, updates, params):
+        if metrics_fn is not None:
+            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=axis_name)
+            return measure(gradients, updates, params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
-    def placed_step(params, *args):
+    def placed_step(params, opt_state, state, batch, key, extra_args):
         layout = layout_of(tx, params, mesh, axis_name, param_specs)
-        return (step_of_workers if manual else step_of_compiler)(layout, params, *args)
+        found = gradients_of(params, state, batch, *key)
+        updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
+        updates = _if_anybody(updates, opt_state)
+        custom = measured(found.gradients, updates, params)
+        params = shards.lay(optax.apply_updates(params, updates), mesh, layout.params)
+        exchanged = exchange_metrics(opt_state)
+        metrics = TrainMetrics(found.loss, found.norm, found.aux, custom, exchanged, packet_bytes=0)
+        return params, opt_state, found.state, metrics
 
     @functools.lru_cache(maxsize=8)
     def prepare(structure: Any, shapes, state_structure: Any, state_shapes):
@@ -215,13 +180,7 @@ def make_train_step(
         state = state_structure.unflatten([jax.ShapeDtypeStruct(*x) for x in state_shapes])
         worker_axis.require_state(state, jax.eval_shape(stacked.init, params), workers)
         shardings = jax.tree.leaves(shards.shardings(mesh, (layout.params, layout.state)))
-        sent = layout.variation.sent
-        if not check_vma:  # types do not tell which devices hold the same: each sends all
-            parts = shards.shard_shapes(params, layout.params, mesh)
-            sent = accounting.packet_bytes(tx, parts, axis_name)
-        return placement.Places(shardings), sent * mesh.size // workers
-
-    over_all = P(worker_axes + inner)
+        return placement.Places(shardings), layout.variation.sent * mesh.size // workers
 
     def parts_of(args):
         """Model state, batch and key, of what stands behind the optimizer state."""
@@ -248,15 +207,15 @@ def make_train_step(
             state_structure,
             placement.shapes_of(state_leaves),
         )
-        placement.require_divisible(batch, mesh.size)
-        placement.require_global(batch)
+        of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
+        placement.require_global(batch, of_batch)
         everything: Any = jax.tree.structure((params, opt_state))
         params, opt_state = everything.unflatten(places.put(leaves + state_leaves))
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
-        rest = (state, P(axis_name)), (batch, over_all), ((key, extra_args), P())
-        state, batch, (key, extra_args) = [
-            placement.put(x, NamedSharding(mesh, spec)) for x, spec in rest
-        ]
+        rest = state, batch, (key, extra_args)
+        state, batch, (key, extra_args) = map(
+            functools.partial(placement.put, mesh), rest, (P(axis_name), of_batch, P())
+        )
         return (params, opt_state, state, batch, key, extra_args), packet_bytes
 
     def step(params, opt_state, *args, **extra_args):
@@ -269,7 +228,8 @@ def make_train_step(
         whole = params, opt_state, *parts_of(args), extra_args
         shapes = jax.eval_shape(lambda *whole: whole, *whole)
         layout = layout_of(tx, shapes[0], mesh, axis_name, param_specs)
-        specs = layout.params, layout.state, P(axis_name), over_all, P(), P()
+        of_batch = batches.leaf_specs(shapes[3], batch_specs, mesh, axis_name)
+        specs = layout.params, layout.state, P(axis_name), of_batch, P(), P()
         specs = tuple(map(jax.tree.broadcast, specs, shapes))
         params, opt_state, state, batch, key, extra_args = placement.described(shapes, mesh, specs)
         state = [state] if stateful else []
@@ -282,44 +242,10 @@ def make_train_step(
     return step
 
 
-def _applied(params, updates, opt_state):
-    """Parameters after a step, which are as before where nobody took part; its metrics."""
-    exchanged = exchange_metrics(opt_state)
-    if exchanged is not None:
-        any_did = jnp.any(jnp.array([m.participants > 0 for m in all_metrics(opt_state)]))
-        updates = jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
-    return optax.apply_updates(params, updates), opt_state, exchanged
-
-
-def _manual_axes(axis_names, mesh, worker_axes) -> set[str]:
-    """The axes that a step handles itself: all, those of the workers, or none."""
-    manual = set(mesh.axis_names if axis_names is None else axis_names)
-    if manual not in (set(mesh.axis_names), set(worker_axes), set()):
-        raise ValueError(
-            f"axis_names must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
-            f"{worker_axes} alone, or (), with the others left to the compiler, not "
-            f"{tuple(axis_names)}."
-        )
-    if manual and len(set(mesh.axis_names) - manual) > 1:
-        raise ValueError(
-            f"axis_names={tuple(axis_names)} leaves the axes "
-            f"{tuple(n for n in mesh.axis_names if n not in manual)} to the compiler, but with "
-            "more than one XLA may abort the process: use axis_names=()."
-        )
-    explicit = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if manual and name not in manual and kind == AxisType.Explicit
-    ]
-    if explicit:
-        raise ValueError(
-            f"the axes {explicit} are left to the compiler, but their type is Explicit, as "
-            "jax.make_mesh makes them by default: use axis_names=(), or make the mesh with "
-            "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
-        )
-    return manual
-
-
-def _handled(manual, spec: P) -> P:
-    """The part of a spec that is over manual axes."""
-    return P(*(entry if set(axes.names(entry)) <= manual else None for entry in spec))
+def _if_anybody(updates, opt_state):
+    """The updates; zeros on a step on which nobody took part."""
+    exchanges = all_metrics(opt_state)
+    if not exchanges:
+        return updates
+    any_did = jnp.any(jnp.array([m.participants > 0 for m in exchanges]))
+    return jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)

@@ -30,16 +30,13 @@ def stack_workers(
     """``tx`` with a state whose worker-local leaves carry a leading worker axis.
 
     ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is
-    called inside, where each worker holds one entry of that axis, or outside, in any ``jax.jit``,
-    as the outermost transformation, with *stacked* gradients ``(workers, *shape)`` as
-    `worker_gradients` makes them: the optimizer alone then runs in a ``jax.shard_map`` of its own.
-    With it a Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation
-    works unchanged. A worker whose gradient is not finite keeps its entries as they were, so that
-    no second moment is lost to one bad batch.
-
-    Where the mesh has further axes, inside the workers, they may be manual around ``update``, or
-    left to the compiler, ``jax.shard_map(axis_names={axis_name})``: then the optimizer alone runs
-    in a ``jax.shard_map`` of its own over them, so that each device compresses its own shard.
+    called in any ``jax.jit``, as the outermost transformation, with *stacked* gradients
+    ``(workers, *shape)`` as `worker_gradients` makes them: the optimizer alone runs in a
+    ``jax.shard_map`` of its own, each device on its own shards. Or it is called inside of one over
+    all axes of the mesh, where a device holds its worker's entry of that axis. With it a Flax
+    ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
+    unchanged. A worker whose gradient is not finite keeps its entries as they were, so that no
+    second moment is lost to one bad batch.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
@@ -79,30 +76,19 @@ def stack_workers(
         return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
     def update_fn(updates, state, params=None, **extra_args):
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        if not worker_axes & set(manual):
+        manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+        if not worker_axes & manual:
             return update_stacked(updates, state, params, extra_args)
-        auto_axes = set(shards.inner_axes(mesh, axis_name)) - set(manual)
-        if not auto_axes:
-            specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
-            whole = shards.whole_shapes(updates, specs, mesh)
-            layout = layout_of(tx, whole, mesh, axis_name, param_specs)
-            return update_shards(layout, updates, state, params, extra_args)
-        layout = layout_of(tx, updates, mesh, axis_name, param_specs)
-        state_specs = jax.tree.map(
-            lambda spec: P(None, *spec[1:]) if differs(spec) else spec, layout.state
-        )
-
-        def update_inside(updates, state, params):
-            return update_shards(layout, updates, state, params, extra_args)
-
-        return jax.shard_map(
-            update_inside,
-            axis_names=auto_axes,
-            check_vma=axes.types_are_tracked(axis_name),
-            in_specs=(layout.params, state_specs, P() if params is None else layout.params),
-            out_specs=(layout.params, state_specs),
-        )(updates, state, params)
+        if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
+            raise ValueError(
+                f"update is called inside of a shard_map that leaves the axes {left} to the "
+                "compiler: return its gradients from there, stacked (workers, *shape), and call "
+                "update outside, or make that shard_map over all axes of the mesh."
+            )
+        specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
+        whole = shards.whole_shapes(updates, specs, mesh)
+        layout = layout_of(tx, whole, mesh, axis_name, param_specs)
+        return update_shards(layout, updates, state, params, extra_args)
 
     def update_stacked(updates, state, params, extra_args):
         _require_outermost(updates)

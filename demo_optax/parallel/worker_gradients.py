@@ -1,5 +1,6 @@
 """The gradient of each worker's own part of a batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.numerics import energy, upcast
-from demo_optax.parallel import placement, shards
+from demo_optax.parallel import batches, shards
 from demo_optax.parallel.local_gradients import local_value_and_grad
 
 
@@ -48,6 +49,7 @@ def worker_gradients(
     clip_norm: float | None = None,
     stateful: bool = False,
     param_specs=None,
+    batch_specs=None,
 ) -> Callable:
     """Stacked gradients for a program that leaves all shardings to the compiler.
 
@@ -64,11 +66,11 @@ def worker_gradients(
       clip_norm: largest global norm of each worker's gradient.
       stateful: whether the model has a state, as in `make_train_step`.
       param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+      batch_specs: PartitionSpecs of the batch, as in `make_train_step`.
 
     Returns:
-      ``fn(params, [state,] batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. The
-      batch's first dimension is divided among the workers; each worker and microbatch gets
-      another key.
+      ``fn(params, [state,] batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. Each
+      worker and microbatch gets another key.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -88,9 +90,9 @@ def worker_gradients(
         )
     whole_loss = in_full(loss_fn, stateful)
 
-    def of_worker(params, state, batch, *key):
+    def of_worker(rows, params, state, batch, *key):
         loss, new, aux, gradient = accumulate(
-            whole_loss, None, microbatches, params, state, batch, *key
+            whole_loss, None, microbatches, rows, params, state, batch, *key
         )
         norm = jnp.sqrt(energy(jax.tree.leaves(gradient)))
         new = unless_broken(norm, new, state)
@@ -100,13 +102,15 @@ def worker_gradients(
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         params = shards.lay(params, mesh, specs)
-        placement.require_divisible(batch, workers)
-        divided = jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), batch)
-        inner = shards.inner_axes(mesh, axis_name)
-        divided = shards.lay(divided, mesh, jax.tree.map(lambda _: P(axis_name, inner), divided))
+        of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
+        rows = batches.rows_of(of_batch, axis_name)
+        batch = batches.divided(batch, of_batch, rows, mesh, axis_name)
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
-        mapped = (None, 0, 0, *[0 for _ in key])
-        found = jax.vmap(of_worker, mapped, spmd_axis_name=axis_name)(params, state, divided, *keys)
+        structure: Any = jax.tree.structure(batch)
+        mapped = (None, 0, structure.unflatten(rows), *[0 for _ in key])
+        found = jax.vmap(functools.partial(of_worker, rows), mapped, spmd_axis_name=axis_name)(
+            params, state, batch, *keys
+        )
         of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
         return found._replace(gradients=shards.lay(found.gradients, mesh, of_gradients))
 
@@ -150,7 +154,7 @@ def unless_broken(norm: jax.Array, new, old):
     return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(norm), x, y), new, old)
 
 
-def accumulate(loss_fn, axis_name, microbatches, params, state, batch, *key):
+def accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
     """Loss, model state, aux and gradient of a worker's batch.
 
     Loss and gradient are averaged over its microbatches, the state goes through one after the
@@ -162,22 +166,14 @@ def accumulate(loss_fn, axis_name, microbatches, params, state, batch, *key):
         (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
         return loss, state, aux, gradient
 
-    def cut(x):
-        if x.shape[0] % microbatches:
-            raise ValueError(
-                f"a worker's part of the batch has {x.shape[0]} rows, which cannot be cut into "
-                f"{microbatches} equal microbatches: choose a batch size that is a multiple of "
-                "workers x microbatches."
-            )
-        return x.reshape(microbatches, -1, *x.shape[1:])
-
     def add(carry, args):
         total, state = carry
         (loss, (state, aux)), gradient = value_and_grad(params, state, *args)
         total = jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient))
         return (total, axes.as_varying(state, axis_name)), aux
 
-    parts = jax.tree.map(cut, batch), *[jax.random.split(k, microbatches) for k in key]
+    keys = [jax.random.split(k, microbatches) for k in key]
+    parts = batches.microbatches_of(batch, rows, microbatches), *keys
     first = jax.tree.map(lambda x: x[0], parts)
     (loss, _), gradient = jax.eval_shape(value_and_grad, params, state, *first)
     zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))

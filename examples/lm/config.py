@@ -9,10 +9,11 @@ from typing import Literal
 
 import tyro
 import yaml
-from model import PresetName
-from recipes import OptimizerName
 
 from demo_optax.compression.values import ValueCoding
+
+from .model import PresetName
+from .recipes import OptimizerName
 
 PROFILE_BEHIND = 10  # steps, the first of which compile and warm up
 
@@ -71,7 +72,7 @@ class Config:
     block_side: int = 64
     """Elements per side of a block."""
     value_coding: ValueCoding = "int4"
-    """Coding of the values that are sent; examples/value_codings.py compares them."""
+    """Coding of the values that are sent; benchmarks/value_codings.py compares them."""
     evaluate_every: int = 100
     """Steps between two evaluations on held-out text."""
     seed: int = 0

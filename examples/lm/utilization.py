@@ -2,7 +2,8 @@
 
 import jax
 import numpy as np
-from model import Preset
+
+from .model import Preset
 
 # Dense bfloat16 FLOP/s as the makers state them, by JAX's name of the device.
 PEAK_FLOPS = {

@@ -3,14 +3,15 @@
 import time
 from typing import NamedTuple
 
-import logs
 import numpy as np
 from rich import progress
 from rich.console import Console
 from rich.table import Table
-from utilization import utilization
 
 import demo_optax
+
+from . import logs
+from .utilization import utilization
 
 console = Console()
 

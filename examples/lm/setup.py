@@ -4,21 +4,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import data
-import hosts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tokens as coding
-from config import Config
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from model import PRESETS, Preset, build, cross_entropy
-from recipes import RECIPES, Settings
 
 import demo_optax
+
+from . import data, hosts
+from . import tokens as coding
+from .config import Config
+from .model import PRESETS, Preset, build, cross_entropy
+from .recipes import RECIPES, Settings
 
 SIMULATED_WORKERS = 8
 TUNED_WIDTH = PRESETS["tiny"].width

@@ -15,8 +15,9 @@ import traceback
 
 import jax
 import numpy as np
-from config import Config
 from jax.experimental import multihost_utils
+
+from .config import Config
 
 STOPPED = 143  # the exit status of what SIGTERM ends
 PEER_LOST = os.EX_TEMPFAIL  # and of failures that are worth another try

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import datasets
 import grain
 import numpy as np
-from tokens import Tokens
+
+from .tokens import Tokens
 
 HELD_OUT = 0.05  # share of the documents
 

@@ -1,6 +1,6 @@
 """What each value coding costs in loss and in bytes, on the `tiny` model.
 
-    python examples/value_codings.py            every coding, k of 8 and 32, three seeds
+    python benchmarks/value_codings.py          every coding, k of 8 and 32, three seeds
 
 All runs of a setting have the same number of steps, and the same text for the same seed. The
 table gives the mean over the seeds of the held-out loss, its difference from float32 seed by
@@ -10,21 +10,25 @@ seed (with the standard error of that difference), and bytes per step and worker
 import dataclasses
 import itertools
 import math
+import pathlib
 import statistics
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 import tyro
-from config import Config
-from model import PRESETS, build
-from report import console
 from rich.progress import Progress
 from rich.table import Table
-from setup import Run, batches_of, make_evaluation, prepare
-from train_lm import LAST_EVALUATION_TOKENS
 
 import demo_optax
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from lm.config import Config
+from lm.model import PRESETS, build
+from lm.report import console
+from lm.setup import Run, batches_of, make_evaluation, prepare
+from lm.train import LAST_EVALUATION_TOKENS
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokens import Tokens
+
+from .tokens import Tokens
 
 
 def samples(

@@ -1,0 +1,273 @@
+"""The loop of training, from a prepared run to its figures: what is shown, saved and checked."""
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+import demo_optax
+from demo_optax.checkpoint import Checkpointer
+
+from . import data, hosts, logs, report
+from .config import PROFILE_BEHIND, Config
+from .report import console
+from .sampling import samples
+from .setup import Run, batches_of, make_evaluation, prepare
+from .utilization import flops_per_token
+
+EVALUATION_TOKENS = 2**15
+LAST_EVALUATION_TOKENS = 2**18
+
+
+class Trained(NamedTuple):
+    """What became of a run: its figures, and the loss at its end in nats per held-out byte."""
+
+    log: report.Log
+    loss: float
+
+
+def train(run: Run) -> Trained:
+    """Trains to the end, or leaves with an exit status; shows and saves what is asked for."""
+    config, mesh = run.config, run.mesh
+    describe(run)
+    train_step = demo_optax.make_train_step(
+        run.loss_fn,
+        run.tx,
+        mesh,
+        microbatches=config.microbatches,
+        clip_norm=config.clip_norm,
+        param_specs=run.param_specs,
+    )
+    regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
+    with (
+        hosts.Watch(config.peer_timeout, how_to_go_on(config)) as watch,
+        open_checkpoints(run) as checkpointer,
+        watch.failures(),
+    ):
+        start, windows, params, opt_state = begin(run, checkpointer)
+        evaluate = make_evaluation(run, watch.progress)
+        log = open_log(run, start)
+        batches = batches_of(run, windows)
+        unread = None
+        with contextlib.closing(log.files), profiler(config) as profile, log.bar:
+            for number in range(start + 1, config.steps + 1):
+                params, opt_state, metrics = train_step(params, opt_state, next(batches))
+                profile(number - start, metrics)
+                # To read metrics is to wait for their step: by now the next one is on its way.
+                if unread is not None:
+                    log.step(unread)
+                    watch.progress(number - 1)
+                unread = metrics
+                stopping, last = hosts.stop_requested(number), number == config.steps
+                if not (stopping or last or any(number % every == 0 for every in regular)):
+                    continue
+                log.step(unread)
+                watch.progress(number)
+                unread = None
+                if number % config.check_replicas_every == 0:
+                    params, opt_state = checked((params, opt_state), mesh)
+                if number % config.evaluate_every == 0 or last:
+                    log.evaluation(evaluate(params, EVALUATION_TOKENS))
+                if checkpointer and (stopping or last or number % config.checkpoint_every == 0):
+                    with watch.paused():
+                        read = windows + (number - start) * config.batch_size
+                        checkpointer.save(
+                            number, params, opt_state, order(run, read), wait=stopping or last
+                        )
+                if stopping and not last:
+                    console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
+                    sys.exit(hosts.STOPPED)
+                log.resume()
+            loss = evaluate(params, LAST_EVALUATION_TOKENS)
+            with watch.paused():
+                written = written_by(run, params)
+            show(written)
+            log.files.samples(log.done, written)
+        different = demo_optax.check_replicas(params, mesh)
+
+    bigrams = data.bigram_entropy(run.corpus) if config.tokenizer is None else None
+    console.print(report.closing_table(log, loss, bigrams, demo_optax.dense_bytes(run.params)))
+    console.print(
+        f"parameters on {mesh.size} devices: {'DIFFERENT' if different else 'bit-identical'}"
+    )
+    if different:
+        sys.exit(1)
+    return Trained(log, loss)
+
+
+def open_log(run: Run, start: int) -> report.Log:
+    config = run.config
+    folder = config.log_dir
+    if folder and not hosts.is_first():
+        folder /= f"process-{jax.process_index()}"
+    files = logs.Files(folder, start)
+    if folder and hosts.is_first():
+        config.write(folder / "config.yaml")
+    tokens = math.prod(run.batch_shape)
+    flops = tokens * flops_per_token(run.params, run.preset, config.sequence_length)
+    return report.Log(
+        config.steps, tokens, run.corpus.bytes_per_token, flops, run.mesh.devices, start, files
+    )
+
+
+@contextlib.contextmanager
+def profiler(config: Config) -> Iterator[Callable[[int, demo_optax.TrainMetrics], None]]:
+    """What to call behind each step of this start, so that those to profile are profiled."""
+    running = False
+
+    def profile(number, metrics):
+        nonlocal running
+        if not (config.profile_steps and hosts.is_first()):
+            return
+        if number == PROFILE_BEHIND:
+            jax.block_until_ready(metrics)
+            jax.profiler.start_trace(str(config.log_dir))
+            running = True
+        elif running and number == PROFILE_BEHIND + config.profile_steps:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
+            running = False
+
+    try:
+        yield profile
+    finally:
+        if running:
+            jax.profiler.stop_trace()
+
+
+def show(written: list[str]) -> None:
+    for number, text in enumerate(written, 1):
+        console.rule(f"the model writes, {number} of {len(written)}")
+        console.print(text, markup=False, highlight=False)
+
+
+def written_by(run: Run, params: nnx.State) -> list[str]:
+    """What the model writes behind each prompt."""
+    config = run.config
+    if not config.sample_length:
+        return []
+    return samples(
+        run.logits,
+        on_one_device(params, run.mesh),
+        run.tokens,
+        config.sequence_length,
+        list(config.prompts),
+        config.sample_length,
+        seed=config.seed,
+    )
+
+
+def how_to_go_on(config: Config) -> str:
+    if config.checkpoint_dir:
+        return (
+            "Start the same command again, on as many processes or others, to go on from the last "
+            f"checkpoint in {config.checkpoint_dir}."
+        )
+    return "Nothing was saved; with --checkpoint-dir it could go on."
+
+
+def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer | None]:
+    config = run.config
+    if config.checkpoint_dir is None:
+        return contextlib.nullcontext()
+    return Checkpointer(
+        config.checkpoint_dir,
+        run.tx,
+        run.mesh,
+        param_specs=run.param_specs,
+        keep=config.keep_checkpoints,
+    )
+
+
+def on_one_device(params: nnx.State, mesh: Mesh) -> nnx.State:
+    """Whole parameters on the first device of this process."""
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+
+
+def begin(
+    run: Run, checkpointer: Checkpointer | None
+) -> tuple[int, int, nnx.State, optax.OptState]:
+    """Steps done, windows read, parameters, state: from the last checkpoint, or the start."""
+    template = order(run, 0)
+    try:
+        found = checkpointer and checkpointer.restore(run.params, template)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    if found:
+        console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
+        read = found.extra["windows"]
+        if found.extra != order(run, read):
+            console.print(
+                "The text, its tokens or their order is another than before: it begins anew. It "
+                f"was {found.extra}, and is {order(run, read)}."
+            )
+            read = 0
+        return found.step, read, found.params, found.opt_state
+    opt_state = demo_optax.init_opt_state(run.tx, run.params, run.mesh, param_specs=run.param_specs)
+    return 0, 0, run.params, opt_state
+
+
+def order(run: Run, windows: int) -> dict[str, int]:
+    """How many windows of the text were read, and what their order depends on."""
+    return {
+        "seed": run.config.seed,
+        "sequence_length": run.config.sequence_length,
+        "text": run.corpus.checksum,
+        "windows": windows,
+    }
+
+
+def checked(state, mesh: Mesh):
+    """The state with every replica like the majority; ends the run where there is none."""
+    found = demo_optax.check_replicas(state, mesh)
+    for drift in found:
+        console.print(f"leaf{drift.leaf} differs on worker {drift.worker}, {drift.position}")
+    try:
+        return demo_optax.repair_replicas(state, mesh) if found else state
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def describe(run: Run) -> None:
+    corpus, device = run.corpus, run.mesh.devices.flat[0]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+    workers, devices_each = run.mesh.devices.shape
+    console.print(
+        f"{corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out, of "
+        f"{corpus.bytes_per_token:.3g} bytes; vocabulary of {run.tokens.vocabulary:,}"
+    )
+    console.print(
+        f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {devices_each} "
+        f"({device.device_kind}) in {jax.process_count()} processes, optimizer "
+        f"{run.config.optimizer}"
+    )
+    if device.platform == "cpu":
+        console.print(
+            f"The workers are simulated and share {os.cpu_count()} CPU cores: times here say "
+            "nothing about real workers."
+        )
+
+
+def run_or_exit(config: Config) -> Trained:
+    """Prepares and trains, with one clear line for whatever a user may have set wrongly."""
+    try:
+        try:
+            run = prepare(config)
+            console.quiet = not hosts.is_first()
+        except (ValueError, TypeError, OSError) as error:
+            Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            sys.exit(2)
+        return train(run)
+    except KeyboardInterrupt:
+        console.print(f"Stopped at once. {how_to_go_on(config)}")
+        sys.exit(130)

@@ -1,0 +1,166 @@
+"""What a step is told of its batch, and what a user's own function measures of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from tests import model
+
+WORKERS, INNER = 4, 2
+TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
+MODES = {"manual": None, "the workers alone": ("data",), "mapped": ()}
+modes = pytest.mark.parametrize("axis_names", MODES.values(), ids=MODES)
+
+
+def mesh_of(workers=WORKERS, inner=INNER):
+    kinds = (AxisType.Auto,) * 2
+    devices = jax.devices()[: workers * inner]
+    return jax.make_mesh((workers, inner), ("data", "fsdp"), kinds, devices=devices)
+
+
+def train(loss, batch_of, steps=3, inner=INNER, **options):
+    mesh = mesh_of(inner=inner)
+    step = demo_optax.make_train_step(loss, TX, mesh, **options)
+    params, state = model.init(), demo_optax.init_opt_state(TX, model.init(), mesh)
+    losses = []
+    for i in range(steps):
+        params, state, metrics = step(params, state, batch_of(i))
+        losses.append(np.asarray(metrics.loss))
+    return jax.device_get(params), np.stack(losses), metrics
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0], expected[0]
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train(model.loss, model.batch)
+
+
+@modes
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_shared_leaves_reach_every_worker_whole(axis_names, microbatches, plain):
+    weights = np.linspace(0.5, 1.5, 3, dtype=np.float32)
+
+    def loss(params, batch):
+        rows, weights, scale = batch
+        assert weights.shape == (3,) and scale.shape == ()
+        return scale * model.loss(params, {"x": rows["x"], "y": rows["y"]}) + 0 * weights.sum()
+
+    found = train(
+        loss,
+        lambda i: (model.batch(i), weights, 1.0),
+        batch_specs=(P(("data", "fsdp")), P(), P()),
+        axis_names=axis_names,
+        microbatches=microbatches,
+    )
+    assert_same(found, plain)
+
+
+@modes
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_rows_may_stand_behind_another_dimension(axis_names, microbatches, plain):
+    def loss(params, batch):
+        return model.loss(params, jax.tree.map(jnp.transpose, batch))
+
+    found = train(
+        loss,
+        lambda i: jax.tree.map(jnp.transpose, model.batch(i)),
+        batch_specs=P(None, ("data", "fsdp")),
+        axis_names=axis_names,
+        microbatches=microbatches,
+    )
+    assert_same(found, plain)
+
+
+@modes
+def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(axis_names):
+    def rows(i):
+        return jax.tree.map(lambda x: x[:WORKERS], model.batch(i))
+
+    expected = train(model.loss, rows, inner=1)
+    found = train(model.loss, rows, batch_specs=P("data"), axis_names=axis_names)
+    assert_same(found, expected)
+    with pytest.raises(ValueError, match="cannot be divided among 8 devices"):
+        train(model.loss, rows, axis_names=axis_names)
+
+
+@modes
+def test_custom_metrics_see_whole_gradients_of_one_worker(axis_names):
+    specs = {"hidden": P("fsdp"), "bias": P(), "out": P("fsdp")}
+
+    def measure(gradients, updates, params):
+        shapes = jax.tree.map(jnp.shape, (gradients, updates, params))
+        assert shapes == (jax.tree.map(jnp.shape, model.init()),) * 3
+        return {"gradient": optax.tree.norm(gradients), "out": updates["out"], "was": params["out"]}
+
+    start, batch = model.init(), model.batch(0)
+    params, _, metrics = train(
+        model.loss, model.batch, 1, axis_names=axis_names, metrics_fn=measure, param_specs=P()
+    )
+    mesh = mesh_of()
+    step = demo_optax.make_train_step(
+        model.loss, TX, mesh, param_specs=specs, metrics_fn=measure, axis_names=axis_names
+    )
+    state = demo_optax.init_opt_state(TX, start, mesh, param_specs=specs)
+    _, _, sharded = step(model.init(), state, batch)
+    parts = [
+        jax.tree.map(lambda x, n=n: np.split(np.asarray(x), WORKERS)[n], batch)
+        for n in range(WORKERS)
+    ]
+    norms = [
+        np.sqrt(
+            sum(np.sum(np.square(g)) for g in jax.tree.leaves(jax.grad(model.loss)(start, part)))
+        )
+        for part in parts
+    ]
+    for found in (metrics.custom, sharded.custom):
+        np.testing.assert_allclose(found["gradient"], norms, rtol=1e-5)
+        np.testing.assert_array_equal(found["was"], np.stack([start["out"]] * WORKERS))
+    moved = np.asarray(params["out"]) - np.asarray(start["out"])
+    for update in metrics.custom["out"]:
+        np.testing.assert_allclose(update, moved, rtol=1e-3, atol=1e-6)
+
+
+def test_custom_metrics_are_clipped_gradients():
+    *_, metrics = train(
+        model.loss,
+        model.batch,
+        1,
+        clip_norm=0.01,
+        metrics_fn=lambda gradients, updates, params: optax.tree.norm(gradients),
+    )
+    assert np.all(np.asarray(metrics.gradient_norm) > 0.02)
+    np.testing.assert_allclose(metrics.custom, 0.01, rtol=1e-5)
+
+
+def test_an_axis_that_the_mesh_lacks_is_named():
+    with pytest.raises(ValueError, match="batch_specs names the axis 'rows' for batch"):
+        train(model.loss, model.batch, batch_specs=P("rows"))
+
+
+@pytest.mark.parametrize("specs", [P(), {"hidden": P("fsdp"), "bias": P(), "out": P()}])
+def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
+    mesh, params = mesh_of(), model.init()
+    state = demo_optax.init_opt_state(TX, params, mesh, param_specs=specs)
+    step = demo_optax.make_train_step(model.loss, TX, mesh, param_specs=specs)
+    program = step.lower(params, state, model.batch(0)).compile().as_text()
+    _, _, metrics = step(params, state, model.batch(0))
+    between = [
+        one for one in demo_optax.accounting.collectives(program) if one.crosses(mesh, "data")
+    ]
+    counted = demo_optax.packet_bytes(TX, params, "data", mesh, specs)
+    assert counted == metrics.packet_bytes == INNER * sum(one.operand_bytes for one in between)
+    compression = demo_optax.Compression(4, 8)
+    assert counted == demo_optax.packet_bytes(
+        compression, params, "data", mesh.abstract_mesh, specs
+    )
