@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Mean
+from demo_optax.metrics import all_metrics
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -69,7 +70,7 @@ def decoupled(
 
     def update_fn(updates, state, params=None, **extra_args):
         updates, state = chain.update(updates, state, params, **extra_args)
-        took_part = state[0].metrics.participants > 0
+        took_part = all_metrics(state)[0].participants > 0
         return jax.tree.map(lambda u: jnp.where(took_part, u, jnp.zeros_like(u)), updates), state
 
     return optax.GradientTransformationExtraArgs(chain.init, update_fn)
@@ -234,8 +235,10 @@ def demo_muon(
     """
     muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: the sign is turned further down
     orthogonal = optax.stateless(lambda u, _: muon.update(u, muon.init(u), u)[0])
-    parts = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
-    direction = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
+    direction = optax.partition(
+        {True: orthogonal, False: _scale_by_rms(b2, 1e-8)},
+        lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
+    )
     base = _step(direction, learning_rate, weight_decay, mask)
     return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
 
