@@ -26,7 +26,7 @@ class DecoupledMomentumState(NamedTuple):
     """State of `decoupled_momentum`, as one worker sees it.
 
     Attributes:
-      count: updates so far; the same on all workers.
+      count: int32 scalar, updates so far; the same on all workers.
       momentum: a tree like the parameters, without boxes of Flax's. A parameter has the
         coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
       precondition: state of the local preconditioner; each worker its own.

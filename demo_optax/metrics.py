@@ -18,13 +18,13 @@ class ExchangeMetrics(NamedTuple):
     """What a step's packets told, the same on every worker.
 
     Attributes:
-      participants: workers whose packet counted.
-      identical: True where all of several workers had the very same gradient, which
+      participants: int32, workers whose packet counted.
+      identical: bool, True where all of several workers had the very same gradient, which
         means that it is not local (see `demo_optax.check_metrics`).
-      sent_share: in [0, 1], share of the momenta's energy that was sent.
-      restarted: blocks of all workers whose momentum was not finite, or too large for
+      sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
+      restarted: int32, blocks of all workers whose momentum was not finite, or too large for
         float32, and started again from zero.
-      residual_norm: root mean square over the workers of the norm of what stays
+      residual_norm: float32, root mean square over the workers of the norm of what stays
         in the momentum. Where a worker's parameters are sharded, what all of its shards hold
         counts once for each.
 

@@ -87,7 +87,7 @@ def encode(
     """Rounds values to what their coding can say.
 
     Args:
-      values: of any magnitude.
+      values: of some blocks.
       coding: one of `VALUE_CODINGS`.
       key: for stochastic rounding, whose mean is the value itself wherever the coding has levels
         on both sides of it; None rounds to the nearest.
