@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 AxisName = str | tuple[str, ...] | None
 
@@ -39,7 +40,7 @@ def manual_names(axis_name: AxisName) -> tuple[str, ...]:
     return tuple(name for name in names(axis_name) if name in manual)
 
 
-def varying(x: jax.Array) -> frozenset:
+def varying(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset:
     """The axes over which the type of ``x`` says that it differs between workers."""
     return jax.typeof(x).manual_axis_type.varying
 
