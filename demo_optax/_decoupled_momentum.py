@@ -169,17 +169,17 @@ def decoupled_momentum(
         coefficients, arrived = plan.transform(plan.blocks(jax.tree.leaves(local)), step)
         sound = all_finite((arrived * jnp.square(w), decay, preconditioned))
         momenta = _accumulate(sound, decay, old, w, coefficients)
-        momenta, energy, restarted = _restart_blocks(momenta)
+        momenta, sums = _restart_blocks(momenta)
 
         # Compress: q = top_k(m)
         compressed = compress(plan, momenta, step, worker)
 
         # Exchange: mean(q_1, ..., q_N)
-        report = metrics.report(gradient, energy, compressed, subtraction_factor, restarted)
+        report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
         aggregate = exchange(plan, compressed, report, sound, step, axis_name, mean)
 
         # Subtract: m <- m - alpha q
-        factor = jnp.where(aggregate.delivered, subtraction_factor, 0)
+        factor = jnp.asarray(subtraction_factor) * aggregate.delivered
         sent = zip(momenta, *compressed.decoded, strict=True)
         residuals = [add_at(m, positions, -factor * values) for m, positions, values in sent]
 
@@ -222,7 +222,7 @@ def _restart_leaves(state, fresh):
 
 def _restart_blocks(
     momenta: Sequence[Coefficients],
-) -> tuple[list[Coefficients], FloatScalar, IntScalar]:
+) -> tuple[list[Coefficients], tuple[FloatScalar, IntScalar]]:
     """Momenta whose blocks start from zero where their energy is not finite.
 
     Also the energy of all of them, and how many started anew.
@@ -233,7 +233,8 @@ def _restart_blocks(
     sound = list(map(jnp.isfinite, energies))
     total = jnp.zeros((), jnp.float32) + sum(map(jnp.sum, map(_or_zero, sound, energies)))
     restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~s, dtype=jnp.int32) for s in sound)
-    return [_or_zero(s[:, None], m) for s, m in zip(sound, momenta, strict=True)], total, restarted
+    new = [_or_zero(s[:, None], m) for s, m in zip(sound, momenta, strict=True)]
+    return new, (total, restarted)
 
 
 def _or_zero(

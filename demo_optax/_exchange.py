@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Bool, UInt32
 
 from demo_optax import axes, metrics
-from demo_optax.arrays import BoolScalar, Coefficients, IntScalar
+from demo_optax.arrays import BoolScalar, Coefficients, FloatScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Plan, packet, sparse
 from demo_optax.compression.packet import MULTIPLE, Origin
 from demo_optax.compression.sparse import Mean, Sums
 from demo_optax.metrics import ExchangeMetrics, Report
+from demo_optax.numerics import energy
 
 
 class Aggregate(NamedTuple):
@@ -24,12 +25,12 @@ class Aggregate(NamedTuple):
 
     Attributes:
       coefficients: for each group the mean, float32; zero where nobody sent any.
-      delivered: whether this worker's own packet counted.
+      delivered: the part of this worker's own message that counted; 0 if none did.
       metrics: of the step.
     """
 
     coefficients: list[Coefficients]
-    delivered: BoolScalar
+    delivered: FloatScalar
     metrics: ExchangeMetrics
 
 
@@ -45,8 +46,8 @@ def exchange(
     """Gives every worker the mean of all workers' messages.
 
     No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
-    do not ascend within their block, or with a value that is not finite counts as absent, on all
-    workers alike that count the same steps. A worker whose count differs hears itself alone.
+    do not ascend within their block, or with a value or norm that is not finite counts as absent,
+    on all workers alike that count the same steps. A worker whose count differs hears itself alone.
 
     Args:
       plan: of the tensors, the same on all workers.
@@ -61,37 +62,55 @@ def exchange(
     own = Origin(step, axes.index(axis_name))
     packets = gather(packet.seal(jnp.stack(report), compressed.body, takes_part, own), axis_name)
     workers, most = len(packets), max((s.k for s in layout.sections), default=1)
-    at_once = _packets_at_once(most)
+    unseal = jax.vmap(lambda words, sender: packet.unseal(words, Origin(step, sender)))
+    numbers, bodies, intact = unseal(packets, jnp.arange(workers))
+    reports = Report(*numbers.T)
+    largest = _largest_norm(reports, intact, plan.compression.norm_limit)
     zeros = [
         axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s in layout.sections
     ]
 
-    def decode(packets, senders):
-        unseal = jax.vmap(lambda words, sender: packet.unseal(words, Origin(step, sender)))
-        numbers, bodies, intact = unseal(packets, senders)
+    def decode(bodies, intact):
         messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
-        counted = intact & valid
-        sent = [sparse.only_counted(p, v, counted) for p, v in zip(*messages, strict=True)]
-        return sent, (numbers, counted)
+        norm = jnp.sqrt(jax.vmap(energy)(messages.values))
+        counted = intact & valid & jnp.isfinite(norm)
+        weights = jnp.where(counted, jnp.minimum(1.0, largest / norm), 0.0)
+        sent = [sparse.weighted(p, v, weights) for p, v in zip(*messages, strict=True)]
+        return sent, weights
 
     def add(sums, some):
-        sent, numbers_and_counted = decode(*some)
-        return list(map(sparse.add_sent, sums, sent)), numbers_and_counted
+        sent, weights = decode(*some)
+        return list(map(sparse.add_sent, sums, sent)), weights
 
     if workers * most <= sparse.AT_ONCE:
-        sent, (numbers, counted) = decode(packets, jnp.arange(workers))
+        sent, weights = decode(bodies, intact)
         means = [sparse.mean_of_sent(*both, mean) for both in zip(zeros, sent, strict=True)]
     else:
-        # Packets of zeros, whose checksum is wrong, fill the last round up.
-        rounds = jnp.pad(packets, ((0, -workers % at_once), (0, 0)))
-        rounds = rounds.reshape(-1, at_once, packets.shape[1])
-        senders = jnp.arange(len(rounds) * at_once).reshape(-1, at_once)
-        sums, each_round = jax.lax.scan(add, [Sums(x, x) for x in zeros], (rounds, senders))
-        numbers, counted = (x.reshape(-1, *x.shape[2:])[:workers] for x in each_round)
-        participants = jnp.sum(counted, dtype=jnp.float32)
+        missing = -workers % _packets_at_once(most)
+        rounds = jnp.pad(bodies, ((0, missing), (0, 0))), jnp.pad(intact, (0, missing))
+        rounds = jax.tree.map(lambda x: x.reshape(-1, _packets_at_once(most), *x.shape[1:]), rounds)
+        sums, weights = jax.lax.scan(add, [Sums(x, x) for x in zeros], rounds)
+        weights = weights.reshape(-1)[:workers]
+        participants = jnp.sum(weights > 0, dtype=jnp.float32)
         means = [sparse.mean_of_sums(s, mean, participants) for s in sums]
-    delivered = counted[axes.index(axis_name)]
-    return Aggregate(means, delivered, metrics.summarise(Report(*numbers.T), counted))
+    delivered = weights[axes.index(axis_name)]
+    return Aggregate(means, delivered, metrics.summarise(reports, weights, packets[:, 0]))
+
+
+def _largest_norm(
+    reports: Report, intact: Bool[Array, "workers"], limit: float | None
+) -> FloatScalar:
+    """The norm that a message may have: a multiple of the median of what is reported.
+
+    Of an even number the lower one counts, and messages of zeros do not: whoever lies about its
+    norm moves the median by a place at most.
+    """
+    if limit is None:
+        return jnp.array(jnp.inf, jnp.float32)
+    norms = jnp.sqrt(reports.sent)
+    norms = jnp.sort(jnp.where(intact & (norms > 0), norms, jnp.inf))
+    middle = jnp.maximum(jnp.sum(jnp.isfinite(norms)) - 1, 0) // 2
+    return limit * norms[middle]
 
 
 def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from demo_optax.arrays import FloatScalar, IntScalar, Tensor
 from demo_optax.compression import Compressed, packet
+from demo_optax.compression.bits import checksum
 from demo_optax.numerics import energy
 
 
@@ -19,6 +20,10 @@ class ExchangeMetrics(NamedTuple):
 
     Attributes:
       participants: int32, workers whose packet counted.
+      agreed: bool, whether they all got the same packets on the step before. Where not, one
+        was damaged behind the exchange, on the way into one worker, and the replicas differ:
+        compare and mend them with `demo_optax.check_replicas` and `demo_optax.repair_replicas`.
+      received: uint32, a digest of the packets that counted, which the next packet carries.
       identical: bool, True where all of several workers had the very same gradient, which
         means that it is not local (see `demo_optax.check_metrics`).
       sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
@@ -39,6 +44,8 @@ class ExchangeMetrics(NamedTuple):
     """
 
     participants: Int32[Array, "*workers"]
+    agreed: Bool[Array, "*workers"]
+    received: UInt32[Array, "*workers"]
     identical: Bool[Array, "*workers"]
     sent_share: Float32[Array, "*workers"]
     restarted: Int32[Array, "*workers"]
@@ -56,6 +63,7 @@ class Report(NamedTuple):
       sent: the part of it that the others get: what was selected, less rounding errors.
       residual: energy of the momentum afterwards.
       restarted: number of its blocks that started again from zero.
+      received: 24 bits of the digest of the packets that it got on the step before.
     """
 
     fingerprint: Float32[Array, "*workers"]
@@ -63,6 +71,7 @@ class Report(NamedTuple):
     sent: Float32[Array, "*workers"]
     residual: Float32[Array, "*workers"]
     restarted: Float32[Array, "*workers"]
+    received: Float32[Array, "*workers"]
 
 
 assert len(Report._fields) == packet.NUMBERS
@@ -72,24 +81,34 @@ def before_the_first() -> ExchangeMetrics:
     """Metrics of a state that has exchanged nothing yet."""
     zero = jnp.zeros((), jnp.float32)
     none = jnp.zeros((), jnp.int32)
-    return ExchangeMetrics(none, jnp.zeros((), bool), zero, none, zero)
+    return ExchangeMetrics(
+        participants=none,
+        agreed=jnp.ones((), bool),
+        received=jnp.zeros((), jnp.uint32),
+        identical=jnp.zeros((), bool),
+        sent_share=zero,
+        restarted=none,
+        residual_norm=zero,
+    )
 
 
 def report(
     gradient: Sequence[Tensor],
     momentum: FloatScalar,
+    restarted: IntScalar,
     compressed: Compressed,
     subtraction_factor: ArrayLike,
-    restarted: IntScalar,
+    last: ExchangeMetrics,
 ) -> Report:
     """Reports a worker's step.
 
     Args:
       gradient: its leaves, as they came; a first row of each is read.
       momentum: its energy before anything is taken out.
+      restarted: blocks that started again from zero.
       compressed: what the worker sends.
       subtraction_factor: part of it that leaves the momentum.
-      restarted: blocks that started again from zero.
+      last: metrics of its last step.
     """
 
     def rest(factor):
@@ -106,23 +125,40 @@ def report(
         sent=selected - rest(1.0),
         residual=jnp.maximum(momentum - selected, 0.0) + rest(subtraction_factor),
         restarted=restarted.astype(jnp.float32),
+        received=(last.received >> 8).astype(jnp.float32),
     )
 
 
-def summarise(reports: Report, counted: Bool[Array, "workers"]) -> ExchangeMetrics:
-    """The metrics of a step, of all workers' reports and whether each worker's packet counted."""
+def summarise(
+    reports: Report, weights: Float32[Array, "workers"], checksums: UInt32[Array, "workers"]
+) -> ExchangeMetrics:
+    """The metrics of a step.
+
+    Args:
+      reports: of all workers.
+      weights: of their messages; 0 where a packet did not count.
+      checksums: as their packets state them.
+    """
+    counted = weights > 0
 
     def total(energies):
         return jnp.sum(jnp.where(counted, energies, 0.0))
 
+    def equal(x):
+        """Whether all that counted are, and the number that they are."""
+        smallest = jnp.min(jnp.where(counted, x, jnp.inf))
+        largest = jnp.max(jnp.where(counted, x, -jnp.inf))
+        return smallest >= largest, largest
+
     participants = jnp.sum(counted, dtype=jnp.int32)
     heard = jnp.maximum(participants, 1).astype(jnp.float32)
     momentum, sent = total(reports.momentum), total(reports.sent)
-    smallest = jnp.min(jnp.where(counted, reports.fingerprint, jnp.inf))
-    largest = jnp.max(jnp.where(counted, reports.fingerprint, -jnp.inf))
+    same, fingerprint = equal(reports.fingerprint)
     return ExchangeMetrics(
         participants=participants,
-        identical=(smallest == largest) & (largest != 0) & (participants > 1),
+        agreed=equal(reports.received)[0],
+        received=checksum(jnp.where(counted, checksums, 0)),
+        identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=total(reports.restarted).astype(jnp.int32),
         residual_norm=jnp.sqrt(total(reports.residual) / heard),
@@ -160,6 +196,8 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     each = ExchangeMetrics(*map(jnp.stack, zip(*found, strict=True)))
     return ExchangeMetrics(
         participants=jnp.min(each.participants, axis=0),
+        agreed=jnp.all(each.agreed, axis=0),
+        received=jnp.sum(each.received, axis=0),
         identical=jnp.any(each.identical, axis=0),
         sent_share=jnp.mean(each.sent_share, axis=0),
         restarted=jnp.sum(each.restarted, axis=0),
@@ -184,6 +222,8 @@ def of_worker(opt_state, sharded: tuple[str, ...]):
             return x
         return ExchangeMetrics(
             participants=jax.lax.pmin(x.participants, sharded),
+            agreed=jax.lax.pmin(x.agreed.astype(jnp.int32), sharded) > 0,
+            received=jax.lax.psum(x.received, sharded),
             identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
             sent_share=jax.lax.pmean(x.sent_share, sharded),
             restarted=jax.lax.psum(x.restarted, sharded),

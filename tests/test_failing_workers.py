@@ -60,6 +60,12 @@ def after_two_steps(tx, train):
     return params, state
 
 
+def without_digest(state):
+    """Digests of packets tell one worker from another."""
+    momentum = state[0]._replace(metrics=state[0].metrics._replace(received=0))
+    return momentum, *state[1:]
+
+
 def assert_same(ours, theirs):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -87,8 +93,10 @@ def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
     state_of_rest = jax.tree.map(of_rest, specs, state_before)
     params_alone, state_alone, metrics_alone = train_rest(before, state_of_rest, batch_of_rest)
     assert_same(params, params_alone)
-    assert_same(jax.tree.map(of_rest, specs, state), state_alone)
-    assert_same(metrics.exchange, metrics_alone.exchange)
+    state, state_alone = map(without_digest, (jax.tree.map(of_rest, specs, state), state_alone))
+    assert_same(state, state_alone)
+    seen, alone = (m.exchange._replace(received=0) for m in (metrics, metrics_alone))
+    assert_same(seen, alone)
 
 
 @pytest.mark.parametrize("name", CHAINS)

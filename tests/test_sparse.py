@@ -69,8 +69,10 @@ def on_a_tpu(*args, default, tpu=None, **others):
 @given(seed=draws.seeds, n=sizes, workers=st.integers(1, 6))
 def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
     positions, values = drawn(seed, workers, 2, n, min(7, n))
-    counts = np.random.default_rng(seed).random(workers) < 0.7
-    everyone, all_values = dense(positions, np.ones_like(values), n), dense(positions, values, n)
+    weights = np.random.default_rng(seed).choice(np.float32([0, 0.25, 1]), workers)
+    counts = weights > 0
+    everyone = dense(positions, np.ones_like(values), n)
+    all_values = dense(positions, values * weights[:, None, None], n)
     number = np.sum(everyone[counts], axis=0) if mean == "senders" else np.sum(counts)
     expected = np.sum(all_values[counts], axis=0) / np.maximum(number, 1)
     zeros = jnp.zeros((2, n))
@@ -78,7 +80,7 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
     with pytest.MonkeyPatch.context() as patch:
         if platform == "tpu":
             patch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-        sent = sparse.only_counted(*map(jnp.asarray, (damaged, values, counts)))
+        sent = sparse.weighted(*map(jnp.asarray, (damaged, values, weights)))
         at_once = sparse.mean_of_sent(zeros, sent, mean)
         sums = sparse.Sums(zeros, zeros)
         for part in range(workers):

@@ -23,7 +23,7 @@ from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_
 from demo_optax.compression.indices import IndexCoding
 from demo_optax.compression.values import Fields, ValueCoding
 
-NUMBERS = 5  # float32, for what the sender reports of its step (`demo_optax.metrics.Report`)
+NUMBERS = 6  # float32, for what the sender reports of its step (`demo_optax.metrics.Report`)
 MULTIPLE = 128
 _BODY = 1 + NUMBERS
 _SEAL = 0x44654D6F  # "DeMo"

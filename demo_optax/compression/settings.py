@@ -60,6 +60,9 @@ class Compression:
       index_coding: of the positions, ``"packed"``, ``"elias-fano"`` or ``"bitmap"``; with
         ``"auto"`` the smallest for each block size.
       rounding: of the values, to the ``"nearest"`` or ``"stochastic"``.
+      norm_limit: largest norm of a worker's message, as a multiple of the median of all workers'
+        messages; what is more stays in its momentum. It bounds what one broken or malicious worker
+        can do. None sets no limit.
       seed: of everything that is drawn.
 
     Raises:
@@ -79,6 +82,7 @@ class Compression:
     selection: Selection = "topk"
     index_coding: IndexCoding | Literal["auto"] = "auto"
     rounding: Rounding = "nearest"
+    norm_limit: float | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -91,6 +95,8 @@ class Compression:
         checks.one_of("selection", self.selection, SELECTIONS)
         checks.one_of("index_coding", self.index_coding, ("auto", *INDEX_CODINGS))
         checks.one_of("rounding", self.rounding, ROUNDINGS)
+        if self.norm_limit is not None:
+            checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
 
     @property
     def coordinates(self) -> Coordinates:

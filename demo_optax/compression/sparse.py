@@ -54,14 +54,15 @@ class Sums(NamedTuple):
     senders: Dense
 
 
-def only_counted(
-    positions: AllPositions, values: AllValues, counted: Bool[Array, "workers"]
+def weighted(
+    positions: AllPositions, values: AllValues, weights: Float32[Array, "workers"]
 ) -> Sent:
-    """Untrusted messages, of which those that are not ``counted`` send zeros."""
-    counts = counted[:, None, None]
+    """Untrusted messages times their weights; those of weight 0 send zeros."""
+    factors = weights[:, None, None]
+    counted = factors > 0
     first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
-    positions = jnp.where(counts, positions, first)
-    return Sent(positions, jnp.where(counts, values, 0), counts)
+    positions = jnp.where(counted, positions, first)
+    return Sent(positions, jnp.where(counted, values * factors, 0), counted)
 
 
 def add_at(blocks: Dense, positions: Positions, values: Values) -> Dense:

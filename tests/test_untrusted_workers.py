@@ -1,0 +1,162 @@
+"""Packets that one worker alone gets wrong, and well-formed packets that are far too big."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import _exchange
+from demo_optax.compression import packet
+from tests import workers
+
+WORKERS = 5
+PARAMS = {"w": np.zeros((16, 8), np.float32), "b": np.zeros(16, np.float32)}
+EVERYTHING = demo_optax.Compression(topk=64, block_side=8, transform="identity")
+
+
+def momentum(compression=EVERYTHING, **options):
+    return demo_optax.decoupled_momentum(
+        0.5, compression, gradient_weight=1.0, axis_name="data", **options
+    )
+
+
+def gradients(seed, sizes=(1.0,) * WORKERS):
+    rng = np.random.default_rng(seed)
+    sizes = np.asarray(sizes, np.float32)
+    return {
+        n: rng.normal(size=(len(sizes), *x.shape)).astype(np.float32)
+        * sizes.reshape(-1, *[1] * x.ndim)
+        for n, x in PARAMS.items()
+    }
+
+
+def every_worker(tx):
+    """``tx.update``, with what every worker gets out of it, equal or not."""
+    specs = demo_optax.state_specs(tx, PARAMS, workers.mesh_of(WORKERS))
+    stacked = jax.tree.map(lambda _: P("data"), specs)
+    return workers.spread(tx.update, (P("data"), stacked), (P("data"), stacked), WORKERS, "vmap")
+
+
+def stacked_state(tx):
+    return jax.tree.map(lambda x: np.stack([x] * WORKERS), tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("receiver", [0, 3])
+def test_damage_on_the_way_into_one_worker_is_told_by_all_on_the_next_step(monkeypatch, receiver):
+    """The step itself cannot tell: that worker misses a packet which the others get."""
+    tx, plain = momentum(), _exchange.gather
+
+    def damaged(words, axis_name):
+        here = jax.lax.axis_index(axis_name) == receiver
+        gathered = plain(words, axis_name)
+        return gathered.at[1, 7].set(gathered[1, 7] ^ here.astype(jnp.uint32))
+
+    update, update_damaged = every_worker(tx), every_worker(tx)
+    _, state = update(gradients(0), stacked_state(tx))
+    monkeypatch.setattr(_exchange, "gather", damaged)
+    updates, state = update_damaged(gradients(1), state)
+    others = [i for i in range(WORKERS) if i != receiver]
+    assert np.any(updates["w"][receiver] != updates["w"][others[0]])
+    assert state.metrics.participants.tolist() == [4 + (i != receiver) for i in range(WORKERS)]
+    assert state.metrics.agreed.all()
+    for seed, agreed in ((2, False), (3, True)):
+        _, state = update(gradients(seed), state)
+        assert state.metrics.participants.tolist() == [WORKERS] * WORKERS
+        assert state.metrics.agreed.tolist() == [agreed] * WORKERS
+
+
+def test_a_worker_whose_gradient_is_not_finite_agrees_with_the_others():
+    tx = momentum()
+    update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
+    for seed in range(4):
+        gradient = gradients(seed)
+        if seed == 1:
+            gradient["w"][2, 0, 0] = np.nan
+        _, state = update(gradient, state, PARAMS)
+        assert state.metrics.participants == WORKERS - (seed == 1)
+        assert state.metrics.agreed
+
+
+def norm_of(gradient, worker):
+    return np.sqrt(sum(np.sum(np.square(g[worker], dtype=np.float64)) for g in gradient.values()))
+
+
+@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
+@pytest.mark.parametrize("alpha", [1.0, 0.6])
+@pytest.mark.parametrize("mean", ["senders", "workers"])
+def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
+    compression = demo_optax.Compression(64, 8, transform="identity", norm_limit=2.0)
+    tx = momentum(compression, subtraction_factor=alpha, mean=mean)
+    sizes = [1.0, 1e9, 1.1, 0.9, 30.0]
+    gradient = gradients(0, sizes)
+    specs = demo_optax.state_specs(tx, PARAMS, workers.mesh_of(WORKERS))
+    update = workers.spread(tx.update, (P("data"), specs), (P(), specs), WORKERS, mode)
+    updates, state = update(gradient, workers.init(tx, PARAMS, WORKERS))
+
+    norms = np.array([norm_of(gradient, i) for i in range(WORKERS)])
+    scales = np.minimum(1.0, 2.0 * np.median(norms) / norms)
+    assert (scales < 1).tolist() == [False, True, False, False, True]
+    for n, g in gradient.items():
+        messages = g * scales.reshape(-1, *[1] * (g.ndim - 1))
+        np.testing.assert_allclose(updates[n], messages.mean(axis=0), rtol=2e-5, atol=1e-6)
+        rests = ((1 - alpha * scales).reshape(-1, *[1] * (g.ndim - 1)) * g).reshape(WORKERS, -1)
+        kept = state.momentum[n].reshape(WORKERS, -1)
+        np.testing.assert_allclose(np.sort(kept), np.sort(rests), rtol=2e-5, atol=1e-6)
+    assert state.metrics.participants == WORKERS
+
+
+def test_of_two_workers_the_smaller_sets_the_limit():
+    compression = demo_optax.Compression(64, 8, transform="identity", norm_limit=4.0)
+    tx = momentum(compression)
+    gradient = {n: g[:2] for n, g in gradients(0, [1.0, 1e12, 1.0]).items()}
+    updates, _ = workers.update_of(tx, PARAMS, 2)(gradient, workers.init(tx, PARAMS, 2), PARAMS)
+    total = np.sqrt(sum(np.sum(np.square(u, dtype=np.float64)) for u in updates.values()))
+    assert total <= (1 + 4) / 2 * norm_of(gradient, 0) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("topk", [4, 64], ids=["added at once", "added in turn"])
+@pytest.mark.parametrize("limit", [None, 5.0])
+@pytest.mark.parametrize("size", [1e17, 1e30, 3e38])
+def test_liars_whose_norm_is_beyond_float32_are_not_heard(monkeypatch, size, limit, topk):
+    """Two workers send well-formed packets of huge values and tell a small energy."""
+    compression = demo_optax.Compression(topk, 8, norm_limit=limit)
+    tx = optax.chain(momentum(compression), optax.scale_by_adam(), optax.sgd(1e-3))
+    plain = packet.encode
+
+    def encode(layout, message, key=None):
+        lies = jax.lax.axis_index("data") >= WORKERS - 2
+        values = [jnp.where(lies, jnp.float32(size), v) for v in message.values]
+        return plain(layout, message._replace(values=tuple(values)), key)
+
+    monkeypatch.setattr(packet, "encode", encode)
+    update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
+    for seed in range(3):
+        gradient = gradients(seed)
+        updates, state = update(gradient, state, PARAMS)
+        assert all(np.isfinite(u).all() for u in updates.values())
+        assert state[0].metrics.participants == (WORKERS if size < 1e19 else WORKERS - 2)
+    if limit or size > 1e19:
+        assert all((x < 1e3).all() for x in jax.tree.leaves(state[1].nu))
+
+
+def test_a_limit_that_is_not_reached_changes_no_bit():
+    free, limited = (
+        momentum(demo_optax.Compression(4, 8, "int4", norm_limit=limit)) for limit in (None, 10.0)
+    )
+    states = [workers.init(tx, PARAMS, WORKERS) for tx in (free, limited)]
+    steps = [workers.update_of(tx, PARAMS, WORKERS) for tx in (free, limited)]
+    for seed in range(3):
+        (one, first), (two, second) = (
+            step(gradients(seed), state, PARAMS) for step, state in zip(steps, states, strict=True)
+        )
+        jax.tree.map(np.testing.assert_array_equal, (one, first), (two, second))
+        states = first, second
+
+
+@pytest.mark.parametrize("limit", [0.5, np.inf, "3"])
+def test_limits_that_cannot_be_are_refused(limit):
+    with pytest.raises((ValueError, TypeError), match="norm_limit"):
+        demo_optax.Compression(norm_limit=limit)
