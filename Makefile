@@ -69,7 +69,7 @@ notebooks: $(READY)
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright --pythonpath $(RUN)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -78,5 +78,5 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-tpu .venv-h100 .pytest_cache .ruff_cache .mypy_cache .hypothesis \
+	rm -rf .venv .venv-oldest .venv-newest .venv-tpu .venv-h100 .pytest_cache .ruff_cache .hypothesis \
 		docs/_build

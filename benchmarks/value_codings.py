@@ -53,7 +53,6 @@ def train(run: Run, seeds: int, advance) -> tuple[list[float], int]:
     losses = []
     for seed in range(seeds):
         _, params = build(PRESETS[config.preset], seed)
-        packet_bytes = demo_optax.packet_bytes(run.tx, params)
         opt_state = demo_optax.init_opt_state(run.tx, params, run.mesh)
         own = run._replace(config=dataclasses.replace(config, seed=seed))
         for batch in itertools.islice(batches_of(own, 0), config.steps):
@@ -61,7 +60,7 @@ def train(run: Run, seeds: int, advance) -> tuple[list[float], int]:
             metrics.loss.block_until_ready()
             advance()
         losses.append(evaluate(params, LAST_EVALUATION_TOKENS))
-    return losses, packet_bytes
+    return losses, demo_optax.packet_bytes(run.tx, run.params)
 
 
 def row(name: str, losses: list[float], baseline: list[float], size: int) -> list[str]:

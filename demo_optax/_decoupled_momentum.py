@@ -1,15 +1,18 @@
 """Decoupled momentum (DeMo) as an optax gradient transformation: the algorithm on one page."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from demo_optax import axes, checks, metrics, state_checks
 from demo_optax._exchange import exchange
+from demo_optax.arrays import BoolScalar, Coefficients, FloatScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.compression import Compression, compress, make_plan
@@ -37,7 +40,7 @@ class DecoupledMomentumState(NamedTuple):
       (2, 3, 4096)
     """
 
-    count: jax.Array  # type: ignore[assignment]  # as in optax; hides tuple.count
+    count: IntScalar  # type: ignore[assignment]  # as in optax; hides tuple.count
     momentum: optax.Updates
     precondition: optax.OptState
     metrics: ExchangeMetrics
@@ -45,13 +48,13 @@ class DecoupledMomentumState(NamedTuple):
 
 
 def decoupled_momentum(
-    decay: jax.typing.ArrayLike = 0.999,
+    decay: ArrayLike = 0.999,
     compression: Compression = Compression(),
     *,
     axis_name: AxisName = None,
     gradient_weight: optax.ScalarOrSchedule | None = None,
     mean: Mean = "senders",
-    subtraction_factor: jax.typing.ArrayLike = 1.0,
+    subtraction_factor: ArrayLike = 1.0,
     momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -127,7 +130,7 @@ def decoupled_momentum(
     coordinates = compression.coordinates
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
-    def init_fn(params):
+    def init_fn(params) -> Any:  # optax's type for states knows no static nodes
         state_checks.floating_leaves(params)
 
         def zeros(param):
@@ -152,7 +155,7 @@ def decoupled_momentum(
         for number, m in enumerate(momenta):
             yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
         gradient, unflatten = jax.tree.leaves(updates), _unflattener(updates)
         plan = make_plan(compression, tuple(x.shape for x in gradient))
         state_checks.usable(updates, state, plan, axis_name)
@@ -184,7 +187,7 @@ def decoupled_momentum(
         means = plan.tensors(plan.inverse(aggregate.coefficients, step))
 
         return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
-            count=optax.safe_increment(step),
+            count=jnp.asarray(optax.safe_increment(step)),
             momentum=_unflattener(state.momentum)(rounded(plan.stored(residuals), step, worker)),
             precondition=_choose(sound, preconditioned, past),
             metrics=aggregate.metrics,
@@ -198,7 +201,7 @@ def _unflattener(tree):
     return functools.partial(jax.tree.unflatten, jax.tree.structure(tree))
 
 
-def _in_dtype_of(x, reference) -> jax.Array:
+def _in_dtype_of(x: Array, reference: Array) -> Array:
     return x if x.dtype == reference.dtype else x.astype(reference.dtype)
 
 
@@ -217,7 +220,9 @@ def _restart_leaves(state, fresh):
     return jax.tree.map(leaf, state, fresh)
 
 
-def _restart_blocks(momenta) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
+def _restart_blocks(
+    momenta: Sequence[Coefficients],
+) -> tuple[list[Coefficients], tuple[FloatScalar, IntScalar]]:
     """Momenta whose blocks start from zero where their energy is not finite.
 
     Also the energy of all of them, and how many started anew.
@@ -232,17 +237,27 @@ def _restart_blocks(momenta) -> tuple[list[jax.Array], tuple[jax.Array, jax.Arra
     return new, (total, restarted)
 
 
-def _or_zero(condition, x) -> jax.Array:
+def _or_zero(
+    condition: Bool[Array, "blocks *one"], x: Float[Array, "blocks *n"]
+) -> Float[Array, "blocks *n"]:
     return jnp.where(condition, x, 0)
 
 
-def _accumulate(sound, decay, momenta, weight, coefficients) -> list[jax.Array]:
+def _accumulate(
+    sound: BoolScalar,
+    decay: ArrayLike,
+    momenta: Sequence[Coefficients],
+    weight: ArrayLike,
+    coefficients: Sequence[Float[Array, "_blocks _columns _rows"]],
+) -> list[Coefficients]:
     """Computes ``decay * m + weight * c``; where the step is not sound, ``m`` stays.
 
     In the shape of the coefficients, so that XLA fuses it with the product they come from.
     """
 
-    def add(m, c):
+    def add(
+        m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]
+    ) -> Float[Array, "blocks n"]:
         dtype = widest(m.dtype, c.dtype)
         old = m.reshape(c.shape).astype(dtype)
         new = decay * old + weight * c.astype(dtype)

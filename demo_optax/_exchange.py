@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, UInt32
 
 from demo_optax import axes, metrics
+from demo_optax.arrays import BoolScalar, Coefficients, FloatScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Plan, packet, sparse
 from demo_optax.compression.packet import MULTIPLE, Origin
@@ -22,13 +24,13 @@ class Aggregate(NamedTuple):
     """What an exchange gives every worker.
 
     Attributes:
-      coefficients: for each group float32 ``(blocks, n)``, the mean; zero where nobody sent any.
-      delivered: float32 scalar, the part of this worker's own message that counted; 0 if none did.
+      coefficients: for each group the mean, float32; zero where nobody sent any.
+      delivered: the part of this worker's own message that counted; 0 if none did.
       metrics: of the step.
     """
 
-    coefficients: list[jax.Array]
-    delivered: jax.Array
+    coefficients: list[Coefficients]
+    delivered: FloatScalar
     metrics: ExchangeMetrics
 
 
@@ -36,8 +38,8 @@ def exchange(
     plan: Plan,
     compressed: Compressed,
     report: Report,
-    takes_part: jax.Array,
-    step: jax.Array,
+    takes_part: BoolScalar,
+    step: IntScalar,
     axis_name: AxisName,
     mean: Mean,
 ) -> Aggregate:
@@ -51,8 +53,8 @@ def exchange(
       plan: of the tensors, the same on all workers.
       compressed: what this worker sends.
       report: what its packet tells beside that.
-      takes_part: bool scalar, whether its packet shall count.
-      step: int32 scalar, updates so far.
+      takes_part: whether its packet shall count.
+      step: updates so far.
       axis_name: the workers' axis or axes; None for a single worker.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that take part.
     """
@@ -95,22 +97,24 @@ def exchange(
     return Aggregate(means, delivered, metrics.summarise(reports, weights, packets[:, 0]))
 
 
-def _largest_norm(reports: Report, intact: jax.Array, limit: float | None) -> jax.Array:
+def _largest_norm(
+    reports: Report, intact: Bool[Array, "workers"], limit: float | None
+) -> FloatScalar:
     """The norm that a message may have: a multiple of the median of what is reported.
 
     Of an even number the lower one counts, and messages of zeros do not: whoever lies about its
     norm moves the median by a place at most.
     """
     if limit is None:
-        return jnp.array(jnp.inf)
+        return jnp.array(jnp.inf, jnp.float32)
     norms = jnp.sqrt(reports.sent)
     norms = jnp.sort(jnp.where(intact & (norms > 0), norms, jnp.inf))
     middle = jnp.maximum(jnp.sum(jnp.isfinite(norms)) - 1, 0) // 2
     return limit * norms[middle]
 
 
-def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
-    """All workers' packets ``(workers, words)``, typed as the same everywhere where types are.
+def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
+    """All workers' packets, typed as the same everywhere where types are.
 
     Where several devices of a worker hold the same packet, each sends its part of it, so that it
     crosses the links between workers once; the parts are joined inside the worker.
@@ -121,8 +125,8 @@ def gather(packet: jax.Array, axis_name: AxisName) -> jax.Array:
     if manual != axes.names(axis_name):
         gathered = packet  # vmap knows only the plain form, and only one axis at a time
         for name in reversed(axes.names(axis_name)):
-            form = {"to": "invarying"} if name in manual else {}
-            gathered = jax.lax.all_gather(gathered, name, **form)
+            to = "invarying" if name in manual else "varying"
+            gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, packet.size)
     copies = axes.copies_of(packet, axis_name)
     if not copies:

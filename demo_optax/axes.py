@@ -6,6 +6,7 @@ over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types are silent.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 AxisName = str | tuple[str, ...] | None
 
@@ -38,7 +40,7 @@ def manual_names(axis_name: AxisName) -> tuple[str, ...]:
     return tuple(name for name in names(axis_name) if name in manual)
 
 
-def varying(x: jax.Array) -> frozenset:
+def varying(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset:
     """The axes over which the type of ``x`` says that it differs between workers."""
     return jax.typeof(x).manual_axis_type.varying
 
@@ -84,7 +86,7 @@ def bytes_handed_over(program, axis_name: AxisName) -> int:
         collective = equation.primitive.name.startswith(("all_gather", "psum", "all_reduce"))
         along = along if isinstance(along, tuple) else (along,)
         if collective and set(along) & set(names(axis_name)):
-            avals = [operand.aval for operand in equation.invars]
+            avals: list[Any] = [operand.aval for operand in equation.invars]
             total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
     return total
 

@@ -1,13 +1,15 @@
 """Checks of settings. Each message says what was given, what is expected and what to change."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
-def static_integer(name: str, value, *, at_least: int) -> None:
+def static_integer(name: str, value: Any, *, at_least: int) -> None:
     """Requires a Python integer: it decides shapes, so it cannot be traced."""
     if isinstance(value, jax.Array):
         raise TypeError(
@@ -20,7 +22,7 @@ def static_integer(name: str, value, *, at_least: int) -> None:
         raise ValueError(f"{name} must be at least {at_least}, not {value}.")
 
 
-def static_dtype(name: str, value) -> None:
+def static_dtype(name: str, value: Any) -> None:
     """Requires a floating dtype, which ``optax.inject_hyperparams`` would call as a schedule."""
     if isinstance(value, jax.Array):
         raise TypeError(
@@ -39,7 +41,7 @@ def in_interval(name: str, value: Any, interval: str) -> None:
             f"{name} has dtype {dtype}, in which 0.999 is 1. optax.inject_hyperparams takes the "
             "parameters' dtype: pass it hyperparam_dtype=jnp.float32."
         )
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return
     if not isinstance(value, (int, float, np.number, jax.Array, np.ndarray)) or np.ndim(value):
         raise TypeError(f"{name} must be a number in {interval}, not {value!r}.")
@@ -51,7 +53,7 @@ def in_interval(name: str, value: Any, interval: str) -> None:
         raise ValueError(f"{name} must lie in {interval}, not {value}.")
 
 
-def one_of(name: str, value, choices) -> None:
+def one_of(name: str, value: object, choices: Collection[str]) -> None:
     """Requires one of some names."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")

@@ -1,12 +1,15 @@
 """What a step tells: the numbers in every packet, the metrics made of them, and their check."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from demo_optax.arrays import FloatScalar, IntScalar, Tensor
 from demo_optax.compression import Compressed, packet
 from demo_optax.compression.bits import checksum
 from demo_optax.numerics import energy
@@ -16,17 +19,17 @@ class ExchangeMetrics(NamedTuple):
     """What a step's packets told, the same on every worker.
 
     Attributes:
-      participants: int32 scalar, workers whose packet counted.
-      agreed: bool scalar, whether they all got the same packets on the step before. Where not, one
+      participants: int32, workers whose packet counted.
+      agreed: bool, whether they all got the same packets on the step before. Where not, one
         was damaged behind the exchange, on the way into one worker, and the replicas differ:
         compare and mend them with `demo_optax.check_replicas` and `demo_optax.repair_replicas`.
-      received: uint32 scalar, a digest of the packets that counted, which the next packet carries.
-      identical: bool scalar, True where all of several workers had the very same gradient, which
+      received: uint32, a digest of the packets that counted, which the next packet carries.
+      identical: bool, True where all of several workers had the very same gradient, which
         means that it is not local (see `demo_optax.check_metrics`).
-      sent_share: float32 scalar in [0, 1], share of the momenta's energy that was sent.
-      restarted: int32 scalar, blocks of all workers whose momentum was not finite, or too large for
+      sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
+      restarted: int32, blocks of all workers whose momentum was not finite, or too large for
         float32, and started again from zero.
-      residual_norm: float32 scalar, root mean square over the workers of the norm of what stays
+      residual_norm: float32, root mean square over the workers of the norm of what stays
         in the momentum. Where a worker's parameters are sharded, what all of its shards hold
         counts once for each.
 
@@ -40,17 +43,17 @@ class ExchangeMetrics(NamedTuple):
       (1, 1.0)
     """
 
-    participants: jax.Array
-    agreed: jax.Array
-    received: jax.Array
-    identical: jax.Array
-    sent_share: jax.Array
-    restarted: jax.Array
-    residual_norm: jax.Array
+    participants: Int32[Array, "*workers"]
+    agreed: Bool[Array, "*workers"]
+    received: UInt32[Array, "*workers"]
+    identical: Bool[Array, "*workers"]
+    sent_share: Float32[Array, "*workers"]
+    restarted: Int32[Array, "*workers"]
+    residual_norm: Float32[Array, "*workers"]
 
 
 class Report(NamedTuple):
-    """What a worker's packet tells of its step, float32 scalars; of all workers ``(workers,)``.
+    """What a worker's packet tells of its step: scalars, or with an axis of all workers.
 
     There are `packet.NUMBERS` of them, and a packet in which one is not finite does not count.
 
@@ -63,12 +66,12 @@ class Report(NamedTuple):
       received: 24 bits of the digest of the packets that it got on the step before.
     """
 
-    fingerprint: jax.Array
-    momentum: jax.Array
-    sent: jax.Array
-    residual: jax.Array
-    restarted: jax.Array
-    received: jax.Array
+    fingerprint: Float32[Array, "*workers"]
+    momentum: Float32[Array, "*workers"]
+    sent: Float32[Array, "*workers"]
+    residual: Float32[Array, "*workers"]
+    restarted: Float32[Array, "*workers"]
+    received: Float32[Array, "*workers"]
 
 
 assert len(Report._fields) == packet.NUMBERS
@@ -90,19 +93,19 @@ def before_the_first() -> ExchangeMetrics:
 
 
 def report(
-    gradient: Sequence[jax.Array],
-    momentum: jax.Array,
-    restarted: jax.Array,
+    gradient: Sequence[Tensor],
+    momentum: FloatScalar,
+    restarted: IntScalar,
     compressed: Compressed,
-    subtraction_factor: jax.typing.ArrayLike,
+    subtraction_factor: ArrayLike,
     last: ExchangeMetrics,
 ) -> Report:
     """Reports a worker's step.
 
     Args:
       gradient: its leaves, as they came; a first row of each is read.
-      momentum: float32 scalar, its energy before anything is taken out.
-      restarted: int32 scalar, blocks that started again from zero.
+      momentum: its energy before anything is taken out.
+      restarted: blocks that started again from zero.
       compressed: what the worker sends.
       subtraction_factor: part of it that leaves the momentum.
       last: metrics of its last step.
@@ -126,13 +129,15 @@ def report(
     )
 
 
-def summarise(reports: Report, weights: jax.Array, checksums: jax.Array) -> ExchangeMetrics:
+def summarise(
+    reports: Report, weights: Float32[Array, "workers"], checksums: UInt32[Array, "workers"]
+) -> ExchangeMetrics:
     """The metrics of a step.
 
     Args:
       reports: of all workers.
-      weights: float32 ``(workers,)``, of their messages; 0 where a packet did not count.
-      checksums: uint32 ``(workers,)``, as their packets state them.
+      weights: of their messages; 0 where a packet did not count.
+      checksums: as their packets state them.
     """
     counted = weights > 0
 
@@ -160,8 +165,8 @@ def summarise(reports: Report, weights: jax.Array, checksums: jax.Array) -> Exch
     )
 
 
-def _fingerprint(arrays) -> jax.Array:
-    """A weighted sum, float32. Norms would not do, since clipping makes them equal.
+def _fingerprint(arrays: Iterable[Tensor]) -> FloatScalar:
+    """A weighted sum. Norms would not do, since clipping makes them equal.
 
     Nor would preconditioned gradients: on a first step those are hardly more than signs.
     """

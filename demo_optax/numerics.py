@@ -1,35 +1,42 @@
 """Finiteness, energies and dtypes: arithmetic that several modules share."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from demo_optax.arrays import BoolScalar, FloatScalar, Tensor
 
 
-def all_finite(tree) -> jax.Array:
-    """Whether no element of any leaf is infinite or NaN, a bool scalar."""
+def all_finite(tree: Any) -> BoolScalar:
+    """Whether no element of any leaf is infinite or NaN."""
     return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)], bool).all()
 
 
-def energy(arrays: Iterable[jax.Array]) -> jax.Array:
-    """Sum of squares over all arrays, a float32 scalar; finite only where every element is."""
+def energy(arrays: Iterable[Tensor]) -> FloatScalar:
+    """Sum of squares over all arrays; finite only where every element is."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
 def widest(*dtypes: DTypeLike) -> np.dtype:
     """The widest of some floating dtypes, float32 at least."""
-    return max(map(jnp.dtype, (jnp.float32, *dtypes)), key=lambda dtype: jnp.finfo(dtype).bits)
+    every = [jnp.dtype(dtype) for dtype in (jnp.float32, *dtypes)]
+    return max(every, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
-def upcast(x: jax.Array) -> jax.Array:
+def upcast(x: Tensor) -> Tensor:
     """``x`` in the dtype to compute in: float32 at least."""
     return x.astype(widest(x.dtype))
 
 
-def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Array:
+def round_stochastically(
+    x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray
+) -> Float[Array, "*shape"]:
     """``x`` in a narrower dtype, at one of its two neighbours there, with the mean ``x``.
 
     Rounding to the nearest would swallow every change of less than half a step.
@@ -44,7 +51,7 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
     return jnp.where(away, other, nearest)
 
 
-def downcast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def downcast(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
     """``x`` in a dtype, at its largest finite number where it ends before ``x`` does."""
     if x.dtype == dtype:
         return x

@@ -65,7 +65,7 @@ def decoupled(
         precondition=precondition,
         axis_name=axis_name,
     )
-    chain = optax.chain(momentum, base)
+    chain: Any = optax.chain(momentum, base)
 
     def update_fn(updates, state, params=None, **extra_args):
         updates, state = chain.update(updates, state, params, **extra_args)
@@ -234,7 +234,7 @@ def demo_muon(
     """
     muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: the sign is turned further down
     orthogonal = optax.stateless(lambda u, _: muon.update(u, muon.init(u), u)[0])
-    parts = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
+    parts: Any = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
     direction = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
     base = _step(direction, learning_rate, weight_decay, mask)
     return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)

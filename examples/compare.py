@@ -37,7 +37,7 @@ def main() -> None:
     baseline = dataclasses.replace(
         config, optimizer=BASELINE, learning_rate=None, decay=None, weight_decay=None
     )
-    compared = {
+    compared: dict[OptimizerName, Trained] = {
         each.optimizer: run_or_exit(of_its_own(each, folder)) for each in (config, baseline)
     }
     picture = folder / "loss_against_bytes.png"

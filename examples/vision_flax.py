@@ -57,9 +57,9 @@ def main(config: Config) -> float:
     devices = jax.devices()[: config.workers]
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     images, labels = load_digits(return_X_y=True)
-    images = np.float32(images.reshape(-1, 8, 8, 1) / 16)
+    images = np.asarray(images, np.float32).reshape(-1, 8, 8, 1) / 16
     train_x, test_x, train_y, test_y = train_test_split(
-        images, np.int32(labels), test_size=0.25, random_state=config.seed
+        images, np.asarray(labels, np.int32), test_size=0.25, random_state=config.seed
     )
     definition, params = nnx.split(Network(nnx.Rngs(config.seed)), nnx.Param)
 
@@ -86,9 +86,9 @@ def main(config: Config) -> float:
 
     logits = nnx.merge(definition, params)(jnp.asarray(test_x))
     accuracy = float(np.mean(np.argmax(logits, axis=-1) == test_y))
-    dense = demo_optax.dense_bytes(params)
+    packet, dense = demo_optax.packet_bytes(tx, params), demo_optax.dense_bytes(params)
     print(f"recognises {accuracy:.1%} of {len(test_y)} held-out digits")
-    print(f"sent {metrics.packet_bytes:,} bytes per step and worker; the gradient has {dense:,}")
+    print(f"sent {packet:,} bytes per step and worker; the gradient has {dense:,}")
     return accuracy
 
 

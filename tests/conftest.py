@@ -3,6 +3,7 @@
 import os
 
 import jax
+import jaxtyping
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
@@ -30,6 +31,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("slow")
+
+
+@pytest.fixture
+def annotations_unchecked():
+    """As for users, whose wrong arguments our own messages answer."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

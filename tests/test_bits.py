@@ -1,6 +1,7 @@
 """Fields of a few bits, packed into words without gaps."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,5 +26,5 @@ def test_packing_is_one_long_number_and_unpacking_its_inverse(bits):
 
 @pytest.mark.parametrize("bits", [0, 5, 32])
 def test_no_fields_take_no_words(bits):
-    words = packing.pack_bits(np.zeros(0, np.uint32), bits)
+    words = packing.pack_bits(jnp.zeros(0, jnp.uint32), bits)
     assert words.shape == packing.unpack_bits(words, bits, 0).shape == (0,)

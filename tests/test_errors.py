@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from tests import causes, model, workers
 
+pytestmark = pytest.mark.usefixtures("annotations_unchecked")
+
 DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
 Compression = demo_optax.Compression

@@ -56,7 +56,7 @@ def test_updates_that_are_not_zero_are_never_taken_for_frozen(local):
         demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
 
 
-def test_only_wrappers_that_decide_alone_are_blamed():
+def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
     def refused(tx):
         with pytest.raises((TypeError, ValueError)) as error:
             demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))

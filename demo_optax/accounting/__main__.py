@@ -105,7 +105,7 @@ def print_times(times: dict, workers: int, compute_time: float) -> None:
     print(
         f"Seconds per step with {workers} workers, {compute_time:g} s of them compute (ring model)"
     )
-    rows = [("", "MB sent", "transfer", "latency", "step", "hidden from")]
+    rows: list[tuple] = [("", "MB sent", "transfer", "latency", "step", "hidden from")]
     for name, time in times.items():
         hidden = "never" if math.isinf(time.hiding_bandwidth) else rate(time.hiding_bandwidth)
         seconds = [f"{s:.3f}" for s in (time.transfer, time.waiting, time.step)]

@@ -106,9 +106,10 @@ class Checkpointer:
         self._last: int | None = None
 
     def _open(self, cleanup: bool) -> orbax.training.Checkpointer:
+        latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
         return orbax.training.Checkpointer(
             self._directory,
-            preservation_policy=orbax.training.preservation_policies.LatestN(self._keep),
+            preservation_policy=latest,
             cleanup_tmp_directories=cleanup,
         )
 
@@ -212,7 +213,8 @@ class Checkpointer:
                 "step to restore the latest."
             )
         metadata = self._orbax.checkpointables_metadata(step)
-        saved, held = metadata.custom_metadata, metadata.metadata
+        saved: Any = metadata.custom_metadata
+        held = metadata.metadata
         _require_format(saved)
         extra_leaves = beside(step, extra)
         _require_same("parameters", by_path(params), held["params"])

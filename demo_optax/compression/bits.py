@@ -5,6 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int64, UInt32
 
 
 def words_of(fields: int, bits: int) -> int:
@@ -12,15 +14,15 @@ def words_of(fields: int, bits: int) -> int:
     return math.ceil(fields * bits / 32)
 
 
-def pack_bits(fields: jax.Array, bits: int) -> jax.Array:
+def pack_bits(fields: UInt32[Array, "..."], bits: int) -> UInt32[Array, "words"]:
     """Packs the low ``bits`` bits of each field into words, least significant first.
 
     Args:
-      fields: uint32 of any shape, each below ``2**bits``.
+      fields: each below ``2**bits``.
       bits: from 0 to 32.
 
     Returns:
-      uint32 ``(ceil(fields.size * bits / 32),)``.
+      ``ceil(fields.size * bits / 32)`` words.
 
     Example:
       >>> [hex(word) for word in pack_bits(jnp.array([0xABC, 0xDEF, 0x123], jnp.uint32), 12)]
@@ -41,8 +43,8 @@ def pack_bits(fields: jax.Array, bits: int) -> jax.Array:
     return packed.reshape(-1)[:words]
 
 
-def unpack_bits(words: jax.Array, bits: int, count: int) -> jax.Array:
-    """The inverse of `pack_bits`: ``count`` fields of ``bits`` bits, uint32 ``(count,)``."""
+def unpack_bits(words: UInt32[Array, "words"], bits: int, count: int) -> UInt32[Array, "{count}"]:
+    """The inverse of `pack_bits`: ``count`` fields of ``bits`` bits."""
     if count * bits == 0:
         return jnp.zeros(count, jnp.uint32)
     word, shift = _places(bits)
@@ -54,8 +56,8 @@ def unpack_bits(words: jax.Array, bits: int, count: int) -> jax.Array:
     return fields.reshape(-1)[:count]
 
 
-def _places(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Word and bit at which each field of a period begins, shift as uint32 ``(1, fields)``."""
+def _places(bits: int) -> tuple[Int64[np.ndarray, "fields"], UInt32[np.ndarray, "1 fields"]]:
+    """Word and bit at which each field of a period begins."""
     word, shift = np.divmod(np.arange(_period(bits)[0]) * bits, 32)
     return word, shift.astype(np.uint32)[None]
 
@@ -66,8 +68,8 @@ def _period(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def checksum(words: jax.Array) -> jax.Array:
-    """A uint32 that any change of one word changes for certain, of several but for 2**-32.
+def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
+    """A number that any change of one word changes for certain, of several but for 2**-32.
 
     A sum modulo 2**32 of a one-to-one hash of each word at its place (MurmurHash3's mixer). One
     that is linear in the words would miss two flipped signs, and values that changed places.
@@ -83,8 +85,8 @@ def checksum(words: jax.Array) -> jax.Array:
     return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
 
 
-def to_words(x: jax.Array) -> jax.Array:
-    """The bits of an array, uint32: a word an element, or several along one more axis."""
+def to_words(x: Array) -> UInt32[Array, "..."]:
+    """The bits of an array: a word an element, or several along one more axis."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -94,7 +96,7 @@ def to_words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).astype(jnp.uint32)
 
 
-def from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+def from_words(words: UInt32[Array, "..."], like: Array) -> Array:
     """What `to_words` made of an array of the kind of ``like``, taken back."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
@@ -105,7 +107,7 @@ def from_words(words: jax.Array, like: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(words.astype(_unsigned(like.dtype)), like.dtype)
 
 
-def _unsigned(dtype) -> str:
+def _unsigned(dtype: DTypeLike) -> str:
     """The unsigned integers of a dtype's width, at most 32 bits."""
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
     return f"uint{min(info(dtype).bits, 32)}"

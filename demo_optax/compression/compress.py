@@ -5,37 +5,39 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, UInt32
 
+from demo_optax.arrays import Coefficients, IntScalar, Positions
 from demo_optax.compression import packet, selection
-from demo_optax.compression.packet import Message
+from demo_optax.compression.packet import Message, Section
 from demo_optax.compression.plan import Plan
-from demo_optax.compression.settings import DRAW, ROUND
+from demo_optax.compression.settings import DRAW, ROUND, Compression
 
 
 class Compressed(NamedTuple):
     """What a worker sends.
 
     Attributes:
-      body: uint32, of its packet.
+      body: of its packet.
       selected: the coefficients that were chosen.
       decoded: the same places, with the values that the others decode.
     """
 
-    body: jax.Array
+    body: UInt32[Array, "words"]
     selected: Message
     decoded: Message
 
 
 def compress(
-    plan: Plan, momenta: Sequence[jax.Array], step: jax.Array, worker: jax.Array
+    plan: Plan, momenta: Sequence[Coefficients], step: IntScalar, worker: IntScalar
 ) -> Compressed:
     """Selects coefficients and codes them.
 
     Args:
       plan: of the tensors.
-      momenta: for each group coefficients ``(blocks, n)``.
-      step: int32 scalar, updates so far; from it all workers draw shared positions alike.
-      worker: int32 scalar, of which stochastic rounding depends.
+      momenta: of each group.
+      step: updates so far; from it all workers draw shared positions alike.
+      worker: its number, of which stochastic rounding depends.
     """
     settings, layout = plan.compression, plan.layout
     positions = tuple(
@@ -53,7 +55,9 @@ def compress(
     return Compressed(body, selected, decoded._replace(positions=positions))
 
 
-def _positions(settings, number, section, momenta, step) -> jax.Array:
+def _positions(
+    settings: Compression, number: int, section: Section, momenta: Coefficients, step: IntScalar
+) -> Positions:
     if section.k == section.block_size:
         everything = jnp.arange(section.k, dtype=jnp.int32)
         return jnp.broadcast_to(everything, (section.blocks, section.k))

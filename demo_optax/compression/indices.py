@@ -19,7 +19,9 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32, UInt32
 
+from demo_optax.arrays import BoolScalar
 from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
 
 IndexCoding = Literal["packed", "elias-fano", "bitmap"]
@@ -53,8 +55,10 @@ def index_words(blocks: int, n: int, k: int, coding: IndexCoding) -> int:
     return words_of(blocks * k, low) + blocks * (bitmap // 32) + words_of(blocks, bitmap % 32)
 
 
-def encode(indices: jax.Array, n: int, coding: IndexCoding) -> jax.Array:
-    """Packs int32 ``(blocks, k)``, ascending in each block, into ``index_words`` words."""
+def encode(
+    indices: Int32[Array, "blocks k"], n: int, coding: IndexCoding
+) -> UInt32[Array, "words"]:
+    """Packs indices, ascending in each block, into ``index_words`` words."""
     _, k = indices.shape
     low_bits, size = _fields(n, k, coding)
     low = indices.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
@@ -66,12 +70,12 @@ def encode(indices: jax.Array, n: int, coding: IndexCoding) -> jax.Array:
 
 
 def decode(
-    words: jax.Array, blocks: int, n: int, k: int, coding: IndexCoding
-) -> tuple[jax.Array, jax.Array]:
+    words: UInt32[Array, "words"], blocks: int, n: int, k: int, coding: IndexCoding
+) -> tuple[Int32[Array, "{blocks} {k}"], BoolScalar]:
     """Decodes untrusted words.
 
     Returns:
-      int32 ``(blocks, k)`` and a bool scalar: whether they ascend in each block and lie in it.
+      Indices, and whether they ascend in each block and lie in it.
     """
     low_bits, size = _fields(n, k, coding)
     for_low = words_of(blocks * k, low_bits)
@@ -99,7 +103,7 @@ def _fields(n: int, k: int, coding: IndexCoding) -> tuple[int, int]:
     }[coding]
 
 
-def _shift(k: int, coding: IndexCoding) -> jax.Array:
+def _shift(k: int, coding: IndexCoding) -> Int32[Array, "1 {k}"]:
     """What Elias-Fano adds to high parts, so that equal ones set different bits; else zeros."""
     steps = jnp.arange(k, dtype=jnp.int32)[None]
     return steps if coding == "elias-fano" else jnp.zeros_like(steps)
@@ -110,8 +114,8 @@ def _is_dense(k: int, size: int) -> bool:
     return k * size // 32 > 4096
 
 
-def _bitmap(ones: jax.Array, size: int) -> jax.Array:
-    """Words ``(blocks, ceil(size / 32))`` in which these bits ``(blocks, k)`` are set."""
+def _bitmap(ones: Int[Array, "blocks k"], size: int) -> UInt32[Array, "blocks words"]:
+    """The ``ceil(size / 32)`` words in which these bits are set."""
     if _is_dense(ones.shape[1], size):
         bits = jnp.zeros((len(ones), -(-size // 32) * 32), jnp.uint32)
         bits = bits.at[jnp.arange(len(ones))[:, None], ones].set(1, unique_indices=True)
@@ -122,7 +126,9 @@ def _bitmap(ones: jax.Array, size: int) -> jax.Array:
     return jnp.sum(jnp.where(own, bits[:, :, None], jnp.uint32(0)), 1, jnp.uint32)
 
 
-def _positions_of_ones(bitmap: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _positions_of_ones(
+    bitmap: UInt32[Array, "blocks words"], k: int
+) -> tuple[Int32[Array, "blocks {k}"], BoolScalar]:
     """Where the words of each block have their ``k`` ones, and whether all blocks have ``k``."""
     blocks, size = bitmap.shape[0], 32 * bitmap.shape[1]
     if _is_dense(k, size):

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, PRNGKeyArray, UInt32
 
+from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values
 from demo_optax.compression import indices as index_codings
 from demo_optax.compression import values as value_codings
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
@@ -75,23 +77,25 @@ class Message(NamedTuple):
     """Coefficients of all sections.
 
     Attributes:
-      positions: for each section int32 ``(blocks, k)``, in the block, unique in each.
-      values: for each section float32 ``(blocks, k)``.
+      positions: for each section, in the block, unique in each.
+      values: for each section.
     """
 
-    positions: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    positions: tuple[Positions, ...]
+    values: tuple[Values, ...]
 
 
-def encode(layout: Layout, message: Message, key: jax.Array | None = None) -> jax.Array:
-    """Encodes a message as the packet's body, uint32.
+def encode(
+    layout: Layout, message: Message, key: PRNGKeyArray | None = None
+) -> UInt32[Array, "words"]:
+    """Encodes a message as the packet's body.
 
     Args:
       layout: of the packet.
       message: what to send.
       key: for stochastic rounding; None rounds to the nearest.
     """
-    words = []
+    words: list[Array] = []
     for number, (section, positions, values) in enumerate(
         zip(layout.sections, *message, strict=True)
     ):
@@ -106,20 +110,22 @@ def encode(layout: Layout, message: Message, key: jax.Array | None = None) -> ja
 
 
 def decode(
-    layout: Layout, body: jax.Array, known: Sequence[jax.Array]
-) -> tuple[Message, jax.Array]:
+    layout: Layout, body: UInt32[Array, "words"], known: Sequence[Positions]
+) -> tuple[Message, BoolScalar]:
     """Decodes an untrusted body.
 
     Args:
       layout: of the packet.
-      body: uint32, as from `encode`.
-      known: for each section positions ``(blocks, k)``; taken where they do not travel.
+      body: as from `encode`.
+      known: for each section positions; taken where they do not travel.
 
     Returns:
-      The message, and a bool scalar: whether every position ascends within its block and every
+      The message, and whether every position ascends within its block and every
       value is finite. Where not, positions may lie anywhere.
     """
-    all_positions, all_values, valid = [], [], jnp.array(True)
+    all_positions: list[Positions] = []
+    all_values: list[Values] = []
+    valid = jnp.array(True)
     for section, positions in zip(layout.sections, known, strict=True):
         blocks, k, coding = section.blocks, section.k, section.value_coding
         for_indices, for_scales, for_values = section.parts
@@ -141,14 +147,19 @@ def decode(
 
 
 class Origin(NamedTuple):
-    """Where a packet comes from: int32 scalars. It does not travel, but its checksum does."""
+    """Where a packet comes from. It does not travel, but its checksum does."""
 
-    step: jax.Array
-    worker: jax.Array
+    step: IntScalar
+    worker: IntScalar
 
 
-def seal(numbers: jax.Array, body: jax.Array, count: jax.Array, origin: Origin) -> jax.Array:
-    """Makes the packet, uint32 ``(layout.words,)``, of float32 ``(NUMBERS,)`` and a body.
+def seal(
+    numbers: Float32[Array, f"{NUMBERS}"],
+    body: UInt32[Array, "words"],
+    count: BoolScalar,
+    origin: Origin,
+) -> UInt32[Array, f"words+{_BODY}"]:
+    """Makes the packet of its numbers and its body.
 
     Its first word is the checksum of the rest and of its origin, or the complement where the packet
     must not ``count``; so a packet that was changed on the way, or comes from another step or
@@ -159,12 +170,14 @@ def seal(numbers: jax.Array, body: jax.Array, count: jax.Array, origin: Origin) 
     return jnp.concatenate([jnp.where(count, validity, ~validity)[None], rest])
 
 
-def unseal(packet: jax.Array, origin: Origin) -> tuple[jax.Array, jax.Array, jax.Array]:
+def unseal(
+    packet: UInt32[Array, "words"], origin: Origin
+) -> tuple[Float32[Array, f"{NUMBERS}"], UInt32[Array, f"words-{_BODY}"], BoolScalar]:
     """Gives numbers and body, and whether the checksum is right and the numbers are finite."""
     numbers = jax.lax.bitcast_convert_type(packet[1:_BODY], jnp.float32)
     intact = packet[0] == _validity(packet[1:], origin)
     return numbers, packet[_BODY:], intact & jnp.all(jnp.isfinite(numbers))
 
 
-def _validity(rest, origin):
+def _validity(rest: UInt32[Array, "words"], origin: Origin) -> UInt32[Array, ""]:
     return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ jnp.uint32(_SEAL)

@@ -10,11 +10,12 @@ of blocks, however many tensors they come from.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from demo_optax.arrays import Blocks, Coefficients, FloatScalar, IntScalar, Tensor
 from demo_optax.compression import indices, transforms
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Layout, Section
@@ -22,6 +23,7 @@ from demo_optax.compression.settings import Compression
 from demo_optax.numerics import upcast, widest
 
 Shape = tuple[int, ...]
+Stored = Float[Array, "*_grid _n"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +60,14 @@ class Plan:
         """Of the packet."""
         return Layout(tuple(group.section for group in self.groups))
 
-    def blocks(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        """For each group its blocks ``(blocks, *sides)``, cut out of the tensors.
+    def blocks(self, tensors: Sequence[Tensor]) -> list[Blocks]:
+        """For each group its blocks, cut out of the tensors.
 
         In float32, or the widest dtype of any tensor that is wider.
         """
         dtype = widest(*[x.dtype for x in tensors])
 
-        def cut(number: int, piece: Piece) -> jax.Array:
+        def cut(number: int, piece: Piece) -> Blocks:
             x = tensors[number].astype(dtype)[piece.in_tensor(self.geometries[number].sides)]
             x = x.reshape(_interleaved(piece.grid, piece.sides))
             x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
@@ -73,10 +75,10 @@ class Plan:
 
         return [_concatenated(itertools.starmap(cut, group.members)) for group in self.groups]
 
-    def tensors(self, blocks: Sequence[jax.Array]) -> list[jax.Array]:
+    def tensors(self, blocks: Sequence[Blocks]) -> list[Tensor]:
         """The tensors of such blocks: the inverse of `blocks`."""
 
-        def paste(x: jax.Array, piece: Piece, _) -> jax.Array:
+        def paste(x: Blocks, piece: Piece, _: Shape) -> Tensor:
             rank = len(piece.grid)
             x = x.reshape(*piece.grid, *piece.sides)
             x = x.transpose(_interleaved(range(rank), range(rank, 2 * rank)))
@@ -85,22 +87,24 @@ class Plan:
         return self._assembled(blocks, paste, [geometry.shape for geometry in self.geometries])
 
     def transform(
-        self, blocks: Sequence[jax.Array], step: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """The coefficients ``(blocks, columns, rows)`` of each group's blocks, and their energy."""
+        self, blocks: Sequence[Blocks], step: IntScalar
+    ) -> tuple[list[Float[Array, "_blocks _columns _rows"]], FloatScalar]:
+        """The coefficients of each group's blocks, and their energy."""
         basis = self.compression.coordinates.basis(step)
         pairs = zip(blocks, self.groups, strict=True)
         transformed = [transforms.forward(x, group.sides, basis) for x, group in pairs]
-        return [x for x, _ in transformed], sum((e for _, e in transformed), jnp.zeros(()))
+        return [x for x, _ in transformed], sum(
+            (e for _, e in transformed), jnp.zeros((), jnp.float32)
+        )
 
-    def inverse(self, coefficients: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
-        """The blocks ``(blocks, *sides)`` of each group's coefficients ``(blocks, n)``."""
+    def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Blocks]:
+        """The blocks of each group's coefficients."""
         basis = self.compression.coordinates.basis(step)
         pairs = zip(coefficients, self.groups, strict=True)
         return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
 
-    def momenta(self, stored: Sequence[jax.Array], step: jax.Array) -> list[jax.Array]:
-        """For each group the stored coefficients ``(blocks, n)``, in this step's basis."""
+    def momenta(self, stored: Sequence[Stored], step: IntScalar) -> list[Coefficients]:
+        """For each group the stored coefficients, in this step's basis."""
         momenta = [upcast(x) for x in self.stacked(stored)]
         if not transforms.is_redrawn(self.compression.transform):
             return momenta
@@ -110,32 +114,37 @@ class Plan:
             for x, group in zip(momenta, self.groups, strict=True)
         ]
 
-    def stacked(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """For each group the coefficients ``(blocks, n)`` of what tensors store."""
+    def stacked(self, stored: Sequence[Stored]) -> list[Coefficients]:
+        """For each group the coefficients of what tensors store."""
 
-        def take(number: int, piece: Piece) -> jax.Array:
+        def take(number: int, piece: Piece) -> Coefficients:
             x = stored[number][(*piece.in_grid, slice(piece.block_size))]
             return x.reshape(piece.num_blocks, piece.block_size)
 
         return [_concatenated(itertools.starmap(take, group.members)) for group in self.groups]
 
-    def stored(self, coefficients: Sequence[jax.Array]) -> list[jax.Array]:
+    def stored(self, coefficients: Sequence[Coefficients]) -> list[Stored]:
         """What tensors store of such coefficients: the inverse of `stacked`, padded with zeros."""
 
-        def put(x: jax.Array, piece: Piece, shape: Shape) -> jax.Array:
+        def put(x: Coefficients, piece: Piece, shape: Shape) -> Stored:
             x = jnp.pad(x, ((0, 0), (0, shape[-1] - piece.block_size)))
             return x.reshape(*piece.grid, shape[-1])
 
         shapes = [geometry.stored_shape for geometry in self.geometries]
         return self._assembled(coefficients, put, shapes)
 
-    def _assembled(self, groups, restore: Callable, shapes) -> list[jax.Array]:
+    def _assembled(
+        self,
+        groups: Sequence[Tensor],
+        restore: Callable[[Tensor, Piece, Shape], Tensor],
+        shapes: Sequence[Shape],
+    ) -> list[Tensor]:
         """The tensors of these shapes, each joined of its pieces."""
-        parts: dict[tuple[int, Piece], jax.Array] = {}
+        parts: dict[tuple[int, Piece], Tensor] = {}
         for group, x in zip(self.groups, groups, strict=True):
             ends = itertools.accumulate(piece.num_blocks for _, piece in group.members)
             parts |= zip(group.members, jnp.split(x, list(ends)[:-1]), strict=True)
-        tensors = []
+        tensors: list[Tensor] = []
         for number, (geometry, shape) in enumerate(zip(self.geometries, shapes, strict=True)):
             pieces = [restore(parts[number, piece], piece, shape) for piece in geometry.pieces]
             for axis, segments in reversed(list(enumerate(geometry.segments))):
@@ -176,10 +185,10 @@ def _section(compression: Compression, pieces: Sequence[Piece]) -> Section:
     )
 
 
-def _concatenated(arrays, axis: int = 0) -> jax.Array:
+def _concatenated(arrays: Iterable[Tensor], axis: int = 0) -> Tensor:
     arrays = list(arrays)
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 
 
-def _interleaved(one, other) -> list[int]:
+def _interleaved(one: Iterable[int], other: Iterable[int]) -> list[int]:
     return [n for pair in zip(one, other, strict=True) for n in pair]

@@ -12,6 +12,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
+
+from demo_optax.arrays import IntScalar
 
 Selection = Literal["topk", "random", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
@@ -20,12 +23,8 @@ _STRANDS = 8
 _GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
 
 
-def top_k(coefficients: jax.Array, k: int) -> jax.Array:
-    """Positions of the ``k`` largest magnitudes of each block ``(blocks, n)``, exactly.
-
-    Returns:
-      int32 ``(blocks, k)``, ascending in each block.
-    """
+def top_k(coefficients: Float[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
+    """Positions of the ``k`` largest magnitudes of each block, exactly, ascending."""
     # In float32, the only dtype that XLA's fast paths take.
     magnitudes = jnp.abs(coefficients.astype(jnp.float32))
     slow = ["cpu"] if k <= _GPU_KERNEL_K else ["cpu", "cuda", "rocm"]
@@ -37,11 +36,11 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
     return jnp.sort(chosen, axis=-1)
 
 
-def _by_kernel(magnitudes: jax.Array, k: int) -> jax.Array:
+def _by_kernel(magnitudes: Float32[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
     return jax.lax.top_k(magnitudes, k)[1]
 
 
-def _by_strands(magnitudes: jax.Array, k: int) -> jax.Array:
+def _by_strands(magnitudes: Float32[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
     """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole).
 
     A strand is every ``n / 8``-th element. The ``k`` strands with the largest maxima hold the
@@ -59,14 +58,16 @@ def _by_strands(magnitudes: jax.Array, k: int) -> jax.Array:
     return take(candidates, chosen)
 
 
-def take(blocks: jax.Array, positions: jax.Array) -> jax.Array:
-    """The elements ``(blocks, k)`` at these positions of each block ``(blocks, n)``."""
+def take(
+    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"]
+) -> Shaped[Array, "blocks k"]:
+    """The elements at these positions of each block."""
     return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
 
 
 def shared(
-    selection: Selection, blocks: int, n: int, k: int, step: jax.Array, key: jax.Array
-) -> jax.Array:
+    selection: Selection, blocks: int, n: int, k: int, step: IntScalar, key: PRNGKeyArray
+) -> Int32[Array, "{blocks} {k}"]:
     """Positions that follow from the step, the same on all workers.
 
     Args:
@@ -77,11 +78,11 @@ def shared(
       blocks: number of blocks.
       n: positions in a block.
       k: how many of them.
-      step: int32 scalar.
+      step: updates so far.
       key: of the random draw.
 
     Returns:
-      int32 ``(blocks, k)``, unique in each block.
+      Positions, unique in each block.
     """
     if selection == "random":
         draw, shift = jax.random.split(key)

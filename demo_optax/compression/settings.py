@@ -4,8 +4,10 @@ import dataclasses
 from typing import Literal
 
 import jax
+from jaxtyping import PRNGKeyArray
 
 from demo_optax import checks
+from demo_optax.arrays import IntScalar
 from demo_optax.compression import transforms
 from demo_optax.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
 from demo_optax.compression.indices import INDEX_CODINGS, IndexCoding
@@ -36,7 +38,7 @@ class Coordinates:
         """The blocks of a tensor."""
         return block_geometry(shape, self.block_side, self.block_rule)
 
-    def basis(self, step: jax.Array) -> Basis | None:
+    def basis(self, step: IntScalar) -> Basis | None:
         """The transform's basis at a step, the same on all workers; None for the identity."""
         return transforms.make_basis(self.transform, _key(self.seed, step, BASIS))
 
@@ -102,10 +104,10 @@ class Compression:
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return Coordinates(self.transform, self.block_side, self.block_rule, seed)
 
-    def key(self, step: jax.Array, purpose: int) -> jax.Array:
+    def key(self, step: IntScalar, purpose: int) -> PRNGKeyArray:
         """The key of a step's draws, the same on all workers."""
         return _key(self.seed, step, purpose)
 
 
-def _key(seed: int, step: jax.Array, purpose: int) -> jax.Array:
+def _key(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), purpose)

@@ -9,11 +9,19 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
+from demo_optax.arrays import FloatScalar
 from demo_optax.compression.transforms import product
 
 Mean = Literal["senders", "workers"]
 MEANS = get_args(Mean)
+
+Dense = Float[Array, "blocks n"]
+Positions = Int32[Array, "blocks k"]
+Values = Float[Array, "blocks k"]
+AllPositions = Int32[Array, "workers blocks k"]
+AllValues = Float32[Array, "workers blocks k"]
 
 AT_ONCE = 64  # coefficients of a block of all workers that are compared with each other
 _LANES = 128  # of a TPU's vectors: narrower arrays are padded to them in memory
@@ -24,39 +32,41 @@ class Sent(NamedTuple):
     """What some workers sent of blocks of one size.
 
     Attributes:
-      positions: int32 ``(workers, blocks, k)``, unique in each block.
-      values: float32 ``(workers, blocks, k)``; zero where a worker does not count.
-      counted: bool ``(workers, 1, 1)``.
+      positions: unique in each block.
+      values: zero where a worker does not count.
+      counted: whether it does.
     """
 
-    positions: jax.Array
-    values: jax.Array
-    counted: jax.Array
+    positions: AllPositions
+    values: AllValues
+    counted: Bool[Array, "workers 1 1"]
 
 
 class Sums(NamedTuple):
     """What several workers sent, added up.
 
     Attributes:
-      values: float32 ``(blocks, n)``.
-      senders: float32 ``(blocks, n)``, how many sent each coefficient.
+      values: of each coefficient.
+      senders: how many sent it.
     """
 
-    values: jax.Array
-    senders: jax.Array
+    values: Dense
+    senders: Dense
 
 
-def weighted(positions: jax.Array, values: jax.Array, weights: jax.Array) -> Sent:
-    """Untrusted messages times ``weights``, ``(workers,)``; those of weight 0 send zeros."""
-    weights = weights[:, None, None]
-    counted = weights > 0
+def weighted(
+    positions: AllPositions, values: AllValues, weights: Float32[Array, "workers"]
+) -> Sent:
+    """Untrusted messages times their weights; those of weight 0 send zeros."""
+    factors = weights[:, None, None]
+    counted = factors > 0
     first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
     positions = jnp.where(counted, positions, first)
-    return Sent(positions, jnp.where(counted, values * weights, 0), counted)
+    return Sent(positions, jnp.where(counted, values * factors, 0), counted)
 
 
-def add_at(blocks: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Array:
-    """Adds ``(blocks, k)`` values to blocks ``(blocks, n)``, at positions unique in each."""
+def add_at(blocks: Dense, positions: Positions, values: Values) -> Dense:
+    """Adds values to blocks, at positions unique in each."""
     compare = positions.shape[1] <= _MOST_COMPARISONS
     return jax.lax.platform_dependent(
         blocks,
@@ -67,8 +77,8 @@ def add_at(blocks: jax.Array, positions: jax.Array, values: jax.Array) -> jax.Ar
     )
 
 
-def mean_of_sent(zeros: jax.Array, sent: Sent, mean: Mean) -> jax.Array:
-    """The mean ``(blocks, n)`` of what all workers sent, where they are few.
+def mean_of_sent(zeros: Dense, sent: Sent, mean: Mean) -> Dense:
+    """The mean of what all workers sent, where they are few.
 
     The senders of a coefficient are counted by comparing all positions of a block.
     """
@@ -90,33 +100,32 @@ def add_sent(sums: Sums, sent: Sent) -> Sums:
     return Sums(*(_add_all(total, sent.positions, values) for total, values in added))
 
 
-def mean_of_sums(sums: Sums, mean: Mean, participants: jax.Array) -> jax.Array:
-    """The mean ``(blocks, n)`` over the senders of each coefficient, or over all participants."""
+def mean_of_sums(sums: Sums, mean: Mean, participants: FloatScalar) -> Float32[Array, "blocks n"]:
+    """The mean over the senders of each coefficient, or over all participants."""
     return sums.values / jnp.maximum(sums.senders if mean == "senders" else participants, 1)
 
 
-def _add_all(blocks, positions, values):
-    """Adds ``(workers, blocks, k)`` values to blocks, the workers' one after the other."""
+def _add_all(blocks: Dense, positions: AllPositions, values: AllValues) -> Dense:
+    """Adds values to blocks, the workers' one after the other."""
 
-    def by_scatter(blocks, positions, values):
-        def add(blocks, worker):
+    def by_scatter(blocks: Dense, positions: AllPositions, values: AllValues) -> Dense:
+        def add(blocks: Dense, worker: tuple[Positions, Values]) -> tuple[Dense, None]:
             return _add_by_scatter(blocks, *worker), None
 
         return jax.lax.scan(add, blocks, (positions, values))[0]
 
-    def by_product(blocks, positions, values):
-        positions, values = _blocks_last(positions), _blocks_last(values)
-        return _add_by_product(blocks, positions.T, values.T)
+    def by_product(blocks: Dense, positions: AllPositions, values: AllValues) -> Dense:
+        return _add_by_product(blocks, _blocks_last(positions).T, _blocks_last(values).T)
 
     return jax.lax.platform_dependent(blocks, positions, values, tpu=by_product, default=by_scatter)
 
 
-def _add_by_scatter(blocks, positions, values):
+def _add_by_scatter(blocks: Dense, positions: Positions, values: Values) -> Dense:
     rows = jnp.arange(len(blocks))[:, None]
     return blocks.at[rows, positions].add(values, unique_indices=True, mode="promise_in_bounds")
 
 
-def _add_by_comparison(blocks, positions, values):
+def _add_by_comparison(blocks: Dense, positions: Positions, values: Values) -> Dense:
     # Blocks along the last dimension are how a TPU holds the coefficients that come from products.
     place = jnp.arange(blocks.shape[1])[:, None]
     total = blocks.T
@@ -125,13 +134,13 @@ def _add_by_comparison(blocks, positions, values):
     return total.T
 
 
-def _add_by_product(blocks, positions, values):
-    """Adds ``(blocks, j)`` values: sums of the outer products of rows' and columns' units."""
+def _add_by_product(blocks: Dense, positions: Positions, values: Values) -> Dense:
+    """Adds values: sums of the outer products of rows' and columns' units."""
     n = blocks.shape[1]
     shift = min((n - 1).bit_length(), _LANES.bit_length() - 1)
     columns, rows = 1 << shift, -(-n >> shift)
 
-    def units(places, size):
+    def units(places: Int[Array, "blocks k"], size: int) -> Float[Array, "blocks {size} k"]:
         return (places[:, None] == jnp.arange(size)[None, :, None]).astype(blocks.dtype)
 
     row, column = units(positions >> shift, rows), units(positions & (columns - 1), columns)
@@ -139,6 +148,5 @@ def _add_by_product(blocks, positions, values):
     return blocks + dense.reshape(len(blocks), rows * columns)[:, :n]
 
 
-def _blocks_last(x):
-    """``(workers, blocks, k)`` to ``(workers * k, blocks)``."""
+def _blocks_last(x: Shaped[Array, "workers blocks k"]) -> Shaped[Array, "workers*k blocks"]:
     return x.transpose(0, 2, 1).reshape(-1, x.shape[1])

@@ -12,25 +12,28 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
 
+from demo_optax.arrays import FloatScalar
 from demo_optax.numerics import energy
 
 TransformName = Literal["dct", "hadamard", "random", "identity"]
 TRANSFORMS = get_args(TransformName)
 
-Basis = Callable[[int], np.ndarray | jax.Array]
+Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
+Basis = Callable[[int], Matrix]
 
 
-def dct_basis(n: int) -> np.ndarray:
-    """Orthonormal DCT-II matrix ``(n, n)``, one basis vector a row (``scipy.fft.dct``, "ortho")."""
+def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
+    """Orthonormal DCT-II matrix, one basis vector a row (``scipy.fft.dct``, "ortho")."""
     frequency, position = np.arange(n)[:, None], np.arange(n)[None, :]
     basis = np.sqrt(2 / n) * np.cos(np.pi * frequency * (2 * position + 1) / (2 * n))
     basis[0] /= np.sqrt(2)
     return basis
 
 
-def hadamard_basis(n: int) -> np.ndarray:
-    """Orthonormal Hadamard matrix ``(n, n)``.
+def hadamard_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
+    """Orthonormal Hadamard matrix.
 
     For an ``n`` that is no power of two, a block-diagonal of the powers of two that sum to it.
     """
@@ -46,7 +49,7 @@ def hadamard_basis(n: int) -> np.ndarray:
     return basis
 
 
-def make_basis(name: TransformName, key: jax.Array) -> Basis | None:
+def make_basis(name: TransformName, key: PRNGKeyArray) -> Basis | None:
     """The transform's basis for every side; None where it is the identity.
 
     Only ``"random"`` depends on the key, from which all workers draw the same matrices.
@@ -62,11 +65,11 @@ def is_redrawn(name: TransformName) -> bool:
 
 
 def forward(
-    blocks: jax.Array, sides: Sequence[int], basis: Basis | None
-) -> tuple[jax.Array, jax.Array]:
-    """Coefficients ``(blocks, columns, rows)`` of blocks ``(blocks, *sides)``, and their energy.
+    blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
+) -> tuple[Float[Array, "blocks columns rows"], FloatScalar]:
+    """Coefficients of blocks, and their energy.
 
-    The energy (sum of squares, float32) is that of the blocks as well, since the products are
+    The energy (sum of squares) is that of the blocks as well, since the products are
     orthonormal. It is taken between them, where XLA fuses the sum with the first.
     """
     columns, rows = _matrices(sides, basis)
@@ -74,17 +77,22 @@ def forward(
     return _middle(x, rows), energy([x])
 
 
-def inverse(coefficients: jax.Array, sides: Sequence[int], basis: Basis | None) -> jax.Array:
-    """Blocks ``(blocks, *sides)`` of coefficients ``(blocks, n)``: the transpose of `forward`."""
+def inverse(
+    coefficients: Float[Array, "blocks n"], sides: Sequence[int], basis: Basis | None
+) -> Float[Array, "blocks *sides"]:
+    """Blocks of coefficients: the transpose of `forward`."""
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, basis)
     return _middle(_last(x, _transposed(rows)), _transposed(columns)).reshape(-1, *sides)
 
 
 def change_basis(
-    coefficients: jax.Array, sides: Sequence[int], old: Basis | None, new: Basis | None
-) -> jax.Array:
-    """Coefficients ``(blocks, n)`` of the same blocks in another basis, at one transform's cost."""
+    coefficients: Float[Array, "blocks n"],
+    sides: Sequence[int],
+    old: Basis | None,
+    new: Basis | None,
+) -> Float[Array, "blocks n"]:
+    """Coefficients of the same blocks in another basis, at one transform's cost."""
     assert old is not None and new is not None
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, lambda n: _multiply(new(n), old(n).T))
@@ -92,21 +100,27 @@ def change_basis(
     return turned.swapaxes(1, 2).reshape(coefficients.shape)
 
 
-def _last(x, matrix, exact=False):
-    """``(blocks, i, j)`` with its last dimension multiplied by a matrix, or by None."""
+def _last(
+    x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
+) -> Float[Array, "blocks i j"]:
+    """Multiplies the last dimension by a matrix, if there is one."""
     if matrix is None or x.shape[2] == 1:
         return x
     return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
 
-def _middle(x, matrix, exact=False):
-    """``(blocks, i, j)`` to ``(blocks, j, i)``, with ``i`` multiplied by a matrix, or by None."""
+def _middle(
+    x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
+) -> Float[Array, "blocks j i"]:
+    """Multiplies the middle dimension by a matrix, if there is one, and makes it the last."""
     if matrix is None or x.shape[1] == 1:
         return x.swapaxes(1, 2)
     return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
 
-def product(subscripts: str, x: jax.Array, y: jax.Array, *, exact: bool = False) -> jax.Array:
+def product(
+    subscripts: str, x: Float[Array, "..."], y: Float[Array, "..."], *, exact: bool = False
+) -> Float[Array, "..."]:
     """``jnp.einsum`` in float32; unless ``exact``, in three products of bfloat16 on TPUs.
 
     Three are right to about ``2**-16``, at half the cost of float32's six. That is enough for
@@ -120,7 +134,7 @@ def product(subscripts: str, x: jax.Array, y: jax.Array, *, exact: bool = False)
     return jax.lax.platform_dependent(x, y, tpu=high, default=highest)
 
 
-def _matrices(sides, basis):
+def _matrices(sides: Sequence[int], basis: Basis | None) -> tuple[Matrix | None, Matrix | None]:
     """What columns and rows are multiplied by."""
     if basis is None:
         return None, None
@@ -128,13 +142,13 @@ def _matrices(sides, basis):
     return basis(sides[-1]), rows
 
 
-def _transposed(matrix):
+def _transposed(matrix: Matrix | None) -> Matrix | None:
     return None if matrix is None else matrix.T
 
 
-def _kronecker(a, b):
+def _kronecker(a: Matrix, b: Matrix) -> Matrix:
     return (jnp if isinstance(b, jax.Array) else np).kron(a, b)
 
 
-def _multiply(a, b):
+def _multiply(a: Matrix, b: Matrix) -> Matrix:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt32
+
+from demo_optax.arrays import BoolScalar
 
 ValueCoding = Literal["float32", "bfloat16", "float8", "int8", "int4", "int2", "sign"]
 VALUE_CODINGS = get_args(ValueCoding)
@@ -60,12 +63,12 @@ class Fields(NamedTuple):
     """Coded values of some blocks.
 
     Attributes:
-      scales: uint32 ``(blocks,)`` of `SCALE_BITS` bits each, or ``(0,)`` for the plain codings.
-      values: uint32 ``(blocks, k)`` of `value_bits` bits each.
+      scales: of `SCALE_BITS` bits each, one a block, or none for the plain codings.
+      values: of `value_bits` bits each.
     """
 
-    scales: jax.Array
-    values: jax.Array
+    scales: UInt32[Array, "scales"]
+    values: UInt32[Array, "blocks k"]
 
 
 def value_bits(coding: ValueCoding) -> int:
@@ -78,11 +81,13 @@ def scale_bits(coding: ValueCoding) -> int:
     return SCALE_BITS if coding in QUANTISERS else 0
 
 
-def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None) -> Fields:
+def encode(
+    values: Float[Array, "blocks k"], coding: ValueCoding, key: PRNGKeyArray | None = None
+) -> Fields:
     """Rounds values to what their coding can say.
 
     Args:
-      values: floats ``(blocks, k)``.
+      values: of some blocks.
       coding: one of `VALUE_CODINGS`.
       key: for stochastic rounding, whose mean is the value itself wherever the coding has levels
         on both sides of it; None rounds to the nearest.
@@ -108,12 +113,12 @@ def encode(values: jax.Array, coding: ValueCoding, key: jax.Array | None = None)
     return Fields(scales, jnp.where(place > threshold, below + 1, below).astype(jnp.uint32))
 
 
-def decode(fields: Fields, coding: ValueCoding) -> tuple[jax.Array, jax.Array]:
+def decode(fields: Fields, coding: ValueCoding) -> tuple[Float32[Array, "blocks k"], BoolScalar]:
     """Decodes untrusted fields.
 
     Returns:
-      The values, float32 ``(blocks, k)``, and a bool scalar: whether every scale and value is
-      finite and every field one of the coding's.
+      The values, and whether every scale and value is finite and every field one of the
+      coding's.
     """
     if coding in ("float32", "bfloat16"):
         values = _float(fields.values << (32 - value_bits(coding)))
@@ -124,7 +129,7 @@ def decode(fields: Fields, coding: ValueCoding) -> tuple[jax.Array, jax.Array]:
     return chosen * _decode_scale(fields.scales)[:, None], known
 
 
-def _halves(shape) -> jax.Array:
+def _halves(shape: tuple[int, ...]) -> Float32[Array, "blocks k"]:
     """One half, and a little less in every second place: ties go up and down in turn.
 
     So exact zeros do not all become the same of two levels where a coding has none for them.
@@ -133,7 +138,9 @@ def _halves(shape) -> jax.Array:
     return jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
 
 
-def _encode_scale(values: jax.Array, quantiser: Quantiser) -> jax.Array:
+def _encode_scale(
+    values: Float32[Array, "blocks k"], quantiser: Quantiser
+) -> UInt32[Array, "blocks"]:
     """Rounds a block's scale, up where the largest magnitude must fit."""
     magnitudes = jnp.abs(values)
     if quantiser.mean_level is None:
@@ -148,13 +155,13 @@ def _encode_scale(values: jax.Array, quantiser: Quantiser) -> jax.Array:
     return jnp.where(normal, fields, jnp.uint32(0))
 
 
-def _decode_scale(fields: jax.Array) -> jax.Array:
+def _decode_scale(fields: UInt32[Array, "blocks"]) -> Float32[Array, "blocks"]:
     return _float(fields << _SCALE_SHIFT)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _bits(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _float(x: jax.Array) -> jax.Array:
+def _float(x: UInt32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(x, jnp.float32)

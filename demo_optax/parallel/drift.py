@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -188,7 +189,7 @@ def _disputing(difference, mesh, axis_name) -> set[int]:
 
 def _spec(name, x, mesh) -> P:
     """How a leaf lies on the mesh."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     sharding = x.sharding if concrete else None
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return sharding.spec

@@ -68,9 +68,8 @@ def manual_gradients(
 
         of_worker = P(axis_name)
         of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
-        like: Callable = WorkerGradients
-        of_found = like(
-            of_worker, aux=P(own_axes), state=of_worker, norm=of_worker, gradients=of_gradients
+        of_found = WorkerGradients._make(
+            (of_worker, P(own_axes), of_worker, of_worker, of_gradients)
         )
         return jax.shard_map(
             of_device,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 
@@ -26,7 +27,7 @@ class Places:
         seen: set[int] = set()
 
         def place(x, given, wanted):
-            if isinstance(x, jax.core.Tracer):
+            if isinstance(x, Tracer):
                 return jax.device_put(x, wanted)
             if id(x) not in seen and _lies_as(given, wanted, np.ndim(x)):
                 seen.add(id(x))
@@ -80,7 +81,7 @@ def require_global(batch, specs):
     """With several processes no array of one of them alone can be what all divide."""
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, leaf), spec in leaves:
-        if isinstance(leaf, jax.core.Tracer) or jax.process_count() == 1 or not any(spec):
+        if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):
             continue
         if getattr(leaf, "is_fully_addressable", True):
             raise ValueError(

@@ -142,7 +142,7 @@ def make_train_step(
     workers = shards.num_workers(mesh, axis_name)
     stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
     manual = manual_axes(axis_names, mesh, axis_name)
-    options = dict(
+    options: dict[str, Any] = dict(
         microbatches=microbatches,
         clip_norm=clip_norm,
         param_specs=param_specs,

@@ -4,7 +4,7 @@ One update is evaluated abstractly: what comes out varying over an axis differs 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -139,10 +139,11 @@ def _frozen(tx, parts, mesh_shape, axis_name):
     def update(gradient, state, params):
         return tx.update(gradient, state, params, **EXTRA_ARGS)[0]
 
+    of_workers: Callable = update
     for name in axes.names(axis_name):
-        update = functools.partial(_of_all, update, name, mesh_shape[name])
+        of_workers = functools.partial(_of_all, of_workers, name, mesh_shape[name])
     shapes = parts, jax.eval_shape(tx.init, parts), parts
-    program, updates = jax.make_jaxpr(update, return_shape=True)(*shapes)
+    program, updates = jax.make_jaxpr(of_workers, return_shape=True)(*shapes)
     found = _zeros(program.jaxpr, [False] * len(program.jaxpr.invars))
     return jax.tree.unflatten(jax.tree.structure(updates), found)
 

@@ -75,8 +75,7 @@ def stack_workers(
             )
 
         placed = jax.device_put(params, shards.shardings(mesh, layout.params))
-        specs = dict(in_specs=(layout.params,), out_specs=layout.state)
-        sharded = jax.shard_map(init, mesh=mesh, **specs)
+        sharded = jax.shard_map(init, mesh=mesh, in_specs=(layout.params,), out_specs=layout.state)
         return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
     def update_fn(updates, state, params=None, **extra_args):

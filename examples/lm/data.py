@@ -8,7 +8,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import grain
@@ -82,14 +82,14 @@ def documents(path: Path | None) -> Iterable[tuple[str, str]]:
             f"{path / splits[0] if splits else path}."
         )
     if (path / "dataset_info.json").exists():
-        rows = datasets.load_from_disk(str(path))
+        rows: Any = datasets.load_from_disk(str(path))
         if "text" not in rows.column_names:
             columns = ", ".join(rows.column_names)
             raise ValueError(f"--text {path}: the dataset has columns {columns}, but no `text`.")
         return ((f"row {i}", row["text"]) for i, row in enumerate(rows) if row["text"])
     shards = sorted(path.glob("*.arrayrecord")) if path.is_dir() else [path]
     if shards and shards[0].suffix == ".arrayrecord":
-        records = grain.sources.ArrayRecordDataSource(list(map(str, shards)))
+        records: Any = grain.sources.ArrayRecordDataSource(list(map(str, shards)))
         return ((f"{path.name}:{i}", records[i].decode()) for i in range(len(records)))
     return _files(path, "*", set())
 

@@ -120,7 +120,7 @@ def make_mesh(config: Config) -> Mesh:
     return Mesh(np.reshape(chosen(devices, used), shape), ("data", "fsdp"), kinds)
 
 
-def chosen(devices: list[jax.Device], used: int) -> list[jax.Device]:
+def chosen(devices: list, used: int) -> list:
     """As many devices of every process, so that a worker's lie together."""
     each = used // jax.process_count()
     return [
