@@ -74,7 +74,7 @@ class Config:
     """Decay of the momentum, for adamw b1; by default what suits the optimizer."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] | None = None
     """Decoupled weight decay; by default what suits the optimizer."""
-    clip_norm: Annotated[float, Field(gt=0, le=1e30)] = 1.0
+    clip_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """Largest norm of each worker's own gradient."""
     topk: Count = 32
     """Coefficients that are sent of each block."""
