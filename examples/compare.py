@@ -8,7 +8,6 @@ its order, number of steps. The picture, loss_against_bytes.png, and each run's 
 """
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -30,8 +29,8 @@ def main() -> None:
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or Path("runs")
     if config.optimizer == BASELINE or config.checkpoint_dir:
-        sys.exit(
-            f"error: this compares an --optimizer with {BASELINE}, from the first step to the "
+        configuration.refuse(
+            f"this compares an --optimizer with {BASELINE}, from the first step to the "
             f"last: choose another than {BASELINE}, and train_lm.py to use a --checkpoint-dir."
         )
     baseline = dataclasses.replace(

@@ -7,7 +7,6 @@ One device is enough, however many workers the run had.
 """
 
 import dataclasses
-import sys
 
 from demo_optax.checkpoint import load_params
 from lm import config as configuration
@@ -19,17 +18,26 @@ from lm.train import LAST_EVALUATION_TOKENS, show, written_by
 def main() -> None:
     config = configuration.from_command_line(__doc__)
     if (folder := config.checkpoint_dir) is None:
-        sys.exit("error: --checkpoint-dir, or a --config that names one, says what to load.")
+        configuration.refuse("--checkpoint-dir, or a --config that names one, says what to load.")
     if config.tokenizer and not config.tokenizer.exists():
-        sys.exit(f"error: --tokenizer {config.tokenizer}: there is no such file.")
+        configuration.refuse(f"--tokenizer {config.tokenizer}: there is no such file.")
     config = dataclasses.replace(
-        config, workers=1, fsdp=1, coordinator=None, num_processes=None, distributed=False
+        config,
+        checkpoint_dir=None,  # which may be read-only
+        log_dir=None,
+        profile_steps=0,
+        workers=1,
+        fsdp=1,
+        coordinator=None,
+        num_processes=None,
+        process_id=None,
+        distributed=False,
     )
     try:
         run = prepare(config)
         params = load_params(folder, run.params)
     except (ValueError, TypeError, OSError) as error:
-        sys.exit(f"error: {error}")
+        configuration.refuse(error)
     loss = make_evaluation(run, lambda: None)(params, LAST_EVALUATION_TOKENS)
     console.print(f"loss on held-out text: {loss:.3f} nats per byte")
     show(written_by(run, params))

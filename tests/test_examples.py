@@ -28,7 +28,7 @@ import evaluate
 import linen_trainstate
 import vision_flax
 from lm import config as configuration
-from lm import data, model, sampling, tokens, train, utilization
+from lm import data, model, sampling, tokens, train, utilization, validation
 from lm.config import Config
 from lm.recipes import RECIPES
 from lm.setup import batches_of, make_evaluation, prepare
@@ -87,22 +87,11 @@ def test_a_configuration_written_and_read_is_the_same(tmp_path):
     assert (found.steps, found.remat, found.batch_size) == (9, False, 4)
 
 
-@pytest.mark.parametrize(
-    "content, shown",
-    [("steps: many\n", "--steps"), ("stepz: 3\n", "--stepz=3"), ("- steps\n", "must hold lines")],
-)
-def test_a_wrong_file_is_refused_like_a_wrong_flag(content, shown, tmp_path, capsys):
-    path = tmp_path / "config.yaml"
-    path.write_text(content)
-    with pytest.raises(SystemExit) as raised:
-        configuration.from_command_line("", ["--config", str(path)])
-    assert shown in capsys.readouterr().err + str(raised.value)
-
-
 def test_the_papers_run_is_a_file():
     path = ROOT / "examples" / "paper_300m.yaml"
     config = configuration.from_command_line("", ["--config", str(path), "--workers", "64"])
-    config.require_sensible(64)
+    validation.require_sensible(config)
+    validation.require_divisible(config, 64)
     assert config.steps * config.batch_size * config.sequence_length == pytest.approx(
         1e11, rel=1e-3
     )
@@ -122,26 +111,6 @@ def test_every_flag_is_explained(capsys):
     for name, text in explained.items():
         assert f"--{name.replace('_', '-')}" in shown
         assert text[:40] in shown, name
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(steps=0), "--steps must be more than 0"),
-        (dict(batch_size=3), "--batch-size 3 cannot be divided"),
-        (dict(profile_steps=3), "needs a --log-dir"),
-        (dict(profile_steps=9, log_dir=pathlib.Path("x")), "--steps must be at least 19"),
-        (dict(scan_layers=True, optimizer="demo-muon"), "--scan-layers"),
-        (dict(sample_length=-1), "--sample-length must not be less than 0"),
-        (dict(vocabulary=200), "--vocabulary 200"),
-        (dict(text=(pathlib.Path("no/such"),)), "there is no such file or folder"),
-        (dict(sequence_length=10**7), "--sequence-length"),
-        (dict(workers=9), "there are 8 devices"),
-    ],
-)
-def test_what_no_run_could_be_made_of(change, message):
-    with pytest.raises((ValueError, OSError), match=message):
-        prepare(dataclasses.replace(NANO, **change))
 
 
 # Text and tokens

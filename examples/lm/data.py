@@ -47,11 +47,10 @@ def read(paths: Sequence[Path] = ()) -> Text:
     empty, as with a single file, the end of the whole text is held out instead.
 
     Raises:
-      FileNotFoundError: a path does not exist.
-      ValueError: there is no text.
+      ValueError: a path does not exist, cannot be read, or holds no text.
     """
     sources: Sequence[Path | None] = paths or [None]
-    named = [item for path in sources for item in documents(path)]
+    named = [item for path in sources for item in _named(path)]
     if not named:
         raise ValueError(
             f"no text found in {', '.join(map(str, paths)) or 'the standard library'}: --text "
@@ -69,23 +68,32 @@ def read(paths: Sequence[Path] = ()) -> Text:
     return Text([whole[:cut]], [whole[cut:]])
 
 
+def _named(path: Path | None) -> list[tuple[str, str]]:
+    """All documents at a path, or a ValueError that names it."""
+    try:
+        return list(documents(path))
+    except Exception as error:  # the formats' libraries have errors of many types
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--text {path or 'by default'} cannot be read ({what})") from error
+
+
 def documents(path: Path | None) -> Iterable[tuple[str, str]]:
     """Names and texts of all documents at a path, in a fixed order."""
     if path is None:
         return _files(Path(sysconfig.get_path("stdlib")), "*.py", {"site-packages"})
     if not path.exists():
-        raise FileNotFoundError(f"--text {path}: there is no such file or folder.")
+        raise FileNotFoundError("there is no such file or folder.")
     if (path / "dataset_dict.json").exists():
         splits = sorted(inside.name for inside in path.iterdir() if inside.is_dir())
         raise ValueError(
-            f"--text {path} is a dataset of several splits: give one of them, as in "
+            "it is a dataset of several splits: give one of them, as in "
             f"{path / splits[0] if splits else path}."
         )
     if (path / "dataset_info.json").exists():
         rows: Any = datasets.load_from_disk(str(path))
         if "text" not in rows.column_names:
             columns = ", ".join(rows.column_names)
-            raise ValueError(f"--text {path}: the dataset has columns {columns}, but no `text`.")
+            raise ValueError(f"the dataset has columns {columns}, but no `text`.")
         return ((f"row {i}", row["text"]) for i, row in enumerate(rows) if row["text"])
     shards = sorted(path.glob("*.arrayrecord")) if path.is_dir() else [path]
     if shards and shards[0].suffix == ".arrayrecord":

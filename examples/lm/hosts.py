@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from . import rendezvous
 from .config import Config
 
 STOPPED = 143  # the exit status of what SIGTERM ends
@@ -33,8 +34,15 @@ _terminated = threading.Event()
 
 def connect(config: Config) -> None:
     """Joins the other processes, if there are any; before any other use of JAX."""
+    joins = (config.coordinator or config.distributed) and not jax.distributed.is_initialized()
+    if joins and config.coordinator and config.num_processes and config.process_id is not None:
+        rendezvous.meet(
+            config.coordinator, config.num_processes, config.process_id, config.peer_timeout
+        )
     signal.signal(signal.SIGTERM, lambda *_: _terminated.set())
-    if (config.coordinator or config.distributed) and not jax.distributed.is_initialized():
+    if not joins:
+        return
+    try:
         jax.distributed.initialize(
             config.coordinator,
             config.num_processes,
@@ -43,6 +51,12 @@ def connect(config: Config) -> None:
             # JAX aborts at this; the watch below, which can say why, comes first.
             heartbeat_timeout_seconds=2 * config.peer_timeout,
         )
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the processes do not find each other ({error}): --distributed is for SLURM, "
+            "Kubernetes and TPU pods; elsewhere give --coordinator, --num-processes and "
+            "--process-id."
+        ) from error
 
 
 def is_first() -> bool:

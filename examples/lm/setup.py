@@ -19,8 +19,11 @@ from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
 from .recipes import RECIPES, Settings
+from .validation import require_divisible, require_enough, require_sensible
 
 SIMULATED_WORKERS = 8
+SIMULATED_AT_MOST = 256  # devices of a process: JAX needs seconds for them
+WARMUP_STEPS = 50
 TUNED_WIDTH = PRESETS["tiny"].width
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
 
@@ -49,9 +52,11 @@ class Run(NamedTuple):
 
 def prepare(config: Config) -> Run:
     """Raises ValueError, TypeError or OSError for whatever a user may have set wrongly."""
+    require_sensible(config)
     mesh = make_mesh(config)
-    config.require_sensible(mesh.size)
+    require_divisible(config, mesh.size)
     text = data.read(config.text)
+    require_enough(config, text.train)
     tokens = tokens_of(config, text)
     corpus = data.encode(text, tokens, config.sequence_length)
     hosts.require_same(corpus.checksum, "the text or the tokenizer")
@@ -68,7 +73,7 @@ def prepare(config: Config) -> Run:
     recipe = RECIPES[config.optimizer]
     peak = default(config.learning_rate, recipe.learning_rate * TUNED_WIDTH / preset.width)
     settings = Settings(
-        learning_rate=schedule(peak, config.warmup_steps, config.steps),
+        learning_rate=schedule(peak, config.warmup_steps or WARMUP_STEPS, config.steps),
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=demo_optax.Compression(config.topk, config.block_side, config.value_coding),
@@ -106,7 +111,8 @@ def make_mesh(config: Config) -> Mesh:
     """Workers, and the devices of each; accelerators where there are any, else simulated ones."""
     wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
-        jax.config.update("jax_num_cpu_devices", max(wanted // (config.num_processes or 1), 1))
+        each = max(wanted // (config.num_processes or 1), 1)
+        jax.config.update("jax_num_cpu_devices", min(each, SIMULATED_AT_MOST))
     hosts.connect(config)
     devices = jax.devices()
     used = (config.workers or len(devices) // config.fsdp) * config.fsdp

@@ -61,7 +61,10 @@ def load(path: Path) -> BytePairs:
     except ValueError:
         raise
     except Exception as error:  # the library raises nothing more special
-        raise ValueError(f"{path} is no file of the library tokenizers: {error}") from error
+        raise ValueError(
+            f"--tokenizer {path} is no file of the library tokenizers ({error}): give another, or "
+            "the name of a file that does not exist, to learn one from the text."
+        ) from error
 
 
 def train(documents: Iterable[str], vocabulary: int, path: Path) -> None:

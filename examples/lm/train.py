@@ -12,13 +12,12 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
 from . import data, hosts, logs, report
-from .config import PROFILE_BEHIND, Config
+from .config import PROFILE_BEHIND, Config, refuse
 from .report import console
 from .sampling import samples
 from .setup import Run, batches_of, make_evaluation, prepare
@@ -265,8 +264,7 @@ def run_or_exit(config: Config) -> Trained:
             run = prepare(config)
             console.quiet = not hosts.is_first()
         except (ValueError, TypeError, OSError) as error:
-            Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-            sys.exit(2)
+            refuse(error)
         return train(run)
     except KeyboardInterrupt:
         console.print(f"Stopped at once. {how_to_go_on(config)}")

@@ -1,0 +1,126 @@
+"""What no run could be made of, said before anything is read, compiled or written."""
+
+import os
+from pathlib import Path
+
+import pydantic
+from etils import epath
+
+from .config import PROFILE_BEHIND, Config
+
+_RANGES = pydantic.TypeAdapter(Config)
+
+
+def require_sensible(config: Config) -> None:
+    """Raises ValueError or OSError for what no run could be made of, on whatever devices."""
+    try:
+        _RANGES.validate_python(vars(config))
+    except pydantic.ValidationError as error:
+        raise ValueError("; ".join(map(_sentence, error.errors()))) from None
+    _require_agreement(config)
+    require_divisible(config, (config.workers or 1) * config.fsdp)
+    _require_folder("--log-dir", config.log_dir)
+    _require_folder("--tokenizer", config.tokenizer and config.tokenizer.parent)
+    if config.checkpoint_dir and "://" in config.checkpoint_dir:
+        _require_reachable(config.checkpoint_dir)
+    elif config.checkpoint_dir:
+        _require_folder("--checkpoint-dir", Path(config.checkpoint_dir))
+
+
+def require_divisible(config: Config, devices: int) -> None:
+    """Raises ValueError where a batch cannot be shared out."""
+    parts = devices * config.microbatches
+    if config.batch_size % parts:
+        raise ValueError(
+            f"--batch-size {config.batch_size} cannot be divided among {devices} devices x "
+            f"{config.microbatches} microbatches: choose a multiple of {parts}."
+        )
+
+
+def require_enough(config: Config, documents: list[str]) -> None:
+    """Raises ValueError where one batch is more than all the text, if every byte is a token."""
+    size = sum(len(document.encode()) + 1 for document in documents)
+    if config.batch_size * config.sequence_length > size:
+        raise ValueError(
+            f"--batch-size {config.batch_size} of --sequence-length {config.sequence_length} is "
+            f"more than the text has, {size:,} bytes to train on: give more text, or smaller "
+            "batches."
+        )
+
+
+def _sentence(error) -> str:
+    """One of pydantic's errors, by the flag's name."""
+    flag = f"--{str(error['loc'][0]).replace('_', '-')}"
+    expected = error["msg"].partition("should ")[2]  # "Input should be greater than 0"
+    return f"{flag} {error['input']!r} must {expected}"
+
+
+def _require_agreement(config: Config) -> None:
+    """Raises ValueError for settings that make no run together."""
+    if config.log_dir == Path():  # which an empty word becomes, too
+        raise ValueError("--log-dir must name a folder, not '' or '.': its whole path will do.")
+    if config.profile_steps and not config.log_dir:
+        raise ValueError("--profile-steps needs a --log-dir to write the profile to.")
+    if config.profile_steps and config.steps < PROFILE_BEHIND + config.profile_steps:
+        raise ValueError(
+            f"--profile-steps {config.profile_steps} follow {PROFILE_BEHIND} others: --steps "
+            f"must be at least {PROFILE_BEHIND + config.profile_steps}, not {config.steps}."
+        )
+    if (config.warmup_steps or 0) > config.steps:
+        raise ValueError(
+            f"--warmup-steps {config.warmup_steps} would never end: give fewer than the --steps, "
+            f"{config.steps}."
+        )
+    if config.topk > config.block_side**2:
+        raise ValueError(
+            f"--topk {config.topk} is more than a block has: give at most {config.block_side**2}, "
+            f"which is all of it, or blocks of a larger --block-side than {config.block_side}."
+        )
+    if config.scan_layers and config.optimizer == "demo-muon":
+        raise ValueError(
+            "--scan-layers makes one array of all layers' matrices, which --optimizer "
+            "demo-muon would not take for matrices: leave one of the two."
+        )
+    explicit = config.coordinator, config.num_processes, config.process_id
+    if not config.distributed and 0 < explicit.count(None) < len(explicit):
+        raise ValueError(
+            "--coordinator, --num-processes and --process-id belong together, and some are "
+            "missing: give all three, or --distributed where JAX can find them."
+        )
+    number, processes = config.process_id or 0, config.num_processes or 2**16
+    if number >= processes:
+        raise ValueError(
+            f"--process-id {number} is not one of --num-processes {processes}, which count from 0 "
+            f"to {processes - 1}."
+        )
+    if config.coordinator is not None:
+        host, _, port = config.coordinator.rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError(
+                f"--coordinator {config.coordinator!r} must be HOST:PORT with a port from 1 to "
+                "65535, as in 10.0.0.1:1234."
+            )
+
+
+def _require_folder(flag: str, folder: Path | None) -> None:
+    """Raises OSError where nothing could be written to, or made at, a path."""
+    if folder is None:
+        return
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise NotADirectoryError(f"{flag} {folder}: {there} is no folder. Give another path.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"{flag} {folder}: {there} cannot be written to. Give another path, or permission."
+        )
+
+
+def _require_reachable(url: str) -> None:
+    """Raises ValueError where the package that speaks to a store, or the store itself, is not."""
+    try:
+        epath.Path(url).exists()
+    except Exception as error:  # each store's package has errors of its own
+        raise ValueError(
+            f"--checkpoint-dir {url} cannot be reached ({type(error).__name__}: {error}): gs:// "
+            "needs the package gcsfs, s3:// needs s3fs, and other stores are not known."
+        ) from error

@@ -1,0 +1,361 @@
+"""Configurations that no run can be made of: one line on stderr, status 2, nothing written."""
+
+import concurrent.futures
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import pytest
+
+from lm import config as configuration
+from lm import rendezvous, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+TRAINER = ROOT / "examples" / "train_lm.py"
+GOOD = ["--preset=nano", "--text", "text", "--batch-size=8", "--workers=8", "--sequence-length=16"]
+SECONDS = 10
+
+WORDS = [
+    ("--steps 0", "--steps 0 must be greater"),
+    ("--steps -5", "--steps -5 must"),
+    ("--steps many", "--steps"),
+    ("--steps 3.5", "--steps"),
+    ("--steps 1e3", "--steps"),
+    ("--steps", "--steps"),
+    ("--steps=", "--steps"),
+    ("--steps 1 2", "2"),
+    ("--steps 10000000000000", "--steps 10000000000000 must be less"),
+    ("--steps None", "--steps"),
+    ("--stepz 3", "--stepz"),
+    ("-steps 3", "-steps"),
+    ("stray", "stray"),
+    ("--optimizer sgd", "--optimizer"),
+    ("--optimizer None", "--optimizer"),
+    ("--preset huge", "--preset"),
+    ("--dtype float16", "--dtype"),
+    ("--value-coding int3", "--value-coding"),
+    ("--remat 1", "1"),
+    ("--no-steps", "--no-steps"),
+    ("--seed -1", "--seed -1 must"),
+    (f"--seed {2**70}", f"--seed {2**70} must"),
+    (f"--seed {2**32}", f"--seed {2**32} must"),
+    ("--seed 1.5", "--seed"),
+    ("--learning-rate 0", "--learning-rate 0.0 must"),
+    ("--learning-rate -1", "--learning-rate -1.0 must"),
+    ("--learning-rate nan", "--learning-rate nan must"),
+    ("--learning-rate inf", "--learning-rate inf must"),
+    ("--learning-rate -inf", "--learning-rate -inf must"),
+    ("--learning-rate 1e39", "--learning-rate 1e+39 must"),
+    ("--learning-rate fast", "--learning-rate"),
+    ("--weight-decay -0.1", "--weight-decay -0.1 must"),
+    ("--weight-decay nan", "--weight-decay nan must"),
+    ("--weight-decay inf", "--weight-decay inf must"),
+    ("--weight-decay -inf", "--weight-decay -inf must"),
+    ("--weight-decay 1e39", "--weight-decay 1e+39 must"),
+    ("--clip-norm 0", "--clip-norm 0.0 must"),
+    ("--clip-norm -1", "--clip-norm -1.0 must"),
+    ("--clip-norm nan", "--clip-norm nan must"),
+    ("--clip-norm inf", "--clip-norm inf must"),
+    ("--clip-norm -inf", "--clip-norm -inf must"),
+    ("--clip-norm None", "--clip-norm"),
+    ("--decay -0.1", "--decay -0.1 must"),
+    ("--decay 1", "--decay 1.0 must"),
+    ("--decay 1.5", "--decay 1.5 must"),
+    ("--decay nan", "--decay nan must"),
+    ("--decay inf", "--decay inf must"),
+    ("--topk 0", "--topk 0 must"),
+    ("--topk -3", "--topk -3 must"),
+    ("--topk 1000000000", "--topk 1000000000 is more than a block has: give at most 4096"),
+    ("--topk 5 --block-side 2", "--topk 5 is more than a block has: give at most 4"),
+    ("--block-side 0", "--block-side 0 must"),
+    ("--block-side -64", "--block-side -64 must"),
+    ("--block-side 1000000000", "--block-side 1000000000 must"),
+    ("--warmup-steps 0", "--warmup-steps 0 must"),
+    ("--warmup-steps -1", "--warmup-steps -1 must"),
+    ("--warmup-steps 1000000000", "--warmup-steps 1000000000 would never end"),
+    ("--warmup-steps 11 --steps 10", "--warmup-steps 11 would never end"),
+    ("--batch-size 0", "--batch-size 0 must"),
+    ("--batch-size -8", "--batch-size -8 must"),
+    ("--batch-size 3", "--batch-size 3 cannot be divided among 8 devices"),
+    ("--batch-size 1000000000", "--batch-size 1000000000 of --sequence-length 16 is more"),
+    ("--batch-size 100000000000", "--batch-size 100000000000 must be less"),
+    ("--sequence-length 0", "--sequence-length 0 must"),
+    ("--batch-size 1000000000 --tokenizer new.json", "more than the text has"),
+    ("--sequence-length 100000000", "--sequence-length 100000000 is more than the text has"),
+    ("--microbatches 0", "--microbatches 0 must"),
+    ("--microbatches 2", "a multiple of 16"),
+    ("--microbatches 1000000000", "--batch-size 8 cannot be divided"),
+    ("--workers 0", "--workers 0 must"),
+    ("--workers -2", "--workers -2 must"),
+    ("--workers 1000000", "--workers 1000000 must"),
+    ("--workers 16 --batch-size 16", "there are 8 devices"),
+    ("--fsdp 0", "--fsdp 0 must"),
+    ("--fsdp 1000000", "--fsdp 1000000 must"),
+    ("--fsdp 2 --batch-size 16", "there are 8 devices"),
+    ("--evaluate-every 0", "--evaluate-every 0 must"),
+    ("--checkpoint-every 0", "--checkpoint-every 0 must"),
+    ("--keep-checkpoints 0", "--keep-checkpoints 0 must"),
+    ("--check-replicas-every 0", "--check-replicas-every 0 must"),
+    ("--vocabulary 256", "--vocabulary 256 must"),
+    ("--vocabulary 1000000000", "--vocabulary 1000000000 must"),
+    ("--sample-length -1", "--sample-length -1 must"),
+    ("--profile-steps -1", "--profile-steps -1 must"),
+    ("--profile-steps 3", "needs a --log-dir"),
+    ("--profile-steps 9 --steps 18 --log-dir log", "--steps must be at least 19"),
+    ("--scan-layers --optimizer demo-muon", "leave one of the two"),
+    ("--steps 0 --seed -1", "--steps 0 must be greater than or equal to 1; --seed -1"),
+    # Text and tokenizer
+    ("--text missing", "--text missing cannot be read (FileNotFoundError: there is no"),
+    ("--text text missing", "--text missing"),
+    ("--text empty.txt", "no text found in empty.txt"),
+    ("--text empty", "no text found in empty"),
+    ("--text binary", "no text found in binary"),
+    ("--text short.txt", "more than the text has, 5 bytes"),
+    ("--text text --sequence-length 512", "the text is too short"),
+    ("--text /dev/zero", "no text found in /dev/zero"),
+    ("--text garbage.arrayrecord", "--text garbage.arrayrecord"),
+    ("--text empty.arrayrecord", "--text empty.arrayrecord"),
+    ("--text large.arrayrecord", "--text large.arrayrecord"),
+    ("--text missing.arrayrecord", "--text missing.arrayrecord"),
+    ("--text no-dataset", "--text no-dataset"),
+    ("--text broken-dataset", "--text broken-dataset"),
+    ("--text splits", "ValueError: it is a dataset of several splits"),
+    ("--tokenizer short.txt", "--tokenizer short.txt is no file of the library tokenizers"),
+    ("--tokenizer empty.txt", "empty.txt is no file of the library tokenizers"),
+    ("--tokenizer object.json", "object.json is no file of the library tokenizers"),
+    ("--tokenizer binary", "binary is no file of the library tokenizers"),
+    ("--tokenizer text", "text is no file of the library tokenizers"),
+    ("--tokenizer no-end.json", "which must be 0"),
+    ("--tokenizer empty.txt/tokenizer.json", "empty.txt is no folder"),
+    # Folders
+    (["--checkpoint-dir", ""], "--checkpoint-dir '' must"),
+    ("--checkpoint-dir short.txt", "short.txt is no folder"),
+    ("--checkpoint-dir short.txt/run", "short.txt is no folder"),
+    ("--checkpoint-dir s3://bucket/run", "s3:// needs s3fs"),
+    ("--checkpoint-dir ftp://host/run", "other stores are not known"),
+    (["--log-dir", ""], "--log-dir must name a folder"),
+    ("--log-dir short.txt", "short.txt is no folder"),
+    ("--log-dir /dev/null/log", "/dev/null is no folder"),
+    ("--log-dir dangling", "dangling is no folder"),
+    # Several processes
+    ("--coordinator localhost", "belong together"),
+    ("--num-processes 2", "belong together"),
+    ("--process-id 0", "belong together"),
+    ("--num-processes 2 --process-id 1", "belong together"),
+    ("--coordinator localhost:1234 --num-processes 2", "belong together"),
+    ("--coordinator localhost --num-processes 2 --process-id 1", "must be HOST:PORT"),
+    ("--coordinator :1234 --num-processes 2 --process-id 1", "must be HOST:PORT"),
+    ("--coordinator localhost:http --num-processes 2 --process-id 1", "must be HOST:PORT"),
+    ("--coordinator localhost:0 --num-processes 2 --process-id 1", "must be HOST:PORT"),
+    ("--coordinator localhost:65536 --num-processes 2 --process-id 1", "must be HOST:PORT"),
+    ("--coordinator localhost:1234 --num-processes 2 --process-id 2", "count from 0 to 1"),
+    ("--coordinator localhost:1234 --num-processes 2 --process-id -1", "--process-id -1 must"),
+    ("--coordinator localhost:1234 --num-processes 0 --process-id 0", "--num-processes 0 must"),
+    ("--peer-timeout 0", "--peer-timeout 0 must"),
+    ("--config missing.yaml", "--config missing.yaml"),
+    ("--config text", "--config text"),
+    ("--config binary", "--config binary"),
+]
+
+FILES = [
+    ("steps: 1\nsteps: 2", "sets steps 2 times"),
+    ("batch-size: 8\nbatch_size: 16", "sets batch_size 2 times"),
+    ("config: given.yaml", "it names another file"),
+    ("steps: many", "--steps"),
+    ("steps: [1, 2]", "2"),
+    ("steps: []", "--steps"),
+    ("steps: {a: 1}", "steps must be a value"),
+    ("steps: true", "--steps"),
+    ("steps:", "--steps"),
+    ("steps: -3", "--steps -3 must"),
+    ("stepz: 3", "--stepz"),
+    ("1: 2", "--1"),
+    ("remat: 7", "7"),
+    ("seed: .nan", "--seed"),
+    ("learning_rate: .inf", "--learning-rate inf must"),
+    ("checkpoint_dir: ''", "--checkpoint-dir '' must"),
+    ("checkpoint_dir: {a: b}", "checkpoint_dir must be a value"),
+    ("tokenizer: [[a]]", "tokenizer must be a value"),
+    ("- steps", "must hold lines like"),
+    ("steps", "must hold lines like"),
+    ("steps: 'unfinished", "quoted scalar"),
+    ("steps: 1\n---\nsteps: 2", "but found another document"),
+    ("steps: !!python/name:os.system", "could not determine a constructor"),
+    ("steps: &a [*a]", "steps must be a value"),
+]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder to be in, with text to train on and much that is none."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("text", "empty", "no-dataset", "broken-dataset", "splits/train"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, content in {
+        "text/one.txt": "some text to learn from\n" * 200,
+        "empty.txt": "",
+        "short.txt": "short",
+        "binary": b"\x89PNG\xff\0" * 99,
+        "object.json": "{}",
+        "no-end.json": '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        "garbage.arrayrecord": b"garbage",
+        "empty.arrayrecord": b"",
+        "large.arrayrecord": b"garbage!" * 2**14,
+        "no-dataset/dataset_info.json": "garbage",
+        "broken-dataset/dataset_info.json": "{}",
+        "broken-dataset/state.json": "{}",
+        "splits/dataset_dict.json": "{}",
+    }.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "dangling").symlink_to("nowhere/at/all")
+    return tmp_path
+
+
+@pytest.fixture
+def refused(files, capfd, monkeypatch):
+    """A function of a command line that is refused: the one line that it leaves."""
+    monkeypatch.setattr(train, "train", lambda run: pytest.fail("it would have trained"))
+    jax.devices()  # before the trainer asks for its own
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def refusal(words):
+        before, started = everything_in(files), time.monotonic()
+        with pytest.raises(SystemExit) as ended:
+            train.run_or_exit(configuration.from_command_line(None, words))
+        assert time.monotonic() - started < SECONDS
+        out, err = capfd.readouterr()
+        assert (ended.value.code, out, err.count("\n")) == (2, "", 1), out + err
+        assert everything_in(files) == before
+        return err
+
+    yield refusal
+    signal.signal(signal.SIGTERM, handler)
+
+
+def everything_in(folder):
+    return {(str(path), path.lstat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("words, message", WORDS)
+def test_a_command_line_that_no_run_can_be_made_of(words, message, refused):
+    words = words.split() if isinstance(words, str) else words
+    assert message in refused([*GOOD, *words])
+
+
+@pytest.mark.parametrize("content, message", FILES)
+def test_a_file_that_no_run_can_be_made_of(content, message, files, refused):
+    (files / "given.yaml").write_text(content)
+    assert message in refused([*GOOD, "--config", "given.yaml"])
+
+
+def test_what_all_the_others_change_is_accepted(files, monkeypatch):
+    monkeypatch.setattr(train, "train", lambda run: run.corpus.train.size)
+    (files / "given.yaml").write_text("steps: 3\n")
+    words = [*GOOD, "--config", "given.yaml", "--checkpoint-dir", "run/1", "--log-dir", "log"]
+    assert train.run_or_exit(configuration.from_command_line(None, words)) > 1000
+
+
+# Several processes
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def process(number, of, port, host="127.0.0.1", seconds=1):
+    return [
+        *(*GOOD, "--coordinator", f"{host}:{port}", "--num-processes", str(of)),
+        *("--process-id", str(number), "--peer-timeout", str(seconds)),
+    ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::"])
+def test_a_port_in_use(host, refused):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as other:
+        port = other.getsockname()[1]
+        assert f"cannot listen on port {port} of --coordinator" in refused(process(0, 2, port))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "no-such-host.invalid"])
+def test_a_first_process_that_never_comes(host, refused):
+    port = free_port()
+    shown = f"--coordinator {host}:{port} was not found"
+    assert shown in refused(process(1, 2, port, host))
+
+
+def test_another_service_at_the_coordinators_address(refused):
+    other = socket.create_server(("127.0.0.1", 0))
+
+    def answer_once():
+        connection, _ = other.accept()
+        connection.sendall(b"220 mail\r\n")
+        connection.close()
+        other.close()
+
+    service = threading.Thread(target=answer_once)
+    port = other.getsockname()[1]
+    service.start()
+    assert f"127.0.0.1:{port} was not found" in refused(process(1, 2, port))
+    service.join()
+
+
+def test_other_processes_that_never_come(refused):
+    shown = refused(process(0, 4, free_port()))
+    assert "of --num-processes 4, those with --process-id [1, 2, 3] did not come" in shown
+
+
+def test_who_came_hears_who_did_not():
+    address = f"127.0.0.1:{free_port()}"
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        runs = [threads.submit(rendezvous.meet, address, 3, number, 1) for number in (0, 1)]
+    for run, error in zip(runs, (TimeoutError, ValueError), strict=True):
+        with pytest.raises(error, match=r"those with --process-id \[2\] did not come"):
+            run.result()
+
+
+def test_processes_that_count_differently(files):
+    """As processes of their own, with all that JAX and Python write."""
+    port = free_port()
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(TRAINER), *process(number, of, port, seconds=60)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, of in ((0, 2), (1, 3))
+    ]
+    for run in runs:
+        out, err = run.communicate(timeout=60)
+        assert (run.returncode, out, err.count("\n")) == (2, "", 1), out + err
+        assert "--num-processes is 2 for process 0, and 3 for process 1" in err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [("--distributed", "the processes do not find each other"), ("--steps 0", "--steps 0 must")],
+)
+def test_the_trainer_itself_refuses(words, message, files):
+    command = [sys.executable, str(TRAINER), *GOOD, *words.split()]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1), run
+    assert message in run.stderr
+
+
+def test_processes_that_meet_free_the_port():
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        runs = [
+            threads.submit(rendezvous.meet, f"127.0.0.1:{port}", 3, number, 20)
+            for number in range(3)
+        ]
+    assert [run.result() for run in runs] == [None, None, None]
+    socket.create_server(("127.0.0.1", port)).close()
