@@ -114,9 +114,10 @@ def two_inner_axes():
 
 def update_where_an_axis_is_left_to_the_compiler():
     tx = demo_optax.stack_workers(DEMO, two_by_two_auto())
+    state = DEMO.init(model.init())
     jax.jit(
         jax.shard_map(
-            lambda params: tx.update(params, tx.init(params), params),
+            lambda params: tx.update(params, state, params)[0],
             mesh=two_by_two_auto(),
             axis_names={"data"},
             in_specs=P(),

@@ -305,7 +305,7 @@ def test_boxed_parameters_have_momenta_without_boxes():
         "w": nn.Partitioned(jnp.ones((24, 16)), names=("embed", "mlp")),
         "b": jnp.ones(16),
     }
-    tx = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), precondition=optax.scale_by_rms())
+    tx = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
     state = tx.init(boxed)
     updates, new = tx.update(boxed, state, boxed)
     assert not [x for x in jax.tree.leaves((state, new), is_leaf=_is_box) if _is_box(x)]

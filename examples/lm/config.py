@@ -82,6 +82,9 @@ class Config:
     """Elements per side of a block."""
     value_coding: ValueCoding = "int4"
     """Coding of the values that are sent; benchmarks/value_codings.py compares them."""
+    norm_limit: Annotated[float, Field(ge=1, lt=float("inf"))] | None = 10.0
+    """Largest norm of a worker's message, in medians of all workers' messages: what bounds one
+    broken worker. Ordinary runs never reach it; None sets no limit."""
     evaluate_every: Count = 100
     """Steps between two evaluations on held-out text."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -76,7 +76,9 @@ def prepare(config: Config) -> Run:
         learning_rate=schedule(peak, config.warmup_steps or WARMUP_STEPS, config.steps),
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
-        compression=demo_optax.Compression(config.topk, config.block_side, config.value_coding),
+        compression=demo_optax.Compression(
+            config.topk, config.block_side, config.value_coding, norm_limit=config.norm_limit
+        ),
     )
     tx = recipe.make(settings)
     return Run(config, tokens, corpus, mesh, preset, definition, loss_fn, params, specs, tx)
