@@ -17,7 +17,7 @@ from rich.console import Console
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
-from . import data, hosts, logs, report
+from . import agreement, data, hosts, logs, report, signals
 from .config import PROFILE_BEHIND, Config
 from .report import console
 from .sampling import samples
@@ -39,14 +39,6 @@ def train(run: Run) -> Trained:
     """Trains to the end, or leaves with an exit status; shows and saves what is asked for."""
     config, mesh = run.config, run.mesh
     describe(run)
-    train_step = demo_optax.make_train_step(
-        run.loss_fn,
-        run.tx,
-        mesh,
-        microbatches=config.microbatches,
-        clip_norm=config.clip_norm,
-        param_specs=run.param_specs,
-    )
     regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
     with (
         hosts.Watch(config.peer_timeout, how_to_go_on(config)) as watch,
@@ -55,29 +47,33 @@ def train(run: Run) -> Trained:
     ):
         start, windows, params, opt_state = begin(run, checkpointer)
         evaluate = make_evaluation(run, watch.progress)
+        stopping_behind = signals.stopping_behind(start)
         log = open_log(run, start)
         batches = batches_of(run, windows)
         unread = None
         with contextlib.closing(log.files), profiler(config) as profile, log.bar:
             for number in range(start + 1, config.steps + 1):
-                params, opt_state, metrics = train_step(params, opt_state, next(batches))
+                params, opt_state, metrics = run.train_step(params, opt_state, next(batches))
                 profile(number - start, metrics)
                 # To read metrics is to wait for their step: by now the next one is on its way.
                 if unread is not None:
                     log.step(unread)
                     watch.progress(number - 1)
                 unread = metrics
-                stopping, last = hosts.stop_requested(number), number == config.steps
+                stopping, last = stopping_behind(number), number == config.steps
                 if not (stopping or last or any(number % every == 0 for every in regular)):
                     continue
                 log.step(unread)
                 watch.progress(number)
                 unread = None
-                if number % config.check_replicas_every == 0:
+                saving = checkpointer and (
+                    stopping or last or number % config.checkpoint_every == 0
+                )
+                if saving or number % config.check_replicas_every == 0:
                     params, opt_state = checked((params, opt_state), mesh)
                 if number % config.evaluate_every == 0 or last:
                     log.evaluation(evaluate(params, EVALUATION_TOKENS))
-                if checkpointer and (stopping or last or number % config.checkpoint_every == 0):
+                if checkpointer and saving:
                     with watch.paused():
                         read = windows + (number - start) * config.batch_size
                         checkpointer.save(
@@ -85,7 +81,7 @@ def train(run: Run) -> Trained:
                         )
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
-                    sys.exit(hosts.STOPPED)
+                    sys.exit(signals.exit_status())
                 log.resume()
             loss = evaluate(params, LAST_EVALUATION_TOKENS)
             with watch.paused():
@@ -260,14 +256,20 @@ def describe(run: Run) -> None:
 
 def run_or_exit(config: Config) -> Trained:
     """Prepares and trains, with one clear line for whatever a user may have set wrongly."""
-    try:
-        try:
+    with mistakes_said():
+        hosts.connect(config)
+    with signals.listening(how_to_go_on(config)):
+        with mistakes_said():
+            agreement.require_same(agreement.facts(config), config.peer_timeout)
             run = prepare(config)
-            console.quiet = not hosts.is_first()
-        except (ValueError, TypeError, OSError) as error:
-            Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-            sys.exit(2)
+        console.quiet = not hosts.is_first()
         return train(run)
-    except KeyboardInterrupt:
-        console.print(f"Stopped at once. {how_to_go_on(config)}")
-        sys.exit(130)
+
+
+@contextlib.contextmanager
+def mistakes_said() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        sys.exit(2)
