@@ -73,7 +73,7 @@ def wait(processes: list[subprocess.Popen], grace: float) -> int:
     ended = [(number, process.poll()) for number, process in enumerate(processes)]
     failed = [(number, status) for number, status in ended if status]
     for process in processes:
-        process.kill()  # JAX traps SIGTERM, and would go on waiting
+        process.kill()  # at SIGTERM they would go on waiting
         process.wait()
     # Those that noticed end with a status of their own, or are aborted by JAX.
     noticed = os.EX_TEMPFAIL, -signal.SIGABRT

@@ -54,7 +54,14 @@ def require_same(facts: Mapping[str, str], timeout: float) -> None:
     """
     if not jax.distributed.is_initialized():
         return
-    if found := differences(_gathered(facts, timeout)):
+    try:
+        held = gathered(f"alike/{next(_rounds)}", json.dumps(facts), timeout)
+    except jax.errors.JaxRuntimeError as error:
+        hosts.leave(
+            f"process {global_state.process_id}, which prepares: another is gone, or was not as "
+            f"far within --peer-timeout {timeout:g} s ({str(error).splitlines()[0][:200]})"
+        )
+    if found := differences({process: json.loads(text) for process, text in held.items()}):
         raise ValueError(
             f"the processes are not alike: {'; '.join(found)}. Start the same command on all "
             "hosts, where they see the same files and have the same versions."
@@ -81,18 +88,30 @@ def _named(processes: list[int]) -> str:
     return f"processes {', '.join(map(str, processes[:4]))}{more}"
 
 
-def _gathered(facts: Mapping[str, str], timeout: float) -> dict[int, dict[str, str]]:
-    client, place, wait = global_state.client, f"agreement/{next(_rounds)}", int(1000 * timeout)
-    assert client is not None
-    client.key_value_set(f"{place}/{global_state.process_id}", json.dumps(facts))
-    try:
-        client.wait_at_barrier(f"{place}/written", wait)
-        held = client.key_value_dir_get(f"{place}/")
-        # The first process, which runs the service, stays until all have read.
-        client.wait_at_barrier(f"{place}/read", wait)
-    except jax.errors.JaxRuntimeError as error:
-        hosts.leave(
-            f"process {global_state.process_id}, which prepares: another is gone, or was not as "
-            f"far within --peer-timeout {timeout:g} s ({str(error).splitlines()[0][:200]})"
-        )
-    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in held}
+def gathered(place: str, text: str, timeout: float) -> dict[int, str]:
+    """Every process's text, when all are at that place, to which each comes once.
+
+    Raises:
+      jax.errors.JaxRuntimeError: not all came within ``timeout`` seconds, or one is gone.
+    """
+    client, wait = _client(), int(1000 * timeout)
+    client.key_value_set(f"{place}/{global_state.process_id}", text)
+    client.wait_at_barrier(f"{place}/written", wait)
+    held = client.key_value_dir_get(f"{place}/")
+    # The first process, which runs the service, stays until all have read.
+    client.wait_at_barrier(f"{place}/read", wait)
+    return {int(key.rpartition("/")[2]): value for key, value in held}
+
+
+def say(what: str) -> None:
+    """Tells it to all processes."""
+    _client().key_value_set(f"{what}/", "", allow_overwrite=True)
+
+
+def is_said(what: str) -> bool:
+    return bool(_client().key_value_dir_get(f"{what}/"))
+
+
+def _client():
+    assert global_state.client is not None
+    return global_state.client

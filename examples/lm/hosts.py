@@ -29,6 +29,8 @@ STATUS = re.compile("[A-Z_]+: ")
 
 def connect(config: Config) -> None:
     """Joins the other processes, if there are any; before any other use of JAX."""
+    # Its handler of SIGTERM would come before that of signals.py, which says why not to use it.
+    jax.config.update("jax_enable_preemption_service", False)
     if (config.coordinator or config.distributed) and not jax.distributed.is_initialized():
         jax.distributed.initialize(
             config.coordinator,

@@ -17,11 +17,12 @@ from rich.console import Console
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
-from . import agreement, data, hosts, logs, report, signals
+from . import agreement, data, hosts, logs, report
 from .config import PROFILE_BEHIND, Config
 from .report import console
 from .sampling import samples
 from .setup import Run, batches_of, make_evaluation, prepare
+from .signals import Signals
 from .utilization import flops_per_token
 
 EVALUATION_TOKENS = 2**15
@@ -35,9 +36,10 @@ class Trained(NamedTuple):
     loss: float
 
 
-def train(run: Run) -> Trained:
+def train(run: Run, signals: Signals | None = None) -> Trained:
     """Trains to the end, or leaves with an exit status; shows and saves what is asked for."""
     config, mesh = run.config, run.mesh
+    signals = signals or Signals(config, how_to_go_on(config))  # to which nobody listens
     describe(run)
     regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
     with (
@@ -47,7 +49,6 @@ def train(run: Run) -> Trained:
     ):
         start, windows, params, opt_state = begin(run, checkpointer)
         evaluate = make_evaluation(run, watch.progress)
-        stopping_behind = signals.stopping_behind(start)
         log = open_log(run, start)
         batches = batches_of(run, windows)
         unread = None
@@ -60,7 +61,7 @@ def train(run: Run) -> Trained:
                     log.step(unread)
                     watch.progress(number - 1)
                 unread = metrics
-                stopping, last = stopping_behind(number), number == config.steps
+                stopping, last = signals.stop_requested(), number == config.steps
                 if not (stopping or last or any(number % every == 0 for every in regular)):
                     continue
                 log.step(unread)
@@ -81,7 +82,7 @@ def train(run: Run) -> Trained:
                         )
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
-                    sys.exit(signals.exit_status())
+                    sys.exit(signals.exit_status)
                 log.resume()
             loss = evaluate(params, LAST_EVALUATION_TOKENS)
             with watch.paused():
@@ -258,12 +259,12 @@ def run_or_exit(config: Config) -> Trained:
     """Prepares and trains, with one clear line for whatever a user may have set wrongly."""
     with mistakes_said():
         hosts.connect(config)
-    with signals.listening(how_to_go_on(config)):
+    with Signals(config, how_to_go_on(config)) as signals:
         with mistakes_said():
             agreement.require_same(agreement.facts(config), config.peer_timeout)
             run = prepare(config)
         console.quiet = not hosts.is_first()
-        return train(run)
+        return train(run, signals)
 
 
 @contextlib.contextmanager
