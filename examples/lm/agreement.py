@@ -55,7 +55,7 @@ def require_same(facts: Mapping[str, str], timeout: float) -> None:
     if not jax.distributed.is_initialized():
         return
     try:
-        held = gathered(f"alike/{next(_rounds)}", json.dumps(facts), timeout)
+        held = _gathered(f"alike/{next(_rounds)}", json.dumps(facts), timeout)
     except jax.errors.JaxRuntimeError as error:
         hosts.leave(
             f"process {global_state.process_id}, which prepares: another is gone, or was not as "
@@ -88,7 +88,22 @@ def _named(processes: list[int]) -> str:
     return f"processes {', '.join(map(str, processes[:4]))}{more}"
 
 
-def gathered(place: str, text: str, timeout: float) -> dict[int, str]:
+def say_first(what: str, text: str) -> None:
+    """Tells it to all processes, unless one has said something of it already."""
+    try:
+        _client().key_value_set(f"{what}/said", text)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
+
+
+def said(what: str) -> str | None:
+    """What a process has said, the same for all once it is said."""
+    found = _client().key_value_dir_get(f"{what}/")
+    return found[0][1] if found else None
+
+
+def _gathered(place: str, text: str, timeout: float) -> dict[int, str]:
     """Every process's text, when all are at that place, to which each comes once.
 
     Raises:
@@ -101,15 +116,6 @@ def gathered(place: str, text: str, timeout: float) -> dict[int, str]:
     # The first process, which runs the service, stays until all have read.
     client.wait_at_barrier(f"{place}/read", wait)
     return {int(key.rpartition("/")[2]): value for key, value in held}
-
-
-def say(what: str) -> None:
-    """Tells it to all processes."""
-    _client().key_value_set(f"{what}/", "", allow_overwrite=True)
-
-
-def is_said(what: str) -> bool:
-    return bool(_client().key_value_dir_get(f"{what}/"))
 
 
 def _client():

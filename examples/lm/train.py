@@ -39,7 +39,7 @@ class Trained(NamedTuple):
 def train(run: Run, signals: Signals | None = None) -> Trained:
     """Trains to the end, or leaves with an exit status; shows and saves what is asked for."""
     config, mesh = run.config, run.mesh
-    signals = signals or Signals(config, how_to_go_on(config))  # to which nobody listens
+    signals = signals or Signals(how_to_go_on(config))  # to which nobody listens
     describe(run)
     regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
     with (
@@ -259,7 +259,7 @@ def run_or_exit(config: Config) -> Trained:
     """Prepares and trains, with one clear line for whatever a user may have set wrongly."""
     with mistakes_said():
         hosts.connect(config)
-    with Signals(config, how_to_go_on(config)) as signals:
+    with Signals(how_to_go_on(config)) as signals:
         with mistakes_said():
             agreement.require_same(agreement.facts(config), config.peer_timeout)
             run = prepare(config)
