@@ -59,7 +59,7 @@ def require_same(facts: Mapping[str, str], timeout: float) -> None:
     except jax.errors.JaxRuntimeError as error:
         hosts.leave(
             f"process {global_state.process_id}, which prepares: another is gone, or was not as "
-            f"far within --peer-timeout {timeout:g} s ({str(error).splitlines()[0][:200]})"
+            f"far within --peer-timeout {timeout:g} s ({str(error).splitlines()[0][:60]})"
         )
     if found := differences({process: json.loads(text) for process, text in held.items()}):
         raise ValueError(
