@@ -400,9 +400,9 @@ def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
     run, steps, mended = prepare(config), itertools.count(1), []
 
     def step(params, opt_state, batch):
-        mended.append(not demo_optax.check_replicas(params, run.mesh))
-        params, opt_state, metrics = run.train_step(params, opt_state, batch)
         number = next(steps)
+        mended.append(number == 1 or not demo_optax.check_replicas(params, run.mesh))
+        params, opt_state, metrics = run.train_step(params, opt_state, batch)
         exchange = metrics.exchange._replace(agreed=jnp.array(number != 4))
         return (
             damaged(params) if number == 3 else params,
