@@ -66,8 +66,10 @@ def _period(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def checksum(words: jax.Array) -> jax.Array:
+def checksum(words: jax.Array, first: int = 0) -> jax.Array:
     """A uint32 that any change of one word changes for certain, of several but for 2**-32.
+
+    That of a whole is the sum of those of its parts, if ``first`` is where a part begins.
 
     A sum modulo 2**32 of a one-to-one hash of each word at its place (MurmurHash3's mixer). One
     that is linear in the words would miss two flipped signs, and values that changed places.
@@ -76,11 +78,18 @@ def checksum(words: jax.Array) -> jax.Array:
     >>> checksum(jnp.uint32([1, 2])) == checksum(jnp.uint32([2, 1]))
     Array(False, dtype=bool)
     """
-    places = jax.lax.iota(jnp.uint32, words.size).reshape(words.shape)
-    x = words + places * jnp.uint32(0x9E3779B9)
+    x = words + (_positions(words.shape) + jnp.uint32(first)) * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+
+
+def _positions(shape) -> jax.Array:
+    """The number of each element, dimension by dimension, so that no device holds those of all."""
+    position = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return position
 
 
 def to_words(x: jax.Array) -> jax.Array:
