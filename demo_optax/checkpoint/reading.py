@@ -1,6 +1,5 @@
 """Reading what was stored, and believing it only if its digests say that it is what was saved."""
 
-import logging
 import os
 import re
 import warnings
@@ -15,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from demo_optax.checkpoint.digests import digests, is_sealed, kind, like
 from demo_optax.checkpoint.leaves import by_path, from_paths, in_memory
+from demo_optax.checkpoint.quiet import in_a_line, sweep, unawaited
 
 try:
     from orbax.checkpoint import v1 as orbax
@@ -25,9 +25,6 @@ T = TypeVar("T")
 
 FORMAT = 4
 """Of what is saved; another one for each change of what the numbers of a state mean."""
-
-# Orbax logs hundreds of lines of tracebacks for what is raised or warned of here in one.
-logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
 
 
 class DamagedCheckpoint(ValueError):
@@ -41,12 +38,6 @@ class DamagedCheckpoint(ValueError):
 
 def absolute(directory: str | os.PathLike) -> str:
     return str(directory) if "://" in str(directory) else os.path.abspath(directory)
-
-
-def in_a_line(error: BaseException) -> str:
-    """What went wrong: the first line, without what only Orbax's authors can use."""
-    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text.split(" [source locations=")[0].strip()[:300]
 
 
 def steps_in(directory: str) -> list[int]:
@@ -88,16 +79,18 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
             )
         return found, damaged
     raise DamagedCheckpoint(
-        f"no checkpoint in {directory} is intact: {'; '.join(damaged.values())}. Restore the "
-        "folder from a copy, or start the run anew in another folder."
+        f"{directory} holds no checkpoint of {steps} that is intact: "
+        f"{'; '.join(damaged.values())}. Restore it from a copy, or start the run anew in another "
+        "folder."
     )
 
 
 def description_of(directory: str, step: int) -> dict:
     """What was saved beside the leaves of a step."""
-    saved = _read(step, lambda: _metadata(directory, step).custom_metadata)
-    if not saved or (("seal" in saved or saved.get("format") == FORMAT) and not is_sealed(saved)):
-        raise DamagedCheckpoint(f"step {step}: its description is not the one that was saved")
+    saved = _read(step, lambda: _metadata(directory, step).custom_metadata) or {}
+    of_before = bool(saved) and "seal" not in saved and saved.get("format") != FORMAT
+    as_saved = of_before or is_sealed(saved)
+    _agree(step, "" if as_saved else "its description must be the one that was saved, and is not")
     return saved
 
 
@@ -114,7 +107,7 @@ def load(directory: str, step: int, wanted: dict[str, dict], saved: dict[str, di
       DamagedCheckpoint: they cannot be read, or are not what was saved.
     """
     loaded = _read(step, lambda: _load(directory, step, wanted))
-    _read(step, lambda: _verify(loaded, saved))
+    _agree(step, _difference(loaded, saved))
     return loaded
 
 
@@ -148,15 +141,14 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
     folder = absolute(directory)
     steps = steps_in(folder)
     if not steps or (step is not None and step not in steps):
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        none = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         there = f"those of {steps}" if steps else "none at all"
         raise FileNotFoundError(
-            f"{directory} holds {wanted}, but {there}. Give the folder that Checkpointer saves "
+            f"{directory} holds {none}, but {there}. Give the folder that Checkpointer saves "
             "to, and leave out step to load the latest."
         )
-    if step is not None:
-        return _params(folder, step, params)
-    return newest_intact(folder, steps, lambda step: _params(folder, step, params))[0]
+    wanted = steps if step is None else [step]
+    return newest_intact(folder, wanted, lambda step: _params(folder, step, params))[0]
 
 
 def stored_as(placed: dict, saved: dict) -> dict:
@@ -220,24 +212,31 @@ def _load(directory: str, step: int, wanted: dict) -> dict:
     return orbax.load_checkpointables(epath.Path(directory) / str(step), wanted)
 
 
-def _verify(loaded: dict, saved: dict[str, dict]) -> None:
-    """Refuses leaves of other bits; those of a format without checksums are taken as they are."""
+def _difference(loaded: dict, saved: dict[str, dict]) -> str:
+    """What is not as it was saved; a format without checksums is taken as it is."""
     digested = {part: digests(leaves) for part, leaves in loaded.items()}
     for part, leaves in digested.items():
         for name, found in leaves.items():
             for what, value in saved[part][name].items():
                 if found[what] != value:
-                    raise DamagedCheckpoint(
-                        f"{part}{name} came back with {what} {found[what]}, saved was {value}"
-                    )
+                    return f"{part}{name} must have {what} {value}, but has {found[what]}"
+    return ""
 
 
 def _read(step: int, read: Callable[[], T]) -> T:
-    """What is read, if every process can; they go on together, or none does."""
+    """What is read, if every process can."""
     try:
-        result, reason = [read()], ""
+        with unawaited():
+            result, reason = [read()], ""
     except Exception as error:
         result, reason = [], in_a_line(error)
+    if reason:
+        sweep()
+    _agree(step, reason)
+    return result[0]
+
+
+def _agree(step: int, reason: str) -> None:
+    """Processes go on together, where none has a reason not to, or none does."""
     if not np.all(multihost_utils.process_allgather(np.array(not reason))):
         raise DamagedCheckpoint(f"step {step}: {reason or 'another process cannot read it'}")
-    return result[0]

@@ -27,7 +27,8 @@ from demo_optax.checkpoint import reading
 from demo_optax.checkpoint.digests import digests, like, sealed
 from demo_optax.checkpoint.elastic import converted
 from demo_optax.checkpoint.leaves import beside, by_path, from_paths
-from demo_optax.checkpoint.reading import FORMAT, in_a_line, orbax, require_same, stored_as
+from demo_optax.checkpoint.quiet import in_a_line, sweep
+from demo_optax.checkpoint.reading import FORMAT, orbax, require_same, stored_as
 from demo_optax.parallel import layout, shards, worker_axis
 
 
@@ -128,12 +129,12 @@ class Checkpointer:
         Raises:
           OSError: the last save failed.
         """
-        failure = self._finish()
-        if self._orbax is not None:
-            self._orbax.close()
-            self._orbax = None
-        if failure is not None:
-            raise failure
+        try:
+            self._wait()
+        finally:
+            writer, self._orbax = self._orbax, None
+            if writer is not None:
+                writer.close()
 
     @property
     def latest(self) -> int | None:
@@ -166,9 +167,14 @@ class Checkpointer:
         if self._last != step:
             failure = self._finish()
             self._require_later(step)
-            self._begin(step, params, opt_state, extra)
+            failure = self._begin(step, params, opt_state, extra) or failure
         if wait:
             failure = self._finish() or failure
+        if failure is not None:
+            raise failure
+
+    def _wait(self):
+        failure = self._finish()
         if failure is not None:
             raise failure
 
@@ -180,8 +186,8 @@ class Checkpointer:
                 "folder, or remove the later checkpoints."
             )
 
-    def _begin(self, step, params, opt_state, extra):
-        """Starts to write in the background."""
+    def _begin(self, step, params, opt_state, extra) -> OSError | None:
+        """Starts to write in the background, or says why it cannot."""
         leaves = {
             "params": by_path(params),
             "opt_state": by_path(opt_state),
@@ -192,13 +198,15 @@ class Checkpointer:
         try:
             if self._orbax is None:
                 self._orbax = self._writer()
-            if not self._orbax.save_checkpointables_async(
+            started = self._orbax.save_checkpointables_async(
                 step, leaves, force=True, custom_metadata=sealed(description)
-            ):
-                raise OSError("the folder is read-only")
+            )
         except Exception as error:
-            raise self._failed(step, error) from error
+            return self._failed(step, error)
+        if not started:
+            return self._failed(step, PermissionError("the folder is read-only"))
         self._last = self._pending = step
+        return None
 
     def _writer(self) -> orbax.training.Checkpointer:
         """Orbax for a folder in which nothing is half written or known to be damaged."""
@@ -233,12 +241,13 @@ class Checkpointer:
         writer, self._orbax, self._last, self._pending = self._orbax, None, None, None
         with contextlib.suppress(Exception):
             writer and writer.close()
-        failure = OSError(
-            f"step {step} could not be saved in {self._directory}: {in_a_line(error)}. Until a "
-            "later save succeeds, a run that ends goes on from the checkpoint before."
+        reason = in_a_line(error)
+        del writer, error
+        sweep()
+        return OSError(
+            f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
+            "on; make room there, for until a save succeeds it would restart from the one before."
         )
-        failure.__cause__ = error
-        return failure
 
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
         """The latest checkpoint, or that of a step; None where there is none at all.
@@ -263,24 +272,21 @@ class Checkpointer:
             ``<step>.damaged``. Or a momentum is carried over to other blocks, another
             transform or other shards.
         """
-        failure = self._finish()
-        if failure is not None:
-            raise failure
+        self._wait()
         steps = reading.steps_in(self._directory)
         if not steps:
             return None
-        if step is None:
-            found, damaged = reading.newest_intact(
-                self._directory, steps, lambda step: self._read(step, params, extra)
-            )
-            self._damaged = set(damaged)
-        elif step in steps:
-            found = self._read(step, params, extra)
-        else:
+        if step is not None and step not in steps:
             raise ValueError(
                 f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
                 "step to restore the latest."
             )
+        found, damaged = reading.newest_intact(
+            self._directory,
+            steps if step is None else [step],
+            lambda step: self._read(step, params, extra),
+        )
+        self._damaged |= set(damaged)
         self._last = found.step
         return found
 
