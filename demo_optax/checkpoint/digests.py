@@ -1,20 +1,26 @@
 """Digests: what tells a stored tree from one that is damaged by as little as a bit.
 
-A leaf's is a checksum of its elements at their places, computed by the devices that hold them and
-summed over them: the same number on any mesh. Host values are read as words and go the same way.
+A leaf's is a checksum of its elements at their places in the whole. Each device computes that of
+the shard it holds, and their sum is the same on any mesh. Host values go the same way, as words.
 """
 
 import hashlib
 import json
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from demo_optax.compression.bits import checksum, to_words
+from demo_optax.compression.bits import checksum, contiguous, positions, to_words
 
 _PIECE = 2**24
 """Words of a host's array that are put on a device at once."""
+
+_ROW = 2**14
+"""Words that are hashed in one go at least."""
 
 _SCALARS = {f"Python {x.__name__}": x for x in (bool, int, float, str)}
 
@@ -26,14 +32,18 @@ def digests(leaves: dict) -> dict[str, dict]:
       leaves: arrays, NumPy arrays, numbers and strings, by their paths. Arrays over several
         processes are read by all of them together.
     """
-    sums = {name: _of_host(x) for name, x in leaves.items() if not isinstance(x, jax.Array)}
-    on_devices: dict = {}
-    for name, x in leaves.items():
-        if isinstance(x, jax.Array):
-            on_devices.setdefault(frozenset(x.sharding.device_set), {})[name] = x
-    for arrays in on_devices.values():
-        sums |= zip(arrays, _of_arrays(tuple(arrays.values())), strict=True)
-    return {name: {**kind(x), "checksum": int(sums[name])} for name, x in leaves.items()}
+    parts = {
+        name: _of_array(x) if isinstance(x, jax.Array) else _of_host(x)
+        for name, x in leaves.items()
+    }
+    own = np.array([sum(map(int, found)) % 2**32 for found in parts.values()], np.uint32)
+    everywhere = multihost_utils.process_allgather(own).reshape(-1, len(leaves))
+    of_host = np.array([not isinstance(x, jax.Array) for x in leaves.values()])
+    sums = np.where(of_host, own, everywhere.sum(0, dtype=np.uint32))
+    return {
+        name: {**kind(x), "checksum": int(number)}
+        for (name, x), number in zip(leaves.items(), sums, strict=True)
+    }
 
 
 def kind(x) -> dict:
@@ -64,25 +74,43 @@ def _hash(description: dict) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def _of_arrays(arrays) -> list[int]:
-    return [int(x) for x in np.asarray(_checksums(arrays).addressable_data(0))]
+def _of_array(x: jax.Array) -> list[jax.Array]:
+    """The checksums of the shards that this process holds first, still being computed."""
+    whole = jax.eval_shape(to_words, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
+    strides = contiguous(whole)
+    along = strides[1:] if jnp.issubdtype(x.dtype, jnp.complexfloating) else strides
+    found = []
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            starts = (part.start or 0 for part in shard.index)
+            first = sum(start * stride for start, stride in zip(starts, along, strict=False))
+            found.append(_part(shard.data, np.uint32(first % 2**32), strides))
+    return found
 
 
-@jax.jit
-def _checksums(arrays):
-    """uint32 ``(arrays,)``, over all devices that hold them."""
-    return jnp.stack([checksum(to_words(x)) for x in arrays])
+def _of_host(x) -> list[jax.Array]:
+    words, found = _words(x), []
+    for first in range(0, len(words), _PIECE):
+        piece = words[first : first + _PIECE]
+        rows = piece.reshape(-1, _ROW) if len(piece) % _ROW == 0 else piece
+        found.append(_part(rows, np.uint32(first % 2**32), contiguous(rows.shape)))
+    return found
 
 
-def _of_host(x) -> int:
-    words = _words(x)
-    pieces = (_piece(words[i : i + _PIECE], i) for i in range(0, len(words), _PIECE))
-    return sum(int(x) for x in pieces) % 2**32
+@partial(jax.jit, static_argnums=2)
+def _part(x, first, strides: tuple[int, ...]):
+    """The checksum of a shard; row by row, since one loop over all is slow on CPUs."""
+    words = to_words(x)
+    sizes = [math.prod(words.shape[axis:]) for axis in range(words.ndim)]
+    axis = max((axis for axis, size in enumerate(sizes) if size >= _ROW), default=0)
+    rows = words.reshape(-1, *words.shape[axis:])
+    begins = first + positions(words.shape[:axis], strides[:axis]).reshape(-1)
 
+    def add(total, row):
+        words, begin = row
+        return total + checksum(words, begin, strides[axis:]), None
 
-@jax.jit
-def _piece(words, first):
-    return checksum(words.astype(jnp.uint32), first)
+    return jax.lax.scan(add, jnp.uint32(0), (rows, begins))[0]
 
 
 def _words(x) -> np.ndarray:

@@ -9,7 +9,10 @@ import gc
 import logging
 import os
 import sys
+import traceback
 import warnings
+
+_ORBAX = f"{os.sep}orbax{os.sep}"
 
 
 def in_a_line(error: BaseException) -> str:
@@ -25,19 +28,24 @@ def in_a_line(error: BaseException) -> str:
 def unawaited():
     """For as long as Orbax may drop coroutines, since one of them has failed."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        _ignore_unawaited()
         yield
 
 
 def sweep() -> None:
     """Collects the tasks of a failed read or write, and has nothing said of those still to fail."""
     logging.getLogger("asyncio").addFilter(_is_retrieved)
+    _ignore_unawaited()
     with unawaited():
         gc.collect()
 
 
+def _ignore_unawaited() -> None:
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+
+
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
+    return _ORBAX not in record.pathname
 
 
 def _is_retrieved(record: logging.LogRecord) -> bool:
@@ -46,8 +54,11 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 
 
 def _unraisable(unraisable, previous=sys.unraisablehook) -> None:
-    """Leaves out what TensorStore cannot tell a loop that Orbax has closed."""
-    if "Event loop is closed" not in str(unraisable.exc_value):
+    """Leaves out what Orbax's coroutines, and TensorStore's callbacks, fail of when they end."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(unraisable.exc_traceback))
+    message = str(unraisable.exc_value)
+    of_loops = "Event loop is closed" in message or "was never awaited" in message
+    if not (of_loops or any(_ORBAX in file for file in files)):
         previous(unraisable)
 
 
