@@ -163,15 +163,15 @@ class Checkpointer:
             run can go on, and later steps be saved; if only the one before failed, this one is
             being written nevertheless.
         """
-        failure = None
+        failures = []
         if self._last != step:
-            failure = self._finish()
+            failures.append(self._finish())
             self._require_later(step)
-            failure = self._begin(step, params, opt_state, extra) or failure
+            failures.append(self._begin(step, params, opt_state, extra))
         if wait:
-            failure = self._finish() or failure
-        if failure is not None:
-            raise failure
+            failures.append(self._finish())
+        if any(failures):
+            raise OSError(" ".join(str(failure) for failure in failures if failure))
 
     def _wait(self):
         failure = self._finish()

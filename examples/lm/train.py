@@ -100,7 +100,8 @@ def train(run: Run) -> Trained:
         f"parameters on {mesh.size} devices: {'DIFFERENT' if different else 'bit-identical'}"
     )
     if not saved:
-        console.print(f"error: the end of the run was not saved. {how_to_go_on(config)}")
+        advice = how_to_go_on(config)
+        console.print(f"error: the end of the run was not saved. {advice}", soft_wrap=True)
     if different or not saved:
         sys.exit(1)
     return Trained(log, loss)
