@@ -48,6 +48,7 @@ def start(arguments: list[str], processes: int) -> list[subprocess.Popen]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            process_group=0,  # a terminal's Ctrl-C comes to this launcher alone, which passes it on
         )
         for number in range(processes)
     ]
@@ -72,7 +73,7 @@ def wait(processes: list[subprocess.Popen], grace: float) -> int:
     ended = [(number, process.poll()) for number, process in enumerate(processes)]
     failed = [(number, status) for number, status in ended if status]
     for process in processes:
-        process.kill()  # JAX traps SIGTERM, and would go on waiting
+        process.kill()  # at SIGTERM they would go on waiting
         process.wait()
     # Those that noticed end with a status of their own, or are aborted by JAX.
     noticed = os.EX_TEMPFAIL, -signal.SIGABRT
@@ -92,11 +93,11 @@ def main() -> None:
     launch = tyro.cli(Launch, args=own, description=__doc__)
     processes = start(rest, launch.processes)
 
-    def pass_on(*_):
+    def pass_on(number, _):
         for process in processes:
-            process.terminate()  # for the trainers, to save and stop
+            process.send_signal(number)  # for the trainers, to save and stop
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, pass_on)
     relays = [
         threading.Thread(target=relay, args=numbered, daemon=True)

@@ -48,10 +48,7 @@ def main(config: Config) -> float:
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
-        np.asarray(images, np.float32) / 16,
-        np.asarray(labels, np.int32),
-        test_size=0.25,
-        random_state=0,
+        np.asarray(images, np.float32) / 16, np.asarray(labels, np.int32), random_state=0
     )
 
     network = Network()

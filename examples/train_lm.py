@@ -12,8 +12,13 @@ machine for a try. With --checkpoint-dir a run that was stopped goes on when it 
 on as many processes or others.
 """
 
-from lm import config
-from lm.train import run_or_exit
+import signal
 
 if __name__ == "__main__":
+    # Until there is something to save Ctrl-C ends this without a word; imports take seconds.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    from lm import config
+    from lm.train import run_or_exit
+
     run_or_exit(config.from_command_line(__doc__))

@@ -80,7 +80,7 @@ def test_it_trains_and_replicas_stay_alike(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_advice(name):
+def test_it_is_refused_with_advice(name, annotations_unchecked):
     tx, advice = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=advice):
         demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))

@@ -7,7 +7,6 @@ import itertools
 import json
 import pathlib
 import re
-import signal
 import struct
 import sys
 
@@ -50,11 +49,8 @@ TEXTS = [f"document {i}: it has änd 日本 and ends\n" * (i % 9 + 1) for i in r
 
 @pytest.fixture(autouse=True)
 def _process():
-    """All devices are there before the trainer asks for its own; its handler of SIGTERM ends."""
+    """All devices are there before the trainer asks for its own."""
     jax.devices()
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 def words_of(config):
@@ -365,6 +361,73 @@ def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypa
     shown = capsys.readouterr().out
     assert f"loss on held-out text: {trained.loss:.3f}" in shown
     assert shown.count("the model writes") == 2
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_no_checkpoint_of_replicas_that_differ(workers, tmp_path):
+    """Two workers differ behind the third step; of three the majority is saved at the fourth."""
+    config = dataclasses.replace(
+        NANO,
+        workers=workers,
+        batch_size=6,
+        checkpoint_dir=str(tmp_path / "saved"),
+        checkpoint_every=2,
+        check_replicas_every=100,
+    )
+    run, steps = prepare(config), itertools.count(1)
+
+    def damaging_step(params, opt_state, batch):
+        params, opt_state, metrics = run.train_step(params, opt_state, batch)
+        return damaged(params) if next(steps) == 3 else params, opt_state, metrics
+
+    if workers == 2:
+        with pytest.raises(SystemExit, match="no copy is held by more than half"):
+            train.train(run._replace(train_step=damaging_step))
+    else:
+        train.train(run._replace(train_step=damaging_step))
+    saved = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert saved == (["2"] if workers == 2 else ["2", "4", "6"])
+
+
+def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
+    """The third step damages one of three copies, the fourth tells that packets were not the same.
+
+    What the packets tell is `tests/test_untrusted_workers.py`'s.
+    """
+    config = dataclasses.replace(
+        NANO, workers=3, batch_size=6, steps=8, check_replicas_every=100, evaluate_every=100
+    )
+    run, steps, mended = prepare(config), itertools.count(1), []
+
+    def step(params, opt_state, batch):
+        number = next(steps)
+        mended.append(number == 1 or not demo_optax.check_replicas(params, run.mesh))
+        params, opt_state, metrics = run.train_step(params, opt_state, batch)
+        exchange = metrics.exchange._replace(agreed=jnp.array(number != 4))
+        return (
+            damaged(params) if number == 3 else params,
+            opt_state,
+            metrics._replace(exchange=exchange),
+        )
+
+    train.train(run._replace(train_step=step))
+    assert mended == [True] * 3 + [False] * 2 + [True] * 3
+    assert "differs on worker 1" in capsys.readouterr().out
+
+
+def damaged(params):
+    """The parameters, of which the second device holds a zero too much."""
+    leaves, structure = jax.tree.flatten(params)
+    copies = [np.array(shard.data) for shard in leaves[0].addressable_shards]
+    copies[1].flat[0] = 0.0
+    placed = [
+        jax.device_put(copy, shard.device)
+        for copy, shard in zip(copies, leaves[0].addressable_shards, strict=True)
+    ]
+    leaves[0] = jax.make_array_from_single_device_arrays(
+        leaves[0].shape, leaves[0].sharding, placed
+    )
+    return jax.tree.unflatten(structure, leaves)
 
 
 def test_a_batch_is_the_same_however_devices_share_it():

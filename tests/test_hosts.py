@@ -1,6 +1,7 @@
 """The example as several processes: equal to one, and none the worse for being killed."""
 
 import functools
+import os
 import pathlib
 import random
 import re
@@ -52,11 +53,11 @@ def find(pattern, log):
     return re.search(pattern, log.read_text())
 
 
-def kill(folder, number):
-    """SIGKILL for one of the trainers that save to a folder."""
+def send(which, folder, number):
+    """A signal to one of the trainers that save to a folder."""
     pattern = f"checkpoint-dir {folder} .*--process-id {number}$"
     pid = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=True)
-    subprocess.run(["kill", "-9", pid.stdout.split()[-1]], check=True)
+    os.kill(int(pid.stdout.split()[-1]), which)
 
 
 def parameters(folder):
@@ -100,13 +101,58 @@ def test_sigterm_saves_and_the_same_command_goes_on(processes, tmp_path):
     assert saved(folder)[-1] == stopped + 3
 
 
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_signals_before_the_first_step_of_a_resumed_run(processes, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    common = ["--workers", 2, "--checkpoint-dir", folder]
+    run = start(processes, *common, "--steps", 4, log=log)
+    assert run.wait(200) == 0, log.read_text()
+    last = 4
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        run = start(processes, *common, *ENDLESS, log=log)
+        wait_for(functools.partial(find, f"going on after step {last}", log), log, run)
+        run.send_signal(number)
+        assert run.wait(100) == status, log.read_text()
+        assert "Traceback" not in log.read_text()
+        # Of two processes one may be two steps ahead.
+        last += 1 if processes == 1 else 3
+        assert f"Stopped after step {last + (processes > 1)}." in log.read_text()
+        last = saved(folder)[-1]
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_second_interrupt_stops_at_once(processes, tmp_path):
+    """While the first step is compiled."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    run = start(processes, "--workers", 2, *ENDLESS, "--checkpoint-dir", folder, log=log)
+    for shown in ("optimizer demo", "Saves and stops"):
+        wait_for(functools.partial(find, shown, log), log, run)
+        run.send_signal(signal.SIGINT)
+    assert run.wait(10) == 130, log.read_text()
+    assert log.read_text().count("Stopped at once. Start the same command again") == processes
+    assert "Traceback" not in log.read_text()
+    assert saved(folder) == []
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_one_process_stops_both(tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    run = start(2, "--workers", 2, *ENDLESS, "--checkpoint-dir", folder, log=log)
+    wait_for(lambda: saved(folder), log, run)
+    send(signal.SIGINT, folder, 1)
+    # The first process ends as by SIGTERM, and whichever the launcher sees first counts.
+    assert run.wait(100) in (130, 143), log.read_text()
+    stopped = int(re.search(r"Stopped after step (\d+)", log.read_text())[1])
+    assert saved(folder)[-1] == stopped
+
+
 @pytest.mark.slow
 def test_one_of_four_is_killed_and_three_go_on(tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*ENDLESS, "--peer-timeout", 20, "--checkpoint-dir", folder]
     run = start(4, "--workers", 4, *arguments, log=log)
     wait_for(lambda: saved(folder), log, run)
-    kill(folder, 2)
+    send(signal.SIGKILL, folder, 2)
     assert run.wait(60) == 137, log.read_text()
     text = log.read_text()
     assert "process 2 was killed by SIGKILL, and the others ended too" in text
@@ -139,7 +185,7 @@ def test_twenty_kills_at_random_moments_lose_at_most_an_interval(tmp_path, capsy
             repeated += [step - last for step in reached]
         wait_for(functools.partial(newer, folder, last), log, run)
         time.sleep(draw.uniform(0, 3))
-        kill(folder, draw.randrange(2))
+        send(signal.SIGKILL, folder, draw.randrange(2))
         assert run.wait(60) == 137, log.read_text()
         # Where the first process is killed, JAX may abort the other before it can say anything.
         reached = [int(step) for step in re.findall(r"of 2, after step (\d+)", log.read_text())]

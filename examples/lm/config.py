@@ -91,7 +91,7 @@ class Config:
     """Of the parameters' start and of the order of the text."""
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
     """Folder or gs:// URL to save to, and to go on from if there is something in it. With several
-    hosts one that all of them see. SIGTERM saves and stops."""
+    hosts one that all of them see. SIGTERM and SIGINT save and stop; a second SIGINT only stops."""
     checkpoint_every: Count = 100
     """Steps between two checkpoints."""
     keep_checkpoints: Count = 3

@@ -1,4 +1,4 @@
-"""One process on each host: how they find each other, stop together, and notice that one is gone.
+"""One process on each host: how they find each other, and notice that one is gone.
 
 The engine is JAX's own. What it lacks is an end with one clear line: where another process dies,
 a collective fails on some backends, and waits on others until JAX aborts without a word of advice.
@@ -7,21 +7,19 @@ a collective fails on some backends, and waits on others until JAX aborts withou
 import contextlib
 import os
 import re
-import signal
 import sys
 import threading
 import time
 import traceback
+from typing import NoReturn
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from . import rendezvous
 from .config import Config
 
-STOPPED = 143  # the exit status of what SIGTERM ends
-PEER_LOST = os.EX_TEMPFAIL  # and of failures that are worth another try
+PEER_LOST = os.EX_TEMPFAIL  # the exit status of failures that are worth another try
 
 # What JAX's errors say where another process is the reason; out of memory, say, is not.
 OF_OTHERS = re.compile("gloo|nccl|connection|peer|unavailable|deadline|coordination|barrier", re.I)
@@ -29,19 +27,17 @@ OF_OTHERS = re.compile("gloo|nccl|connection|peer|unavailable|deadline|coordinat
 # How XLA's errors begin, whichever type JAX raises them as.
 STATUS = re.compile("[A-Z_]+: ")
 
-_terminated = threading.Event()
-
 
 def connect(config: Config) -> None:
     """Joins the other processes, if there are any; before any other use of JAX."""
-    joins = (config.coordinator or config.distributed) and not jax.distributed.is_initialized()
-    if joins and config.coordinator and config.num_processes and config.process_id is not None:
+    # Its handler of SIGTERM would come before that of signals.py, which says why not to use it.
+    jax.config.update("jax_enable_preemption_service", False)
+    if not (config.coordinator or config.distributed) or jax.distributed.is_initialized():
+        return
+    if config.coordinator and config.num_processes and config.process_id is not None:
         rendezvous.meet(
             config.coordinator, config.num_processes, config.process_id, config.peer_timeout
         )
-    signal.signal(signal.SIGTERM, lambda *_: _terminated.set())
-    if not joins:
-        return
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -69,23 +65,10 @@ def meet(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def require_same(value: int, what: str) -> None:
-    """Raises ValueError where the processes hold different values."""
-    if jax.process_count() > 1:
-        values = multihost_utils.process_allgather(np.uint32(value)).tolist()
-        if len(set(values)) > 1:
-            raise ValueError(
-                f"{what} differs between the processes (checksums {values}): all hosts must see "
-                "the same files, the same version of Python where its own sources are the text, "
-                "and the same --tokenizer."
-            )
-
-
-def stop_requested(step: int) -> bool:
-    """Whether to stop after this step, as SIGTERM asks for: all processes say so at the same."""
-    if jax.distributed.is_initialized():  # JAX then has a handler of its own
-        return multihost_utils.reached_preemption_sync_point(step)
-    return _terminated.is_set()
+def leave(line: str) -> NoReturn:
+    """Ends this process with a line; an ordinary exit would wait for the others."""
+    print(line, file=sys.stderr, flush=True)
+    os._exit(PEER_LOST)
 
 
 class Watch:
@@ -148,11 +131,7 @@ class Watch:
 
     def _give_up(self, what: str) -> None:
         here = f"process {jax.process_index()} of {jax.process_count()}"
-        print(
+        leave(
             f"{here}, after step {self.step}: {what}: another process is gone or stuck. "
-            f"{self.advice}",
-            file=sys.stderr,
-            flush=True,
+            f"{self.advice}"
         )
-        # An ordinary exit would wait for the others, which is what has failed.
-        os._exit(PEER_LOST)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
-from . import data, hosts
+from . import agreement, data, hosts
 from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
@@ -41,6 +41,7 @@ class Run(NamedTuple):
     params: nnx.State
     param_specs: nnx.State
     tx: optax.GradientTransformation
+    train_step: Any
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -59,7 +60,9 @@ def prepare(config: Config) -> Run:
     require_enough(config, text.train)
     tokens = tokens_of(config, text)
     corpus = data.encode(text, tokens, config.sequence_length)
-    hosts.require_same(corpus.checksum, "the text or the tokenizer")
+    agreement.require_same(
+        {"the text, or what its tokens are,": f"{corpus.checksum:x}"}, config.peer_timeout
+    )
     preset = architecture(config, tokens.vocabulary)
     definition, params = build(preset, config.seed)
     specs = jax.tree.map_with_path(
@@ -81,7 +84,36 @@ def prepare(config: Config) -> Run:
         ),
     )
     tx = recipe.make(settings)
-    return Run(config, tokens, corpus, mesh, preset, definition, loss_fn, params, specs, tx)
+    train_step = demo_optax.make_train_step(
+        loss_fn,
+        tx,
+        mesh,
+        microbatches=config.microbatches,
+        clip_norm=config.clip_norm,
+        param_specs=specs,
+    )
+    run = Run(
+        config, tokens, corpus, mesh, preset, definition, loss_fn, params, specs, tx, train_step
+    )
+    if jax.process_count() > 1:
+        agreement.require_same(
+            {"the step, before XLA compiles it,": agreement.digest(lowered(run).as_text())},
+            config.peer_timeout,
+        )
+    return run
+
+
+def lowered(run: Run) -> jax.stages.Lowered:
+    """The program of a step."""
+    opt_state = jax.eval_shape(
+        lambda params: demo_optax.init_opt_state(
+            run.tx, params, run.mesh, param_specs=run.param_specs
+        ),
+        run.params,
+    )
+    rows, length = run.batch_shape
+    batch = jax.ShapeDtypeStruct((rows, length + 1), run.corpus.train.dtype)
+    return run.train_step.lower(run.params, opt_state, batch)
 
 
 def tokens_of(config: Config, text: data.Text) -> coding.Tokens:
@@ -115,7 +147,6 @@ def make_mesh(config: Config) -> Mesh:
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
         each = max(wanted // (config.num_processes or 1), 1)
         jax.config.update("jax_num_cpu_devices", min(each, SIMULATED_AT_MOST))
-    hosts.connect(config)
     devices = jax.devices()
     used = (config.workers or len(devices) // config.fsdp) * config.fsdp
     if not 1 <= used <= len(devices) or used % jax.process_count():

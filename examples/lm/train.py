@@ -16,12 +16,14 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
-from . import data, hosts, logs, report
+from . import agreement, data, hosts, logs, report
 from .config import PROFILE_BEHIND, Config, refuse
 from .report import console
 from .sampling import samples
 from .setup import Run, batches_of, make_evaluation, prepare
+from .signals import Signals
 from .utilization import flops_per_token
+from .validation import require_sensible
 
 EVALUATION_TOKENS = 2**15
 LAST_EVALUATION_TOKENS = 2**18
@@ -34,18 +36,11 @@ class Trained(NamedTuple):
     loss: float
 
 
-def train(run: Run) -> Trained:
+def train(run: Run, signals: Signals | None = None) -> Trained:
     """Trains to the end, or leaves with an exit status; shows and saves what is asked for."""
     config, mesh = run.config, run.mesh
+    signals = signals or Signals(how_to_go_on(config))  # to which nobody listens
     describe(run)
-    train_step = demo_optax.make_train_step(
-        run.loss_fn,
-        run.tx,
-        mesh,
-        microbatches=config.microbatches,
-        clip_norm=config.clip_norm,
-        param_specs=run.param_specs,
-    )
     regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
     with (
         hosts.Watch(config.peer_timeout, how_to_go_on(config)) as watch,
@@ -59,24 +54,30 @@ def train(run: Run) -> Trained:
         unread = None
         with contextlib.closing(log.files), profiler(config) as profile, log.bar:
             for number in range(start + 1, config.steps + 1):
-                params, opt_state, metrics = train_step(params, opt_state, next(batches))
+                params, opt_state, metrics = run.train_step(params, opt_state, next(batches))
                 profile(number - start, metrics)
+                apart = False
                 # To read metrics is to wait for their step: by now the next one is on its way.
                 if unread is not None:
                     log.step(unread)
                     watch.progress(number - 1)
+                    apart = not agreed(unread)
                 unread = metrics
-                stopping, last = hosts.stop_requested(number), number == config.steps
-                if not (stopping or last or any(number % every == 0 for every in regular)):
+                stopping, last = signals.stop_requested(), number == config.steps
+                if not (apart or stopping or last or any(number % n == 0 for n in regular)):
                     continue
                 log.step(unread)
                 watch.progress(number)
+                apart |= not agreed(unread)
                 unread = None
-                if number % config.check_replicas_every == 0:
+                saving = checkpointer and (
+                    stopping or last or number % config.checkpoint_every == 0
+                )
+                if apart or saving or number % config.check_replicas_every == 0:
                     params, opt_state = checked((params, opt_state), mesh)
                 if number % config.evaluate_every == 0 or last:
                     log.evaluation(evaluate(params, EVALUATION_TOKENS))
-                if checkpointer and (stopping or last or number % config.checkpoint_every == 0):
+                if checkpointer and saving:
                     with watch.paused():
                         read = windows + (number - start) * config.batch_size
                         checkpointer.save(
@@ -84,7 +85,7 @@ def train(run: Run) -> Trained:
                         )
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
-                    sys.exit(hosts.STOPPED)
+                    sys.exit(signals.exit_status)
                 log.resume()
             loss = evaluate(params, LAST_EVALUATION_TOKENS)
             with watch.paused():
@@ -226,6 +227,11 @@ def order(run: Run, windows: int) -> dict[str, int]:
     }
 
 
+def agreed(metrics: demo_optax.TrainMetrics) -> bool:
+    """Whether all workers had got the same packets on the step before."""
+    return metrics.exchange is None or bool(metrics.exchange.agreed)
+
+
 def checked(state, mesh: Mesh):
     """The state with every replica like the majority; ends the run where there is none."""
     found = demo_optax.check_replicas(state, mesh)
@@ -259,13 +265,20 @@ def describe(run: Run) -> None:
 
 def run_or_exit(config: Config) -> Trained:
     """Prepares and trains, with one clear line for whatever a user may have set wrongly."""
-    try:
-        try:
+    with mistakes_said():
+        require_sensible(config)
+        hosts.connect(config)
+    with Signals(how_to_go_on(config)) as signals:
+        with mistakes_said():
+            agreement.require_same(agreement.facts(config), config.peer_timeout)
             run = prepare(config)
-            console.quiet = not hosts.is_first()
-        except (ValueError, TypeError, OSError) as error:
-            refuse(error)
-        return train(run)
-    except KeyboardInterrupt:
-        console.print(f"Stopped at once. {how_to_go_on(config)}")
-        sys.exit(130)
+        console.quiet = not hosts.is_first()
+        return train(run, signals)
+
+
+@contextlib.contextmanager
+def mistakes_said() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        refuse(error)
