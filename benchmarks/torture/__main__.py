@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from . import byzantine, checkpoints, kills, mismatches, outcomes, packets, signals
+from . import byzantine, checkpoints, kills, mismatches, outcomes, packets, signals, stops
 from .outcomes import Try
 
 SHOWN = 50  # of what was lost
@@ -38,13 +38,11 @@ MODULES = {
     "checkpoints": checkpoints,
     "kills": kills,
     "signals": signals,
+    "stops": stops,
     "mismatches": mismatches,
 }
-KINDS = {
-    name: Kind(module.ROWS, module.EACH, module.run)
-    for name, module in MODULES.items()
-}
-Name = Literal["packets", "byzantine", "checkpoints", "kills", "signals", "mismatches"]
+KINDS = {name: Kind(module.ROWS, module.EACH, module.run) for name, module in MODULES.items()}
+Name = Literal["packets", "byzantine", "checkpoints", "kills", "signals", "stops", "mismatches"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def main(options: Options, console: Console) -> int:
     console.print(outcomes.table(outcomes.counted(tries), seconds))
     lost = [one for one in tries if one.lost]
     for one in lost[:SHOWN]:
-        console.print(f"lost, {one.row}: {one.lost}", markup=False, highlight=False)
+        console.print(f"lost, {one.row}: {one.lost}", markup=False, soft_wrap=True)
     if len(lost) > SHOWN:
         console.print(f"and {len(lost) - SHOWN} more")
     return 1 if lost else 0

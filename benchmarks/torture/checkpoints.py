@@ -70,8 +70,9 @@ def run(count: int, seed: int) -> Iterator[Try]:
         files = sorted(p.relative_to(saved) for p in (saved / str(NEWEST)).rglob("*"))
         files = [name for name in files if (saved / name).is_file()]
         for row, damage in DAMAGES.items():
+            draws.shuffle(files)
             for number in range(count):
-                name = files[number % len(files)] if number < len(files) else draws.choice(files)
+                name = files[number % len(files)]
                 shutil.copytree(saved, copy)
                 if (copy / name).stat().st_size or damage is missing:
                     damage(copy / name, draws)

@@ -18,9 +18,9 @@ from .processes import (
     Hangs,
     Trainer,
     last_words,
+    newest,
     parameters,
     side_by_side,
-    steps_in,
     went_on_after,
     workplace,
 )
@@ -111,14 +111,16 @@ def killed_and_started_again(
 
 def started(folder: pathlib.Path, kill: Kill | None) -> str:
     """Starts a run and kills it, or lets it end; says what is wrong with how it began or ended."""
-    newest = max(steps_in(folder / "saved"), default=0)
-    own = [] if kill is None or kill.change is None else ["--kill-at", kill.change, folder / "saved"]
+    last = newest(folder / "saved")
+    own = []
+    if kill is not None and kill.change is not None:
+        own = ["--kill-at", kill.change, folder / "saved"]
     with Trainer(folder, [arguments(folder)], own) as trainer:
         try:
             if kill is not None and kill.change is None:
                 if kill.saves >= 0:
-                    wanted = newest + EVERY * kill.saves
-                    trainer.wait_until(lambda: max(steps_in(folder / "saved"), default=0) >= wanted)
+                    wanted = last + EVERY * kill.saves
+                    trainer.wait_until(lambda: newest(folder / "saved") >= wanted)
                 time.sleep(kill.seconds)
                 trainer.kill()
             (status,) = trainer.wait()
@@ -128,8 +130,8 @@ def started(folder: pathlib.Path, kill: Kill | None) -> str:
     if status != (0 if kill is None else -signal.SIGKILL):
         return f"it ended with status {status}: {last_words(text)}"
     # A start that was killed early has not said yet where it goes on.
-    if (status == 0 or "going on" in text) and went_on_after(text) != newest:
-        return f"it went on after step {went_on_after(text)}, and step {newest} was saved"
+    if (status == 0 or "going on" in text) and went_on_after(text) != last:
+        return f"it went on after step {went_on_after(text)}, and step {last} was saved"
     return ""
 
 

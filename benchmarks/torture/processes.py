@@ -36,7 +36,7 @@ class Trainer:
     """A trainer of one process or several; all that they print goes to a file each."""
 
     def __init__(self, folder: pathlib.Path, each: Sequence[Sequence], own: Sequence = ()):
-        """Starts a process for each sequence of arguments; ``own`` are those of trainer.py."""
+        """Starts a process for each list of arguments; ``own`` are trainer.py's, of the last."""
         if len(each) > 1:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -46,7 +46,9 @@ class Trainer:
         self.outputs = [folder / f"output{i}.txt" for i in range(len(each))]
         self.processes = []
         for output, args in zip(self.outputs, each, strict=True):
-            words = [sys.executable, "-m", "benchmarks.torture.trainer", *own, "--", *NANO, *args]
+            options = own if output == self.outputs[-1] else ()
+            program = [sys.executable, "-m", "benchmarks.torture.trainer", *options]
+            words = [*program, "--", *NANO, *args]
             with output.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
@@ -63,12 +65,8 @@ class Trainer:
     def text(self) -> str:
         return self.outputs[0].read_text(errors="replace")
 
-    @property
-    def running(self) -> bool:
-        return any(process.poll() is None for process in self.processes)
-
     def wait(self) -> list[int]:
-        """The exit statuses."""
+        """The exit statuses; negative where a signal ended a process."""
         deadline = time.monotonic() + PATIENCE
         try:
             return [p.wait(max(deadline - time.monotonic(), 0.1)) for p in self.processes]
@@ -98,11 +96,10 @@ class Trainer:
         self.kill()
 
 
-def steps_in(folder: pathlib.Path) -> list[int]:
-    """Steps of the finished checkpoints."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+def newest(folder: pathlib.Path) -> int:
+    """The step of the newest finished checkpoint, 0 where there is none."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def went_on_after(text: str) -> int:
