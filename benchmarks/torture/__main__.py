@@ -2,7 +2,7 @@
 
     python -m benchmarks.torture [--only KIND ...] [--tries N] [--seed N]
 
-It prints a table of tries, survived and lost, and what was lost; the exit status is 1 where
+It prints whatever is lost, and a table of tries, survived and lost; the exit status is 1 where
 anything was. A try is lost where something that was broken is not noticed, or not said in a line,
 or costs more than the steps since the last good checkpoint; each kind's module says what it asks.
 """
@@ -20,8 +20,6 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from . import byzantine, checkpoints, kills, mismatches, outcomes, packets, signals, stops
 from .outcomes import Try
-
-SHOWN = 50  # of what was lost
 
 
 class Kind(NamedTuple):
@@ -69,16 +67,11 @@ def main(options: Options, console: Console) -> int:
                 tries.append(one)
                 progress.advance(task)
                 if one.lost:
-                    lost = sum(bool(x.lost) for x in tries)
-                    progress.update(task, description=f"[red]{name}, {lost} lost")
+                    console.print(f"lost, {one.row}: {one.lost}", markup=False, soft_wrap=True)
             seconds[kind.rows[0]] = time.monotonic() - begun
-    console.print(outcomes.table(outcomes.counted(tries), seconds))
-    lost = [one for one in tries if one.lost]
-    for one in lost[:SHOWN]:
-        console.print(f"lost, {one.row}: {one.lost}", markup=False, soft_wrap=True)
-    if len(lost) > SHOWN:
-        console.print(f"and {len(lost) - SHOWN} more")
-    return 1 if lost else 0
+    tallies = outcomes.counted(tries)
+    console.print(outcomes.table(tallies, seconds))
+    return 1 if any(tally.lost for tally in tallies.values()) else 0
 
 
 if __name__ == "__main__":

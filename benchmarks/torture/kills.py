@@ -136,5 +136,8 @@ def started(folder: pathlib.Path, kill: Kill | None) -> str:
 
 
 def differs(folder: pathlib.Path, expected: dict[str, bytes]) -> str:
-    found = parameters(folder / "saved")
+    try:
+        found = parameters(folder / "saved")
+    except Exception as error:
+        return f"what it saved last cannot be read: {error}"
     return "" if found == expected else "it ended with other parameters than a run without kills"
