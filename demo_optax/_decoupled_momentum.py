@@ -176,7 +176,7 @@ def decoupled_momentum(
 
         # Exchange: mean(q_1, ..., q_N)
         report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
-        aggregate = exchange(plan, compressed, report, sound, step, axis_name, mean)
+        aggregate = exchange(plan, compressed, report, sound, step, axis_name, mean, state.metrics)
 
         # Subtract: m <- m - alpha q
         factor = jnp.asarray(subtraction_factor) * aggregate.delivered

@@ -42,6 +42,7 @@ def exchange(
     step: IntScalar,
     axis_name: AxisName,
     mean: Mean,
+    last: ExchangeMetrics,
 ) -> Aggregate:
     """Gives every worker the mean of all workers' messages.
 
@@ -57,6 +58,7 @@ def exchange(
       step: updates so far.
       axis_name: the workers' axis or axes; None for a single worker.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that take part.
+      last: metrics of the step before.
     """
     layout, known = plan.layout, compressed.selected.positions
     own = Origin(step, axes.index(axis_name))
@@ -94,7 +96,7 @@ def exchange(
         participants = jnp.sum(weights > 0, dtype=jnp.float32)
         means = [sparse.mean_of_sums(s, mean, participants) for s in sums]
     delivered = weights[axes.index(axis_name)]
-    return Aggregate(means, delivered, metrics.summarise(reports, weights, packets[:, 0]))
+    return Aggregate(means, delivered, metrics.summarise(reports, weights, packets[:, 0], last))
 
 
 def _largest_norm(

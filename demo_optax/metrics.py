@@ -20,10 +20,10 @@ class ExchangeMetrics(NamedTuple):
 
     Attributes:
       participants: int32, workers whose packet counted.
-      agreed: bool, whether they all got the same packets on the step before. Where not, one
+      agreed: bool, whether they all had got the same packets until the step before. Where not, one
         was damaged behind the exchange, on the way into one worker, and the replicas differ:
         compare and mend them with `demo_optax.check_replicas` and `demo_optax.repair_replicas`.
-      received: uint32, a digest of the packets that counted, which the next packet carries.
+      received: uint32, a digest of all packets that counted, which the next packet carries.
       identical: bool, True where all of several workers had the very same gradient, which
         means that it is not local (see `demo_optax.check_metrics`).
       sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
@@ -63,7 +63,7 @@ class Report(NamedTuple):
       sent: the part of it that the others get: what was selected, less rounding errors.
       residual: energy of the momentum afterwards.
       restarted: number of its blocks that started again from zero.
-      received: 24 bits of the digest of the packets that it got on the step before.
+      received: 24 bits of the digest of the packets that it got until the step before.
     """
 
     fingerprint: Float32[Array, "*workers"]
@@ -130,7 +130,10 @@ def report(
 
 
 def summarise(
-    reports: Report, weights: Float32[Array, "workers"], checksums: UInt32[Array, "workers"]
+    reports: Report,
+    weights: Float32[Array, "workers"],
+    checksums: UInt32[Array, "workers"],
+    last: ExchangeMetrics,
 ) -> ExchangeMetrics:
     """The metrics of a step.
 
@@ -138,6 +141,7 @@ def summarise(
       reports: of all workers.
       weights: of their messages; 0 where a packet did not count.
       checksums: as their packets state them.
+      last: metrics of the step before.
     """
     counted = weights > 0
 
@@ -157,7 +161,7 @@ def summarise(
     return ExchangeMetrics(
         participants=participants,
         agreed=equal(reports.received)[0],
-        received=checksum(jnp.where(counted, checksums, 0)),
+        received=checksum(jnp.append(jnp.where(counted, checksums, 0), last.received)),
         identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=total(reports.restarted).astype(jnp.int32),
@@ -223,7 +227,7 @@ def of_worker(opt_state, sharded: tuple[str, ...]):
         return ExchangeMetrics(
             participants=jax.lax.pmin(x.participants, sharded),
             agreed=jax.lax.pmin(x.agreed.astype(jnp.int32), sharded) > 0,
-            received=jax.lax.psum(x.received, sharded),
+            received=jax.lax.psum(x.received.view(jnp.int32), sharded).view(jnp.uint32),
             identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
             sent_share=jax.lax.pmean(x.sent_share, sharded),
             restarted=jax.lax.psum(x.restarted, sharded),
@@ -251,7 +255,8 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
       metrics: of a step; under ``pmap`` and ``vmap`` with their axis of workers.
 
     Raises:
-      ValueError: all workers had the same gradient; workers disagree on how many took part.
+      ValueError: all workers had the same gradient; workers did not get the same packets, or
+        disagree on how many took part.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -264,6 +269,12 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
             "gradients are not local (summed or averaged over the workers already), or all saw "
             "the same data. Take gradients with demo_optax.local_value_and_grad, leave out any "
             "pmean or psum of gradient or loss, and give each worker its own part of the batch."
+        )
+    if not np.all(metrics.agreed):
+        raise ValueError(
+            "workers have not got the same packets, and the replicas differ: one was damaged on "
+            "its way into a single worker. Mend the replicas with demo_optax.repair_replicas, or "
+            "go on from a checkpoint."
         )
     if len(heard := np.unique(metrics.participants)) > 1:
         raise ValueError(

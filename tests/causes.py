@@ -76,6 +76,11 @@ def same_gradients():
     demo_optax.check_metrics(metrics._replace(identical=jnp.array(True), participants=jnp.array(8)))
 
 
+def workers_that_got_other_packets():
+    metrics = demo_optax.exchange_metrics(ALONE.init(jnp.ones(3)))
+    demo_optax.check_metrics(metrics._replace(agreed=jnp.array(False)))
+
+
 def workers_that_disagree():
     metrics = demo_optax.exchange_metrics(ALONE.init(jnp.ones(3)))
     demo_optax.check_metrics(metrics._replace(participants=jnp.array([2, 1, 2])))
@@ -128,6 +133,11 @@ def update_where_an_axis_is_left_to_the_compiler():
 
 def two_by_two_auto():
     kinds = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
+
+
+def mixed_kinds():
+    kinds = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
     return jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
 
 
@@ -272,6 +282,16 @@ RAISED = [
         model.init(), optax.MaskedState(state_of(2)), model.init()
     ),
     lambda: demo_optax.worker_gradients(model.loss, two(), microbatches=2),
+    lambda: demo_optax.worker_gradients(model.loss, mixed_kinds()),
+    lambda: demo_optax.make_train_step(lambda params, batch: (0.0, 1, 2), DEMO, two())(
+        model.init(), state_of(2), model.batch(0)
+    ),
+    lambda: step_of(DEMO, two(), batch_specs="data")(model.init(), state_of(2), model.batch(0)),
+    lambda: step_of(DEMO, inner(), batch_specs=P(("fsdp", "data")))(
+        model.init(), state_of(2), model.batch(0)
+    ),
+    lambda: step_of(DEMO, two())(model.init(), state_of(2), {"x": 1.0}),
+    workers_that_got_other_packets,
     state_of_the_model_without_aux,
     lambda: demo_optax.init_opt_state(asking_for_more(), model.init(), two()),
     # drift
@@ -289,6 +309,7 @@ RAISED = [
     lambda: without("orbax.checkpoint", import_checkpoint),
     # accounting
     lambda: demo_optax.accounting.plan(model.init(), demo_optax.Compression(), 0, 1e9),
+    lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     unknown_groups,
     lambda: command.quantity("bandwidth")("fast"),
     count_integers,

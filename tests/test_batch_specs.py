@@ -164,3 +164,33 @@ def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
     assert counted == demo_optax.packet_bytes(
         compression, params, "data", mesh.abstract_mesh, specs
     )
+
+
+@pytest.mark.parametrize("specs", [P(), {"hidden": P("fsdp"), "bias": P("fsdp"), "out": P("fsdp")}])
+def test_meshes_whose_axes_are_of_two_kinds_train_alike(specs):
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    losses = []
+    for kinds in ((auto, auto), (auto, explicit), (explicit, auto)):
+        mesh = jax.make_mesh((WORKERS, INNER), ("data", "fsdp"), kinds)
+        step = demo_optax.make_train_step(model.loss, TX, mesh, param_specs=specs)
+        params, state = (
+            model.init(),
+            demo_optax.init_opt_state(TX, model.init(), mesh, "data", specs),
+        )
+        for i in range(3):
+            params, state, metrics = step(params, state, model.batch(i))
+        losses.append(np.asarray(metrics.loss))
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(("b", "a")), P(("c", "a", "b")), P("a", "b")])
+def test_a_batch_that_modes_would_divide_otherwise_is_refused(spec):
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (AxisType.Auto,) * 3)
+    tx = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), axis_name=("a", "b"))
+    state = demo_optax.init_opt_state(tx, model.init(), mesh, ("a", "b"))
+    for axis_names in (None, ()):
+        step = demo_optax.make_train_step(
+            model.loss, tx, mesh, ("a", "b"), batch_specs=spec, axis_names=axis_names
+        )
+        with pytest.raises(ValueError, match="in this order and before any other"):
+            step(model.init(), state, model.batch(0))

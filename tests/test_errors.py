@@ -216,10 +216,10 @@ def test_batch_that_cannot_be_divided():
     step = demo_optax.make_train_step(model.loss, DEMO, mesh)
     with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(12, 12\).*8 devices"):
         step(params, state, model.batch(0, rows=12))
-    with pytest.raises(ValueError, match=r"batch has shape \(\).*8 devices"):
+    with pytest.raises(ValueError, match=r"batch of shape \(\).*8 devices"):
         step(params, state, np.float32(1))
     cut = demo_optax.make_train_step(model.loss, DEMO, mesh, microbatches=3)
-    with pytest.raises(ValueError, match=r"2 rows.*3 equal microbatches.*workers x microbatches"):
+    with pytest.raises(ValueError, match=r"2 rows.*3 equal microbatches.*divide it x microbatches"):
         cut(params, state, model.batch(0))
 
 

@@ -45,7 +45,7 @@ def stacked_state(tx):
 
 
 @pytest.mark.parametrize("receiver", [0, 3])
-def test_damage_on_the_way_into_one_worker_is_told_by_all_on_the_next_step(monkeypatch, receiver):
+def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(monkeypatch, receiver):
     """The step itself cannot tell: that worker misses a packet which the others get."""
     tx, plain = momentum(), _exchange.gather
 
@@ -62,10 +62,21 @@ def test_damage_on_the_way_into_one_worker_is_told_by_all_on_the_next_step(monke
     assert np.any(updates["w"][receiver] != updates["w"][others[0]])
     assert state.metrics.participants.tolist() == [4 + (i != receiver) for i in range(WORKERS)]
     assert state.metrics.agreed.all()
-    for seed, agreed in ((2, False), (3, True)):
-        _, state = update(gradients(seed), state)
-        assert state.metrics.participants.tolist() == [WORKERS] * WORKERS
-        assert state.metrics.agreed.tolist() == [agreed] * WORKERS
+    demo_optax.check_metrics(state.metrics._replace(participants=np.full(WORKERS, WORKERS)))
+    for seed in (2, 3):
+        gradient = gradients(seed)
+        if seed == 2:  # whoever has to be silent on the next step is found on the one after
+            gradient["w"][receiver] = np.nan
+        _, state = update(gradient, state)
+        silent = int(seed == 2)
+        assert state.metrics.participants.tolist() == [WORKERS - silent] * WORKERS
+        assert state.metrics.agreed.tolist() == [bool(silent)] * WORKERS
+    with pytest.raises(ValueError, match="repair_replicas"):
+        demo_optax.check_metrics(state.metrics)
+    majority = np.full(WORKERS, state.metrics.received[others[0]])
+    mended = state._replace(metrics=state.metrics._replace(received=majority))
+    _, state = update(gradients(4), mended)
+    assert state.metrics.agreed.all()
 
 
 def test_a_worker_whose_gradient_is_not_finite_agrees_with_the_others():

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax._decoupled_momentum import decoupled_momentum
@@ -23,7 +22,7 @@ def packet_bytes(
     params,
     axis_name: AxisName = "data",
     mesh: Mesh | AbstractMesh | None = None,
-    param_specs=P(),
+    param_specs=None,
 ) -> int:
     """Bytes that each worker hands to the collectives of one update.
 
@@ -35,8 +34,8 @@ def packet_bytes(
       params: arrays or shapes of the parameters.
       axis_name: the axis that the transformation exchanges over.
       mesh: where workers have several devices, their mesh; it may be a
-        ``jax.sharding.AbstractMesh``.
-      param_specs: PartitionSpecs of the parameters inside a worker, a tree or a prefix of one.
+        ``jax.sharding.AbstractMesh``. The optimizer must then exchange over ``axis_name``.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker.
         Each device sends a packet of its own shards; those that hold the same send parts of one.
 
     Returns:
@@ -50,6 +49,11 @@ def packet_bytes(
       >>> packet_bytes(Compression(topk=8, value_coding="bfloat16"), params)
       27648
     """
+    if mesh is None and param_specs is not None:
+        raise ValueError(
+            f"param_specs={param_specs} say how a worker's devices share its parameters, but how "
+            "many there are only the mesh does: give mesh as well."
+        )
     if mesh is not None:
         tx = tx_or_compression
         if isinstance(tx, Compression):

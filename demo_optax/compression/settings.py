@@ -62,7 +62,7 @@ class Compression:
       rounding: of the values, to the ``"nearest"`` or ``"stochastic"``.
       norm_limit: largest norm of a worker's message, as a multiple of the median of all workers'
         messages; what is more stays in its momentum. It bounds what one broken or malicious worker
-        can do. None sets no limit.
+        can do. Of a worker with sharded parameters, each shard's. None sets no limit.
       seed: of everything that is drawn.
 
     Raises:

@@ -23,12 +23,25 @@ def leaf_specs(batch, batch_specs, mesh: Mesh, axis_name: AxisName):
       ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided so.
     """
     whole = P((*axes.names(axis_name), *shards.inner_axes(mesh, axis_name)))
-    prefix = whole if batch_specs is None else batch_specs
-    specs = jax.tree.broadcast(prefix, batch)
+    given = whole if batch_specs is None else batch_specs
+    specs = shards.broadcast("batch_specs", given, batch)
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, x), spec in leaves:
-        _require_divisible(f"batch{jax.tree_util.keystr(path)}", np.shape(x), spec, mesh)
+        what = f"batch{jax.tree_util.keystr(path)}"
+        _require_divisible(what, np.shape(x), spec, mesh)
+        _require_rows(what, spec, axes.names(axis_name))
     return specs
+
+
+def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
+    """One dimension is divided among all workers, before it is divided inside of them, or none."""
+    named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
+    if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):
+        raise ValueError(
+            f"{what} has the spec {spec}, but among the workers a batch is divided along one "
+            f"dimension, by all of their axes, {worker_axes}, in this order and before any other: "
+            f"give P({worker_axes}) for rows in front, and P() for what all workers share."
+        )
 
 
 def _require_divisible(what: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
@@ -39,7 +52,13 @@ def _require_divisible(what: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -
         )
     for dimension, entry in enumerate(spec):
         devices = math.prod(mesh.shape[name] for name in axes.names(entry))
-        if dimension >= len(shape) or shape[dimension] % devices:
+        if dimension >= len(shape):
+            raise ValueError(
+                f"{what} of shape {shape} has no dimension {dimension} to divide among {devices} "
+                "devices: give arrays of rows, or say with batch_specs that all workers share it, "
+                "P()."
+            )
+        if shape[dimension] % devices:
             raise ValueError(
                 f"{what} has shape {shape}, whose dimension {dimension} cannot be divided among "
                 f"{devices} devices: choose a batch size that is a multiple of their number, or "
@@ -60,19 +79,21 @@ def rows_of(specs, axis_name: AxisName) -> tuple[int | None, ...]:
 
 
 def typed(batch, mesh: Mesh, axis_name: AxisName):
-    """PartitionSpecs of a traced batch whose first dimension is divided among the workers.
+    """PartitionSpecs of a traced batch, whose first dimension is divided among the workers.
 
-    On an Explicit mesh, where a loss sees the sharding of its batch, it stays as it lies inside of
-    a worker; else nothing is said of it.
+    Or another, if that is divided among them already. On an Explicit mesh, where a loss sees the
+    sharding of its batch, it stays as it lies inside of a worker; else nothing is said of that.
     """
     worker_axes = axes.names(axis_name)
     if AxisType.Explicit not in mesh.axis_types:
         return P(worker_axes)
 
     def of_type(x):
-        first, *rest = jax.typeof(x).sharding.spec
-        kept = tuple(name for name in axes.names(first) if name not in worker_axes)
-        return P((*worker_axes, *kept), *rest)
+        entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
+        (row,) = rows_of(P(*entries), axis_name)
+        kept = tuple(name for name in entries[row or 0] if name not in worker_axes)
+        entries[row or 0] = worker_axes + kept
+        return P(*entries)
 
     return jax.tree.map(of_type, batch)
 
@@ -103,9 +124,9 @@ def microbatches_of(batch, rows, number: int):
             return jnp.broadcast_to(x, (number, *np.shape(x)))
         if x.shape[row] % number:
             raise ValueError(
-                f"a worker's part of the batch has {x.shape[row]} rows, which cannot be cut into "
-                f"{number} equal microbatches: choose a batch size that is a multiple of "
-                "workers x microbatches."
+                f"a part of the batch has {x.shape[row]} rows, which cannot be cut into {number} "
+                "equal microbatches: choose a batch size that is a multiple of the devices that "
+                "divide it x microbatches."
             )
         parts = x.reshape(*x.shape[:row], number, -1, *x.shape[row + 1 :])
         return jnp.moveaxis(parts, row, 0)

@@ -85,13 +85,14 @@ def manual_gradients(
 
 def manual_axes(axis_names: Collection[str] | None, mesh: Mesh, axis_name: AxisName) -> set[str]:
     """The axes that a step handles itself: all, those of the workers, or none."""
-    manual = set(mesh.axis_names if axis_names is None else axis_names)
+    given = mesh.axis_names if axis_names is None else axis_names
+    manual = {given} if isinstance(given, str) else set(given)
     worker_axes = axes.names(axis_name)
     if manual not in (set(mesh.axis_names), set(worker_axes), set()):
         raise ValueError(
             f"axis_names must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
             f"{worker_axes} alone, or (), with the others left to the compiler, not "
-            f"{tuple(axis_names or ())}."
+            f"{axis_names!r}."
         )
     left = [name for name in mesh.axis_names if manual and name not in manual]
     if len(left) > 1:

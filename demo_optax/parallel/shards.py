@@ -52,12 +52,7 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     Raises:
       ValueError: a spec shards over the workers' axis, or over one that the mesh lacks.
     """
-
-    def spec_of(given) -> P:
-        return given.spec if isinstance(given, NamedSharding) else given or P()
-
-    prefix = jax.tree.map(spec_of, unboxed(param_specs), is_leaf=lambda x: x is None)
-    specs = jax.tree.broadcast(prefix, unboxed(params))
+    specs = broadcast("param_specs", param_specs, unboxed(params))
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
@@ -71,6 +66,25 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     return structure.unflatten(jax.tree.leaves(specs))
 
 
+def broadcast(what: str, given, tree):
+    """A PartitionSpec for every leaf, from a tree or a prefix of these, NamedShardings and None."""
+
+    def spec_of(path, x) -> P:
+        if x is None:
+            return P()
+        if isinstance(x, NamedSharding):
+            return x.spec
+        if isinstance(x, P):
+            return x
+        raise TypeError(
+            f"{what}{jax.tree_util.keystr(path)} must be a jax.P or a jax.NamedSharding, not "
+            f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
+        )
+
+    prefix = jax.tree.map_with_path(spec_of, unboxed(given), is_leaf=lambda x: x is None)
+    return jax.tree.broadcast(prefix, tree)
+
+
 def shardings(mesh: Mesh | AbstractMesh, specs):
     """How arrays of these specs lie on the mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -78,8 +92,11 @@ def shardings(mesh: Mesh | AbstractMesh, specs):
 
 def lay(tree, mesh: Mesh, specs):
     """The tree, with each leaf as its spec says, in programs whose shardings are the compiler's."""
-    explicit = AxisType.Explicit in mesh.axis_types
-    place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    place = jax.device_put  # the only one where kinds of axes are mixed
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        place = jax.lax.with_sharding_constraint
+    elif set(mesh.axis_types) == {AxisType.Explicit}:
+        place = jax.sharding.reshard
     return jax.tree.map(place, tree, shardings(mesh, specs))
 
 

@@ -10,13 +10,12 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import checks
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
 from demo_optax.parallel import batches, placement, shards, worker_axis
 from demo_optax.parallel.layout import layout_of
 from demo_optax.parallel.manual_gradients import manual_axes, manual_gradients
-from demo_optax.parallel.worker_gradients import in_full, worker_gradients
+from demo_optax.parallel.worker_gradients import in_full, require_options, worker_gradients
 
 
 class TrainMetrics(NamedTuple):
@@ -98,8 +97,9 @@ def make_train_step(
         a worker the same rows, ``P(None, axis_name)`` is for batches with time in front, ``P()``
         for what all workers share: scalars, masks.
       metrics_fn: ``metrics_fn(gradients, updates, params)``, a tree of whatever is to be measured
-        of one worker's clipped gradients, the updates and the parameters before the step, all of
-        them whole; it comes back as ``metrics.custom``.
+        of one worker's clipped gradients, the updates and the parameters before the step, in their
+        whole shapes, sharded as the parameters are (on an Explicit mesh in their types as well);
+        it comes back as ``metrics.custom``.
       axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
         ``loss_fn`` then sees one device's part of the batch and whole parameters, which are
         gathered for it, while gradients are scattered. With the workers' axis alone, one other
@@ -136,9 +136,7 @@ def make_train_step(
       >>> metrics.loss
       Array([64.], dtype=float32)
     """
-    checks.static_integer("microbatches", microbatches, at_least=1)
-    if clip_norm is not None:
-        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
+    require_options(microbatches, clip_norm)
     workers = shards.num_workers(mesh, axis_name)
     stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
     manual = manual_axes(axis_names, mesh, axis_name)

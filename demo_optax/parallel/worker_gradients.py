@@ -80,8 +80,14 @@ def worker_gradients(
       >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3)).gradients
       Array([3.], dtype=float32)
     """
-    checks.static_integer("microbatches", microbatches, at_least=1)
+    require_options(microbatches, clip_norm)
     workers = shards.num_workers(mesh, axis_name)
+    if len(set(mesh.axis_types)) > 1:
+        raise ValueError(
+            f"stacked gradients need a mesh whose axes are all Auto or all Explicit, not "
+            f"{mesh.axis_types}: make it with one kind, as in jax.make_mesh(shape, names, "
+            "(jax.sharding.AxisType.Auto,) * len(names))."
+        )
     if microbatches > 1 and AxisType.Explicit in mesh.axis_types:
         raise ValueError(
             f"microbatches={microbatches} of stacked gradients need a mesh whose axes are Auto, "
@@ -123,6 +129,13 @@ def worker_gradients(
     return stacked
 
 
+def require_options(microbatches: int, clip_norm: float | None) -> None:
+    """Refuses options of the gradients that cannot be."""
+    checks.static_integer("microbatches", microbatches, at_least=1)
+    if clip_norm is not None:
+        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
+
+
 def clipped(gradient, norm: jax.Array, limit: float | None):
     """The gradient, scaled down to a norm; NaN where its norm is not finite.
 
@@ -142,8 +155,14 @@ def in_full(loss_fn: Callable, stateful: bool) -> Callable:
 
     def with_state(params, state, *args):
         out = loss_fn(params, *args)
-        loss, aux = out if isinstance(out, (tuple, list)) else (out, None)
-        return loss, (state, aux)
+        if not isinstance(out, (tuple, list)):
+            return out, (state, None)
+        if len(out) != 2:
+            raise TypeError(
+                f"the loss function must return a loss, or (loss, aux), not {len(out)} things: put "
+                "whatever else it gives into aux, as a tuple or dict."
+            )
+        return out[0], (state, out[1])
 
     return with_state
 
