@@ -201,6 +201,40 @@ def restore_another_preconditioner(block_side):
             checkpointer.restore(model.init())
 
 
+def restore_damaged(restore):
+    with tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            checkpointer.save(3, model.init(), state_of(2), extra="abc")
+        pathlib.Path(folder, "3", "extra", "_strings.json").write_text('{"[\'tree\']":"abd"}')
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            restore(checkpointer)
+
+
+def checkpoints_in_a_file():
+    with tempfile.NamedTemporaryFile() as file:
+        checkpoint.Checkpointer(file.name, DEMO, two())
+
+
+def save_where_a_file_is(wait):
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = checkpoint.Checkpointer(f"{folder}/run", DEMO, two())
+        pathlib.Path(folder, "run").rmdir()
+        pathlib.Path(folder, "run").touch()
+        with mock.patch.object(checkpointer, "_writer", unchecked(folder)):
+            checkpointer.save(4, model.init(), state_of(2), wait=wait)
+        checkpointer.close()
+
+
+def unchecked(folder):
+    """Orbax for a folder that is gone by the time it writes in the background."""
+
+    def writer():
+        found = storage.orbax.training.Checkpointer(f"{folder}/other")
+        return mock.Mock(wraps=found, wait=mock.Mock(side_effect=OSError("full")))
+
+    return writer
+
+
 def load_params_of_no_run():
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.load_params(folder)
@@ -212,7 +246,7 @@ def without(name, action):
 
 
 def import_checkpoint():
-    path = LIBRARY / "checkpoint" / "storage.py"
+    path = LIBRARY / "checkpoint" / "reading.py"
     spec = importlib.util.spec_from_file_location("without_orbax", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -306,6 +340,11 @@ RAISED = [
     lambda: restore_another_preconditioner(8),
     lambda: restore_another_preconditioner(4),
     load_params_of_no_run,
+    lambda: restore_damaged(lambda checkpointer: checkpointer.restore(model.init(), "")),
+    lambda: restore_damaged(lambda checkpointer: checkpointer._read(3, model.init(), "")),
+    checkpoints_in_a_file,
+    lambda: save_where_a_file_is(wait=True),
+    lambda: save_where_a_file_is(wait=False),
     lambda: without("orbax.checkpoint", import_checkpoint),
     # accounting
     lambda: demo_optax.accounting.plan(model.init(), demo_optax.Compression(), 0, 1e9),

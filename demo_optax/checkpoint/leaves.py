@@ -53,6 +53,11 @@ def _plain(x):
 
 
 def _like(x, original):
+    """What was stored, as the kind of value that is wanted."""
     if _is_key(original):
         return jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), original.dtype)))
-    return jnp.asarray(x) if isinstance(original, jax.Array) else x
+    if not hasattr(original, "dtype"):
+        return type(original)(x)
+    if isinstance(original, jax.Array):
+        return jnp.asarray(x, original.dtype)
+    return x if x.dtype == original.dtype else x.astype(original.dtype)

@@ -6,32 +6,30 @@ their mean stays what it was; in other blocks, under another transform or in oth
 carried over through parameter space. Nothing is ever filled with zeros or cut off.
 """
 
+import contextlib
 import dataclasses
 import os
+import warnings
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr
 
 from demo_optax import checks
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
+from demo_optax.checkpoint import reading
+from demo_optax.checkpoint.digests import digests, like, sealed
 from demo_optax.checkpoint.elastic import converted
-from demo_optax.checkpoint.leaves import beside, by_path, from_paths, in_memory
+from demo_optax.checkpoint.leaves import beside, by_path, from_paths
+from demo_optax.checkpoint.quiet import in_a_line, sweep
+from demo_optax.checkpoint.reading import FORMAT, orbax, require_same, stored_as
 from demo_optax.parallel import layout, shards, worker_axis
-
-try:
-    from orbax.checkpoint import v1 as orbax
-except ImportError as error:
-    raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
-
-
-FORMAT = 3
-"""Of what is saved; another one for each change of what the numbers of a state mean."""
 
 
 class Checkpoint(NamedTuple):
@@ -100,33 +98,51 @@ class Checkpointer:
         self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
         self._param_specs = param_specs
         self._workers = shards.num_workers(mesh, axis_name)
-        self._directory, self._keep = _absolute(directory), keep
-        self._orbax = self._open(cleanup=False)
-        self._writes = False
+        self._directory, self._keep = reading.absolute(directory), keep
+        self._damaged: set[int] = set()
+        self._orbax: orbax.training.Checkpointer | None = None
+        self._pending: int | None = None
         self._last: int | None = None
-
-    def _open(self, cleanup: bool) -> orbax.training.Checkpointer:
-        latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
-        return orbax.training.Checkpointer(
-            self._directory,
-            preservation_policy=latest,
-            cleanup_tmp_directories=cleanup,
-        )
+        try:
+            epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
+            reading.steps_in(self._directory)
+        except OSError as error:
+            raise OSError(
+                f"checkpoints cannot be kept in {self._directory}: {in_a_line(error)}. Give a "
+                "folder that every process can read and write."
+            ) from error
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self.close()
+    def __exit__(self, kind, *_):
+        try:
+            self.close()
+        except OSError as error:
+            if kind is None:
+                raise
+            warnings.warn(str(error), stacklevel=2)
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._orbax.close()
+        """Waits until everything is on disk.
+
+        Raises:
+          OSError: the last save failed.
+        """
+        try:
+            self._wait()
+        finally:
+            writer, self._orbax = self._orbax, None
+            if writer is not None:
+                writer.close()
 
     @property
     def latest(self) -> int | None:
-        """The step of the latest checkpoint, None where there is none."""
-        return None if self._orbax.latest is None else self._orbax.latest.step
+        """The step of the latest checkpoint that is not known to be damaged, None without any."""
+        if self._orbax is not None and self._pending is not None:
+            return self._pending
+        steps = set(reading.steps_in(self._directory)) - self._damaged
+        return max(steps, default=None)
 
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
         """Saves in the background; what is given may be donated to the next step at once.
@@ -143,19 +159,24 @@ class Checkpointer:
         Raises:
           ValueError: the folder holds a checkpoint of this step or a later one, of another run or
             from before an older step was restored. It would be taken for the latest.
+          OSError: this step, or the one before it in the background, could not be written. The
+            run can go on, and later steps be saved; if only the one before failed, this one is
+            being written nevertheless.
         """
+        failures = []
         if self._last != step:
+            failures.append(self._finish())
             self._require_later(step)
-        try:
-            if self._last != step:
-                self._start(step, params, opt_state, extra)
-                self._last = step
-            if wait:
-                self._orbax.wait()
-        except BaseException:
-            if self._last == step and self.latest != step:
-                self._last = None  # so that the same step can be saved again
-            raise
+            failures.append(self._begin(step, params, opt_state, extra))
+        if wait:
+            failures.append(self._finish())
+        if any(failures):
+            raise OSError(" ".join(str(failure) for failure in failures if failure))
+
+    def _wait(self):
+        failure = self._finish()
+        if failure is not None:
+            raise failure
 
     def _require_later(self, step):
         if self.latest is not None and self.latest >= step:
@@ -165,20 +186,69 @@ class Checkpointer:
                 "folder, or remove the later checkpoints."
             )
 
-    def _start(self, step, params, opt_state, extra):
-        if not self._writes:
-            # What a killed run left half written; whoever only reads leaves it alone.
-            self._orbax.close()
-            self._orbax, self._writes = self._open(cleanup=True), True
-        self._orbax.save_checkpointables_async(
-            step,
-            {
-                "params": by_path(params),
-                "opt_state": by_path(opt_state),
-                "extra": beside(step, extra),
-            },
-            force=True,
-            custom_metadata=self._description(params, opt_state),
+    def _begin(self, step, params, opt_state, extra) -> OSError | None:
+        """Starts to write in the background, or says why it cannot."""
+        leaves = {
+            "params": by_path(params),
+            "opt_state": by_path(opt_state),
+            "extra": beside(step, extra),
+        }
+        described = {part: digests(x) for part, x in leaves.items()}
+        description = self._description(params, opt_state) | {"leaves": described}
+        try:
+            if self._orbax is None:
+                self._orbax = self._writer()
+            started = self._orbax.save_checkpointables_async(
+                step, leaves, force=True, custom_metadata=sealed(description)
+            )
+        except Exception as error:
+            return self._failed(step, error)
+        if not started:
+            return self._failed(step, PermissionError("the folder is read-only"))
+        self._last = self._pending = step
+        return None
+
+    def _writer(self) -> orbax.training.Checkpointer:
+        """Orbax for a folder in which nothing is half written or known to be damaged."""
+        if self._damaged and jax.process_index() == 0:
+            for step in self._damaged:
+                reading.set_aside(self._directory, step)
+        multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+        self._damaged.clear()
+        latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
+        return orbax.training.Checkpointer(
+            self._directory,
+            preservation_policy=latest,
+            cleanup_tmp_directories=True,
+        )
+
+    def _finish(self) -> OSError | None:
+        """Waits for what is being written, and says why it could not be."""
+        step = self._pending
+        if self._orbax is None or step is None:
+            return None
+        try:
+            self._orbax.wait()
+        except Exception as error:
+            return self._failed(step, error)
+        finally:
+            self._pending = None
+        if step not in reading.steps_in(self._directory):
+            return self._failed(step, FileNotFoundError("it is not in the folder"))
+        return None
+
+    def _failed(self, step, error) -> OSError:
+        """Forgets a save, so that it can be tried again."""
+        writer, self._orbax, self._last, self._pending = self._orbax, None, None, None
+        with contextlib.suppress(Exception):
+            if writer is not None:
+                writer.close()
+        reason = in_a_line(error)
+        del writer, error
+        sweep()
+        return OSError(
+            f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
+            "on; make room there, for until a save succeeds it would restart from the one before."
         )
 
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
@@ -187,7 +257,7 @@ class Checkpointer:
         Args:
           params: arrays or shapes of the parameters, as a tree of the same structure.
           extra: a tree like the one that was saved.
-          step: which checkpoint; the latest by default.
+          step: which checkpoint; the latest that is intact by default.
 
         Returns:
           A `Checkpoint`, placed on the mesh. On as many workers as saved it, in the same blocks, it
@@ -199,26 +269,36 @@ class Checkpointer:
         Raises:
           ValueError: the checkpoint is not one of this model, optimizer or ``extra``; there are
             checkpoints, but none of this step.
-          UserWarning: a momentum is carried over to other blocks, another transform or other
-            shards.
+          DamagedCheckpoint: that of the step is damaged, or all are. A ValueError.
+          UserWarning: newer checkpoints are damaged, and the next save sets them aside, as
+            ``<step>.damaged``. Or a momentum is carried over to other blocks, another
+            transform or other shards.
         """
-        self._orbax.wait()
-        if self._orbax.latest is None:
+        self._wait()
+        steps = reading.steps_in(self._directory)
+        if not steps:
             return None
-        steps = [checkpoint.step for checkpoint in self._orbax.checkpoints]
-        step = steps[-1] if step is None else step
-        if step not in steps:
+        if step is not None and step not in steps:
             raise ValueError(
                 f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
                 "step to restore the latest."
             )
-        metadata = self._orbax.checkpointables_metadata(step)
-        saved: Any = metadata.custom_metadata
-        held = metadata.metadata
+        found, damaged = reading.newest_intact(
+            self._directory,
+            steps if step is None else [step],
+            lambda step: self._read(step, params, extra),
+        )
+        self._damaged |= set(damaged)
+        self._last = found.step
+        return found
+
+    def _read(self, step, params, extra) -> Checkpoint:
+        """One checkpoint, verified as it was stored, and then made what this mesh needs."""
+        saved = reading.description_of(self._directory, step)
         _require_format(saved)
-        extra_leaves = beside(step, extra)
-        _require_same("parameters", by_path(params), held["params"])
-        _require_same("extra", extra_leaves, held["extra"])
+        held = saved["leaves"]
+        require_same("parameters", by_path(params), held["params"])
+        require_same("extra", beside(step, extra), held["extra"])
 
         stacked = worker_axis.stack_workers(
             self._tx, self._mesh, self._axis_name, self._param_specs
@@ -229,23 +309,18 @@ class Checkpointer:
         )
         placed_state = by_path(self._placed(wanted, of_state))
         description = self._description(params, wanted)
-        exact = saved == description
-        _require_same("optimizer state", placed_state, held["opt_state"], shapes=exact)
+        exact = all(saved[name] == value for name, value in description.items())
+        require_same("optimizer state", placed_state, held["opt_state"], shapes=exact)
         specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
-        loaded = self._orbax.load_checkpointables(
-            step,
-            {
-                "params": by_path(self._placed(params, specs)),
-                "opt_state": (
-                    placed_state if exact else jax.tree.map(in_memory, held["opt_state"])
-                ),
-                "extra": extra_leaves,
-            },
-        )
+        placed_params = by_path(self._placed(params, specs))
+        here = {part: {name: like(digest) for name, digest in held[part].items()} for part in held}
+        wanted_leaves = here | {"params": stored_as(placed_params, held["params"])}
+        if exact:
+            wanted_leaves |= {"opt_state": stored_as(placed_state, held["opt_state"])}
+        loaded = reading.load(self._directory, step, wanted_leaves, held)
         state = loaded["opt_state"]
         if not exact:
             state = converted(state, saved, placed_state, description, self._axis_name)
-        self._last = step
         return Checkpoint(
             step,
             from_paths(loaded["params"], self._placed(params, specs)),
@@ -287,54 +362,8 @@ class Checkpointer:
         return {"format": FORMAT, "workers": self._workers, "momenta": momenta}
 
 
-def load_params(directory: str | os.PathLike, params=None, *, step: int | None = None):
-    """The parameters alone of a run's checkpoint, for evaluation: no optimizer, no mesh.
-
-    Args:
-      directory: the run's folder.
-      params: arrays or shapes of the parameters; those with a sharding are placed so, others on
-        the default device. Without them, a dict of NumPy arrays by their paths.
-      step: which checkpoint; the latest by default.
-
-    Raises:
-      FileNotFoundError: there is no such checkpoint.
-
-    Example:
-      >>> import tempfile, jax, jax.numpy as jnp, demo_optax
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = demo_optax.demo(1e-3, axis_name="data")
-      >>> params = {"w": jnp.ones((4, 4))}
-      >>> folder = tempfile.TemporaryDirectory()
-      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
-      ...     checkpointer.save(7, params, demo_optax.init_opt_state(tx, params, mesh))
-      >>> load_params(folder.name, params)["w"].sum()
-      Array(16., dtype=float32)
-      >>> folder.cleanup()
-    """
-    with orbax.training.Checkpointer(_absolute(directory)) as checkpointer:
-        steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
-        step = max(steps, default=None) if step is None else step
-        if step not in steps:
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            there = f"those of {steps}" if steps else "none at all"
-            raise FileNotFoundError(
-                f"{directory} holds {wanted}, but {there}. Give the folder that Checkpointer saves "
-                "to, and leave out step to load the latest."
-            )
-        here = SingleDeviceSharding(jax.local_devices()[0])
-
-        def place(x):
-            sharding = getattr(x, "sharding", None) or here
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        saved = checkpointer.checkpointables_metadata(step).metadata["params"]
-        if params is None:
-            wanted = jax.tree.map(in_memory, saved)
-            return checkpointer.load_checkpointables(step, {"params": wanted})["params"]
-        placed = jax.tree.map(place, params)
-        _require_same("parameters", by_path(placed), saved)
-        loaded = checkpointer.load_checkpointables(step, {"params": by_path(placed)})
-        return from_paths(loaded["params"], placed)
+def _is_momentum(x) -> bool:
+    return isinstance(x, DecoupledMomentumState)
 
 
 def _require_format(saved: dict) -> None:
@@ -346,30 +375,3 @@ def _require_format(saved: dict) -> None:
             f"{FORMAT}, which stores the state in another way. Restore it with the version that "
             "saved it, or take its parameters alone with demo_optax.checkpoint.load_params."
         )
-
-
-def _require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
-    """Refuses a checkpoint whose leaves, by their paths, are not those that are expected."""
-    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    if missing or unknown:
-        raise ValueError(
-            f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "
-            f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside them. Restore "
-            "it with the model, the optimizer and an extra of the structure that it was saved "
-            "with; for the parameters alone use demo_optax.checkpoint.load_params."
-        )
-    for name in wanted if shapes else ():
-        given, held = np.shape(wanted[name]), tuple(getattr(saved[name], "shape", ()))
-        if given != held:
-            raise ValueError(
-                f"of the checkpoint's {what}, {name} has shape {held}, where {given} is expected. "
-                "Restore it with the model and the optimizer that it was saved with."
-            )
-
-
-def _is_momentum(x) -> bool:
-    return isinstance(x, DecoupledMomentumState)
-
-
-def _absolute(directory: str | os.PathLike) -> str:
-    return str(directory) if "://" in str(directory) else os.path.abspath(directory)

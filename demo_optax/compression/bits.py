@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int64, UInt32
 
 
@@ -68,8 +68,13 @@ def _period(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
+def checksum(
+    words: UInt32[Array, "..."], first: ArrayLike = 0, strides: tuple[int, ...] | None = None
+) -> UInt32[Array, ""]:
     """A number that any change of one word changes for certain, of several but for 2**-32.
+
+    That of a whole is the sum of those of its parts, if ``first`` is where a part begins in it and
+    ``strides`` how far apart neighbours are along each dimension; they are its own by default.
 
     A sum modulo 2**32 of a one-to-one hash of each word at its place (MurmurHash3's mixer). One
     that is linear in the words would miss two flipped signs, and values that changed places.
@@ -78,11 +83,25 @@ def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
     >>> checksum(jnp.uint32([1, 2])) == checksum(jnp.uint32([2, 1]))
     Array(False, dtype=bool)
     """
-    places = jax.lax.iota(jnp.uint32, words.size).reshape(words.shape)
-    x = words + places * jnp.uint32(0x9E3779B9)
+    place = jnp.uint32(first) + positions(words.shape, strides or contiguous(words.shape))
+    x = words + place * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How far apart neighbours are along each dimension of a whole array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def positions(shape: tuple[int, ...], strides: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """Where each element of an array of this shape is."""
+    result = jnp.zeros(shape, jnp.uint32)
+    for axis, stride in enumerate(strides):
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        result += index * jnp.uint32(stride % 2**32)
+    return result
 
 
 def to_words(x: Array) -> UInt32[Array, "..."]:

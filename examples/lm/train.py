@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
         evaluate = make_evaluation(run, watch.progress)
         log = open_log(run, start)
         batches = batches_of(run, windows)
-        unread = None
+        unread, saved = None, True
         with contextlib.closing(log.files), profiler(config) as profile, log.bar:
             for number in range(start + 1, config.steps + 1):
                 params, opt_state, metrics = run.train_step(params, opt_state, next(batches))
@@ -80,12 +81,11 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
                 if checkpointer and saving:
                     with watch.paused():
                         read = windows + (number - start) * config.batch_size
-                        checkpointer.save(
-                            number, params, opt_state, order(run, read), wait=stopping or last
-                        )
+                        state = params, opt_state, order(run, read)
+                        saved = save(checkpointer, number, *state, wait=stopping or last)
                 if stopping and not last:
                     console.print(f"Stopped after step {number}. {how_to_go_on(config)}")
-                    sys.exit(signals.exit_status)
+                    sys.exit(signals.exit_status if saved else 1)
                 log.resume()
             loss = evaluate(params, LAST_EVALUATION_TOKENS)
             with watch.paused():
@@ -99,7 +99,10 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
     console.print(
         f"parameters on {mesh.size} devices: {'DIFFERENT' if different else 'bit-identical'}"
     )
-    if different:
+    if not saved:
+        advice = how_to_go_on(config)
+        console.print(f"error: the end of the run was not saved. {advice}", soft_wrap=True)
+    if different or not saved:
         sys.exit(1)
     return Trained(log, loss)
 
@@ -179,13 +182,25 @@ def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer
     config = run.config
     if config.checkpoint_dir is None:
         return contextlib.nullcontext()
-    return Checkpointer(
-        config.checkpoint_dir,
-        run.tx,
-        run.mesh,
-        param_specs=run.param_specs,
-        keep=config.keep_checkpoints,
-    )
+    try:
+        return Checkpointer(
+            config.checkpoint_dir,
+            run.tx,
+            run.mesh,
+            param_specs=run.param_specs,
+            keep=config.keep_checkpoints,
+        )
+    except OSError as error:
+        refuse(error)
+
+
+def save(checkpointer: Checkpointer, number: int, *state, wait: bool) -> bool:
+    """Saves, or says why not; whether this step is on disk, or on its way there."""
+    try:
+        checkpointer.save(number, *state, wait=wait)
+    except OSError as error:
+        console.print(f"error: {error}", markup=False, soft_wrap=True)
+    return checkpointer.latest == number
 
 
 def on_one_device(params: nnx.State, mesh: Mesh) -> nnx.State:
@@ -200,9 +215,12 @@ def begin(
     """Steps done, windows read, parameters, state: from the last checkpoint, or the start."""
     template = order(run, 0)
     try:
-        found = checkpointer and checkpointer.restore(run.params, template)
-    except ValueError as error:
+        with warnings.catch_warnings(record=True) as caught:
+            found = checkpointer and checkpointer.restore(run.params, template)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    for warning in caught:
+        console.print(f"warning: {warning.message}", markup=False, soft_wrap=True)
     if found:
         console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
         read = found.extra["windows"]

@@ -1,0 +1,249 @@
+"""Reading what was stored, and believing it only if its digests say that it is what was saved."""
+
+import os
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
+
+from demo_optax.checkpoint.digests import digests, is_sealed, kind, like
+from demo_optax.checkpoint.leaves import by_path, from_paths, in_memory
+from demo_optax.checkpoint.quiet import in_a_line, sweep, unawaited
+
+try:
+    from orbax.checkpoint import v1 as orbax
+except ImportError as error:
+    raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
+
+T = TypeVar("T")
+
+FORMAT = 4
+"""Of what is saved; another one for each change of what the numbers of a state mean."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A stored checkpoint cannot be read, or is not what was saved.
+
+    Example:
+      >>> str(DamagedCheckpoint("step 3: params['w'] holds other bits than were saved"))
+      "step 3: params['w'] holds other bits than were saved"
+    """
+
+
+def absolute(directory: str | os.PathLike) -> str:
+    return str(directory) if "://" in str(directory) else os.path.abspath(directory)
+
+
+def steps_in(directory: str) -> list[int]:
+    """The steps of the checkpoints in a folder; whatever else lies there is none."""
+    folder = epath.Path(directory)
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
+
+
+def set_aside(directory: str, step: int) -> None:
+    """Renames a step's folder, so that it is none; what it holds is left to be looked at."""
+    folder = epath.Path(directory)
+    aside = folder / f"{step}.damaged"
+    if aside.exists():
+        aside.rmtree()
+    (folder / str(step)).rename(aside)
+
+
+def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, dict]:
+    """What is read of the newest checkpoint that is intact, and why each newer one is not.
+
+    Raises:
+      DamagedCheckpoint: none is intact.
+    """
+    damaged: dict[int, str] = {}
+    for step in sorted(steps, reverse=True):
+        try:
+            found = read(step)
+        except DamagedCheckpoint as error:
+            damaged[step] = str(error)
+            continue
+        if damaged:
+            warnings.warn(
+                f"{directory}: took the checkpoint of step {step}, since newer ones are damaged: "
+                f"{'; '.join(damaged.values())}.",
+                stacklevel=3,
+            )
+        return found, damaged
+    raise DamagedCheckpoint(
+        f"{directory} holds no checkpoint of {steps} that is intact: "
+        f"{'; '.join(damaged.values())}. Restore it from a copy, or start the run anew in another "
+        "folder."
+    )
+
+
+def description_of(directory: str, step: int) -> dict:
+    """What was saved beside the leaves of a step."""
+    saved: Any = _read(step, lambda: _metadata(directory, step).custom_metadata) or {}
+    of_before = bool(saved) and "seal" not in saved and saved.get("format") != FORMAT
+    as_saved = of_before or is_sealed(saved)
+    _agree(step, "" if as_saved else "its description must be the one that was saved, and is not")
+    return saved
+
+
+def load(directory: str, step: int, wanted: dict[str, dict], saved: dict[str, dict]) -> dict:
+    """The leaves of a step, each what its digest says.
+
+    Args:
+      directory: the run's folder.
+      step: which checkpoint.
+      wanted: for each part what Orbax is to make of its leaves, of the dtypes that were saved.
+      saved: for each part the digests of its leaves.
+
+    Raises:
+      DamagedCheckpoint: they cannot be read, or are not what was saved.
+    """
+    loaded = _read(step, lambda: _load(directory, step, wanted))
+    _agree(step, _difference(loaded, saved))
+    return loaded
+
+
+def load_params(directory: str | os.PathLike, params=None, *, step: int | None = None):
+    """The parameters alone of a run's checkpoint, for evaluation: no optimizer, no mesh.
+
+    Args:
+      directory: the run's folder.
+      params: arrays or shapes of the parameters; those with a sharding are placed so, others on
+        the default device. Without them, a dict of NumPy arrays by their paths.
+      step: which checkpoint; the latest that is intact by default.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      DamagedCheckpoint: that of the step is damaged, or all are. A ValueError.
+      UserWarning: newer ones are damaged.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, demo_optax
+      >>> from demo_optax.checkpoint import Checkpointer
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> params = {"w": jnp.ones((4, 4))}
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
+      ...     checkpointer.save(7, params, demo_optax.init_opt_state(tx, params, mesh))
+      >>> load_params(folder.name, params)["w"].sum()
+      Array(16., dtype=float32)
+      >>> folder.cleanup()
+    """
+    folder = absolute(directory)
+    steps = steps_in(folder)
+    if not steps or (step is not None and step not in steps):
+        none = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        there = f"those of {steps}" if steps else "none at all"
+        raise FileNotFoundError(
+            f"{directory} holds {none}, but {there}. Give the folder that Checkpointer saves "
+            "to, and leave out step to load the latest."
+        )
+    wanted = steps if step is None else [step]
+    return newest_intact(folder, wanted, lambda step: _params(folder, step, params))[0]
+
+
+def stored_as(placed: dict, saved: dict) -> dict:
+    """Shapes with their shardings, of the dtypes that were saved."""
+
+    def stored(name, x):
+        described: Any = like(saved[name])
+        return jax.ShapeDtypeStruct(x.shape, described.dtype, sharding=x.sharding)
+
+    return {name: stored(name, x) for name, x in placed.items()}
+
+
+def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
+    """Refuses a checkpoint whose leaves, by their paths, are not those that are expected."""
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "
+            f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside them. Restore "
+            "it with the model, the optimizer and an extra of the structure that it was saved "
+            "with; for the parameters alone use demo_optax.checkpoint.load_params."
+        )
+    for name in wanted if shapes else ():
+        given, held = np.shape(wanted[name]), np.shape(like(saved[name]))
+        if given != held:
+            raise ValueError(
+                f"of the checkpoint's {what}, {name} has shape {held}, where {given} is expected. "
+                "Restore it with the model and the optimizer that it was saved with."
+            )
+
+
+def _params(directory: str, step: int, params) -> Any:
+    description = description_of(directory, step)
+    verified = description.get("format") == FORMAT
+    saved = description["leaves"] if verified else _unverified(directory, step)
+    if params is None:
+        wanted = {name: like(digest) for name, digest in saved["params"].items()}
+        return load(directory, step, {"params": wanted}, saved)["params"]
+    here = SingleDeviceSharding(jax.local_devices()[0])
+
+    def place(x):
+        sharding = getattr(x, "sharding", None) or here
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    placed = jax.tree.map(place, params)
+    require_same("parameters", by_path(placed), saved["params"])
+    wanted = stored_as(by_path(placed), saved["params"])
+    return from_paths(load(directory, step, {"params": wanted}, saved)["params"], placed)
+
+
+def _unverified(directory: str, step: int) -> dict[str, dict]:
+    """Kinds and shapes, as Orbax knows them, of a format that had no digests."""
+    params = _read(step, lambda: _metadata(directory, step).metadata["params"])
+    return {"params": {name: kind(in_memory(x)) for name, x in params.items()}}
+
+
+def _metadata(directory: str, step: int):
+    return orbax.checkpointables_metadata(epath.Path(directory) / str(step))
+
+
+def _load(directory: str, step: int, wanted: dict) -> dict:
+    """By each process for itself: it would wait minutes for another that cannot read its part."""
+    own = jax.process_index()
+    alone = orbax.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
+    )
+    with orbax.Context(multiprocessing_options=alone):
+        return orbax.load_checkpointables(epath.Path(directory) / str(step), wanted)
+
+
+def _difference(loaded: dict, saved: dict[str, dict]) -> str:
+    """What is not as it was saved; a format without checksums is taken as it is."""
+    digested = {part: digests(leaves) for part, leaves in loaded.items()}
+    for part, leaves in digested.items():
+        for name, found in leaves.items():
+            for what, value in saved[part][name].items():
+                if found[what] != value:
+                    return f"{part}{name} must have {what} {value}, but has {found[what]}"
+    return ""
+
+
+def _read(step: int, read: Callable[[], T]) -> T:
+    """What is read, if every process can."""
+    try:
+        with unawaited():
+            result, reason = [read()], ""
+    except Exception as error:
+        result, reason = [], in_a_line(error)
+    if reason:
+        sweep()
+    _agree(step, reason)
+    return result[0]
+
+
+def _agree(step: int, reason: str) -> None:
+    """Processes go on together, where none has a reason not to, or none does."""
+    if not np.all(multihost_utils.process_allgather(np.array(not reason))):
+        raise DamagedCheckpoint(f"step {step}: {reason or 'another process cannot read it'}")

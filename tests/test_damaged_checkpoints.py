@@ -1,0 +1,320 @@
+"""Checkpoints that were damaged on disk, and folders that cannot be written: found, and said."""
+
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import demo_optax
+from demo_optax import checkpoint
+from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
+from tests import model, workers
+
+TX = demo_optax.demo(1e-2, demo_optax.Compression(4, 8), axis_name="data")
+EXTRA = {"key": jax.random.key(5), "windows": 3, "note": "abc", "table": np.arange(3), "on": True}
+
+
+def run_of(step):
+    """Parameters, state and extra that no other step has, of momenta that differ by worker."""
+    numbers = np.random.default_rng(step)
+    state = demo_optax.init_opt_state(TX, model.init(), workers.mesh_of(2))
+
+    def another(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jax.device_put(numbers.normal(size=x.shape).astype(x.dtype), x.sharding)
+
+    return jax.tree.map(another, (model.init(), state)), EXTRA | {"windows": 100 * step}
+
+
+RUNS = {step: run_of(step) for step in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    with Checkpointer(folder, TX, workers.mesh_of(2)) as checkpointer:
+        for step, (run, extra) in RUNS.items():
+            checkpointer.save(step, *run, extra)
+    return folder
+
+
+def restored(folder, **options):
+    with Checkpointer(folder, TX, workers.mesh_of(2)) as checkpointer:
+        return checkpointer.restore(model.init(), EXTRA, **options)
+
+
+def is_run(found, step):
+    """Whether what was found is that step's, to the last bit."""
+    run, extra = RUNS[step]
+    ours = jax.tree.leaves(((found.params, found.opt_state), found.extra))
+    theirs = jax.tree.leaves((run, extra))
+
+    def data(x):
+        x = (
+            jax.random.key_data(x)
+            if isinstance(x, jax.Array) and x.dtype == EXTRA["key"].dtype
+            else x
+        )
+        return np.asarray(x)
+
+    pairs = [(data(a), data(b)) for a, b in zip(ours, theirs, strict=True)]
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def files_of(step):
+    return sorted(path for path in step.rglob("*") if path.is_file())
+
+
+def flip(data, place):
+    data[place // 8] ^= 1 << place % 8
+
+
+def zero(data, place):
+    start = min(place // 8, max(len(data) - 64, 0))
+    data[start : start + 64] = bytes(len(data[start : start + 64]))
+
+
+def truncate(data, place):
+    del data[place // 8 :]
+
+
+def damages(folder, count, seed):
+    """File, what was done to it and where; every file at least once where the count allows it."""
+    draws = random.Random(seed)
+    files = [p.relative_to(folder / "2") for p in files_of(folder / "2")]
+    draws.shuffle(files)
+    for i in range(count):
+        name = files[i % len(files)]
+        size = (folder / "2" / name).stat().st_size
+        yield name, (flip, zero, flip, truncate)[i // len(files) % 4], draws.randrange(8 * size)
+
+
+def survives(saved, folder, read, name, damage, place):
+    """Damages a copy; whether what was read then is the older one with a warning, or unharmed."""
+    shutil.copytree(saved, folder)
+    path = folder / "2" / name
+    data = bytearray(path.read_bytes())
+    damage(data, place)
+    path.write_bytes(data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = read(folder)
+    shutil.rmtree(folder)
+    if caught:
+        (message,) = [str(warning.message) for warning in caught]
+        assert "\n" not in message and "took the checkpoint of step 1" in message, message
+        assert "step 2: " in message
+    return found, bool(caught)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_no_damage_is_restored_silently(count, saved, tmp_path):
+    fell_back = 0
+    for name, damage, place in damages(saved, count, seed=count):
+        found, warned = survives(saved, tmp_path / "run", restored, name, damage, place)
+        assert is_run(found, 1 if warned else 2), (name, damage.__name__, place)
+        fell_back += warned
+    assert fell_back > count // 4
+
+
+def test_no_damage_is_restored_silently_on_other_workers(saved, tmp_path):
+    def read(folder):
+        with Checkpointer(folder, TX, workers.mesh_of(4)) as checkpointer:
+            return checkpointer.restore(model.init(), EXTRA)
+
+    expected = {2: read(saved)}
+    shutil.copytree(saved / "1", tmp_path / "older" / "1")
+    expected[1] = read(tmp_path / "older")
+    data = [name for name in files_of(saved / "2") if "d" in name.parent.name]
+    for path in data:
+        name = path.relative_to(saved / "2")
+        for damage, place in ((flip, 8 * path.stat().st_size // 2), (zero, 8)):
+            found, warned = survives(saved, tmp_path / "run", read, name, damage, place)
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                (found.params, found.opt_state),
+                (expected[1 if warned else 2].params, expected[1 if warned else 2].opt_state),
+            )
+
+
+@pytest.mark.parametrize("like", [None, model.init()], ids=["by path", "like"])
+def test_parameters_alone_are_verified_too(like, saved, tmp_path):
+    def read(folder):
+        return checkpoint.load_params(folder, like)
+
+    expected = {step: RUNS[step][0][0] for step in RUNS}
+    fell_back = 0
+    for path in files_of(saved / "2" / "params"):
+        for damage in (flip, zero):
+            place = 4 * path.stat().st_size
+            name = path.relative_to(saved / "2")
+            found, warned = survives(saved, tmp_path / "run", read, name, damage, place)
+            for a, b in zip(found.values(), expected[1 if warned else 2].values(), strict=True):
+                np.testing.assert_array_equal(a, b)
+            fell_back += warned
+    assert fell_back
+
+
+def test_files_that_are_missing(saved, tmp_path):
+    fell_back = 0
+    for path in files_of(saved / "2"):
+        shutil.copytree(saved, tmp_path / "run")
+        (tmp_path / "run" / path.relative_to(saved)).unlink()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = restored(tmp_path / "run")
+        assert is_run(found, 1 if caught else 2)
+        fell_back += bool(caught)
+        shutil.rmtree(tmp_path / "run")
+    assert fell_back > 5
+
+
+def destroyed(saved, folder, *steps):
+    shutil.copytree(saved, folder)
+    for step in steps:
+        for path in files_of(folder / str(step)):
+            path.write_bytes(path.read_bytes()[:20])
+    return folder
+
+
+def test_none_that_is_intact_is_one_error(saved, tmp_path):
+    folder = destroyed(saved, tmp_path / "run", 1, 2)
+    for read in (restored, checkpoint.load_params):
+        with pytest.raises(
+            DamagedCheckpoint, match=r"no checkpoint of \[1, 2\].*step 2: .*step 1: "
+        ) as error:
+            read(folder)
+        assert "\n" not in str(error.value)
+
+
+def test_the_step_that_was_asked_for_or_none(saved, tmp_path):
+    folder = destroyed(saved, tmp_path / "run", 2)
+    for read in (restored, checkpoint.load_params):
+        with pytest.raises(DamagedCheckpoint, match="step 2: "):
+            read(folder, step=2)
+        read(folder, step=1)
+
+
+def test_a_run_that_fell_back_saves_again(saved, tmp_path):
+    folder = destroyed(saved, tmp_path / "run", 2)
+    run, extra = RUNS[2]
+    with Checkpointer(folder, TX, workers.mesh_of(2)) as checkpointer:
+        with pytest.warns(UserWarning, match="newer ones are damaged: step 2: "):
+            assert checkpointer.restore(model.init(), EXTRA).step == 1
+        assert checkpointer.latest == 1
+        checkpointer.save(2, *run, extra)
+    assert {path.name for path in folder.iterdir()} == {"1", "2", "2.damaged"}
+    assert is_run(restored(folder), 2)
+
+
+def test_junk_in_the_folder_is_ignored(saved, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    for name in ("9", "notes.txt", "07"):
+        (folder / name).write_text("junk")
+    for name in ("10.old", "logs", "-3"):
+        (folder / name).mkdir()
+    assert is_run(restored(folder), 2)
+    np.testing.assert_array_equal(checkpoint.load_params(folder)["['out']"], RUNS[2][0][0]["out"])
+    with Checkpointer(folder, TX, workers.mesh_of(2), keep=1) as checkpointer:
+        checkpointer.save(20, *RUNS[2][0])
+        checkpointer.save(21, *RUNS[2][0])
+    assert (folder / "9").read_text() == "junk" and not (folder / "2").exists()
+
+
+def saves(checkpointer, step, **options):
+    run, extra = RUNS[2]
+    checkpointer.save(step, *run, extra, **options)
+
+
+def test_a_save_that_fails_is_an_error_in_a_line_and_the_next_one_is_tried(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
+        saves(checkpointer, 1, wait=True)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "mkdir", refuse)
+            with pytest.raises(OSError, match=r"step 2 could not be saved in .*: .*full") as error:
+                saves(checkpointer, 2, wait=True)
+            assert "\n" not in str(error.value) and checkpointer.latest == 1
+            with pytest.raises(OSError, match="step 3 could not be saved"):
+                saves(checkpointer, 3)
+                checkpointer.close()
+        saves(checkpointer, 3, wait=True)
+        assert checkpointer.latest == 3
+    assert is_run(restored(tmp_path / "run", step=3), 2)
+
+
+def refuse(path, *_, **__):
+    raise OSError(28, "the disk is full", path)
+
+
+def test_a_folder_that_is_deleted_while_the_run_goes_on_is_made_again(tmp_path):
+    with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
+        saves(checkpointer, 1, wait=True)
+        shutil.rmtree(tmp_path / "run")
+        saves(checkpointer, 2, wait=True)
+        assert checkpointer.latest == 2
+    assert is_run(restored(tmp_path / "run"), 2)
+
+
+def test_a_folder_that_becomes_a_file(tmp_path):
+    with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
+        saves(checkpointer, 1, wait=True)
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").write_text("")
+        with pytest.raises(OSError, match=r"step 2 could not be saved in .*: ") as error:
+            saves(checkpointer, 2, wait=True)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", "/proc/none/below"])
+def test_a_folder_that_cannot_be(path, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="checkpoints cannot be kept in") as error:
+        Checkpointer(tmp_path / path, TX, workers.mesh_of(2))
+    assert "\n" not in str(error.value)
+
+
+FULL = """
+import resource, signal, sys
+from tests import conftest, test_damaged_checkpoints as damaged, workers
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with damaged.Checkpointer(sys.argv[1], damaged.TX, workers.mesh_of(2)) as checkpointer:
+    damaged.saves(checkpointer, 1, wait=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+    for step in (2, 3):
+        try:
+            damaged.saves(checkpointer, step, wait=True)
+        except OSError as error:
+            print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    damaged.saves(checkpointer, 4, wait=True)
+    print("latest", checkpointer.latest)
+"""
+
+
+def test_a_full_disk_says_a_line_for_each_save(tmp_path):
+    """By a limit of the size of files, behind which writing fails as on a full disk."""
+    root = pathlib.Path(__file__).parent.parent
+    run = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path / "run"],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0, run.stderr
+    assert [line[:27] for line in lines[:2]] == [
+        f"step {i} could not be saved in"[:27] for i in (2, 3)
+    ]
+    assert lines[2:] == ["latest 4"] and run.stderr == ""
