@@ -13,7 +13,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
 	$$p -c "" 2>/dev/null && echo $$p && break; done)
 
-.PHONY: train test test-all versions oldest newest lint docs notebooks accelerators clean
+.PHONY: train test test-all torture versions oldest newest lint docs notebooks accelerators clean
 
 # JAX takes fresh memory for every step on CPUs; in large pages touching it costs a fraction.
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -25,6 +25,10 @@ test: lint
 
 test-all: lint
 	$(RUN) -m pytest -n 2 -m "slow or not slow" $(ARGS)
+
+# Everything that may go wrong, again and again: some minutes on two idle cores.
+torture: $(READY)
+	$(RUN) -m benchmarks.torture $(ARGS)
 
 versions: oldest newest
 

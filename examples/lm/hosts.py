@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 
 from . import rendezvous
 from .config import Config
+from .pulse import Pulse
 
 PEER_LOST = os.EX_TEMPFAIL  # the exit status of failures that are worth another try
 
@@ -84,6 +85,7 @@ class Watch:
         self.step = 0
         self.last: float | None = None
         self.ended = threading.Event()
+        self.pulse = Pulse(timeout / 10)
         self.several = jax.process_count() > 1
 
     def progress(self, step: int | None = None) -> None:
@@ -102,11 +104,14 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self.several:
+            self.pulse.start()
             threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         self.ended.set()
+        if self.several:
+            self.pulse.stop()
 
     @contextlib.contextmanager
     def failures(self):
@@ -128,6 +133,8 @@ class Watch:
             last = self.last
             if last is not None and time.monotonic() - last > self.timeout:
                 self._give_up(f"nothing has gone on for {self.timeout:g} s")
+            if self.pulse.silence() > self.timeout:
+                self._give_up(f"there was no sign of life for {self.timeout:g} s")
 
     def _give_up(self, what: str) -> None:
         here = f"process {jax.process_index()} of {jax.process_count()}"

@@ -1,0 +1,76 @@
+"""One of two processes is stopped for longer than `--peer-timeout`, and goes on later.
+
+A try survives where the other one gives up with exit status 75 and one line, the stopped one ends
+as well once it goes on (JAX may abort it, since nobody has heard from it), and the next start goes
+on from the newest checkpoint.
+"""
+
+import os
+import pathlib
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+from .outcomes import Try
+from .processes import (
+    Hangs,
+    Trainer,
+    last_words,
+    newest,
+    side_by_side,
+    went_on_after,
+    workplace,
+)
+
+ROWS = ("processes that stop for a while",)
+EACH = 4
+TIMEOUT = 30  # seconds; two processes on busy cores start at times as far apart
+GIVEN_UP = os.EX_TEMPFAIL
+ENDLESS = ("--steps", 1_000_000, "--checkpoint-every", 50, "--peer-timeout", TIMEOUT)
+
+
+def run(count: int, seed: int) -> Iterator[Try]:
+    draws = random.Random(seed)
+    with workplace() as place:
+        runs = [(place / f"run{i}", i % 2, draws.uniform(0, 1)) for i in range(count)]
+        yield from side_by_side(stopped_and_started_again, runs)
+
+
+def stopped_and_started_again(folder: pathlib.Path, number: int, seconds: float) -> list[Try]:
+    folder.mkdir()
+    try:
+        reason = stopped(folder, number, seconds) or goes_on(folder)
+    except Hangs as error:
+        reason = str(error)
+    return [Try(ROWS[0], reason and f"process {number}, {seconds:.2g} s: {reason}")]
+
+
+def stopped(folder: pathlib.Path, number: int, seconds: float) -> str:
+    with started(folder) as trainer:
+        trainer.wait_until(lambda: newest(folder / "saved"))
+        time.sleep(seconds)
+        trainer.processes[number].send_signal(signal.SIGSTOP)
+        try:
+            trainer.wait_until(lambda: False)
+        finally:
+            trainer.processes[number].send_signal(signal.SIGCONT)
+        statuses = trainer.wait()
+        text = trainer.outputs[1 - number].read_text()
+    if statuses[1 - number] != GIVEN_UP or statuses[number] not in (GIVEN_UP, -signal.SIGABRT):
+        return f"it ended with {statuses}: {last_words(text)}"
+    if text.count("another process is gone or stuck") != 1 or "Traceback" in text:
+        return f"it did not say so in a line: {last_words(text)}"
+    return ""
+
+
+def goes_on(folder: pathlib.Path) -> str:
+    last = newest(folder / "saved")
+    with started(folder) as trainer:
+        trainer.wait_for("going on after")
+        found = went_on_after(trainer.text)
+    return "" if found == last else f"it went on after {found}, not {last}"
+
+
+def started(folder: pathlib.Path) -> Trainer:
+    return Trainer(folder, [[*ENDLESS, "--checkpoint-dir", folder / "saved"]] * 2)
