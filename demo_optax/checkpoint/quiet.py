@@ -27,6 +27,7 @@ def in_a_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def unawaited():
     """For as long as Orbax may drop coroutines, since one of them has failed."""
+    logging.getLogger("asyncio").addFilter(_is_retrieved)
     with warnings.catch_warnings():
         _ignore_unawaited()
         yield
@@ -34,7 +35,6 @@ def unawaited():
 
 def sweep() -> None:
     """Collects the tasks of a failed read or write, and has nothing said of those still to fail."""
-    logging.getLogger("asyncio").addFilter(_is_retrieved)
     _ignore_unawaited()
     with unawaited():
         gc.collect()
