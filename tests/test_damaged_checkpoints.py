@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
+from demo_optax.checkpoint.digests import digests
 from tests import model, workers
 
 TX = demo_optax.demo(1e-2, demo_optax.Compression(4, 8), axis_name="data")
@@ -68,6 +70,37 @@ def is_run(found, step):
 
     pairs = [(data(a), data(b)) for a, b in zip(ours, theirs, strict=True)]
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def mixed(words):
+    """MurmurHash3's mixer, summed, in NumPy and in the order of memory."""
+    x = words.reshape(-1).astype(np.uint64)
+    x = (x + np.arange(x.size, dtype=np.uint64) * 0x9E3779B9) % 2**32
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+    return int(np.sum(x ^ (x >> 16)) % 2**32)
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "int4"])
+def test_a_digest_is_of_the_whole_whatever_the_sharding(dtype, kind):
+    types = (jax.sharding.AxisType[kind],) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=types)
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(8, 6, 500)) * 5).astype(dtype))
+    expected = digests({"x": x})
+    if dtype == "float32":
+        assert expected["x"]["checksum"] == mixed(x.view(np.uint32))
+    for spec in (P(), P("data"), P("data", "fsdp"), P(None, "fsdp", "data"), P(("data", "fsdp"))):
+        assert digests({"x": jax.device_put(x, jax.NamedSharding(mesh, spec))}) == expected
+
+
+def test_any_single_bit_is_seen():
+    x = np.random.default_rng(0).normal(size=(40, 1024)).astype(np.float32)
+    before = digests({"x": x})
+    for place in random.Random(0).sample(range(8 * x.nbytes), 50):
+        data = bytearray(x.tobytes())
+        flip(data, place)
+        assert digests({"x": np.frombuffer(data, np.float32).reshape(x.shape)}) != before
 
 
 def files_of(step):

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
@@ -17,6 +16,7 @@ from demo_optax.checkpoint.leaves import by_path, from_paths, in_memory
 from demo_optax.checkpoint.quiet import in_a_line, sweep, unawaited
 
 try:
+    from etils import epath
     from orbax.checkpoint import v1 as orbax
 except ImportError as error:
     raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr
@@ -28,7 +27,7 @@ from demo_optax.checkpoint.digests import digests, like, sealed
 from demo_optax.checkpoint.elastic import converted
 from demo_optax.checkpoint.leaves import beside, by_path, from_paths
 from demo_optax.checkpoint.quiet import in_a_line, sweep
-from demo_optax.checkpoint.reading import FORMAT, orbax, require_same, stored_as
+from demo_optax.checkpoint.reading import FORMAT, epath, orbax, require_same, stored_as
 from demo_optax.parallel import layout, shards, worker_axis
 
 
