@@ -123,6 +123,11 @@ def decoupled_momentum(
       >>> updates["w"][0]
       Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
     """
+    if not isinstance(compression, Compression):
+        raise TypeError(
+            "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
+            f"{compression!r}."
+        )
     checks.in_interval("decay", decay, "[0, 1)")
     checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
     checks.one_of("mean", mean, MEANS)

@@ -269,6 +269,7 @@ RAISED = [
     lambda: demo_optax.Compression(topk=2.5),
     lambda: demo_optax.Compression(topk=jnp.array(3)),
     lambda: demo_optax.Compression(value_coding="float7"),
+    lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.0),
     lambda: demo_optax.demo(1e-3, decay="0.9"),
     lambda: demo_optax.demo(1e-3, decay=jnp.bfloat16(0.999)),

@@ -19,6 +19,7 @@ from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
 from .recipes import RECIPES, Settings
+from .report import console
 from .validation import require_divisible, require_enough, require_sensible
 
 SIMULATED_WORKERS = 8
@@ -122,6 +123,7 @@ def tokens_of(config: Config, text: data.Text) -> coding.Tokens:
         return coding.Bytes()
     if hosts.is_first() and not config.tokenizer.exists():
         coding.train(text.train, config.vocabulary, config.tokenizer)
+        console.print(f"learned a tokenizer of {config.vocabulary:,} tokens: {config.tokenizer}")
     hosts.meet("tokenizer")
     return coding.load(config.tokenizer)
 

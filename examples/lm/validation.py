@@ -18,7 +18,8 @@ def require_sensible(config: Config) -> None:
     except pydantic.ValidationError as error:
         raise ValueError("; ".join(map(_sentence, error.errors()))) from None
     _require_agreement(config)
-    require_divisible(config, (config.workers or 1) * config.fsdp)
+    if config.workers:
+        require_divisible(config, config.workers * config.fsdp)
     _require_folder("--log-dir", config.log_dir)
     _require_folder("--tokenizer", config.tokenizer and config.tokenizer.parent)
     if config.checkpoint_dir and "://" in config.checkpoint_dir:
