@@ -17,7 +17,6 @@ from demo_optax.compression import Compressed, Plan, packet, sparse
 from demo_optax.compression.packet import MULTIPLE, Origin
 from demo_optax.compression.sparse import Mean, Sums
 from demo_optax.metrics import ExchangeMetrics, Report
-from demo_optax.numerics import energy
 
 
 class Aggregate(NamedTuple):
@@ -47,8 +46,9 @@ def exchange(
     """Gives every worker the mean of all workers' messages.
 
     No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
-    do not ascend within their block, or with a value or norm that is not finite counts as absent,
-    on all workers alike that count the same steps. A worker whose count differs hears itself alone.
+    do not ascend within their block, or with a value or a block's energy that is not finite counts
+    as absent, on all workers alike that count the same steps. A worker whose count differs hears
+    itself alone.
 
     Args:
       plan: of the tensors, the same on all workers.
@@ -74,8 +74,12 @@ def exchange(
 
     def decode(bodies, intact):
         messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
-        norm = jnp.sqrt(jax.vmap(energy)(messages.values))
-        counted = intact & valid & jnp.isfinite(norm)
+        counted, energy = intact & valid, jnp.zeros(len(intact), jnp.float32)
+        for values in messages.values:
+            of_blocks = jnp.sum(jnp.square(values), axis=2)
+            counted &= jnp.isfinite(of_blocks).all(axis=1)
+            energy += jnp.sum(of_blocks, axis=1)
+        norm = jnp.sqrt(jnp.minimum(energy, jnp.finfo(jnp.float32).max))
         weights = jnp.where(counted, jnp.minimum(1.0, largest / norm), 0.0)
         sent = [sparse.weighted(p, v, weights) for p, v in zip(*messages, strict=True)]
         return sent, weights

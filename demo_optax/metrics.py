@@ -43,13 +43,13 @@ class ExchangeMetrics(NamedTuple):
       (1, 1.0)
     """
 
-    participants: Int32[Array, "*workers"]
-    agreed: Bool[Array, "*workers"]
-    received: UInt32[Array, "*workers"]
-    identical: Bool[Array, "*workers"]
-    sent_share: Float32[Array, "*workers"]
-    restarted: Int32[Array, "*workers"]
-    residual_norm: Float32[Array, "*workers"]
+    participants: Int32[Array, "..."]
+    agreed: Bool[Array, "..."]
+    received: UInt32[Array, "..."]
+    identical: Bool[Array, "..."]
+    sent_share: Float32[Array, "..."]
+    restarted: Int32[Array, "..."]
+    residual_norm: Float32[Array, "..."]
 
 
 class Report(NamedTuple):
@@ -66,12 +66,12 @@ class Report(NamedTuple):
       received: 24 bits of the digest of the packets that it got until the step before.
     """
 
-    fingerprint: Float32[Array, "*workers"]
-    momentum: Float32[Array, "*workers"]
-    sent: Float32[Array, "*workers"]
-    residual: Float32[Array, "*workers"]
-    restarted: Float32[Array, "*workers"]
-    received: Float32[Array, "*workers"]
+    fingerprint: Float32[Array, "..."]
+    momentum: Float32[Array, "..."]
+    sent: Float32[Array, "..."]
+    residual: Float32[Array, "..."]
+    restarted: Float32[Array, "..."]
+    received: Float32[Array, "..."]
 
 
 assert len(Report._fields) == packet.NUMBERS
@@ -154,6 +154,9 @@ def summarise(
         largest = jnp.max(jnp.where(counted, x, -jnp.inf))
         return smallest >= largest, largest
 
+    received = last.received  # a single worker has nobody to tell
+    if len(checksums) > 1:
+        received = checksum(jnp.append(jnp.where(counted, checksums, 0), received))
     participants = jnp.sum(counted, dtype=jnp.int32)
     heard = jnp.maximum(participants, 1).astype(jnp.float32)
     momentum, sent = total(reports.momentum), total(reports.sent)
@@ -161,7 +164,7 @@ def summarise(
     return ExchangeMetrics(
         participants=participants,
         agreed=equal(reports.received)[0],
-        received=checksum(jnp.append(jnp.where(counted, checksums, 0), last.received)),
+        received=received,
         identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=total(reports.restarted).astype(jnp.int32),
@@ -272,9 +275,9 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
         )
     if not np.all(metrics.agreed):
         raise ValueError(
-            "workers have not got the same packets, and the replicas differ: one was damaged on "
-            "its way into a single worker. Mend the replicas with demo_optax.repair_replicas, or "
-            "go on from a checkpoint."
+            "workers have not got the same packets (agreed is False), and the replicas differ: one "
+            "was damaged on its way into a single worker. Mend the replicas with "
+            "demo_optax.repair_replicas, or go on from a checkpoint."
         )
     if len(heard := np.unique(metrics.participants)) > 1:
         raise ValueError(

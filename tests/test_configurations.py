@@ -219,7 +219,7 @@ def files(tmp_path, monkeypatch):
 @pytest.fixture
 def refused(files, capfd, monkeypatch):
     """A function of a command line that is refused: the one line that it leaves."""
-    monkeypatch.setattr(train, "train", lambda run: pytest.fail("it would have trained"))
+    monkeypatch.setattr(train, "train", lambda run, signals: pytest.fail("it would have trained"))
     jax.devices()  # before the trainer asks for its own
     handler = signal.getsignal(signal.SIGTERM)
 
@@ -254,7 +254,7 @@ def test_a_file_that_no_run_can_be_made_of(content, message, files, refused):
 
 
 def test_what_all_the_others_change_is_accepted(files, monkeypatch):
-    monkeypatch.setattr(train, "train", lambda run: run.corpus.train.size)
+    monkeypatch.setattr(train, "train", lambda run, signals: run.corpus.train.size)
     (files / "given.yaml").write_text("steps: 3\n")
     words = [*GOOD, "--config", "given.yaml", "--checkpoint-dir", "run/1", "--log-dir", "log"]
     assert train.run_or_exit(configuration.from_command_line(None, words)) > 1000
