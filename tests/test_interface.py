@@ -206,7 +206,7 @@ def test_a_step_that_could_not_be_saved_is_saved_when_tried_again(tmp_path):
     params, state, _ = train(DEMO)
     mesh = workers.mesh_of(WORKERS)
     with checkpoint.Checkpointer(tmp_path, DEMO, mesh) as checkpointer:
-        with pytest.raises(Exception, match="object|references"):
+        with pytest.raises(Exception, match=r"object|references"):
             checkpointer.save(3, params, state, extra={"no array": object()}, wait=True)
         checkpointer.save(3, params, state, wait=True)
     with checkpoint.Checkpointer(tmp_path, DEMO, mesh) as checkpointer:
