@@ -218,6 +218,15 @@ def all_metrics(opt_state) -> list[ExchangeMetrics]:
     return [leaf for leaf in leaves if _is_metrics(leaf)]
 
 
+def if_anyone_took_part(updates, opt_state):
+    """The updates; zeros on a step on which no worker took part in any exchange."""
+    exchanges = all_metrics(opt_state)
+    if not exchanges:
+        return updates
+    any_did = jnp.any(jnp.array([m.participants > 0 for m in exchanges]))
+    return jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
+
+
 def of_worker(opt_state, sharded: tuple[str, ...]):
     """The state with the metrics of a worker's shards, along these axes, made one.
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Mean
+from demo_optax.metrics import if_anyone_took_part
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -65,12 +65,11 @@ def decoupled(
         precondition=precondition,
         axis_name=axis_name,
     )
-    chain: Any = optax.chain(momentum, base)
+    chain = optax.chain(momentum, base)
 
     def update_fn(updates, state, params=None, **extra_args):
         updates, state = chain.update(updates, state, params, **extra_args)
-        took_part = state[0].metrics.participants > 0
-        return jax.tree.map(lambda u: jnp.where(took_part, u, jnp.zeros_like(u)), updates), state
+        return if_anyone_took_part(updates, state), state
 
     return optax.GradientTransformationExtraArgs(chain.init, update_fn)
 

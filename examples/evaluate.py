@@ -12,7 +12,7 @@ from demo_optax.checkpoint import load_params
 from lm import config as configuration
 from lm.report import console
 from lm.setup import make_evaluation, prepare
-from lm.train import LAST_EVALUATION_TOKENS, show, written_by
+from lm.train import LAST_EVALUATION_TOKENS, mistakes_said, show, written_by
 
 
 def main() -> None:
@@ -33,11 +33,9 @@ def main() -> None:
         process_id=None,
         distributed=False,
     )
-    try:
+    with mistakes_said():
         run = prepare(config)
         params = load_params(folder, run.params)
-    except (ValueError, TypeError, OSError) as error:
-        configuration.refuse(error)
     loss = make_evaluation(run, lambda: None)(params, LAST_EVALUATION_TOKENS)
     console.print(f"loss on held-out text: {loss:.3f} nats per byte")
     show(written_by(run, params))

@@ -96,6 +96,23 @@ class Trainer:
         self.kill()
 
 
+def started(folder: pathlib.Path, processes: int, *args) -> Trainer:
+    """A run without an end that saves to the folder."""
+    words = ["--steps", 1_000_000, "--checkpoint-every", 50, *args]
+    return Trainer(folder, [[*words, "--checkpoint-dir", folder / "saved"]] * processes)
+
+
+def goes_on(folder: pathlib.Path, processes: int, *args) -> str:
+    """Starts such a run again, and says where it does not go on from its newest checkpoint."""
+    last = newest(folder / "saved")
+    if not last:
+        return ""
+    with started(folder, processes, *args) as trainer:
+        trainer.wait_for("going on after")
+        found = went_on_after(trainer.text)
+    return "" if found == last else f"it went on after {found}, not {last}"
+
+
 def newest(folder: pathlib.Path) -> int:
     """The step of the newest finished checkpoint, 0 where there is none."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []

@@ -15,22 +15,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .outcomes import Try
-from .processes import (
-    Hangs,
-    Trainer,
-    last_words,
-    newest,
-    side_by_side,
-    went_on_after,
-    workplace,
-)
+from .processes import Hangs, goes_on, last_words, newest, side_by_side, started, workplace
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PREPARING, FIRST_STEP, LATER = PHASES = ("while it prepares", "at the first step", "later")
 ROWS = tuple(which.name for which in SIGNALS)
 EACH = 6
 TERMINATED = 128 + signal.SIGTERM
-ENDLESS = ("--steps", 1_000_000, "--checkpoint-every", 50, "--peer-timeout", 120)
+PATIENT = ("--peer-timeout", 120)
 
 
 class Sent(NamedTuple):
@@ -69,7 +61,7 @@ def signalled_and_started_again(folder: pathlib.Path, signals: list[Sent]) -> li
     for sent in signals:
         before = newest(folder / "saved")
         try:
-            reason = signalled(folder, sent) or goes_on(folder, sent.processes)
+            reason = signalled(folder, sent) or goes_on(folder, sent.processes, *PATIENT)
         except Hangs as error:
             reason = str(error)
         about = f"{sent} after step {before}"
@@ -80,7 +72,7 @@ def signalled_and_started_again(folder: pathlib.Path, signals: list[Sent]) -> li
 def signalled(folder: pathlib.Path, sent: Sent) -> str:
     """Starts a run, sends the signal, and says what is wrong with how it ended."""
     before = newest(folder / "saved")
-    with started(folder, sent.processes) as trainer:
+    with started(folder, sent.processes, *PATIENT) as trainer:
         if sent.phase != PREPARING:
             trainer.wait_for("optimizer demo")
         if sent.phase == LATER:
@@ -104,17 +96,3 @@ def signalled(folder: pathlib.Path, sent: Sent) -> str:
     if sent.phase != PREPARING and not said:
         return f"it saved nothing: {last_words(texts[0])}"
     return ""
-
-
-def goes_on(folder: pathlib.Path, processes: int) -> str:
-    last = newest(folder / "saved")
-    if not last:
-        return ""
-    with started(folder, processes) as trainer:
-        trainer.wait_for("going on after")
-        found = went_on_after(trainer.text)
-    return "" if found == last else f"it went on after {found}, not {last}"
-
-
-def started(folder: pathlib.Path, processes: int) -> Trainer:
-    return Trainer(folder, [[*ENDLESS, "--checkpoint-dir", folder / "saved"]] * processes)

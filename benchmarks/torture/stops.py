@@ -13,21 +13,12 @@ import time
 from collections.abc import Iterator
 
 from .outcomes import Try
-from .processes import (
-    Hangs,
-    Trainer,
-    last_words,
-    newest,
-    side_by_side,
-    went_on_after,
-    workplace,
-)
+from .processes import Hangs, goes_on, last_words, newest, side_by_side, started, workplace
 
 ROWS = ("processes that stop for a while",)
 EACH = 4
-TIMEOUT = 30  # seconds; two processes on busy cores start at times as far apart
+TIMEOUT = ("--peer-timeout", 30)  # two processes on busy cores start at times as far apart
 GIVEN_UP = os.EX_TEMPFAIL
-ENDLESS = ("--steps", 1_000_000, "--checkpoint-every", 50, "--peer-timeout", TIMEOUT)
 
 
 def run(count: int, seed: int) -> Iterator[Try]:
@@ -40,14 +31,14 @@ def run(count: int, seed: int) -> Iterator[Try]:
 def stopped_and_started_again(folder: pathlib.Path, number: int, seconds: float) -> list[Try]:
     folder.mkdir()
     try:
-        reason = stopped(folder, number, seconds) or goes_on(folder)
+        reason = stopped(folder, number, seconds) or goes_on(folder, 2, *TIMEOUT)
     except Hangs as error:
         reason = str(error)
     return [Try(ROWS[0], reason and f"process {number}, {seconds:.2g} s: {reason}")]
 
 
 def stopped(folder: pathlib.Path, number: int, seconds: float) -> str:
-    with started(folder) as trainer:
+    with started(folder, 2, *TIMEOUT) as trainer:
         trainer.wait_until(lambda: newest(folder / "saved"))
         time.sleep(seconds)
         trainer.processes[number].send_signal(signal.SIGSTOP)
@@ -62,15 +53,3 @@ def stopped(folder: pathlib.Path, number: int, seconds: float) -> str:
     if text.count("another process is gone or stuck") != 1 or "Traceback" in text:
         return f"it did not say so in a line: {last_words(text)}"
     return ""
-
-
-def goes_on(folder: pathlib.Path) -> str:
-    last = newest(folder / "saved")
-    with started(folder) as trainer:
-        trainer.wait_for("going on after")
-        found = went_on_after(trainer.text)
-    return "" if found == last else f"it went on after {found}, not {last}"
-
-
-def started(folder: pathlib.Path) -> Trainer:
-    return Trainer(folder, [[*ENDLESS, "--checkpoint-dir", folder / "saved"]] * 2)

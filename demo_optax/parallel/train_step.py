@@ -5,13 +5,12 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.axes import AxisName
-from demo_optax.metrics import ExchangeMetrics, all_metrics, exchange_metrics
+from demo_optax.metrics import ExchangeMetrics, exchange_metrics, if_anyone_took_part
 from demo_optax.parallel import batches, placement, shards, worker_axis
 from demo_optax.parallel.layout import layout_of
 from demo_optax.parallel.manual_gradients import manual_axes, manual_gradients
@@ -163,7 +162,7 @@ def make_train_step(
         layout = layout_of(tx, params, mesh, axis_name, param_specs)
         found = gradients_of(params, state, batch, *key)
         updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
-        updates = _if_anybody(updates, opt_state)
+        updates = if_anyone_took_part(updates, opt_state)
         custom = measured(found.gradients, updates, params)
         params = shards.lay(optax.apply_updates(params, updates), mesh, layout.params)
         exchanged = exchange_metrics(opt_state)
@@ -238,12 +237,3 @@ def make_train_step(
 
     step.lower = lower  # type: ignore[attr-defined]
     return step
-
-
-def _if_anybody(updates, opt_state):
-    """The updates; zeros on a step on which nobody took part."""
-    exchanges = all_metrics(opt_state)
-    if not exchanges:
-        return updates
-    any_did = jnp.any(jnp.array([m.participants > 0 for m in exchanges]))
-    return jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)

@@ -135,9 +135,3 @@ def cross_entropy(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
 def build(preset: Preset, seed: int = 0):
     """The model's definition and its parameters."""
     return nnx.split(LanguageModel(preset, nnx.Rngs(seed)), nnx.Param)
-
-
-def param_shapes(preset: Preset):
-    """Shapes and dtypes of the parameters; nothing is allocated."""
-    model = nnx.eval_shape(lambda: LanguageModel(preset, nnx.Rngs(0)))
-    return nnx.state(model, nnx.Param)

@@ -296,6 +296,7 @@ def run_or_exit(config: Config) -> Trained:
 
 @contextlib.contextmanager
 def mistakes_said() -> Iterator[None]:
+    """Ends the process with a line for what a user may have set wrongly."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:

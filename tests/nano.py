@@ -1,0 +1,29 @@
+"""A run of the trainer that takes seconds."""
+
+import pathlib
+
+import jax
+
+from lm.config import Config
+
+jax.devices()  # all are there before the trainer asks for its own
+
+ROOT = pathlib.Path(__file__).parents[1]
+NANO = Config(
+    preset="nano",
+    text=(ROOT / "demo_optax",),
+    workers=2,
+    batch_size=4,
+    sequence_length=16,
+    steps=6,
+    warmup_steps=2,
+    evaluate_every=3,
+    check_replicas_every=3,
+)
+
+
+def words_of(config):
+    """A configuration as the words of a command line, by way of its file."""
+    path = pathlib.Path(config.log_dir) / "given.yaml"
+    config.write(path)
+    return ["--config", str(path)]

@@ -1,0 +1,278 @@
+"""Whole runs of the trainer, and of the examples beside it."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from jax.sharding import PartitionSpec as P
+from tensorboardX.proto import event_pb2
+
+import compare
+import demo_optax
+import evaluate
+import linen_trainstate
+import vision_flax
+from lm import config as configuration
+from lm import data, train, utilization
+from lm.recipes import RECIPES
+from lm.setup import batches_of, make_evaluation, prepare
+from tests.nano import NANO, ROOT, words_of
+
+
+def steps_of(folder):
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def events_of(folder):
+    """Tag and step of everything in a folder's TensorBoard file."""
+    (path,) = folder.glob("events.out.tfevents.*")
+    content, found = path.read_bytes(), set()
+    while content:
+        (size,) = struct.unpack("<Q", content[:8])
+        event = event_pb2.Event.FromString(content[12 : 12 + size])
+        found |= {(value.tag, event.step) for value in event.summary.value}
+        content = content[16 + size :]
+    return found
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
+    """With everything that can be asked for: tokens of pairs, mixed precision, scan and remat."""
+    full = dataclasses.replace(
+        NANO,
+        tokenizer=tmp_path / "tokenizer.json",
+        vocabulary=300,
+        dtype="bfloat16",
+        remat=True,
+        scan_layers=True,
+    )
+    whole = train.train(prepare(dataclasses.replace(full, log_dir=tmp_path / "whole")))
+    folder = tmp_path / "cut"
+    saving = dataclasses.replace(full, log_dir=folder, checkpoint_dir=str(tmp_path / "saved"))
+    schedule = {"checkpoint_every": 2}
+    with pytest.raises(RuntimeError, match="out of text"):
+        train.train(cut_short(dataclasses.replace(saving, **schedule), at=4))
+    again = train.train(prepare(dataclasses.replace(saving, **schedule)))
+    assert again.log.start == 4
+    assert again.loss == whole.loss
+    expected = [(line["number"], line["loss"]) for line in steps_of(tmp_path / "whole")]
+    assert [(line["number"], line["loss"]) for line in steps_of(folder)] == expected
+    assert len(expected) == full.steps
+    found = configuration.from_command_line("", ["--config", str(folder / "config.yaml")])
+    assert dataclasses.replace(found, config=None) == dataclasses.replace(saving, **schedule)
+
+
+def cut_short(config, at):
+    """A run whose text ends after so many steps."""
+
+    class Ending(np.ndarray):
+        reads = 0
+
+        def __getitem__(self, index):
+            if isinstance(index, np.ndarray):
+                Ending.reads += 1
+                if Ending.reads > at:
+                    raise RuntimeError("out of text")
+            return np.asarray(self).__getitem__(index)
+
+    run = prepare(config)
+    return run._replace(corpus=run.corpus._replace(train=run.corpus.train.view(Ending)))
+
+
+def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
+    config = dataclasses.replace(
+        NANO,
+        steps=14,
+        evaluate_every=7,
+        log_dir=tmp_path / "log",
+        profile_steps=2,
+        sample_length=5,
+        checkpoint_dir=str(tmp_path / "saved"),
+    )
+    trained = train.train(prepare(config))
+    shown = capsys.readouterr().out
+    assert shown.count("the model writes") == 2
+    assert "parameters on 2 devices: bit-identical" in shown
+
+    lines = steps_of(tmp_path / "log")
+    assert [line["number"] for line in lines] == [*range(1, 15)]
+    assert lines[3]["gradient_norms"].keys() == {"0", "1"}
+    assert lines[3]["exchange"]["participants"] == 2
+    assert lines[3]["packet_bytes"] > 0
+    events = events_of(tmp_path / "log")
+    for tag in (
+        "loss/train",
+        "speed/tokens_per_second",
+        "exchange/packet_bytes",
+        "exchange/sent_share",
+        "exchange/residual_norm",
+        "gradient_norm/worker_1",
+    ):
+        assert (tag, 14) in events
+    assert ("loss/held_out", 7) in events
+    assert list((tmp_path / "log").rglob("*.xplane.pb"))
+
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *words_of(config)])
+    evaluate.main()
+    shown = capsys.readouterr().out
+    assert f"loss on held-out text: {trained.loss:.3f}" in shown
+    assert shown.count("the model writes") == 2
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_no_checkpoint_of_replicas_that_differ(workers, tmp_path):
+    """Two workers differ behind the third step; of three the majority is saved at the fourth."""
+    config = dataclasses.replace(
+        NANO,
+        workers=workers,
+        batch_size=6,
+        checkpoint_dir=str(tmp_path / "saved"),
+        checkpoint_every=2,
+        check_replicas_every=100,
+    )
+    run, steps = prepare(config), itertools.count(1)
+
+    def damaging_step(params, opt_state, batch):
+        params, opt_state, metrics = run.train_step(params, opt_state, batch)
+        return damaged(params) if next(steps) == 3 else params, opt_state, metrics
+
+    if workers == 2:
+        with pytest.raises(SystemExit, match="no copy is held by more than half"):
+            train.train(run._replace(train_step=damaging_step))
+    else:
+        train.train(run._replace(train_step=damaging_step))
+    saved = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert saved == (["2"] if workers == 2 else ["2", "4", "6"])
+
+
+def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
+    """The third step damages one of three copies, the fourth tells that packets were not the same.
+
+    What the packets tell is `tests/test_untrusted_workers.py`'s.
+    """
+    config = dataclasses.replace(
+        NANO, workers=3, batch_size=6, steps=8, check_replicas_every=100, evaluate_every=100
+    )
+    run, steps, mended = prepare(config), itertools.count(1), []
+
+    def step(params, opt_state, batch):
+        number = next(steps)
+        mended.append(number == 1 or not demo_optax.check_replicas(params, run.mesh))
+        params, opt_state, metrics = run.train_step(params, opt_state, batch)
+        exchange = metrics.exchange._replace(agreed=jnp.array(number != 4))
+        return (
+            damaged(params) if number == 3 else params,
+            opt_state,
+            metrics._replace(exchange=exchange),
+        )
+
+    train.train(run._replace(train_step=step))
+    assert mended == [True] * 3 + [False] * 2 + [True] * 3
+    assert "differs on worker 1" in capsys.readouterr().out
+
+
+def damaged(params):
+    """The parameters, of which the second device holds a zero too much."""
+    leaves, structure = jax.tree.flatten(params)
+    copies = [np.array(shard.data) for shard in leaves[0].addressable_shards]
+    copies[1].flat[0] = 0.0
+    placed = [
+        jax.device_put(copy, shard.device)
+        for copy, shard in zip(copies, leaves[0].addressable_shards, strict=True)
+    ]
+    leaves[0] = jax.make_array_from_single_device_arrays(
+        leaves[0].shape, leaves[0].sharding, placed
+    )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def test_a_batch_is_the_same_however_devices_share_it():
+    one, four = (
+        next(batches_of(prepare(dataclasses.replace(NANO, workers=w, fsdp=f)), 8))
+        for w, f in ((1, 1), (2, 2))
+    )
+    np.testing.assert_array_equal(one, four)
+
+
+def test_text_begins_anew_where_it_is_another(tmp_path, capsys):
+    saving = dataclasses.replace(NANO, checkpoint_dir=str(tmp_path / "saved"), steps=2)
+    train.train(prepare(saving))
+    more = dataclasses.replace(saving, steps=3, batch_size=8)
+    assert train.train(prepare(more)).log.start == 2
+    assert "begins anew" not in capsys.readouterr().out
+    with train.open_checkpoints(prepare(more)) as checkpointer:
+        run = prepare(more)
+        assert train.begin(run, checkpointer)[:2] == (3, 2 * 4 + 8)
+        another = prepare(dataclasses.replace(more, text=(ROOT / "tests",)))
+        assert train.begin(another, checkpointer)[:2] == (3, 0)
+    assert "begins anew" in capsys.readouterr().out
+
+
+def test_evaluation_is_the_same_however_devices_share_it():
+    results = []
+    for workers, fsdp in ((1, 1), (3, 1), (2, 2)):
+        config = dataclasses.replace(NANO, workers=workers, fsdp=fsdp, batch_size=12)
+        run = prepare(config)
+        results.append(make_evaluation(run, lambda: None)(run.params, 3000))
+    np.testing.assert_allclose(results, results[0], rtol=1e-6)
+    windows = data.even_windows(run.corpus.held_out, 16, 3000)
+    assert windows.shape == (3000 // 16, 17)
+    expected = run.loss_fn(run.params, jnp.asarray(windows))
+    assert results[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", RECIPES)
+def test_every_recipe_trains_with_sharded_parameters(optimizer):
+    run = prepare(dataclasses.replace(NANO, optimizer=optimizer, fsdp=2, warmup_steps=1))
+    sharded = dict(param_specs=run.param_specs)
+    step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=1.0, **sharded)
+    params, opt_state = (
+        run.params,
+        demo_optax.init_opt_state(run.tx, run.params, run.mesh, **sharded),
+    )
+    batch, losses = next(batches_of(run, 0)), []
+    for _ in range(4):
+        params, opt_state, metrics = jax.block_until_ready(step(params, opt_state, batch))
+        losses.append(float(metrics.loss.mean()))
+    assert losses[-1] < losses[0]
+    assert not demo_optax.check_replicas((params, opt_state), run.mesh)
+
+
+def test_layers_that_are_stacked_are_not_divided():
+    run = prepare(dataclasses.replace(NANO, scan_layers=True, fsdp=2))
+    specs = {str(spec) for spec in jax.tree.leaves(run.param_specs)}
+    assert specs == {str(P("fsdp")), str(P(None, "fsdp"))}
+
+
+def test_utilization_is_shown_where_the_peak_is_known():
+    class Device:
+        device_kind = "TPU v4"
+
+    devices = np.array([Device(), Device()])
+    assert utilization.utilization(275e12, devices) == pytest.approx(0.5)
+    assert utilization.utilization(1e12, np.array(jax.devices())) is None
+
+
+def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
+    config = dataclasses.replace(NANO, log_dir=tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
+    compare.main()
+    shown = capsys.readouterr().out
+    assert "over each link of a ring of 2" in shown
+    assert (tmp_path / "loss_against_bytes.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("demo", "adamw"):
+        assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["optimizer"] == name
+
+
+@pytest.mark.parametrize("example", [vision_flax, linen_trainstate])
+def test_small_examples_learn(example):
+    assert example.main(example.Config(workers=2, steps=50)) > 0.7
+    source = pathlib.Path(example.__file__).read_text()
+    assert len(source.splitlines()) < 100
