@@ -39,20 +39,45 @@ def quantity(kind: str):
     return parse
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The example as it was written, and every default."""
+
+
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m demo_optax.accounting", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m demo_optax.accounting",
+        description=__doc__,
+        formatter_class=Help,
+    )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=PRESETS, help="one of the paper's models")
     model.add_argument("--checkpoint", help="an Orbax checkpoint, or an .npz file")
     parser.add_argument("--topk", type=int, default=32, help="coefficients sent of each block")
-    parser.add_argument("--value-coding", choices=VALUE_CODINGS, default="float32")
-    parser.add_argument("--block-side", type=int, default=64, help="elements per side of a block")
-    parser.add_argument("--block-rule", choices=BLOCK_RULES, default="pad")
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--bandwidth", type=quantity("bandwidth"), default="1Gbit")
-    parser.add_argument("--latency", type=quantity("time"), default="1ms", help="of one round")
     parser.add_argument(
-        "--compute-time", type=quantity("time"), default="1s", help="a step without exchange"
+        "--value-coding", choices=VALUE_CODINGS, default="float32", help="on the wire"
+    )
+    parser.add_argument("--block-side", type=int, default=64, help="elements per side of a block")
+    parser.add_argument(
+        "--block-rule", choices=BLOCK_RULES, default="pad", help="at a tensor's edges"
+    )
+    parser.add_argument("--workers", type=int, default=64, help="that exchange")
+    parser.add_argument(
+        "--bandwidth",
+        type=quantity("bandwidth"),
+        default="1Gbit",
+        help=f"of each worker's link, a second: {', '.join(UNITS['bandwidth'])}",
+    )
+    parser.add_argument(
+        "--latency",
+        type=quantity("time"),
+        default="1ms",
+        help=f"of one round of the exchange: {', '.join(UNITS['time'])}",
+    )
+    parser.add_argument(
+        "--compute-time",
+        type=quantity("time"),
+        default="1s",
+        help="of a step without its exchange, in the same units",
     )
     return parser.parse_args(arguments)
 
@@ -103,7 +128,8 @@ def print_index_bits(block_size: int) -> None:
 
 def print_times(times: dict, workers: int, compute_time: float) -> None:
     print(
-        f"Seconds per step with {workers} workers, {compute_time:g} s of them compute (ring model)"
+        f"Seconds per step with {workers} workers, {compute_time:g} s of them compute, in a ring; "
+        "hidden from: the bandwidth at which an exchange takes no longer than the compute"
     )
     rows: list[tuple] = [("", "MB sent", "transfer", "latency", "step", "hidden from")]
     for name, time in times.items():

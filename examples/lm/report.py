@@ -57,14 +57,14 @@ class Log:
             progress.TextColumn("step"),
             progress.MofNCompleteColumn(),
             progress.BarColumn(bar_width=None),
-            progress.TextColumn("loss {task.fields[loss]:.3f}"),
+            progress.TextColumn("loss {task.fields[loss]}"),
             progress.TextColumn("{task.fields[speed]:,.0f} tokens/s"),
             progress.TextColumn("sent {task.fields[sent]:.3g} MB"),
             progress.TimeRemainingColumn(),
             console=console,
         )
         self.task = self.bar.add_task(
-            "", total=steps, completed=start, loss=np.nan, speed=0.0, sent=0.0
+            "", total=steps, completed=start, loss="-", speed=0.0, sent=0.0
         )
         self.resume()
 
@@ -111,7 +111,8 @@ class Log:
                 exchange,
             )
         )
-        self.bar.update(self.task, completed=self.done, loss=loss, speed=speed, sent=self.megabytes)
+        shown = dict(loss=f"{loss:.3f}", speed=speed, sent=self.megabytes)
+        self.bar.update(self.task, completed=self.done, **shown)
         self.resume()
 
     def resume(self) -> None:
@@ -142,7 +143,8 @@ def closing_table(log: Log, loss: float, bigrams: float | None, dense_bytes: int
     table.add_row(
         "training time", f"{seconds:.0f} s, {log.first_step_seconds:.0f} s of it compiling"
     )
-    table.add_row("speed", f"{log.tokens * log.steps_per_second:,.0f} tokens/s")
+    if log.steps_per_second:
+        table.add_row("speed", f"{log.tokens * log.steps_per_second:,.0f} tokens/s")
     if log.utilization is not None:
         table.add_row("model FLOP/s utilization", f"{log.utilization:.1%}")
     return table

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.checkpoint import Checkpointer
+from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
 
 from . import agreement, data, hosts, logs, report
 from .config import PROFILE_BEHIND, Config, refuse
@@ -217,8 +217,14 @@ def begin(
     try:
         with warnings.catch_warnings(record=True) as caught:
             found = checkpointer and checkpointer.restore(run.params, template)
-    except (ValueError, OSError) as error:
+    except DamagedCheckpoint as error:
         sys.exit(f"error: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(
+            f"error: the run in {run.config.checkpoint_dir} cannot go on: {error} Give "
+            "the --preset, --tokenizer, --optimizer and its settings that it was begun with, or "
+            "another --checkpoint-dir."
+        )
     for warning in caught:
         console.print(f"warning: {warning.message}", markup=False, soft_wrap=True)
     if found:
