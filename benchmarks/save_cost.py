@@ -55,6 +55,7 @@ def main():
             Checkpointer(folder, tx, mesh) as checkpointer,
         ):
             checkpointer.save(1, params, opt_state, wait=True)
+            os.sync()
 
     def seconds(action, *given):
         start = time.perf_counter()

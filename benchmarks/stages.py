@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from step_cost import transformer_params
 
 import demo_optax
-from demo_optax import _exchange, metrics
-from demo_optax.compression import compress, make_plan, packet
+from demo_optax import messages, metrics, wire
+from demo_optax._exchange import exchange as exchange_packets
+from demo_optax.compression import compress, make_plan
 
 PACKETS = 64, 96  # of which the difference tells what one more costs
 
@@ -59,11 +60,11 @@ def main() -> None:
                 def gather(packet, _):
                     return jnp.broadcast_to(packet, (packets, packet.size))
 
-                report, always = metrics.Report(*jnp.ones(packet.NUMBERS)), jnp.array(True)
-                with mock.patch.object(_exchange, "gather", gather):
-                    return _exchange.exchange(
-                        plan, compressed, report, always, zero, None, "senders"
-                    )
+                report = metrics.Report(*jnp.ones(len(metrics.Report._fields)))
+                sent = messages.seal(compressed, report, jnp.array(True), zero, None)
+                last = metrics.before_the_first()
+                with mock.patch.object(wire, "gather", gather):
+                    return exchange_packets(plan, sent, (), zero, None, "senders", last)
 
             blocks = jax.jit(plan.blocks)(tensors)
             coefficients = jax.jit(transform)(blocks)

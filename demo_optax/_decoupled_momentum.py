@@ -8,18 +8,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from demo_optax import axes, checks, metrics, state_checks
+from demo_optax import axes, checks, messages, metrics, state_checks, two_phase
 from demo_optax._exchange import exchange
-from demo_optax.arrays import BoolScalar, Coefficients, FloatScalar, IntScalar
+from demo_optax.arrays import BoolScalar, Coefficients, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.compression import Compression, compress, make_plan
+from demo_optax.compression.packet import Message
 from demo_optax.compression.settings import STORE, Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
+from demo_optax.messages import Packets
 from demo_optax.metrics import ExchangeMetrics
-from demo_optax.numerics import all_finite, round_stochastically, widest
+from demo_optax.numerics import all_finite, restart_blocks, round_stochastically, widest
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -31,6 +33,10 @@ class DecoupledMomentumState(NamedTuple):
         coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
+      residual: for each shape of blocks, what this worker has yet to send of those that it owns,
+        ``(blocks / workers, n)`` float32; empty unless the exchange has two phases.
+      waiting: uint32, the packets of the last step, where the exchange is delayed; each worker its
+        own. The momentum still holds what they carry.
       coordinates: static, what the numbers of the momentum are coefficients of.
 
     Example:
@@ -44,6 +50,8 @@ class DecoupledMomentumState(NamedTuple):
     momentum: optax.Updates
     precondition: optax.OptState
     metrics: ExchangeMetrics
+    residual: tuple[Coefficients, ...]
+    waiting: Packets | tuple[()]
     coordinates: Coordinates
 
 
@@ -137,6 +145,7 @@ def decoupled_momentum(
 
     def init_fn(params) -> Any:  # optax's type for states knows no static nodes
         state_checks.floating_leaves(params)
+        plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
 
         def zeros(param):
             shape = coordinates.geometry(param.shape).stored_shape
@@ -147,6 +156,8 @@ def decoupled_momentum(
             momentum=jax.tree.map(zeros, unboxed(params)),
             precondition=precondition.init(params),
             metrics=metrics.before_the_first(),
+            residual=two_phase.before_the_first(plan, axis_name),
+            waiting=messages.before_the_first(plan, axis_name),
             coordinates=coordinates,
         )
 
@@ -168,34 +179,48 @@ def decoupled_momentum(
         like = updates if params is None else params
         past = _restart_leaves(state.precondition, precondition.init(like))
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
-
-        # Accumulate: m <- beta m + w T(g)
-        old = plan.momenta(jax.tree.leaves(state.momentum), step)
         coefficients, arrived = plan.transform(plan.blocks(jax.tree.leaves(local)), step)
         sound = all_finite((arrived * jnp.square(w), decay, preconditioned))
-        momenta = _accumulate(sound, decay, old, w, coefficients)
-        momenta, sums = _restart_blocks(momenta)
 
-        # Compress: q = top_k(m)
-        compressed = compress(plan, momenta, step, worker)
+        def send(momenta):
+            # Accumulate: m <- beta m + w T(g)
+            momenta = _accumulate(sound, decay, plan.rebased(momenta, step), w, coefficients)
+            momenta, sums = restart_blocks(momenta)
 
-        # Exchange: mean(q_1, ..., q_N)
-        report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
-        aggregate = exchange(plan, compressed, report, sound, step, axis_name, mean, state.metrics)
+            # Compress: q = top_k(m)
+            compressed = compress(plan, momenta, step, worker, messages.owners_of(plan, axis_name))
+            report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
+            return momenta, messages.outgoing(compressed, report, sound, step, axis_name)
 
-        # Subtract: m <- m - alpha q
-        factor = jnp.asarray(subtraction_factor) * aggregate.delivered
-        sent = zip(momenta, *compressed.decoded, strict=True)
-        residuals = [add_at(m, positions, -factor * values) for m, positions, values in sent]
+        def settle(momenta, sent, step):
+            # Exchange: mean(q_1, ..., q_N)
+            past = state.residual, state.metrics
+            aggregate = exchange(plan, sent.packets, *past, step, axis_name, mean)
+
+            # Subtract: m <- m - alpha q
+            factors = [jnp.asarray(subtraction_factor) * part for part in aggregate.delivered]
+            return _subtract(momenta, sent.message, factors), aggregate
+
+        # A delayed exchange settles what the last step has sent.
+        momenta = plan.stacked(jax.tree.leaves(state.momentum))
+        if compression.delay:
+            sent = messages.reread(plan, state.waiting, step - 1, axis_name)
+            momenta, aggregate = settle(momenta, sent, step - 1)
+            momenta, outgoing = send(momenta)
+        else:
+            momenta, outgoing = send(momenta)
+            momenta, aggregate = settle(momenta, outgoing, step)
 
         # Inverse: u = T^-1 mean(q_1, ..., q_N)
-        means = plan.tensors(plan.inverse(aggregate.coefficients, step))
+        means = plan.tensors(plan.inverse(aggregate.coefficients, step - compression.delay))
 
         return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
             count=jnp.asarray(optax.safe_increment(step)),
-            momentum=_unflattener(state.momentum)(rounded(plan.stored(residuals), step, worker)),
+            momentum=_unflattener(state.momentum)(rounded(plan.stored(momenta), step, worker)),
             precondition=_choose(sound, preconditioned, past),
             metrics=aggregate.metrics,
+            residual=aggregate.residual,
+            waiting=outgoing.packets if compression.delay else (),
             coordinates=coordinates,
         )
 
@@ -225,29 +250,6 @@ def _restart_leaves(state, fresh):
     return jax.tree.map(leaf, state, fresh)
 
 
-def _restart_blocks(
-    momenta: Sequence[Coefficients],
-) -> tuple[list[Coefficients], tuple[FloatScalar, IntScalar]]:
-    """Momenta whose blocks start from zero where their energy is not finite.
-
-    Also the energy of all of them, and how many started anew.
-
-    One flipped bit of an exponent would otherwise mute its worker for ever.
-    """
-    energies = [jnp.sum(jnp.square(m.astype(jnp.float32)), axis=1) for m in momenta]
-    sound = list(map(jnp.isfinite, energies))
-    total = jnp.zeros((), jnp.float32) + sum(map(jnp.sum, map(_or_zero, sound, energies)))
-    restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~s, dtype=jnp.int32) for s in sound)
-    new = [_or_zero(s[:, None], m) for s, m in zip(sound, momenta, strict=True)]
-    return new, (total, restarted)
-
-
-def _or_zero(
-    condition: Bool[Array, "blocks *one"], x: Float[Array, "blocks *n"]
-) -> Float[Array, "blocks *n"]:
-    return jnp.where(condition, x, 0)
-
-
 def _accumulate(
     sound: BoolScalar,
     decay: ArrayLike,
@@ -269,3 +271,13 @@ def _accumulate(
         return jnp.where(sound, new.astype(dtype), old).reshape(m.shape)
 
     return [add(m, c) for m, c in zip(momenta, coefficients, strict=True)]
+
+
+def _subtract(
+    momenta: Sequence[Coefficients],
+    message: Message,
+    factors: Sequence[Float[Array, "_blocks 1"]],
+) -> list[Coefficients]:
+    """Computes ``m - f q``, with a factor for each block."""
+    groups = zip(momenta, *message, factors, strict=True)
+    return [add_at(m, positions, -f * values) for m, positions, values, f in groups]

@@ -53,7 +53,7 @@ def in_interval(name: str, value: Any, interval: str) -> None:
         raise ValueError(f"{name} must lie in {interval}, not {value}.")
 
 
-def one_of(name: str, value: object, choices: Collection[str]) -> None:
+def one_of(name: str, value: object, choices: Collection[Any]) -> None:
     """Requires one of some names."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")

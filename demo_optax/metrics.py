@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from demo_optax.arrays import FloatScalar, IntScalar, Tensor
-from demo_optax.compression import Compressed, packet
+from demo_optax.compression import Compressed
 from demo_optax.compression.bits import checksum
 from demo_optax.numerics import energy
 
@@ -55,7 +55,7 @@ class ExchangeMetrics(NamedTuple):
 class Report(NamedTuple):
     """What a worker's packet tells of its step: scalars, or with an axis of all workers.
 
-    There are `packet.NUMBERS` of them, and a packet in which one is not finite does not count.
+    A packet in which one is not finite does not count.
 
     Attributes:
       fingerprint: differs where gradients do.
@@ -72,9 +72,6 @@ class Report(NamedTuple):
     residual: Float32[Array, "..."]
     restarted: Float32[Array, "..."]
     received: Float32[Array, "..."]
-
-
-assert len(Report._fields) == packet.NUMBERS
 
 
 def before_the_first() -> ExchangeMetrics:
@@ -131,7 +128,7 @@ def report(
 
 def summarise(
     reports: Report,
-    weights: Float32[Array, "workers"],
+    counted: Bool[Array, "workers"],
     checksums: UInt32[Array, "workers"],
     last: ExchangeMetrics,
 ) -> ExchangeMetrics:
@@ -139,11 +136,10 @@ def summarise(
 
     Args:
       reports: of all workers.
-      weights: of their messages; 0 where a packet did not count.
-      checksums: as their packets state them.
+      counted: whether they took part.
+      checksums: as the packets that were got state them; 0 where one did not count.
       last: metrics of the step before.
     """
-    counted = weights > 0
 
     def total(energies):
         return jnp.sum(jnp.where(counted, energies, 0.0))
@@ -156,7 +152,7 @@ def summarise(
 
     received = last.received  # a single worker has nobody to tell
     if len(checksums) > 1:
-        received = checksum(jnp.append(jnp.where(counted, checksums, 0), received))
+        received = checksum(jnp.append(checksums, received))
     participants = jnp.sum(counted, dtype=jnp.int32)
     heard = jnp.maximum(participants, 1).astype(jnp.float32)
     momentum, sent = total(reports.momentum), total(reports.sent)

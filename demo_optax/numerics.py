@@ -1,15 +1,15 @@
 """Finiteness, energies and dtypes: arithmetic that several modules share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from demo_optax.arrays import BoolScalar, FloatScalar, Tensor
+from demo_optax.arrays import BoolScalar, Coefficients, FloatScalar, IntScalar, Tensor
 
 
 def all_finite(tree: Any) -> BoolScalar:
@@ -21,6 +21,29 @@ def energy(arrays: Iterable[Tensor]) -> FloatScalar:
     """Sum of squares over all arrays; finite only where every element is."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
     return sum(squares, jnp.zeros((), jnp.float32))
+
+
+def restart_blocks(
+    momenta: Sequence[Coefficients],
+) -> tuple[list[Coefficients], tuple[FloatScalar, IntScalar]]:
+    """Momenta whose blocks start from zero where their energy is not finite.
+
+    Also the energy of all of them, and how many started anew.
+
+    One flipped bit of an exponent would otherwise mute its worker for ever.
+    """
+    energies = [jnp.sum(jnp.square(m.astype(jnp.float32)), axis=1) for m in momenta]
+    sound = list(map(jnp.isfinite, energies))
+    total = jnp.zeros((), jnp.float32) + sum(map(jnp.sum, map(_or_zero, sound, energies)))
+    restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~s, dtype=jnp.int32) for s in sound)
+    new = [_or_zero(s[:, None], m) for s, m in zip(sound, momenta, strict=True)]
+    return new, (total, restarted)
+
+
+def _or_zero(
+    condition: Bool[Array, "blocks *one"], x: Float[Array, "blocks *n"]
+) -> Float[Array, "blocks *n"]:
+    return jnp.where(condition, x, 0)
 
 
 def widest(*dtypes: DTypeLike) -> np.dtype:

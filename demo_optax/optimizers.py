@@ -52,7 +52,7 @@ def decoupled(
 
     Example:
       >>> tx = decoupled(optax.adafactor(1e-3), Compression(topk=8), decay=0.95)
-      >>> tx.init(jnp.ones((64, 64)))[0].momentum.shape
+      >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
       (1, 1, 4096)
     """
     momentum = decoupled_momentum(
@@ -105,8 +105,8 @@ def demo(
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Example:
-      >>> tx, params = demo(0.1, Compression(topk=4)), jnp.ones(3)
-      >>> tx.update(jnp.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
+      >>> tx, params = demo(0.1, Compression(topk=4)), jax.numpy.ones(3)
+      >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
     base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
@@ -136,8 +136,8 @@ def demo_sgd(
       precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
 
     Example:
-      >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jnp.ones(3)
-      >>> tx.update(jnp.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round()
+      >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jax.numpy.ones(3)
+      >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round()
       Array([-1., -2.,  3.], dtype=float32)
     """
     base = _step(optax.identity(), learning_rate, weight_decay, mask)
@@ -226,9 +226,9 @@ def demo_muon(
       precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
 
     Example:
-      >>> tx, params = demo_muon(1.0, Compression(topk=16)), jnp.ones((4, 4))
-      >>> updates, state = tx.update(jnp.eye(4), tx.init(params), params)
-      >>> bool(abs(updates + jnp.eye(4)).max() < 0.5)
+      >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
+      >>> updates, state = tx.update(jax.numpy.eye(4), tx.init(params), params)
+      >>> bool(abs(updates + jax.numpy.eye(4)).max() < 0.5)
       True
     """
     muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: the sign is turned further down

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import demo_optax
-from demo_optax import Compression, _exchange
+from demo_optax import Compression, wire
 from demo_optax.accounting import collectives
 from demo_optax.compression import compress, make_plan
 from demo_optax.compression import packet as packets
@@ -82,7 +82,7 @@ def corrupted(change):
         gathered = original(packet, axis_name)
         return gathered.at[2].set(change(gathered[2]))
 
-    original = _exchange.gather
+    original = wire.gather
     return gather
 
 
@@ -93,7 +93,7 @@ def resealed(change, origin=OF_WORKER_2):
     """A change behind which the checksum is right again: a sender that is wrong itself."""
 
     def forge(words):
-        numbers, body, _ = packets.unseal(words, OF_WORKER_2)
+        numbers, body, _ = packets.unseal(LAYOUT, words, OF_WORKER_2)
         return packets.seal(*change(numbers, body), jnp.array(True), origin)
 
     return forge
@@ -134,7 +134,7 @@ FORGERIES = {
 @pytest.mark.parametrize("mode", ["vmap", "shard_map"])
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery, mode, monkeypatch):
-    monkeypatch.setattr(_exchange, "gather", corrupted(FORGERIES[forgery]))
+    monkeypatch.setattr(wire, "gather", corrupted(FORGERIES[forgery]))
     tx = momentum_tx(BY_COEFFICIENT)
     state, gradient = workers.init(tx, PARAMS, WORKERS), gradients(0)
     updates, new = workers.update_of(tx, PARAMS, WORKERS, mode)(gradient, state, PARAMS)
@@ -161,7 +161,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
     rng = np.random.default_rng(0)
     sizes = [(section.blocks, section.block_size) for section in plan.layout.sections]
     momenta = [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
-    body = compress(plan, momenta, jnp.int32(0), jnp.int32(0)).body
+    [body] = compress(plan, momenta, jnp.int32(0), jnp.int32(0)).bodies
     words = packets.seal(jnp.ones(packets.NUMBERS), body, jnp.array(True), OF_WORKER_2)
     assert words.shape == (plan.layout.words,)
 
@@ -169,10 +169,10 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
     @jax.vmap
     def intact(word, bit):
         changed = words.at[word].set(words[word] ^ (jnp.uint32(1) << bit))
-        return packets.unseal(changed, OF_WORKER_2)[2]
+        return packets.unseal(plan.layout, changed, OF_WORKER_2).intact
 
     word, bit = np.divmod(np.arange(32 * words.size), 32)
-    assert packets.unseal(words, OF_WORKER_2)[2]
+    assert packets.unseal(plan.layout, words, OF_WORKER_2).intact
     assert not intact(word, bit.astype(np.uint32)).any()
 
 
@@ -180,7 +180,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
 @given(words=st.binary(min_size=4 * LAYOUT.words, max_size=4 * LAYOUT.words))
 def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(words):
     """With a checksum that is right: every position that is accepted lies in its block."""
-    _, body, _ = packets.unseal(jnp.asarray(np.frombuffer(words, np.uint32)), OF_WORKER_2)
+    _, body, _ = packets.unseal(LAYOUT, jnp.asarray(np.frombuffer(words, np.uint32)), OF_WORKER_2)
     everything = [jnp.arange(s.k)[None].repeat(s.blocks, 0) for s in LAYOUT.sections]
     message, valid = packets.decode(LAYOUT, body, everything)
     if valid:

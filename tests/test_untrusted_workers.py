@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import _exchange
+from demo_optax import wire
 from demo_optax.compression import packet
 from tests import workers
 
@@ -47,7 +47,7 @@ def stacked_state(tx):
 @pytest.mark.parametrize("receiver", [0, 3])
 def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(monkeypatch, receiver):
     """The step itself cannot tell: that worker misses a packet which the others get."""
-    tx, plain = momentum(), _exchange.gather
+    tx, plain = momentum(), wire.gather
 
     def damaged(words, axis_name):
         here = jax.lax.axis_index(axis_name) == receiver
@@ -56,7 +56,7 @@ def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(mon
 
     update, update_damaged = every_worker(tx), every_worker(tx)
     _, state = update(gradients(0), stacked_state(tx))
-    monkeypatch.setattr(_exchange, "gather", damaged)
+    monkeypatch.setattr(wire, "gather", damaged)
     updates, state = update_damaged(gradients(1), state)
     others = [i for i in range(WORKERS) if i != receiver]
     assert np.any(updates["w"][receiver] != updates["w"][others[0]])

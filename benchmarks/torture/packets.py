@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax import _exchange
+from demo_optax import wire
 from demo_optax.compression import make_plan, packet
 from demo_optax.compression.packet import Origin
 
@@ -102,7 +102,7 @@ def optimizer(coding: str):
 
 def step(tx, gradient, state, forged: Forged | None = None):
     """Every worker's update, state and what it received, of which a packet may be replaced."""
-    plain = _exchange.gather
+    plain = wire.gather
 
     def one(gradient, state):
         heard = []
@@ -118,7 +118,7 @@ def step(tx, gradient, state, forged: Forged | None = None):
                 heard[0] = jnp.where(own == forged.receiver, changed, heard[0])
             return heard[0]
 
-        with mock.patch.object(_exchange, "gather", gather):
+        with mock.patch.object(wire, "gather", gather):
             updates, state = tx.update(gradient, state, PARAMS)
         return updates, state, heard[0]
 
@@ -232,12 +232,11 @@ def huge(coding: str, scene: Scene, count: int, rng: np.random.Generator) -> For
 def forger(coding: str) -> Callable:
     """Makes each value of a packet as large as is asked for, and tells the norm that it had."""
     layout = make_plan(compression(coding), tuple(x.shape for x in PARAMS.values())).layout
-    known = [jnp.zeros((s.blocks, s.k), jnp.int32) for s in layout.sections]
 
     def forge(words, size, sender):
         origin = Origin(jnp.int32(BEFORE - 1), sender)
-        numbers, body, _ = packet.unseal(words, origin)
-        message, _ = packet.decode(layout, body, known)
+        numbers, body, _ = packet.unseal(layout, words, origin)
+        message, _ = packet.decode(layout, body, [None] * len(layout.sections))
         values = tuple(jnp.where(v < 0, -size, size) for v in message.values)
         body = packet.encode(layout, message._replace(values=values))
         return packet.seal(numbers, body, jnp.array(True), origin)

@@ -2,7 +2,10 @@
 
 from demo_optax.compression.blocks import BlockRule as BlockRule
 from demo_optax.compression.compress import Compressed as Compressed
+from demo_optax.compression.compress import Known as Known
 from demo_optax.compression.compress import compress as compress
+from demo_optax.compression.compress import compress_layout as compress_layout
+from demo_optax.compression.compress import known_positions as known_positions
 from demo_optax.compression.indices import IndexCoding as IndexCoding
 from demo_optax.compression.plan import Plan as Plan
 from demo_optax.compression.plan import make_plan as make_plan

@@ -68,26 +68,30 @@ def _period(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def checksum(
-    words: UInt32[Array, "..."], first: ArrayLike = 0, strides: tuple[int, ...] | None = None
-) -> UInt32[Array, ""]:
+def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
     """A number that any change of one word changes for certain, of several but for 2**-32.
-
-    That of a whole is the sum of those of its parts, if ``first`` is where a part begins in it and
-    ``strides`` how far apart neighbours are along each dimension; they are its own by default.
-
-    A sum modulo 2**32 of a one-to-one hash of each word at its place (MurmurHash3's mixer). One
-    that is linear in the words would miss two flipped signs, and values that changed places.
 
     >>> import jax.numpy as jnp
     >>> checksum(jnp.uint32([1, 2])) == checksum(jnp.uint32([2, 1]))
     Array(False, dtype=bool)
     """
+    return jnp.sum(hashes(words), dtype=jnp.uint32)
+
+
+def hashes(
+    words: UInt32[Array, "*shape"], first: ArrayLike = 0, strides: tuple[int, ...] | None = None
+) -> UInt32[Array, "*shape"]:
+    """A one-to-one hash of each word at its place (MurmurHash3's mixer), for sums modulo 2**32.
+
+    Those of a whole are those of its parts, if ``first`` is where a part begins in it and
+    ``strides`` how far apart neighbours are along each dimension; they are its own by default.
+    Sums of what is linear in the words would miss two flipped signs, or values in other places.
+    """
     place = jnp.uint32(first) + positions(words.shape, strides or contiguous(words.shape))
     x = words + place * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+    return x ^ (x >> 16)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

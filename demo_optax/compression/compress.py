@@ -1,35 +1,62 @@
 """Compression: from the momenta of a step to what is sent of them."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Int32, PRNGKeyArray, UInt32
 
-from demo_optax.arrays import Coefficients, IntScalar, Positions
-from demo_optax.compression import packet, selection
-from demo_optax.compression.packet import Message, Section
+from demo_optax.arrays import Coefficients, IntScalar
+from demo_optax.compression import packet, selection, shares
+from demo_optax.compression.packet import Layout, Message
 from demo_optax.compression.plan import Plan
 from demo_optax.compression.settings import DRAW, ROUND, Compression
 
+Known = tuple[Int32[Array, "_blocks _k"] | None, ...]
+"""For each section the positions that every worker knows; None where they travel."""
+
 
 class Compressed(NamedTuple):
-    """What a worker sends.
+    """What is sent.
 
     Attributes:
-      body: of its packet.
+      bodies: of the packets, one for each owner of a share of the blocks.
       selected: the coefficients that were chosen.
       decoded: the same places, with the values that the others decode.
     """
 
-    body: UInt32[Array, "words"]
+    bodies: UInt32[Array, "owners words"]
     selected: Message
     decoded: Message
 
 
+def known_positions(settings: Compression, layout: Layout, step: IntScalar) -> Known:
+    """The positions that follow from the step alone, the same on all workers.
+
+    Args:
+      settings: of the compression.
+      layout: of the packet.
+      step: updates so far.
+    """
+
+    def of_section(number: int) -> Int32[Array, "_blocks _k"] | None:
+        section = layout.sections[number]
+        if section.index_coding is not None:
+            return None
+        if section.k == section.block_size:
+            everything = jnp.arange(section.k, dtype=jnp.int32)
+            return jnp.broadcast_to(everything, (section.blocks, section.k))
+        key = jax.random.fold_in(settings.key(step, DRAW), number)
+        sizes = section.blocks, section.block_size, section.k
+        return selection.shared(settings.selection, *sizes, step, key)
+
+    return tuple(map(of_section, range(len(layout.sections))))
+
+
 def compress(
-    plan: Plan, momenta: Sequence[Coefficients], step: IntScalar, worker: IntScalar
+    plan: Plan, momenta: Sequence[Coefficients], step: IntScalar, worker: IntScalar, owners: int = 1
 ) -> Compressed:
     """Selects coefficients and codes them.
 
@@ -38,31 +65,39 @@ def compress(
       momenta: of each group.
       step: updates so far; from it all workers draw shared positions alike.
       worker: its number, of which stochastic rounding depends.
+      owners: among whom the blocks are divided.
     """
-    settings, layout = plan.compression, plan.layout
+    known = known_positions(plan.compression, plan.layout, step)
+    key = plan.compression.rounding_key(step, ROUND, worker)
+    return compress_layout(plan.layout, momenta, known, key, owners)
+
+
+def compress_layout(
+    layout: Layout,
+    momenta: Sequence[Coefficients],
+    known: Known,
+    key: PRNGKeyArray | None,
+    owners: int = 1,
+) -> Compressed:
+    """Selects coefficients, but where they are known, and codes them.
+
+    Args:
+      layout: of all that is sent.
+      momenta: of each section.
+      known: positions that every worker knows.
+      key: for stochastic rounding; None rounds to the nearest.
+      owners: among whom the blocks are divided.
+    """
     positions = tuple(
-        _positions(settings, number, section, m, step)
-        for number, (section, m) in enumerate(zip(layout.sections, momenta, strict=True))
+        selection.top_k(m, section.k) if at is None else at
+        for section, m, at in zip(layout.sections, momenta, known, strict=True)
     )
     values = tuple(selection.take(m, p) for m, p in zip(momenta, positions, strict=True))
     selected = Message(positions, values)
-    key = None
-    if settings.rounding == "stochastic":
-        key = jax.random.fold_in(settings.key(step, ROUND), worker)
-    body = packet.encode(layout, selected, key)
-    decoded, _ = packet.decode(layout, body, positions)
+    share, parts = shares.layout_of(layout, owners), shares.divided(selected, owners)
+    keys = None if key is None else jax.random.split(key, owners)
+    bodies = jax.vmap(functools.partial(packet.encode, share))(parts, keys)
+    decoded, _ = jax.vmap(functools.partial(packet.decode, share))(bodies, parts.positions)
+    values = shares.joined(decoded.values, layout)
     # The positions are those that were coded: whoever subtracts need not wait for their decoding.
-    return Compressed(body, selected, decoded._replace(positions=positions))
-
-
-def _positions(
-    settings: Compression, number: int, section: Section, momenta: Coefficients, step: IntScalar
-) -> Positions:
-    if section.k == section.block_size:
-        everything = jnp.arange(section.k, dtype=jnp.int32)
-        return jnp.broadcast_to(everything, (section.blocks, section.k))
-    if settings.selection == "topk":
-        return selection.top_k(momenta, section.k)
-    key = jax.random.fold_in(settings.key(step, DRAW), number)
-    sizes = section.blocks, section.block_size, section.k
-    return selection.shared(settings.selection, *sizes, step, key)
+    return Compressed(bodies, selected, Message(positions, values))

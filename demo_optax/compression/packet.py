@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray, UInt32
 
 from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values
 from demo_optax.compression import indices as index_codings
@@ -23,9 +23,8 @@ from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_
 from demo_optax.compression.indices import IndexCoding
 from demo_optax.compression.values import Fields, ValueCoding
 
-NUMBERS = 6  # float32, for what the sender reports of its step (`demo_optax.metrics.Report`)
+NUMBERS = 7  # float32: a `demo_optax.metrics.Report`, and the energy of the packet's message
 MULTIPLE = 128
-_BODY = 1 + NUMBERS
 _SEAL = 0x44654D6F  # "DeMo"
 
 
@@ -62,14 +61,20 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where everything lies in a packet."""
+    """Where everything lies in a packet.
+
+    Attributes:
+      sections: one for each shape of blocks.
+      numbers: float32, that the sender reports beside them.
+    """
 
     sections: tuple[Section, ...]
+    numbers: int = NUMBERS
 
     @property
     def words(self) -> int:
         """Length of a packet in 32-bit words."""
-        used = _BODY + sum(sum(section.parts) for section in self.sections)
+        used = 1 + self.numbers + sum(sum(section.parts) for section in self.sections)
         return used + -used % MULTIPLE
 
 
@@ -106,18 +111,20 @@ def encode(
         words.append(pack_bits(fields.scales, value_codings.scale_bits(section.value_coding)))
         words.append(pack_bits(fields.values, value_codings.value_bits(section.value_coding)))
     used = sum(len(x) for x in words)
-    return jnp.concatenate([*words, jnp.zeros(layout.words - _BODY - used, jnp.uint32)])
+    return jnp.concatenate(
+        [*words, jnp.zeros(layout.words - 1 - layout.numbers - used, jnp.uint32)]
+    )
 
 
 def decode(
-    layout: Layout, body: UInt32[Array, "words"], known: Sequence[Positions]
+    layout: Layout, body: UInt32[Array, "words"], known: Sequence[Int32[Array, "_blocks _k"] | None]
 ) -> tuple[Message, BoolScalar]:
     """Decodes an untrusted body.
 
     Args:
       layout: of the packet.
       body: as from `encode`.
-      known: for each section positions; taken where they do not travel.
+      known: for each section its positions, where they do not travel.
 
     Returns:
       The message, and whether every position ascends within its block and every
@@ -132,7 +139,8 @@ def decode(
         index_words, scale_words, value_words, body = jnp.split(
             body, [for_indices, for_indices + for_scales, for_indices + for_scales + for_values]
         )
-        if section.index_coding is not None:
+        if positions is None:
+            assert section.index_coding is not None
             positions, ascending = index_codings.decode(
                 index_words, blocks, section.block_size, k, section.index_coding
             )
@@ -154,11 +162,11 @@ class Origin(NamedTuple):
 
 
 def seal(
-    numbers: Float32[Array, f"{NUMBERS}"],
+    numbers: Float32[Array, "numbers"],
     body: UInt32[Array, "words"],
     count: BoolScalar,
     origin: Origin,
-) -> UInt32[Array, f"words+{_BODY}"]:
+) -> UInt32[Array, "1+numbers+words"]:
     """Makes the packet of its numbers and its body.
 
     Its first word is the checksum of the rest and of its origin, or the complement where the packet
@@ -170,13 +178,26 @@ def seal(
     return jnp.concatenate([jnp.where(count, validity, ~validity)[None], rest])
 
 
-def unseal(
-    packet: UInt32[Array, "words"], origin: Origin
-) -> tuple[Float32[Array, f"{NUMBERS}"], UInt32[Array, f"words-{_BODY}"], BoolScalar]:
-    """Gives numbers and body, and whether the checksum is right and the numbers are finite."""
-    numbers = jax.lax.bitcast_convert_type(packet[1:_BODY], jnp.float32)
-    intact = packet[0] == _validity(packet[1:], origin)
-    return numbers, packet[_BODY:], intact & jnp.all(jnp.isfinite(numbers))
+class Opened(NamedTuple):
+    """An untrusted packet.
+
+    Attributes:
+      numbers: float32 ``(layout.numbers,)``.
+      body: uint32, its other words.
+      intact: whether the checksum is right and the numbers are finite.
+    """
+
+    numbers: Float32[Array, "..."]
+    body: UInt32[Array, "..."]
+    intact: Bool[Array, "..."]
+
+
+def unseal(layout: Layout, packet: UInt32[Array, "words"], origin: Origin) -> Opened:
+    """Opens a packet that is to be of this origin."""
+    validity, words, body = jnp.split(packet, [1, 1 + layout.numbers])
+    numbers = jax.lax.bitcast_convert_type(words, jnp.float32)
+    intact = validity[0] == _validity(packet[1:], origin)
+    return Opened(numbers, body, intact & jnp.all(jnp.isfinite(numbers)))
 
 
 def _validity(rest: UInt32[Array, "words"], origin: Origin) -> UInt32[Array, ""]:

@@ -103,11 +103,10 @@ class Plan:
         pairs = zip(coefficients, self.groups, strict=True)
         return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
 
-    def momenta(self, stored: Sequence[Stored], step: IntScalar) -> list[Coefficients]:
-        """For each group the stored coefficients, in this step's basis."""
-        momenta = [upcast(x) for x in self.stacked(stored)]
+    def rebased(self, momenta: Sequence[Coefficients], step: IntScalar) -> list[Coefficients]:
+        """The coefficients of a step's basis, of those of the step before."""
         if not transforms.is_redrawn(self.compression.transform):
-            return momenta
+            return list(momenta)
         last, now = (self.compression.coordinates.basis(s) for s in (step - 1, step))
         return [
             transforms.change_basis(x, group.sides, last, now)
@@ -115,13 +114,15 @@ class Plan:
         ]
 
     def stacked(self, stored: Sequence[Stored]) -> list[Coefficients]:
-        """For each group the coefficients of what tensors store."""
+        """For each group the coefficients of what tensors store, in float32 or wider."""
 
         def take(number: int, piece: Piece) -> Coefficients:
             x = stored[number][(*piece.in_grid, slice(piece.block_size))]
             return x.reshape(piece.num_blocks, piece.block_size)
 
-        return [_concatenated(itertools.starmap(take, group.members)) for group in self.groups]
+        return [
+            upcast(_concatenated(itertools.starmap(take, group.members))) for group in self.groups
+        ]
 
     def stored(self, coefficients: Sequence[Coefficients]) -> list[Stored]:
         """What tensors store of such coefficients: the inverse of `stacked`, padded with zeros."""
@@ -162,27 +163,24 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
     for number, geometry in enumerate(geometries):
         for piece in geometry.pieces:
             members.setdefault(piece.block_shape, []).append((number, piece))
-    groups = [
-        Group(sides, tuple(of_shape), _section(compression, [piece for _, piece in of_shape]))
-        for sides, of_shape in members.items()
-    ]
-    return Plan(compression, geometries, tuple(groups))
+
+    def group(sides: Shape, of_shape: Sequence[tuple[int, Piece]]) -> Group:
+        blocks = sum(piece.num_blocks for _, piece in of_shape)
+        return Group(
+            sides, tuple(of_shape), section_of(compression, blocks, of_shape[0][1].block_size)
+        )
+
+    return Plan(compression, geometries, tuple(itertools.starmap(group, members.items())))
 
 
-def _section(compression: Compression, pieces: Sequence[Piece]) -> Section:
-    n = pieces[0].block_size
-    k = min(compression.topk, n)
-    travel = compression.selection == "topk" and k < n
-    coding = (
-        indices.cheapest(n, k) if compression.index_coding == "auto" else compression.index_coding
-    )
-    return Section(
-        blocks=sum(piece.num_blocks for piece in pieces),
-        block_size=n,
-        k=k,
-        index_coding=coding if travel else None,
-        value_coding=compression.value_coding,
-    )
+def section_of(compression: Compression, blocks: int, block_size: int) -> Section:
+    """The section of so many blocks of one size."""
+    k = min(compression.topk, block_size)
+    travel = compression.selection == "topk" and k < block_size
+    coding = compression.index_coding
+    if coding == "auto":
+        coding = indices.cheapest(block_size, k)
+    return Section(blocks, block_size, k, coding if travel else None, compression.value_coding)
 
 
 def _concatenated(arrays: Iterable[Tensor], axis: int = 0) -> Tensor:

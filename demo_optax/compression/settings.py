@@ -1,7 +1,7 @@
 """Settings as small values: what is sent, and the coordinates in which a momentum is stored."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jaxtyping import PRNGKeyArray
@@ -15,8 +15,12 @@ from demo_optax.compression.selection import SELECTIONS, Selection
 from demo_optax.compression.transforms import TRANSFORMS, Basis, TransformName
 from demo_optax.compression.values import ROUNDINGS, VALUE_CODINGS, Rounding, ValueCoding
 
-BASIS, DRAW, ROUND, STORE = range(4)
-"""Purposes of keys: the redrawn basis, shared positions, sent values and stored momenta."""
+BASIS, DRAW, ROUND, STORE, ROUND_BACK = range(5)
+"""Purposes of keys: the redrawn basis, shared positions, rounding of sent values, of stored momenta
+and of what owners send back."""
+
+Exchange = Literal["all-gather", "two-phase"]
+EXCHANGES = get_args(Exchange)
 
 
 @jax.tree_util.register_static
@@ -64,9 +68,19 @@ class Compression:
         messages; what is more stays in its momentum. It bounds what one broken or malicious worker
         can do. Of a worker with sharded parameters, each shard's. None sets no limit.
       seed: of everything that is drawn.
+      exchange: ``"all-gather"`` gives every worker all packets, traffic that grows with their
+        number. In ``"two-phase"`` each worker owns an equal share of the blocks: it averages what
+        the others send of these, and sends the mean back, compressed as well; what that leaves out
+        stays with the owner for the next steps. The traffic is that of two packets, whatever the
+        number of workers.
+      topk_back: coefficients of each block that an owner sends back; four times ``topk`` by
+        default, and with shared positions the very same.
+      value_coding_back: of the values that it sends back; ``value_coding`` by default.
+      delay: 0, or 1 to exchange the packets of the last step while this one computes its gradient.
+        What they carry leaves the momentum where they count, a step later.
 
     Raises:
-      ValueError: a setting is out of range.
+      ValueError: a setting is out of range, or needs another one.
       TypeError: an integer setting is an array, as under ``optax.inject_hyperparams``.
 
     Example:
@@ -84,6 +98,10 @@ class Compression:
     rounding: Rounding = "nearest"
     norm_limit: float | None = None
     seed: int = 0
+    exchange: Exchange = "all-gather"
+    topk_back: int | None = None
+    value_coding_back: ValueCoding | None = None
+    delay: int = 0
 
     def __post_init__(self):
         checks.static_integer("topk", self.topk, at_least=1)
@@ -97,12 +115,50 @@ class Compression:
         checks.one_of("rounding", self.rounding, ROUNDINGS)
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
+        checks.one_of("exchange", self.exchange, EXCHANGES)
+        checks.one_of("delay", self.delay, (0, 1))
+        back = {"topk_back": self.topk_back, "value_coding_back": self.value_coding_back}
+        given = [name for name, value in back.items() if value is not None]
+        if given and self.exchange != "two-phase":
+            raise ValueError(
+                f"{given[0]}={back[given[0]]!r} says what owners send back, but "
+                f"exchange={self.exchange!r} knows no owners: leave it out, or set "
+                'exchange="two-phase".'
+            )
+        if self.topk_back is not None:
+            checks.static_integer("topk_back", self.topk_back, at_least=1)
+            if self.selection != "topk":
+                raise ValueError(
+                    f"topk_back={self.topk_back} is for selection='topk': with "
+                    f"selection={self.selection!r} owners send back the {self.topk} coefficients "
+                    "that were sent to them. Leave it out."
+                )
+        if self.value_coding_back is not None:
+            checks.one_of("value_coding_back", self.value_coding_back, VALUE_CODINGS)
 
     @property
     def coordinates(self) -> Coordinates:
         """What decides how a momentum is stored."""
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return Coordinates(self.transform, self.block_side, self.block_rule, seed)
+
+    @property
+    def way_back(self) -> "Compression":
+        """How owners compress what they send back."""
+        four_times = 4 * self.topk if self.selection == "topk" else self.topk
+        return dataclasses.replace(
+            self,
+            topk=self.topk_back or four_times,
+            topk_back=None,
+            value_coding=self.value_coding_back or self.value_coding,
+            value_coding_back=None,
+        )
+
+    def rounding_key(self, step: IntScalar, purpose: int, worker: IntScalar) -> PRNGKeyArray | None:
+        """The key by which a worker rounds values; None where it rounds to the nearest."""
+        if self.rounding == "nearest":
+            return None
+        return jax.random.fold_in(self.key(step, purpose), worker)
 
     def key(self, step: IntScalar, purpose: int) -> PRNGKeyArray:
         """The key of a step's draws, the same on all workers."""

@@ -1,7 +1,7 @@
 """What a run shows: a bar while it trains, and a table at its end."""
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import progress
@@ -111,7 +111,7 @@ class Log:
                 exchange,
             )
         )
-        shown = dict(loss=f"{loss:.3f}", speed=speed, sent=self.megabytes)
+        shown: dict[str, Any] = dict(loss=f"{loss:.3f}", speed=speed, sent=self.megabytes)
         self.bar.update(self.task, completed=self.done, **shown)
         self.resume()
 

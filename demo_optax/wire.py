@@ -1,0 +1,58 @@
+"""The collectives of a step. What several devices of a worker hold alike crosses its link once."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
+
+from demo_optax import axes
+from demo_optax.axes import AxisName
+from demo_optax.compression.packet import MULTIPLE
+
+
+def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
+    """All workers' packets, typed as the same everywhere where types are."""
+    if axis_name is None:
+        return packet[None]
+    manual = axes.manual_names(axis_name)
+    if manual != axes.names(axis_name):
+        gathered = packet  # vmap knows only the plain form, and only one axis at a time
+        for name in reversed(axes.names(axis_name)):
+            to = "invarying" if name in manual else "varying"
+            gathered = jax.lax.all_gather(gathered, name, to=to)
+        return gathered.reshape(-1, packet.size)
+    return _once(lambda x: jax.lax.all_gather(x, axis_name, to="invarying"), packet, axis_name)
+
+
+def deal(
+    packets: UInt32[Array, "workers words"], axis_name: AxisName
+) -> UInt32[Array, "workers words"]:
+    """Gives worker ``i`` the ``i``-th packet of each worker."""
+    if axis_name is None:
+        return packets
+    every = axes.names(axis_name)
+    if axes.manual_names(axis_name) != every:
+        dealt = packets.reshape(*map(axes.size, every), -1)
+        for place, name in enumerate(every):
+            dealt = jax.lax.all_to_all(dealt, name, place, place, tiled=True)
+        return dealt.reshape(packets.shape)
+    return _once(lambda x: jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True), packets, axis_name)
+
+
+def _once(collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName):
+    """A collective along the workers, each device of which sends another part of the same words.
+
+    The parts are joined inside the worker.
+    """
+    copies = axes.copies_of(words, axis_name)
+    if not copies:
+        return collective(words)
+    size = words.shape[-1]
+    padding = [(0, 0)] * (words.ndim - 1) + [(0, -size % (axes.size(copies) * MULTIPLE))]
+    parts = jnp.pad(words, padding)
+    parts = parts.reshape(*words.shape[:-1], axes.size(copies), -1)
+    own = jnp.take(parts, jax.lax.axis_index(copies), axis=-2)
+    arrived = collective(own)
+    whole = jax.lax.all_gather(arrived, copies, axis=arrived.ndim - 1, tiled=True, to="invarying")
+    return whole[..., :size]
