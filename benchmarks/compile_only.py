@@ -3,8 +3,9 @@
     make accelerators                                 environments and the table, about 7 GB
     python benchmarks/compile_only.py tpu             8 TPU v5e; needs jax[tpu]
     python benchmarks/compile_only.py h100 --layers 16
+    python benchmarks/compile_only.py tpu --chips 64 --exchange two-phase
 
-Compiles for eight chips and runs nothing. Prints seconds to lower and compile, the collectives,
+Compiles for eight chips, or another number, and runs nothing. Prints seconds to lower and compile, the collectives,
 temporary memory, XLA's own estimate of the cost (TPU: cycles; GPU: picoseconds at the speed of
 light; neither prices sorts, scatters and gathers well) and how many such operations there are.
 Times say something on idle cores only.
@@ -37,13 +38,18 @@ UNIT = {"tpu": (1.0, "cycles"), "h100": (1e6, "ps")}
 UNPRICED = re.compile(r" (sort|scatter|gather|while|copy)\(|custom_call_target=\"[^\"]*(TopK)\"")
 
 
-def topology(target: str):
+TPU_SLICES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+
+
+def topology(target: str, chips: int):
     from jax.experimental import topologies
 
     if target == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+        name = f"v5e:{TPU_SLICES[chips]}"
+        return topologies.get_topology_desc(platform="tpu", topology_name=name)
     config = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
-    return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x8")
+    shape = f"1x{-(-chips // 8)}x{min(chips, 8)}"
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
 
 
 def update(optimizer: str, args):
@@ -57,8 +63,15 @@ def update(optimizer: str, args):
 
     import demo_optax
 
-    mesh = Mesh(np.array(topology(args.target).devices), ("data",), axis_types=(AxisType.Auto,))
-    compression = demo_optax.Compression(args.topk, value_coding=args.value_coding)
+    devices = np.array(topology(args.target, args.chips).devices)
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    compression = demo_optax.Compression(
+        args.topk,
+        value_coding=args.value_coding,
+        selection=args.selection,
+        exchange=args.exchange,
+        delay=args.delay,
+    )
     momentum = demo_optax.decoupled_momentum(0.95, compression, axis_name="data")
     tx = {
         "demo": optax.chain(momentum, optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3)),
@@ -124,11 +137,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--value-coding", default="int4")
+    parser.add_argument("--selection", default="topk")
+    parser.add_argument("--exchange", default="all-gather")
+    parser.add_argument("--delay", type=int, default=0)
+    parser.add_argument("--chips", type=int, default=8, choices=TPU_SLICES)
+    parser.add_argument("--optimizers", nargs="+", default=["adamw", "demo"])
     parser.add_argument("--hlo", help="a file for the optimised HLO of the last program")
     args = parser.parse_args()
     # Before JAX is imported: the topology is found all the same.
     os.environ |= {"JAX_PLATFORMS": "cpu"} | ENVIRONMENT[args.target]
-    for optimizer in ("adamw", "demo"):
+    for optimizer in args.optimizers:
         measure(optimizer, args)
 
 

@@ -22,6 +22,9 @@ EXTRA_ARGS = {"value": np.float32(0)}
 """What a traced update is given, since ``optax.contrib.reduce_on_plateau`` asks for it by name."""
 
 
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "psum")
+
+
 def names(axis_name: AxisName) -> tuple[str, ...]:
     """The axis names as a tuple: ``()`` for None, ``(name,)`` for a single name."""
     if axis_name is None:
@@ -78,12 +81,19 @@ def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
         return jax.make_jaxpr(jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()))()
 
 
+def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):
+    """Shapes and dtypes of what a function gives a worker on a mesh of these sizes."""
+    found = []
+    trace_worker(lambda: found.append(jax.eval_shape(fn, *args)), sizes)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[-1])
+
+
 def bytes_handed_over(program, axis_name: AxisName) -> int:
     """Bytes that one device hands to a traced program's collectives along ``axis_name``."""
     total = 0
     for equation in _equations(program.jaxpr):
         along = equation.params.get("axes", equation.params.get("axis_name", ()))
-        collective = equation.primitive.name.startswith(("all_gather", "psum", "all_reduce"))
+        collective = equation.primitive.name.startswith(_COLLECTIVES)
         along = along if isinstance(along, tuple) else (along,)
         if collective and set(along) & set(names(axis_name)):
             avals: list[Any] = [operand.aval for operand in equation.invars]

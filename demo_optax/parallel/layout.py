@@ -124,13 +124,16 @@ def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
     params = unboxed(structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes]))
     specs = structure.unflatten(specs)
     parts = shards.shard_shapes(params, unboxed(specs), mesh)
-    found = variation(tx, parts, unboxed(specs), dict(mesh.shape), axis_name)
+    single = axes.shapes_of_worker(tx.init, mesh.shape, parts)
+    found = variation(tx, parts, single, unboxed(specs), mesh.shape, axis_name)
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(unboxed(specs)))
 
     def inner_spec(path, varying_axes, leaf) -> P:
         if varying_axes <= worker_axes:
             return P()
+        if _is_of_device(path):
+            return P(tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes))
         for start in range(len(path) + 1):
             spec = spec_at.get(path[start:])
             if spec is not None and len(spec) <= leaf.ndim:
@@ -148,9 +151,13 @@ def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
         spec = inner_spec(path, varying_axes, leaf)
         return P(axis_name, *spec) if varying_axes & worker_axes else spec
 
-    state = jax.eval_shape(tx.init, params)
-    state_specs = jax.tree.map_with_path(whole_spec, found.state, state)
-    return Layout(specs, state_specs, found, jax.eval_shape(tx.init, parts))
+    state_specs = jax.tree.map_with_path(whole_spec, found.state, single)
+    return Layout(specs, state_specs, found, single)
+
+
+def _is_of_device(path) -> bool:
+    """Whether a leaf of the state belongs to a device and to none of its parameters."""
+    return any(getattr(key, "name", None) in ("residual", "waiting") for key in path)
 
 
 class Stacked(optax.GradientTransformationExtraArgs):

@@ -38,6 +38,7 @@ class Variation(NamedTuple):
 def variation(
     tx: optax.GradientTransformation,
     parts,
+    single,
     specs,
     mesh_shape: Mapping[str, int],
     axis_name: AxisName,
@@ -50,6 +51,7 @@ def variation(
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
       parts: shapes of one device's shards of the parameters.
+      single: shapes of one worker's state of these.
       specs: the parameters' PartitionSpecs inside a worker.
       mesh_shape: sizes of the mesh's axes.
       axis_name: the workers' axis, or axes.
@@ -80,7 +82,7 @@ def variation(
         frozen = jax.tree.map(lambda _: False, updates)
         return Variation(state, updates, frozen, axes.bytes_handed_over(program, axis_name))
 
-    nowhere = jax.tree.map(lambda _: frozenset(), jax.eval_shape(tx.init, parts))
+    nowhere = jax.tree.map(lambda _: frozenset(), single)
     found = Variation(nowhere, None, None, 0)
     before = None
     try:
@@ -94,7 +96,7 @@ def variation(
                 f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
                 f"{', '.join(EXTRA_ARGS)} is known then: give the others a default."
             ) from error
-        if not _decides_alone(jax.eval_shape(tx.init, parts)):
+        if not _decides_alone(single):
             raise
         raise type(error)(
             f"{error}\n\noptax.MultiSteps and optax.apply_if_finite let each worker decide alone "
@@ -104,7 +106,7 @@ def variation(
     worker_axes = frozenset(axes.names(axis_name))
     if not any(names & worker_axes for names in jax.tree.leaves(found.updates)):
         return found
-    frozen = _frozen(tx, parts, mesh_shape, axis_name)
+    frozen = _frozen(tx, parts, single, mesh_shape, axis_name)
     updates = jax.tree.map(
         lambda x, names: names - worker_axes if x else names, frozen, found.updates
     )
@@ -133,7 +135,7 @@ _ZERO_OF_ZEROS = {
 }
 
 
-def _frozen(tx, parts, mesh_shape, axis_name):
+def _frozen(tx, parts, single, mesh_shape, axis_name):
     """A tree of bools: which updates the program of ``tx`` makes of zeros alone."""
 
     def update(gradient, state, params):
@@ -142,8 +144,7 @@ def _frozen(tx, parts, mesh_shape, axis_name):
     of_workers: Callable = update
     for name in axes.names(axis_name):
         of_workers = functools.partial(_of_all, of_workers, name, mesh_shape[name])
-    shapes = parts, jax.eval_shape(tx.init, parts), parts
-    program, updates = jax.make_jaxpr(of_workers, return_shape=True)(*shapes)
+    program, updates = jax.make_jaxpr(of_workers, return_shape=True)(parts, single, parts)
     found = _zeros(program.jaxpr, [False] * len(program.jaxpr.invars))
     return jax.tree.unflatten(jax.tree.structure(updates), found)
 
