@@ -135,8 +135,8 @@ def local_steps(
     def update_fn(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(
-                "local_steps needs the shared parameters, from which workers set out: call "
-                "update(gradient, state, params)."
+                "local_steps needs the shared parameters, from which workers set out, but params "
+                "is None: call update(gradient, state, params)."
             )
         axes.size(axis_name)
         state_checks.require_local(updates, axis_name)

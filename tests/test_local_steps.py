@@ -1,6 +1,5 @@
 """Local steps: DiLoCo and SparseLoCo beside a simulation in NumPy, and what workers may rely on."""
 
-import math
 import re
 
 import jax
@@ -13,56 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax.accounting import collectives
-from demo_optax.checkpoint import Checkpointer
 from tests import model, oracles, workers
-
-RATE = optax.linear_schedule(3e-2, 3e-3, 15)  # of inner steps
-OUTER_RATE = optax.linear_schedule(1.0, 0.5, 5)  # of rounds
-MESHES = {(8,): ("data",), (4, 2): ("data", "fsdp"), (2, 2, 2): ("data", "fsdp", "tensor")}
-
-
-def diloco(every=3, inner=None, **options):
-    mean = demo_optax.mean_over_workers("data")
-    outer = optax.chain(mean, optax.sgd(0.7, momentum=0.9, nesterov=True))
-    inner = inner or optax.adamw(RATE, b2=0.95, weight_decay=0.1)
-    return demo_optax.local_steps(inner, outer, every, axis_name="data", **options)
-
-
-def sparseloco(every=3, inner=None, values="int2", in_front=None):
-    sent = demo_optax.Compression(4, 8, values, transform="identity")
-    outer = demo_optax.decoupled(
-        optax.sgd(OUTER_RATE),
-        sent,
-        decay=0.95,
-        gradient_weight=1.0,
-        mean="workers",
-        axis_name="data",
-    )
-    outer = optax.chain(in_front, outer) if in_front else outer
-    inner = inner or optax.adamw(RATE, b2=0.95, weight_decay=0.1)
-    return demo_optax.local_steps(inner, outer, every, axis_name="data")
-
-
-BOTH = {"diloco": diloco(), "sparseloco": sparseloco()}
-
-
-def train(tx, steps, mesh=None, start=None, loss=model.loss, batch=model.batch, **options):
-    """Steps ``range(*steps)``; parameters, state, metrics of all steps."""
-    mesh = mesh or workers.mesh_of(4)
-    specs = options.get("param_specs")
-    params = model.init()
-    start = start or (params, demo_optax.init_opt_state(tx, params, mesh, param_specs=specs))
-    (params, state), seen = start, []
-    step = demo_optax.make_train_step(loss, tx, mesh, **options)
-    for i in range(*steps):
-        params, state, metrics = jax.block_until_ready(step(params, state, batch(i)))
-        seen.append(metrics)
-    return params, state, seen
-
-
-def assert_same(ours, theirs):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(np.asarray, (a, b))), ours, theirs)
-
+from tests.local_methods import BOTH, assert_same, dense, local, sparse, train
 
 # --- a simulation in NumPy of least squares with three workers
 
@@ -137,22 +88,24 @@ class Sparse:
 
 
 @pytest.mark.parametrize(
-    "tx, outer",
+    "outer, simulated",
     [
-        (diloco(), Nesterov),
-        (sparseloco(values="float32"), lambda: Sparse("float32")),
-        (sparseloco(), lambda: Sparse("int2")),
+        (dense(), Nesterov),
+        (sparse("float32"), lambda: Sparse("float32")),
+        (sparse(), lambda: Sparse("int2")),
     ],
     ids=["diloco", "sparseloco, float32", "sparseloco, int2"],
 )
-def test_five_rounds_follow_a_simulation(tx, outer):
+def test_five_rounds_follow_a_simulation(outer, simulated):
+    tx = local(outer)
     random = np.random.default_rng(0)
     shared = {"w": 0.3 * random.normal(size=(16, 8)), "b": 0.3 * random.normal(size=8)}
     params = {n: jnp.asarray(x, jnp.float32) for n, x in shared.items()}
     mesh = workers.mesh_of(3)
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(least_squares, tx, mesh)
-    inner, outer = [{n: AdamW() for n in shared} for _ in range(3)], {n: outer() for n in shared}
+    inner = [{n: AdamW() for n in shared} for _ in range(3)]
+    simulated = {n: simulated() for n in shared}
     for i in range(15):
         if i % 3 == 0:
             own = [dict(shared) for _ in range(3)]
@@ -161,7 +114,7 @@ def test_five_rounds_follow_a_simulation(tx, outer):
             own[worker] = {n: inner[worker][n].update(own[worker][n], g[n]) for n in g}
         if i % 3 == 2:
             shared = {
-                n: outer[n].update(x, [x - own[worker][n] for worker in range(3)])
+                n: simulated[n].update(x, [x - own[worker][n] for worker in range(3)])
                 for n, x in shared.items()
             }
         params, state, metrics = step(params, state, rows(i))
@@ -175,7 +128,7 @@ def test_what_is_exchanged_is_what_the_workers_went_and_nothing_of_it_is_lost():
     record = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, s, p=None: (g, g)
     )
-    tx = sparseloco(inner=optax.sgd(0.25), in_front=record)
+    tx = local(optax.chain(record, sparse()), inner=optax.sgd(0.25))
 
     def linear(params, batch):  # whose gradient is the batch
         return sum(jnp.sum(params[n] * batch[n][0]) for n in params)
@@ -252,7 +205,7 @@ def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
 @pytest.mark.parametrize("name", BOTH)
 def test_workers_meet_in_one_exchange_at_the_end_of_a_round(name, inside):
     tx, shape = BOTH[name], (4, 2) if inside else (8,)
-    mesh = jax.make_mesh(shape, MESHES[shape], (AxisType.Auto,) * len(shape))
+    mesh = jax.make_mesh(shape, ("data", "fsdp")[: len(shape)], (AxisType.Auto,) * len(shape))
     specs = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")} if inside else None
     state = demo_optax.init_opt_state(tx, model.init(), mesh, param_specs=specs)
     step = demo_optax.make_train_step(model.loss, tx, mesh, param_specs=specs, clip_norm=1.0)
