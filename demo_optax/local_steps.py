@@ -222,17 +222,19 @@ def own_parameters(params, opt_state):
     found = _nodes(opt_state, LocalStepsState)
     if not found:
         return params
-    structure: Any = jax.tree.structure(params)
-    if len(found) > 1 or jax.tree.structure(found[0].displacement) != jax.tree.structure(
-        unboxed(params)
-    ):
+    wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in found]))
+    if held != [wanted]:
         raise ValueError(
-            "local_steps is not that of all parameters, but stands inside optax.partition or "
-            "optax.masked, or more than once: leave it outermost, and partition and mask inside of "
-            "inner and outer."
+            f"local_steps must be that of all parameters, {wanted}, but the state holds such of "
+            f"{held}: leave it outermost, and partition and mask inside of inner and outer."
         )
+    structure: Any = jax.tree.structure(params)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found[0].displacement), strict=True)
     return structure.unflatten([(x + d).astype(jnp.result_type(x)) for x, d in pairs])
+
+
+def _paths(tree) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def has_exchanged(opt_state) -> BoolScalar:
