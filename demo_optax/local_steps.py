@@ -170,8 +170,8 @@ def local_steps(
 
         args = *arrived, state.outer
         branches = axes.branches_alike(exchange, go_on, *args)
-        updates, state = jax.lax.cond(state.mini_step == every - 1, *branches, *args)
-        return structure.unflatten(jax.tree.leaves(updates)), state
+        updates, new = jax.lax.cond(state.mini_step == every - 1, *branches, *args)
+        return structure.unflatten(jax.tree.leaves(updates)), new
 
     def restarted(fresh, inner_state):
         """A fresh inner state, or the one that went on, with schedules where they are."""

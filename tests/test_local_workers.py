@@ -139,10 +139,14 @@ def test_own_parameters_keep_their_mean_on_other_workers(name, tmp_path):
     assert np.asarray(seen[-1].loss).mean() < np.asarray(seen[0].loss).mean()
 
 
+ONE_AXIS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}
+TWO_AXES = {"hidden": P("tensor", "fsdp"), "bias": P("tensor"), "out": P("fsdp")}
 SHARDED = {
-    "4 x 2": ((4, 2), {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}, {}),
-    "4 x 2, mapped": ((4, 2), {"hidden": P(None, "fsdp"), "bias": P()}, dict(axis_names=())),
-    "2 x 2 x 2": ((2, 2, 2), {"hidden": P("tensor", "fsdp"), "bias": P("tensor")}, {}),
+    "4 x 2": ((4, 2), ONE_AXIS, {}),
+    "4 x 2, unchecked": ((4, 2), ONE_AXIS, dict(check_vma=False)),
+    "4 x 2, compiler": ((4, 2), ONE_AXIS, dict(axis_names=("data",))),
+    "4 x 2, mapped": ((4, 2), ONE_AXIS, dict(axis_names=())),
+    "2 x 2 x 2": ((2, 2, 2), TWO_AXES, {}),
 }
 
 
@@ -155,7 +159,6 @@ def test_sharded_workers_follow_whole_ones(name, layout):
     tx = local(outer, inner=FLAT)
     kinds = (AxisType.Auto,) * len(shape)
     mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor")[: len(shape)], kinds)
-    specs = {"out": P("fsdp")} | specs
     ours = train(tx, (0, 7), mesh, param_specs=specs, clip_norm=0.5, **way)
     theirs = train(tx, (0, 7), workers.mesh_of(shape[0]), clip_norm=0.5)
     assert_close(ours[0], theirs[0], rtol=2e-4, atol=1e-5)
@@ -175,6 +178,27 @@ def test_one_plain_step_a_round_is_the_outer_optimizer(name):
     assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
     assert_close(ours[1].outer, theirs[1], rtol=1e-5, atol=1e-6)
     assert all(bool(metrics.exchanged) for metrics in ours[2] + theirs[2])
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_loop_of_ones_own_under_vmap_follows(name):
+    tx, params = BOTH[name], model.init()
+    states = jax.vmap(lambda _: tx.init(params))(np.arange(4))
+
+    @jax.jit
+    def step(params, states, batch):
+        def worker(state, batch):
+            gradient = jax.grad(model.loss)(demo_optax.own_parameters(params, state), batch)
+            return tx.update(gradient, state, params)
+
+        updates, states = jax.vmap(worker, axis_name="data")(states, batch)
+        return optax.apply_updates(params, jax.tree.map(lambda u: u[0], updates)), states
+
+    for i in range(7):
+        params, states = step(params, states, model.stacked(model.batch(i), 4))
+    ours, theirs = (params, states), train(tx, (0, 7))
+    assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-6)
+    assert_close(ours[1].displacement, theirs[1].displacement, rtol=1e-3, atol=1e-6)
 
 
 def test_microbatches_keys_and_model_states_stay_with_their_worker():
