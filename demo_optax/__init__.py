@@ -11,6 +11,9 @@ from demo_optax.axes import AxisName as AxisName
 from demo_optax.compression import Compression as Compression
 from demo_optax.compression import Mean as Mean
 from demo_optax.data_parallel import mean_over_workers as mean_over_workers
+from demo_optax.local_steps import LocalStepsState as LocalStepsState
+from demo_optax.local_steps import local_steps as local_steps
+from demo_optax.local_steps import own_parameters as own_parameters
 from demo_optax.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax.metrics import check_metrics as check_metrics
 from demo_optax.metrics import exchange_metrics as exchange_metrics

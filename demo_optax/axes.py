@@ -114,6 +114,25 @@ def varying_like(x: jax.Array, reference: jax.Array) -> jax.Array:
     return as_varying(x, tuple(varying(reference)))
 
 
+def branches_alike(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
+    """Branches of a ``jax.lax.cond``, whose results vary wherever those of either do."""
+    types = [jax.eval_shape(fn, *args) for fn in (one, other)]
+    over = jax.tree.map(lambda x, y: varying(x) | varying(y), *types)
+
+    def typed(fn):
+        return lambda *args: jax.tree.map(
+            lambda x, names: as_varying(x, tuple(names)), fn(*args), over
+        )
+
+    return typed(one), typed(other)
+
+
+def on_all_devices(condition: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Whether a condition holds on all devices of this worker, where types tell these apart."""
+    inner = tuple(sorted(varying(condition) - set(names(axis_name))))
+    return jax.lax.pmin(condition.astype(jnp.int32), inner) > 0 if inner else condition
+
+
 def size(axis_name: AxisName) -> int:
     """The number of workers on ``axis_name`` (1 for None); NameError where it is not bound."""
     if axis_name is None:

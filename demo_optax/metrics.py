@@ -223,26 +223,20 @@ def if_anyone_took_part(updates, opt_state):
     return jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
 
 
-def of_worker(opt_state, sharded: tuple[str, ...]):
-    """The state with the metrics of a worker's shards, along these axes, made one.
+def of_worker(x: ExchangeMetrics, sharded: tuple[str, ...]) -> ExchangeMetrics:
+    """The metrics of a worker's shards, along these axes, made one.
 
     What several shards hold in common counts once for each in the norm of the residual.
     """
-
-    def combine(x):
-        if not _is_metrics(x):
-            return x
-        return ExchangeMetrics(
-            participants=jax.lax.pmin(x.participants, sharded),
-            agreed=jax.lax.pmin(x.agreed.astype(jnp.int32), sharded) > 0,
-            received=jax.lax.psum(x.received.view(jnp.int32), sharded).view(jnp.uint32),
-            identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
-            sent_share=jax.lax.pmean(x.sent_share, sharded),
-            restarted=jax.lax.psum(x.restarted, sharded),
-            residual_norm=jnp.sqrt(jax.lax.psum(jnp.square(x.residual_norm), sharded)),
-        )
-
-    return jax.tree.map(combine, opt_state, is_leaf=_is_metrics) if sharded else opt_state
+    return ExchangeMetrics(
+        participants=jax.lax.pmin(x.participants, sharded),
+        agreed=jax.lax.pmin(x.agreed.astype(jnp.int32), sharded) > 0,
+        received=jax.lax.psum(x.received.view(jnp.int32), sharded).view(jnp.uint32),
+        identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
+        sent_share=jax.lax.pmean(x.sent_share, sharded),
+        restarted=jax.lax.psum(x.restarted, sharded),
+        residual_norm=jnp.sqrt(jax.lax.psum(jnp.square(x.residual_norm), sharded)),
+    )
 
 
 def _is_metrics(x) -> bool:

@@ -59,7 +59,10 @@ def multi_steps(
         stepped = jax.eval_shape(step, mean, state.inner_opt_state)
         last = state.mini_step == every - 1
         new, inner = jax.lax.cond(
-            last, *_alike(step, wait, mean, state.inner_opt_state), mean, state.inner_opt_state
+            last,
+            *axes.branches_alike(step, wait, mean, state.inner_opt_state),
+            mean,
+            state.inner_opt_state,
         )
         return new, optax.MultiStepsState(
             mini_step=(state.mini_step + 1) % every,
@@ -70,16 +73,3 @@ def multi_steps(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _alike(one, other, *args):
-    """Two functions whose results are typed as varying wherever that of either is."""
-    types = [jax.eval_shape(fn, *args) for fn in (one, other)]
-    varying = jax.tree.map(lambda x, y: axes.varying(x) | axes.varying(y), *types)
-
-    def typed(fn):
-        return lambda *args: jax.tree.map(
-            lambda x, names: axes.as_varying(x, tuple(names)), fn(*args), varying
-        )
-
-    return typed(one), typed(other)

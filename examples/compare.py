@@ -34,7 +34,12 @@ def main() -> None:
             f"last: choose another than {BASELINE}, and train_lm.py to use a --checkpoint-dir."
         )
     baseline = dataclasses.replace(
-        config, optimizer=BASELINE, learning_rate=None, decay=None, weight_decay=None
+        config,
+        optimizer=BASELINE,
+        learning_rate=None,
+        decay=None,
+        weight_decay=None,
+        local_steps=None,
     )
     compared: dict[OptimizerName, Trained] = {
         each.optimizer: run_or_exit(of_its_own(each, folder)) for each in (config, baseline)
@@ -51,11 +56,12 @@ def of_its_own(config: Config, folder: Path) -> Config:
 
 
 def table(compared: dict[OptimizerName, Trained]) -> Table:
-    packets = {name: run.log.packet_bytes / 1e6 for name, run in compared.items()}
+    packets = {name: run.log.bytes_per_step / 1e6 for name, run in compared.items()}
     smallest = min(packets.values())
     workers = len(next(iter(compared.values())).log.devices)
     # As rings: packets of all others come by, a dense all-reduce passes the gradient nearly twice.
-    rounds = dict.fromkeys(compared, workers - 1) | {BASELINE: 2 * (workers - 1) / workers}
+    rounds = dict.fromkeys(compared, workers - 1)
+    rounds |= dict.fromkeys((BASELINE, "diloco"), 2 * (workers - 1) / workers)
     rows = {
         "loss on held-out text, nats per byte": lambda name, run: f"{run.loss:.3f}",
         "each worker's packet or gradient, MB per step": lambda name, run: f"{packets[name]:.4g}",

@@ -24,6 +24,7 @@ from tests import model, workers
 
 LIBRARY = pathlib.Path(demo_optax.__file__).parent
 DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
+ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
 
 
@@ -158,6 +159,16 @@ def asking_for_more():
         return updates, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def local_steps(inner, outer, every=2):
+    return demo_optax.local_steps(inner, outer, every, axis_name="data")
+
+
+def local_steps_of_a_part():
+    tx = optax.partition({True: local_steps(optax.sgd(0.1), DEMO), False: DEMO}, MASK)
+    state = demo_optax.init_opt_state(tx, model.init(), two())
+    step_of(tx, two())(model.init(), state, model.batch(0))
 
 
 def restore(params=None, tx=DEMO, **arguments):
@@ -329,6 +340,10 @@ RAISED = [
     workers_that_got_other_packets,
     state_of_the_model_without_aux,
     lambda: demo_optax.init_opt_state(asking_for_more(), model.init(), two()),
+    # local steps
+    lambda: ALONE_LOCALLY.update(model.init(), ALONE_LOCALLY.init(model.init())),
+    lambda: demo_optax.init_opt_state(local_steps(DEMO, DEMO), model.init(), two()),
+    local_steps_of_a_part,
     # drift
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),

@@ -71,7 +71,10 @@ def test_any_chain_can_be_asked():
     ):
         assert demo_optax.packet_bytes(tx, params) == alone
     dense = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(1e-3))
-    assert demo_optax.packet_bytes(dense, params) == 4 * (64 * 64 + 64)
+    assert demo_optax.packet_bytes(dense, params) == 4 * (64 * 64 + 64) + 4  # who takes part
+    for outer in demo, dense:
+        locally = demo_optax.local_steps(optax.adam(1e-3), outer, every=5, axis_name="data")
+        assert demo_optax.packet_bytes(locally, params) == demo_optax.packet_bytes(outer, params)
     halves = optax.partition({"a": demo, "b": demo}, {"w": "a", "b": "b"})
     only = [demo_optax.packet_bytes(Compression(topk=8), {n: params[n]}) for n in params]
     assert demo_optax.packet_bytes(halves, params) == sum(only)
@@ -94,6 +97,12 @@ def test_plan_adds_up():
     ]
     assert at_that.transfer + at_that.waiting == pytest.approx(2.0)
     assert times["k=1"].step < packet.step < times["AdamW, bfloat16"].step < dense.step
+    rounds = demo_optax.accounting.plan(params, settings, 16, 1e8, 0.01, 2.0, local_steps=5)
+    for name, time in {"DiLoCo, float32": dense, "k=8": packet}.items():
+        assert rounds[name].packet == time.packet
+        assert rounds[name].wire == pytest.approx(time.wire / 5)
+        assert rounds[name].step - 2.0 == pytest.approx((time.step - 2.0) / 5)
+    assert rounds["AdamW, float32"] == dense
     alone = demo_optax.accounting.plan(params, settings, 1, 1e8, 0.01, 2.0)
     assert {time.step for time in alone.values()} == {2.0}
     with pytest.raises(ValueError, match="workers >= 1"):

@@ -108,6 +108,9 @@ WORDS = [
     ("--profile-steps 3", "needs a --log-dir"),
     ("--profile-steps 9 --steps 18 --log-dir log", "--steps must be at least 19"),
     ("--scan-layers --optimizer demo-muon", "leave one of the two"),
+    ("--local-steps 0", "--local-steps 0 must"),
+    ("--local-steps 2", "--local-steps 2 are for --optimizer diloco"),
+    ("--optimizer diloco --steps 30", "--steps 30 end inside a round of --local-steps 20"),
     ("--steps 0 --seed -1", "--steps 0 must be greater than or equal to 1; --seed -1"),
     # Text and tokenizer
     ("--text missing", "--text missing cannot be read (FileNotFoundError: there is no"),

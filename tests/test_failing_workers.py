@@ -116,6 +116,24 @@ def test_parameters_rest_where_no_worker_takes_part(name):
     assert all(np.any(params[n] != before[n]) for n in params)
 
 
+def test_the_dense_mean_is_that_of_the_others():
+    tx = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(1.0))
+    train, _ = trainer(tx)
+    batch, rest = broken_batch(2, {3: np.nan, 5: np.inf}), [0, 1, 2, 4, 6, 7]
+    parts = model.stacked(batch)
+    gradients = [
+        jax.grad(model.loss)(model.init(), {n: x[worker] for n, x in parts.items()})
+        for worker in rest
+    ]
+    params, _, _ = train(model.init(), workers.init(tx, model.init(), model.WORKERS), batch)
+    for n, x in model.init().items():
+        expected = x - np.mean([gradient[n] for gradient in gradients], axis=0)
+        np.testing.assert_allclose(params[n], expected, rtol=1e-5, atol=1e-6)
+    alone = broken_batch(3, dict.fromkeys(range(8), np.nan))
+    after, _, _ = train(params, workers.init(tx, model.init(), model.WORKERS), alone)
+    assert_same(after, params)
+
+
 def test_a_ready_made_chain_rests_outside_the_train_step_too():
     tx = demo_optax.demo(5e-3, demo_optax.Compression(4, 8), weight_decay=0.1)
     params = model.init()

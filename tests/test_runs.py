@@ -230,7 +230,10 @@ def test_evaluation_is_the_same_however_devices_share_it():
 
 @pytest.mark.parametrize("optimizer", RECIPES)
 def test_every_recipe_trains_with_sharded_parameters(optimizer):
-    run = prepare(dataclasses.replace(NANO, optimizer=optimizer, fsdp=2, warmup_steps=1))
+    every = 2 if RECIPES[optimizer].outer else None
+    run = prepare(
+        dataclasses.replace(NANO, optimizer=optimizer, fsdp=2, warmup_steps=1, local_steps=every)
+    )
     sharded = dict(param_specs=run.param_specs)
     step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=1.0, **sharded)
     params, opt_state = (
@@ -243,6 +246,16 @@ def test_every_recipe_trains_with_sharded_parameters(optimizer):
         losses.append(float(metrics.loss.mean()))
     assert losses[-1] < losses[0]
     assert not demo_optax.check_replicas((params, opt_state), run.mesh)
+
+
+def test_with_local_steps_a_round_sends_one_packet(tmp_path):
+    local = dataclasses.replace(NANO, optimizer="sparseloco", local_steps=3)
+    whole = train.train(prepare(dataclasses.replace(local, log_dir=tmp_path / "whole")))
+    sent = [step["packet_bytes"] for step in steps_of(tmp_path / "whole")]
+    assert sent[2] > 0 and sent == [0, 0, sent[2]] * 2
+    assert whole.log.megabytes == pytest.approx(2 * sent[2] / 1e6)
+    assert whole.log.bytes_per_step == pytest.approx(sent[2] / 3)
+    assert len(whole.log.sent_shares) == 2 and all(whole.log.sent_shares)
 
 
 def test_layers_that_are_stacked_are_not_divided():

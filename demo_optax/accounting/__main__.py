@@ -79,6 +79,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         default="1s",
         help="of a step without its exchange, in the same units",
     )
+    parser.add_argument(
+        "--local-steps", type=int, default=1, help="of each worker, for one exchange"
+    )
     return parser.parse_args(arguments)
 
 
@@ -160,21 +163,24 @@ def main(arguments: list[str]) -> None:
     print(f"{args.preset or args.checkpoint}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
     print_bytes(params, setting)
     print_index_bits(args.block_side**2)
+    method = "DeMo" if args.local_steps == 1 else "SparseLoCo"
     print_times(
         plan(
             params,
-            {f"DeMo, k={args.topk}, {args.value_coding}": compression},
+            {f"{method}, k={args.topk}, {args.value_coding}": compression},
             args.workers,
             args.bandwidth,
             args.latency,
             args.compute_time,
+            args.local_steps,
         ),
         args.workers,
         args.compute_time,
     )
+    per_step = packet / args.local_steps
     print(
-        f"k={args.topk} with {args.value_coding} values: {packet:,} bytes a step, "
-        f"{dense / packet:.0f} times less than a dense float32 gradient."
+        f"k={args.topk} with {args.value_coding} values: {per_step:,.0f} bytes a step, "
+        f"{dense / per_step:.0f} times less than a dense float32 gradient."
     )
 
 

@@ -4,15 +4,16 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from demo_optax import checks
 from demo_optax.accounting.traffic import dense_bytes, packet_bytes
 from demo_optax.compression import Compression
 
 
 class StepTime(NamedTuple):
-    """One step of all workers over one kind of link.
+    """One step of all workers over one kind of link; with local steps the mean over a round.
 
     Attributes:
-      packet: bytes that each worker contributes.
+      packet: bytes that each worker contributes to an exchange.
       wire: bytes that cross each worker's link, in each direction.
       transfer: seconds that they take at the link's bandwidth.
       waiting: seconds of latency.
@@ -44,6 +45,7 @@ def plan(
     bandwidth: float,
     latency: float = 0.0,
     compute_time: float = 0.0,
+    local_steps: int = 1,
 ) -> dict[str, StepTime]:
     """Seconds per step of ordinary data parallelism and of DeMo, over the same link.
 
@@ -58,10 +60,12 @@ def plan(
       bandwidth: of each worker's link, bits per second.
       latency: seconds per round.
       compute_time: seconds of a step without any exchange.
+      local_steps: steps of a round, at whose end one exchange is (`demo_optax.local_steps`).
 
     Returns:
       A `StepTime` for ``"AdamW, float32"`` and ``"AdamW, bfloat16"`` (a dense all-reduce of the
-      gradient in these dtypes), and for each setting.
+      gradient in these dtypes, on every step), for the same with local steps, ``"DiLoCo, ..."``, if
+      there are any, and for each setting.
 
     Raises:
       ValueError: a number is out of range.
@@ -78,21 +82,26 @@ def plan(
             "Give plan workers >= 1, bandwidth > 0 (bits per second), latency >= 0 and "
             f"compute_time >= 0 (seconds), not {workers}, {bandwidth}, {latency}, {compute_time}."
         )
+    checks.static_integer("local_steps", local_steps, at_least=1)
     named = {"DeMo": compression} if isinstance(compression, Compression) else compression
     others = workers - 1
 
-    def time(packet: int, wire: float, rounds: int) -> StepTime:
-        transfer, waiting = 8 * wire / bandwidth, rounds * latency
+    def time(packet: int, wire: float, rounds: int, steps: int) -> StepTime:
+        wire /= steps
+        transfer, waiting = 8 * wire / bandwidth, rounds * latency / steps
         spare = compute_time - waiting
         hiding = 8 * wire / spare if spare > 0 else math.inf
         step = compute_time + transfer + waiting
         return StepTime(packet, round(wire), transfer, waiting, step, hiding)
 
     times = {}
-    for name, size in (("float32", 4), ("bfloat16", 2)):
-        dense = dense_bytes(params, size)
-        times[f"AdamW, {name}"] = time(dense, 2 * dense * others / workers, 2 * others)
+    for method, steps in {"AdamW": 1, "DiLoCo": local_steps}.items():
+        for name, size in (("float32", 4), ("bfloat16", 2)):
+            if method == "AdamW" or steps > 1:
+                dense = dense_bytes(params, size)
+                wire, rounds = 2 * dense * others / workers, 2 * others
+                times[f"{method}, {name}"] = time(dense, wire, rounds, steps)
     for name, setting in named.items():
         packet = packet_bytes(setting, params)
-        times[name] = time(packet, packet * others, others)
+        times[name] = time(packet, packet * others, others, local_steps)
     return times

@@ -24,7 +24,7 @@ def packet_bytes(
     mesh: Mesh | AbstractMesh | None = None,
     param_specs=None,
 ) -> int:
-    """Bytes that each worker hands to the collectives of one update.
+    """Bytes that each worker hands to the collectives of one update, with local steps of a round.
 
     Read from the program that the update traces to, so that any optax chain can be asked;
     nothing is computed or allocated.

@@ -30,7 +30,7 @@ def manual_gradients(
     param_specs,
     batch_specs,
 ) -> Callable:
-    """``fn(params, state, batch, *key) -> WorkerGradients``, as `worker_gradients` gives it.
+    """``fn(params, state, batch, *key) -> WorkerGradients``, for stacked parameters.
 
     Each device along the manual axes gathers the parameters and sees its own part of the batch;
     those of one worker average their gradients.
@@ -54,9 +54,9 @@ def manual_gradients(
 
         def of_device(params, state, batch, key):
             own_key = [jax.random.fold_in(k, jax.lax.axis_index(own_axes)) for k in key]
-            old = jax.tree.map(lambda x: x[0], state)
+            own, old = jax.tree.map(lambda x: x[0], (params, state))
             loss, state, aux, gradient = accumulate(
-                loss_of_shards, own_axes, microbatches, rows, params, old, batch, *own_key
+                loss_of_shards, own_axes, microbatches, rows, own, old, batch, *own_key
             )
             if inner:
                 gradient = shards.mean_gradient(gradient, specs, inner)
@@ -67,15 +67,13 @@ def manual_gradients(
             return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
 
         of_worker = P(axis_name)
-        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
-        of_found = WorkerGradients._make(
-            (of_worker, P(own_axes), of_worker, of_worker, of_gradients)
-        )
+        of_params = shards.stacked_specs(specs, axis_name)
+        of_found = WorkerGradients._make((of_worker, P(own_axes), of_worker, of_worker, of_params))
         return jax.shard_map(
             of_device,
             mesh=mesh,
             axis_names=set(manual),
-            in_specs=(specs, of_worker, of_batch, P()),
+            in_specs=(of_params, of_worker, of_batch, P()),
             out_specs=of_found,
             check_vma=check_vma,
         )(params, state, batch, key)

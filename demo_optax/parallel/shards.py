@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import axes
+from demo_optax import axes, metrics
+from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.numerics import all_finite, energy
@@ -98,6 +99,21 @@ def lay(tree, mesh: Mesh, specs):
     elif set(mesh.axis_types) == {AxisType.Explicit}:
         place = jax.sharding.reshard
     return jax.tree.map(place, tree, shardings(mesh, specs))
+
+
+def copies(params, mesh: Mesh, axis_name: AxisName, specs):
+    """Shared parameters, a copy for each worker: ``(workers, *shape)``, where specs are theirs.
+
+    Of what workers hold in common, XLA may fetch a part from another worker.
+    """
+    workers = num_workers(mesh, axis_name)
+    copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
+    return lay(copied, mesh, stacked_specs(specs, axis_name))
+
+
+def stacked_specs(specs, axis_name: AxisName):
+    """Of arrays with an axis of workers in front."""
+    return jax.tree.map(lambda spec: P(axis_name, *spec), specs)
 
 
 def reshaped(x: jax.Array, shape: tuple[int, ...], mesh: Mesh, spec: P) -> jax.Array:
@@ -217,3 +233,21 @@ def from_first(x: jax.Array, copied_axes: tuple[str, ...]) -> jax.Array:
     is_first = jax.lax.axis_index(copied_axes) == 0
     first = jax.lax.psum(jnp.where(is_first, number, 0), copied_axes)
     return first.astype(x.dtype)
+
+
+def metrics_of_worker(new, old, sharded: tuple[str, ...]):
+    """A new state whose metrics are those of a worker; the old ones where it did not exchange."""
+
+    def combine(new, old):
+        if not _is_momentum(new):
+            return new
+        exchanged = new.count != old.count
+        own = metrics.of_worker(new.metrics, sharded)
+        chosen = [jnp.where(exchanged, x, y) for x, y in zip(own, old.metrics, strict=True)]
+        return new._replace(metrics=own._make(chosen))
+
+    return jax.tree.map(combine, new, old, is_leaf=_is_momentum) if sharded else new
+
+
+def _is_momentum(x) -> bool:
+    return isinstance(x, DecoupledMomentumState)

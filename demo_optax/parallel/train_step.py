@@ -10,11 +10,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.axes import AxisName
+from demo_optax.local_steps import has_exchanged, own_parameters
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics, if_anyone_took_part
 from demo_optax.parallel import batches, placement, shards, worker_axis
 from demo_optax.parallel.layout import layout_of
 from demo_optax.parallel.manual_gradients import manual_axes, manual_gradients
-from demo_optax.parallel.worker_gradients import in_full, require_options, worker_gradients
+from demo_optax.parallel.worker_gradients import in_full, mapped_gradients, require_options
 
 
 class TrainMetrics(NamedTuple):
@@ -26,8 +27,11 @@ class TrainMetrics(NamedTuple):
       aux: what the loss function returned beside the loss, with a leading axis of workers, or of
         all devices where a worker has several that the step handles itself.
       custom: what ``metrics_fn`` returned, with a leading axis of workers; None without one.
-      exchange: `demo_optax.ExchangeMetrics`, or None where the optimizer keeps none.
-      packet_bytes: int, the bytes that each worker, with all its devices, handed to the exchange.
+      exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
+        last of a round.
+      exchange: `demo_optax.ExchangeMetrics` of the last exchange, or None where the optimizer keeps
+        none.
+      packet_bytes: int, the bytes that each worker, with all its devices, hands to an exchange.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -44,6 +48,7 @@ class TrainMetrics(NamedTuple):
     gradient_norm: jax.Array
     aux: Any
     custom: Any
+    exchanged: jax.Array
     exchange: ExchangeMetrics | None
     packet_bytes: int
 
@@ -150,7 +155,7 @@ def make_train_step(
         options |= dict(manual=manual, check_vma=check_vma)
         gradients_of = manual_gradients(whole_loss, mesh, axis_name, **options)
     else:
-        gradients_of = worker_gradients(whole_loss, mesh, axis_name, stateful=True, **options)
+        gradients_of = mapped_gradients(whole_loss, mesh, axis_name, **options)
 
     def measured(gradients, updates, params):
         if metrics_fn is not None:
@@ -160,13 +165,16 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
     def placed_step(params, opt_state, state, batch, key, extra_args):
         layout = layout_of(tx, params, mesh, axis_name, param_specs)
-        found = gradients_of(params, state, batch, *key)
+        copies = shards.copies(params, mesh, axis_name, layout.params)
+        found = gradients_of(own_parameters(copies, opt_state), state, batch, *key)
         updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
         updates = if_anyone_took_part(updates, opt_state)
         custom = measured(found.gradients, updates, params)
         params = shards.lay(optax.apply_updates(params, updates), mesh, layout.params)
         exchanged = exchange_metrics(opt_state)
-        metrics = TrainMetrics(found.loss, found.norm, found.aux, custom, exchanged, packet_bytes=0)
+        metrics = TrainMetrics(
+            found.loss, found.norm, found.aux, custom, has_exchanged(opt_state), exchanged, 0
+        )
         return params, opt_state, found.state, metrics
 
     @functools.lru_cache(maxsize=8)

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from demo_optax import axes, metrics
+from demo_optax import axes
 from demo_optax.axes import EXTRA_ARGS, AxisName
 from demo_optax.parallel import shards
 
@@ -71,10 +71,10 @@ def variation(
 
         def update():
             values = jax.tree.map(zeros, parts, specs)
-            state = jax.tree.map(vary, tx.init(values), varying_axes)
+            old = jax.tree.map(vary, tx.init(values), varying_axes)
             gradient = axes.as_varying(values, axis_name)
-            updates, state = tx.update(gradient, state, values, **EXTRA_ARGS)
-            state = metrics.of_worker(state, shards.sharded_axes(specs))
+            updates, state = tx.update(gradient, old, values, **EXTRA_ARGS)
+            state = shards.metrics_of_worker(state, old, shards.sharded_axes(specs))
             outcome.append(jax.tree.map(axes.varying, (state, updates)))
 
         program = axes.trace_worker(update, mesh_shape)

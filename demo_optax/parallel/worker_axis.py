@@ -14,12 +14,16 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import axes, metrics
+from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
+from demo_optax.local_steps import LocalStepsState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, layout_of, require_plain
+
+PROTECT_THEMSELVES = DecoupledMomentumState, LocalStepsState
+"""States that know what to do about a gradient that is not finite."""
 
 
 def stack_workers(
@@ -137,16 +141,16 @@ def stack_workers(
             return shards.from_first(x, tuple(sorted(copied_axes)))
 
         def keep(new, old, stacked):
-            if isinstance(new, DecoupledMomentumState):  # which protects itself
+            if isinstance(new, PROTECT_THEMSELVES):
                 return jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
             return jnp.where(finite, new, old)[None] if stacked else new
 
         updates = jax.tree.map(unless_frozen, updates, layout.variation.frozen)
         updates = jax.tree.map(in_common, updates, layout.variation.updates, layout.params)
-        new = metrics.of_worker(new, sharded)
+        new = shards.metrics_of_worker(new, old, sharded)
         new = jax.tree.map(in_common, new, layout.variation.state, layout.state)
         return updates, jax.tree.map(
-            keep, new, old, stacked, is_leaf=lambda x: isinstance(x, DecoupledMomentumState)
+            keep, new, old, stacked, is_leaf=lambda x: isinstance(x, PROTECT_THEMSELVES)
         )
 
     return Stacked(init_fn, update_fn)

@@ -80,6 +80,35 @@ def worker_gradients(
       >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3)).gradients
       Array([3.], dtype=float32)
     """
+    find = mapped_gradients(
+        in_full(loss_fn, stateful),
+        mesh,
+        axis_name,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        param_specs=param_specs,
+        batch_specs=batch_specs,
+    )
+
+    def at_shared(params, *args):
+        state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        return find(shards.copies(params, mesh, axis_name, specs), state, batch, *key)
+
+    return at_shared
+
+
+def mapped_gradients(
+    whole_loss: Callable,
+    mesh: Mesh,
+    axis_name: AxisName,
+    *,
+    microbatches: int,
+    clip_norm: float | None,
+    param_specs,
+    batch_specs,
+) -> Callable:
+    """``fn(params, state, batch, *key) -> WorkerGradients``, for stacked parameters."""
     require_options(microbatches, clip_norm)
     workers = shards.num_workers(mesh, axis_name)
     if len(set(mesh.axis_types)) > 1:
@@ -95,7 +124,6 @@ def worker_gradients(
             "(jax.sharding.AxisType.Auto,) * len(names)), or accumulate with "
             "demo_optax.multi_steps."
         )
-    whole_loss = in_full(loss_fn, stateful)
 
     def of_worker(rows, params, state, batch, *key):
         loss, new, aux, gradient = accumulate(
@@ -105,13 +133,7 @@ def worker_gradients(
         new = unless_broken(norm, new, state)
         return WorkerGradients(loss, aux, new, norm, clipped(gradient, norm, clip_norm))
 
-    def stacked(params, *args):
-        state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), specs)
-        # A copy each: of what workers hold in common, XLA may fetch a part from another worker.
-        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
-        copies = shards.lay(copies, mesh, of_gradients)
+    def find(params, state, batch, *key):
         batch = jax.tree.map(jnp.asarray, batch)
         given = batches.typed(batch, mesh, axis_name) if batch_specs is None else batch_specs
         of_batch = batches.leaf_specs(batch, given, mesh, axis_name)
@@ -122,11 +144,13 @@ def worker_gradients(
         structure: Any = jax.tree.structure(batch)
         mapped = (0, 0, structure.unflatten(rows), *[0 for _ in key])
         found = jax.vmap(functools.partial(of_worker, rows), mapped, spmd_axis_name=axis_name)(
-            copies, state, batch, *keys
+            params, state, batch, *keys
         )
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        of_gradients = shards.stacked_specs(specs, axis_name)
         return found._replace(gradients=shards.lay(found.gradients, mesh, of_gradients))
 
-    return stacked
+    return find
 
 
 def require_options(microbatches: int, clip_norm: float | None) -> None:

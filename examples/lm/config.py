@@ -34,7 +34,9 @@ class Config:
     says comes first."""
     optimizer: OptimizerName = "demo"
     """demo: DeMo with locally scaled gradients. demo-paper: DeMo as published. demo-*: decoupled
-    momentum before other steps. adamw: ordinary data parallelism with a dense all-reduce."""
+    momentum before other steps. diloco, sparseloco: AdamW on each worker for itself, and at the end
+    of each round an exchange, dense or sparse, of how far they came. adamw: ordinary data
+    parallelism with a dense all-reduce."""
     preset: PresetName = "tiny"
     """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two; nano is
     for trying out the machinery."""
@@ -63,6 +65,9 @@ class Config:
     """Sequences in one step, of all workers together. Like the next, chosen for tiny on a CPU."""
     sequence_length: Count = 64
     """Tokens in a sequence."""
+    local_steps: Count | None = None
+    """Steps of a round of diloco and sparseloco, by default 20. Held-out text is read by the
+    parameters of the last round's end."""
     microbatches: Count = 1
     """Parts into which each worker cuts its sequences, to save memory."""
     learning_rate: Annotated[float, Field(gt=0, le=1e3)] | None = None

@@ -1,5 +1,6 @@
 """The optimizers by name, with defaults found in short sweeps on the `tiny` model."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -9,8 +10,18 @@ import optax
 import demo_optax
 
 OptimizerName = Literal[
-    "demo", "demo-paper", "demo-sgd", "demo-adamw", "demo-signum", "demo-muon", "adamw"
+    "demo",
+    "demo-paper",
+    "demo-sgd",
+    "demo-adamw",
+    "demo-signum",
+    "demo-muon",
+    "diloco",
+    "sparseloco",
+    "adamw",
 ]
+
+LOCAL_STEPS = 20
 
 
 class Settings(NamedTuple):
@@ -23,23 +34,45 @@ class Settings(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Default learning rate, momentum decay and weight decay, and what makes the optimizer."""
+    """Default learning rate, momentum decay and weight decay, and what makes the optimizer.
+
+    With an ``outer`` optimizer it is that of each worker's local steps.
+    """
 
     learning_rate: float
     decay: float
     weight_decay: float
     make: Callable[[Settings], optax.GradientTransformation]
+    outer: Callable[[Settings], optax.GradientTransformation] | None = None
 
 
 def _decoupled(optimizer, settings: Settings, **options) -> optax.GradientTransformation:
     return optimizer(**settings._asdict(), axis_name="data", **options)
 
 
-def _data_parallel_adamw(settings: Settings) -> optax.GradientTransformation:
+def _adamw(settings: Settings) -> optax.GradientTransformation:
     rate, decay, weight_decay = settings[:3]
-    return optax.chain(
-        demo_optax.mean_over_workers("data"),
-        optax.adamw(rate, b1=decay, b2=0.95, weight_decay=weight_decay),
+    return optax.adamw(rate, b1=decay, b2=0.95, weight_decay=weight_decay)
+
+
+def _data_parallel_adamw(settings: Settings) -> optax.GradientTransformation:
+    return optax.chain(demo_optax.mean_over_workers("data"), _adamw(settings))
+
+
+def _diloco(settings: Settings) -> optax.GradientTransformation:
+    del settings
+    nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return optax.chain(demo_optax.mean_over_workers("data"), nesterov)
+
+
+def _sparseloco(settings: Settings) -> optax.GradientTransformation:
+    return demo_optax.decoupled(
+        optax.sgd(1.0),
+        dataclasses.replace(settings.compression, transform="identity"),
+        decay=0.95,
+        gradient_weight=1.0,
+        mean="workers",
+        axis_name="data",
     )
 
 
@@ -56,5 +89,24 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
     "demo-muon": Recipe(1e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
+    "diloco": Recipe(3e-3, 0.9, 0.1, _adamw, _diloco),
+    "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, _sparseloco),
     "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw),
 }
+
+
+def make(
+    optimizer: OptimizerName, settings: Settings, local_steps: int | None
+) -> optax.GradientTransformation:
+    """The optimizer of a name; where it takes local steps, those and what exchanges behind them."""
+    recipe = RECIPES[optimizer]
+    tx = recipe.make(settings)
+    if recipe.outer is None:
+        return tx
+    every = steps_of_a_round(optimizer, local_steps)
+    return demo_optax.local_steps(tx, recipe.outer(settings), every, axis_name="data")
+
+
+def steps_of_a_round(optimizer: OptimizerName, local_steps: int | None) -> int:
+    """Steps for one exchange."""
+    return local_steps or (LOCAL_STEPS if RECIPES[optimizer].outer else 1)

@@ -29,6 +29,7 @@ class Log:
 
     Args:
       steps: of the run.
+      every: steps for one exchange.
       tokens: of one step.
       bytes_per_token: of the text.
       flops: of one step, forward and backward.
@@ -40,6 +41,7 @@ class Log:
     def __init__(
         self,
         steps: int,
+        every: int,
         tokens: int,
         bytes_per_token: float,
         flops: float,
@@ -48,6 +50,7 @@ class Log:
         files: logs.Files,
     ):
         self.tokens, self.flops, self.devices, self.files = tokens, flops, devices, files
+        self.every = every
         self.bytes_per_token, self.packet_bytes = bytes_per_token, 0
         self.first_step_seconds = self.other_steps_seconds = 0.0
         self.sent_shares: list[float] = []
@@ -79,18 +82,25 @@ class Log:
         return utilization(self.flops * self.steps_per_second, self.devices)
 
     @property
+    def bytes_per_step(self) -> float:
+        """That each worker hands to the exchange, the mean over a round."""
+        return self.packet_bytes / self.every
+
+    @property
     def megabytes(self) -> float:
         """That each worker has handed to the exchange, in all steps that were done."""
-        return self.done * self.packet_bytes / 1e6
+        return self.done // self.every * self.packet_bytes / 1e6
 
     def step(self, metrics: demo_optax.TrainMetrics) -> None:
         """Shows a step's metrics; waits until the step is done."""
         loss, gradient_norms, exchange = logs.fetch(metrics)
+        exchanged = bool(np.asarray(metrics.exchanged))
         loss /= self.bytes_per_token
         if metrics.exchange is not None:
             if self.done == self.start:
                 demo_optax.check_metrics(metrics.exchange)
-            self.sent_shares.append(exchange["sent_share"])
+            if exchanged:
+                self.sent_shares.append(exchange["sent_share"])
         self.packet_bytes = metrics.packet_bytes
         seconds = time.monotonic() - self.resumed
         if self.done == self.start:
@@ -106,7 +116,7 @@ class Log:
                 seconds,
                 self.tokens / seconds,
                 utilization(self.flops / seconds, self.devices),
-                metrics.packet_bytes,
+                metrics.packet_bytes if exchanged else 0,
                 gradient_norms,
                 exchange,
             )
@@ -134,10 +144,10 @@ def closing_table(log: Log, loss: float, bigrams: float | None, dense_bytes: int
     if bigrams is not None:
         table.add_row("bigrams of bytes on the same text", f"{bigrams:.3f} nats per byte")
     if log.packet_bytes:
-        table.add_row("sent per step and worker", f"{log.packet_bytes / 1e6:.4g} MB")
+        table.add_row("sent per step and worker", f"{log.bytes_per_step / 1e6:.4g} MB")
         if log.sent_shares:
             table.add_row("dense float32 all-reduce", f"{dense_bytes / 1e6:.4g} MB")
-            table.add_row("ratio", f"{dense_bytes / log.packet_bytes:.3g} x less")
+            table.add_row("ratio", f"{dense_bytes / log.bytes_per_step:.3g} x less")
     if log.sent_shares:
         table.add_row("share of the momentum's energy sent", f"{np.mean(log.sent_shares):.1%}")
     table.add_row(

@@ -18,7 +18,7 @@ from . import agreement, data, hosts
 from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
-from .recipes import RECIPES, Settings
+from .recipes import RECIPES, Settings, make
 from .report import console
 from .validation import require_divisible, require_enough, require_sensible
 
@@ -84,7 +84,7 @@ def prepare(config: Config) -> Run:
             config.topk, config.block_side, config.value_coding, norm_limit=config.norm_limit
         ),
     )
-    tx = recipe.make(settings)
+    tx = make(config.optimizer, settings, config.local_steps)
     train_step = demo_optax.make_train_step(
         loss_fn,
         tx,

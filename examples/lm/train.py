@@ -19,6 +19,7 @@ from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
 
 from . import agreement, data, hosts, logs, report
 from .config import PROFILE_BEHIND, Config, refuse
+from .recipes import steps_of_a_round
 from .report import console
 from .sampling import samples
 from .setup import Run, batches_of, make_evaluation, prepare
@@ -117,8 +118,16 @@ def open_log(run: Run, start: int) -> report.Log:
         config.write(folder / "config.yaml")
     tokens = math.prod(run.batch_shape)
     flops = tokens * flops_per_token(run.params, run.preset, config.sequence_length)
+    every = steps_of_a_round(config.optimizer, config.local_steps)
     return report.Log(
-        config.steps, tokens, run.corpus.bytes_per_token, flops, run.mesh.devices, start, files
+        config.steps,
+        every,
+        tokens,
+        run.corpus.bytes_per_token,
+        flops,
+        run.mesh.devices,
+        start,
+        files,
     )
 
 

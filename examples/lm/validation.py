@@ -7,6 +7,7 @@ import pydantic
 from etils import epath
 
 from .config import PROFILE_BEHIND, Config
+from .recipes import RECIPES, steps_of_a_round
 
 _RANGES = pydantic.TypeAdapter(Config)
 
@@ -71,6 +72,17 @@ def _require_agreement(config: Config) -> None:
         raise ValueError(
             f"--warmup-steps {config.warmup_steps} would never end: give fewer than the --steps, "
             f"{config.steps}."
+        )
+    if config.local_steps and not RECIPES[config.optimizer].outer:
+        raise ValueError(
+            f"--local-steps {config.local_steps} are for --optimizer diloco and sparseloco: "
+            f"{config.optimizer} exchanges on every step. Leave them out, or choose one of these."
+        )
+    every = steps_of_a_round(config.optimizer, config.local_steps)
+    if config.steps % every:
+        raise ValueError(
+            f"--steps {config.steps} end inside a round of --local-steps {every}, whose end alone "
+            "exchanges: choose a multiple."
         )
     if config.topk > config.block_side**2:
         raise ValueError(

@@ -1,0 +1,270 @@
+"""Local steps: workers train parameters of their own, and exchange how far they came."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from demo_optax import axes, checks, state_checks
+from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax.arrays import BoolScalar, IntScalar
+from demo_optax.axes import AxisName
+from demo_optax.boxes import unboxed
+from demo_optax.numerics import all_finite, upcast
+
+
+class LocalStepsState(NamedTuple):
+    """State of `local_steps`, as one worker sees it.
+
+    Attributes:
+      mini_step: int32 scalar, inner steps of this round so far, in ``[0, every)``; the same on all
+        workers.
+      displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
+        the shared ones, the sum of its inner updates in this round; each worker its own.
+      inner: state of the inner optimizer; each worker its own.
+      outer: state of the outer optimizer.
+
+    Example:
+      >>> state = local_steps(optax.adam(0.1), optax.sgd(1.0), every=4).init(jnp.ones(3))
+      >>> state.displacement
+      Array([0., 0., 0.], dtype=float32)
+    """
+
+    mini_step: IntScalar
+    displacement: optax.Updates
+    inner: optax.OptState
+    outer: optax.OptState
+
+
+def local_steps(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    every: int,
+    *,
+    reset_inner: bool = False,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Steps that each worker takes by itself, and one exchange at the end of each round of them.
+
+    With :math:`x` the shared parameters, worker :math:`i` trains its own, :math:`x_i`, which begin
+    each round at :math:`x`. After ``every`` steps, :math:`H`, what it came along is a gradient for
+    the outer optimizer, which exchanges it:
+
+    .. math::
+        x_i &\leftarrow x_i + \mathrm{inner}(\nabla f_i(x_i)) \quad (H \text{ times}) \\
+        \Delta_i &= x - x_i \\
+        x &\leftarrow x + \mathrm{outer}(\Delta_1, \dots, \Delta_N)
+
+    DiLoCo and SparseLoCo are two calls of it::
+
+        local_steps(
+            optax.adamw(4e-4),
+            optax.chain(
+                mean_over_workers("data"), optax.sgd(0.7, momentum=0.9, nesterov=True)
+            ),
+            every=500,
+            axis_name="data",
+        )
+        sent = Compression(topk=64, value_coding="int2", transform="identity")
+        local_steps(
+            optax.adamw(4e-4),
+            decoupled(
+                optax.sgd(1.0), sent, decay=0.95, gradient_weight=1.0, mean="workers",
+                axis_name="data",
+            ),
+            every=30,
+            axis_name="data",
+        )
+
+    `make_train_step` takes the gradients at each worker's own parameters, which the state holds as
+    their difference from the shared ones. In a loop of your own take them at `own_parameters`. The
+    updates are zero inside a round, and nothing is sent; ``jax.lax.scan`` over the step makes one
+    program of a round. Schedules of ``inner`` count inner steps, those of ``outer`` rounds.
+
+    A worker whose gradient is not finite skips that inner step. One whose own parameters are not
+    finite at the end of a round sends nothing, and starts again from the shared ones; one whose
+    inner state is not finite then, with a fresh one. Restored on another number of workers, own
+    parameters and inner states keep their mean, as momenta do.
+
+    Args:
+      inner: any optax optimizer that does not exchange. Where a worker's parameters are sharded,
+        norms inside of it (``optax.clip_by_global_norm``, ``optax.lamb``) are those of a shard:
+        clip with ``make_train_step(clip_norm=...)``.
+      outer: any optax optimizer that exchanges over ``axis_name``.
+      every: inner steps of a round, :math:`H`.
+      reset_inner: whether each round begins with a fresh inner state, counts of learning-rate
+        schedules excepted. By default it goes on, as published.
+      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs``, whose ``update`` needs the shared parameters.
+      Extra arguments go to both optimizers.
+
+    Raises:
+      ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges; the
+        gradient is not local; there are no parameters.
+
+    References:
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_; Sarfi et al.,
+      `SparseLoCo <https://arxiv.org/abs/2508.15706>`_.
+
+    Example:
+      >>> tx = local_steps(optax.sgd(0.5), optax.sgd(1.0), every=2)
+      >>> params, state = jnp.float32(8.0), tx.init(jnp.float32(8.0))
+      >>> for _ in range(2):
+      ...     gradient = own_parameters(params, state)  # of a parabola
+      ...     updates, state = tx.update(gradient, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params, own_parameters(params, state))
+      8.0 4.0
+      2.0 2.0
+    """
+    checks.static_integer("every", every, at_least=1)
+    inner, outer = map(optax.with_extra_args_support, (inner, outer))
+
+    def init_fn(params):
+        params = unboxed(params)
+        return LocalStepsState(
+            mini_step=jnp.zeros((), jnp.int32),
+            displacement=jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params),
+            inner=inner.init(params),
+            outer=outer.init(params),
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "local_steps needs the shared parameters, from which workers set out, but params "
+                "is None: call update(gradient, state, params)."
+            )
+        axes.size(axis_name)
+        state_checks.require_local(updates, axis_name)
+        structure: Any = jax.tree.structure(updates)
+        gradient, params = unboxed(updates), unboxed(params)
+
+        own = own_parameters(params, state)
+        steps, inner_state = inner.update(gradient, state.inner, own, **extra_args)
+        _require_no_exchange(steps, axis_name)
+        displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
+        moves = axes.on_all_devices(all_finite(gradient), axis_name)
+        arrived = _choose(moves, (displacement, inner_state), (state.displacement, state.inner))
+
+        def exchange(displacement, inner_state, old):
+            ended = own_parameters(params, state._replace(displacement=displacement))
+            arrives = axes.on_all_devices(all_finite(ended), axis_name)
+            difference = jax.tree.map(
+                lambda d, g: jnp.where(arrives, -d, jnp.nan).astype(g.dtype), displacement, gradient
+            )
+            updates, new = outer.update(difference, old, params, **extra_args)
+            return updates, LocalStepsState(
+                mini_step=jnp.zeros((), jnp.int32),
+                displacement=jax.tree.map(jnp.zeros_like, displacement),
+                inner=restarted(inner.init(params), inner_state),
+                outer=own_kept(arrives, new, old),
+            )
+
+        def go_on(displacement, inner_state, old):
+            none = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), gradient)
+            return none, LocalStepsState(state.mini_step + 1, displacement, inner_state, old)
+
+        args = *arrived, state.outer
+        branches = axes.branches_alike(exchange, go_on, *args)
+        updates, new = jax.lax.cond(state.mini_step == every - 1, *branches, *args)
+        return structure.unflatten(jax.tree.leaves(updates)), new
+
+    def restarted(fresh, inner_state):
+        """A fresh inner state, or the one that went on, with schedules where they are."""
+        floats = [x for x in jax.tree.leaves(inner_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        goes_on = axes.on_all_devices(all_finite(floats) & (not reset_inner), axis_name)
+
+        def leaf(old, new):
+            return old if isinstance(old, optax.ScaleByScheduleState) else _where(goes_on, old, new)
+
+        return jax.tree.map(
+            leaf, inner_state, fresh, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState)
+        )
+
+    def own_kept(arrives, new, old):
+        """A new outer state; what a worker has of its own stays where it sends nothing."""
+
+        def leaf(new, old):
+            if isinstance(new, DecoupledMomentumState):  # which protects itself
+                return new
+            own = axes.varying(new) & set(axes.names(axis_name))
+            return _where(arrives, new, old) if own else new
+
+        return jax.tree.map(leaf, new, old, is_leaf=lambda x: isinstance(x, DecoupledMomentumState))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def own_parameters(params, opt_state):
+    """The parameters at which a worker's gradient is to be taken.
+
+    Args:
+      params: the shared parameters, as one worker sees them; or with an axis of workers in front,
+        where the state has one.
+      opt_state: a state in which one of `local_steps` may be, wherever in the chain.
+
+    Returns:
+      A tree like ``params``, in their dtypes: with local steps the worker's own parameters,
+      otherwise ``params``.
+
+    Raises:
+      ValueError: the local steps are not those of all parameters.
+
+    Example:
+      >>> params = jnp.float32(8.0)
+      >>> own_parameters(params, optax.sgd(1.0).init(params))
+      Array(8., dtype=float32)
+    """
+    found = _nodes(opt_state, LocalStepsState)
+    if not found:
+        return params
+    wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in found]))
+    if held != [wanted]:
+        raise ValueError(
+            f"local_steps must be that of all parameters, {wanted}, but the state holds such of "
+            f"{held}: leave it outermost, and partition and mask inside of inner and outer."
+        )
+    structure: Any = jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found[0].displacement), strict=True)
+    return structure.unflatten([(x + d).astype(jnp.result_type(x)) for x, d in pairs])
+
+
+def _paths(tree) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def has_exchanged(opt_state) -> BoolScalar:
+    """Whether the update that gave this state was the last of its round, or all are."""
+    counting = _nodes(opt_state, LocalStepsState) + _nodes(opt_state, optax.MultiStepsState)
+    return jnp.all(jnp.array([x.mini_step == 0 for x in counting], bool))
+
+
+def _nodes(tree, kind: type) -> list:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def _choose(condition, tree, otherwise):
+    return jax.tree.map(lambda x, y: _where(condition, x, y), tree, otherwise)
+
+
+def _where(condition, x, y):
+    x = jnp.where(condition, x, y)
+    return x if x.dtype == y.dtype else x.astype(y.dtype)
+
+
+def _require_no_exchange(steps, axis_name: AxisName) -> None:
+    """Refuses inner steps that are the same on all workers, where the types can tell."""
+    workers = set(axes.names(axis_name))
+    if axes.types_are_tracked(axis_name) and not any(
+        workers <= axes.varying(x) for x in jax.tree.leaves(steps)
+    ):
+        raise ValueError(
+            f"the inner optimizer of local_steps exchanges over {axis_name!r} on every step, so "
+            "that no worker goes a way of its own: give inner an ordinary optimizer, such as "
+            "optax.adamw, and let outer exchange."
+        )
