@@ -51,7 +51,7 @@ def _all_gather(plan, sent, residual, last, step, axis_name, mean) -> Aggregate:
     """Every worker averages all packets."""
     layout = plan.layout
     packets = wire.gather(sent[0], axis_name)
-    found = messages.opened(layout, packets, step, jnp.arange(len(packets)))
+    found = messages.opened(layout, packets, step, jnp.arange(len(packets), dtype=jnp.int32))
     known = known_positions(plan.compression, layout, step)
     largest = largest_norm(found, plan.compression.norm_limit)
     averaged = average(layout, found.body, found.intact, known, largest, mean)

@@ -106,7 +106,8 @@ def average(
     """
     workers, most = len(bodies), max((s.k for s in layout.sections), default=1)
     zeros = [
-        axes.varying_like(jnp.zeros((s.blocks, s.block_size)), bodies) for s in layout.sections
+        axes.varying_like(jnp.zeros((s.blocks, s.block_size), jnp.float32), bodies)
+        for s in layout.sections
     ]
 
     def weighted(bodies, intact):

@@ -60,7 +60,7 @@ def outgoing(
       axis_name: the workers' axis or axes; None for a single worker.
     """
     owners = len(compressed.bodies)
-    energies = jnp.zeros(owners)
+    energies = jnp.zeros(owners, jnp.float32)
     for values in shares.divided(compressed.decoded, owners).values:
         energies += jnp.sum(jnp.square(values), axis=(1, 2))
     numbers = jnp.broadcast_to(jnp.stack(report), (owners, len(report)))
@@ -75,7 +75,7 @@ def outgoing(
 
 def own_numbers(owners: int, axis_name: AxisName) -> Int32[Array, "{owners}"]:
     """The numbers of a worker's packets among those of all."""
-    return axes.index(axis_name) * owners + jnp.arange(owners)
+    return axes.index(axis_name) * owners + jnp.arange(owners, dtype=jnp.int32)
 
 
 def opened(

@@ -6,6 +6,8 @@ out stays in its residual: error feedback on both sides, as in 1-bit Adam (Tang 
 2102.02888) and DoubleSqueeze (Tang et al., arXiv 1905.05957).
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
@@ -39,7 +41,26 @@ def before_the_first(plan: Plan, axis_name: AxisName) -> tuple[Coefficients, ...
     if plan.compression.exchange != "two-phase":
         return ()
     share = shares.layout_of(plan.layout, axes.size(axis_name))
-    return tuple(jnp.zeros((s.blocks, s.block_size)) for s in share.sections)
+    return tuple(jnp.zeros((s.blocks, s.block_size), jnp.float32) for s in share.sections)
+
+
+class Words(NamedTuple):
+    """32-bit words that each worker hands to the two collectives.
+
+    Attributes:
+      dealt: all of its packets for the owners.
+      gathered: the packet that it sends everybody as an owner.
+    """
+
+    dealt: int
+    gathered: int
+
+
+def words(plan: Plan, workers: int) -> Words:
+    """What the exchange sends of this plan."""
+    share = shares.layout_of(plan.layout, workers)
+    back = _layout(plan.compression.way_back, plan.layout, workers)
+    return Words(workers * share.words, shares.layout_of(back, workers).words)
 
 
 def two_phase(
@@ -58,13 +79,14 @@ def two_phase(
     with the senders.
     """
     workers, own = len(sent), axes.index(axis_name)
+    every = jnp.arange(workers, dtype=jnp.int32)
     settings, back = plan.compression, plan.compression.way_back
     share = shares.layout_of(plan.layout, workers)
     known = known_positions(settings, plan.layout, step)
 
     # To the owners
     parts = wire.deal(sent, axis_name)
-    arrived = messages.opened(share, parts, step, jnp.arange(workers) * workers + own)
+    arrived = messages.opened(share, parts, step, every * workers + own)
     largest = largest_norm(arrived, settings.norm_limit)
     of_share = _of_owner(known, workers, own)
     averaged = average(share, arrived.body, arrived.intact, of_share, largest, mean)
@@ -86,7 +108,7 @@ def two_phase(
     numbers = jnp.concatenate([report, largest[None], heard])
     sealed = packet.seal(numbers, compressed.bodies[0], jnp.array(True), Origin(step, own))
     packets = wire.gather(sealed, axis_name)
-    found = messages.opened(back_share, packets, step, jnp.arange(workers))
+    found = messages.opened(back_share, packets, step, every)
     message, intact = messages.joined(layout, found.body, found.intact, known)
 
     reports, limits, heard = jnp.split(found.numbers, [_REPORT, _REPORT + 1], axis=1)
@@ -94,7 +116,10 @@ def two_phase(
     of_owners = shortened(norm_of(owns[:, -1]), limits[:, 0])
     delivered = jnp.where(heard[:, own], of_owners, 0.0)
     sections = list(zip(plan.layout.sections, share.sections, strict=True))
-    zeros = [axes.varying_like(jnp.zeros((s.blocks, s.block_size)), packets) for s, _ in sections]
+    zeros = [
+        axes.varying_like(jnp.zeros((s.blocks, s.block_size), jnp.float32), packets)
+        for s, _ in sections
+    ]
     kept = zip(totals, *compressed.decoded, residual, strict=True)
     return Aggregate(
         list(map(add_at, zeros, *message)),
@@ -123,7 +148,7 @@ def _of_owner(known: Known, owners: int, owner: IntScalar) -> Known:
 def _as_numbers(bits: Bool[Array, "bits"]) -> Float32[Array, "numbers"]:
     """Bits as numbers that travel as float32."""
     padded = jnp.pad(bits, (0, -len(bits) % _BITS)).reshape(-1, _BITS)
-    return jnp.sum(padded * 2.0 ** jnp.arange(_BITS)[None], axis=1)
+    return jnp.sum(padded * 2.0 ** jnp.arange(_BITS, dtype=jnp.float32)[None], axis=1)
 
 
 def _as_bits(

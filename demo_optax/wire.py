@@ -22,7 +22,12 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
             to = "invarying" if name in manual else "varying"
             gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, packet.size)
-    return _once(lambda x: jax.lax.all_gather(x, axis_name, to="invarying"), packet, axis_name)
+
+    def gathered_flat(x):
+        # As rows of a matrix, XLA would make an all-reduce of it for 64 TPUs.
+        return jax.lax.all_gather(x, axis_name, tiled=True, to="invarying").reshape(-1, x.size)
+
+    return _once(gathered_flat, packet, axis_name)
 
 
 def deal(

@@ -96,9 +96,8 @@ def gradients(step, count, broken=True):
     return drawn
 
 
-def started(tx, count):
+def started(tx, count, params=np.zeros(SIZE, np.float32)):
     """``tx.update`` for all workers, compiled, and the first state."""
-    params = jnp.zeros(SIZE)
     init = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(count))
     return jax.jit(jax.vmap(tx.update, axis_name="data")), init
 
@@ -132,3 +131,194 @@ def test_twenty_steps_follow_the_equations(settings, mean, alpha, count):
         np.testing.assert_array_equal(updates[:1], updates[1:2])
         stored = np.asarray(state.momentum).reshape(count, -1)[:, :SIZE]
         np.testing.assert_allclose(stored, simulated.momenta, atol=2e-5)
+
+
+@pytest.mark.parametrize("exchange", ["all-gather", "two-phase"])
+def test_delayed_by_a_step_constant_gradients_give_the_same_steps(exchange):
+    drawn, runs = gradients(0, 3), []
+    for delay in (0, 1):
+        update, state = started(momentum(plain(topk=2, exchange=exchange, delay=delay)), 3)
+        runs.append([])
+        for _ in range(10):
+            updates, state = update(drawn, state)
+            runs[-1].append(updates)
+    at_once, late = map(np.stack, runs)
+    assert not late[0].any()
+    np.testing.assert_array_equal(late[1:], at_once[:-1])
+
+
+@draws.examples(8)
+@given(
+    shapes=draws.trees,
+    compression=draws.compressions,
+    delay=st.integers(0, 1),
+    topk_back=st.integers(1, 20),
+    alpha=st.sampled_from([1.0, 0.4]),
+    seed=draws.seeds,
+)
+def test_nothing_is_lost_between_workers_and_owners(
+    shapes, compression, delay, topk_back, alpha, seed
+):
+    """Of the coefficients' sums: what momenta lose, owners have applied or still owe."""
+    count = 3
+    compression = dataclasses.replace(
+        compression, exchange="two-phase", topk_back=topk_back, delay=delay, transform="identity"
+    )
+    tx = momentum(compression, "workers", alpha)
+    update, state = started(tx, count, [jnp.zeros(shape) for shape in shapes])
+    applied, kept = 0.0, 0.0
+    for step in range(4):
+        drawn = draws.gradients(seed + step, shapes, count)
+        before = sum(np.sum(x, dtype=np.float64) for x in state.momentum)
+        updates, state = update(drawn, state)
+        arrived = sum(np.sum(x, dtype=np.float64) for x in drawn)
+        after = sum(np.sum(x, dtype=np.float64) for x in state.momentum)
+        if delay:  # subtracted before the momentum decays
+            gone = before - (after - WEIGHT * arrived) / DECAY
+        else:
+            gone = DECAY * before + WEIGHT * arrived - after
+        kept += gone / alpha / count
+        applied += sum(np.sum(x[0], dtype=np.float64) for x in updates)
+        owed = sum(np.sum(x, dtype=np.float64) for x in state.residual)
+        assert abs(kept - applied - owed) < 1e-3 * max(1.0, abs(kept), abs(arrived))
+
+
+def damaged(plain, wrong, places):
+    """A collective whose results are ``wrong`` at these places."""
+
+    def collective(words, axis_name):
+        return wrong(plain(words, axis_name), places)
+
+    return collective
+
+
+def flipped(packets, places):
+    for place in places:
+        packets = packets.at[place, 3].set(packets[place, 3] ^ 4)
+    return packets
+
+
+def test_a_part_that_is_damaged_on_its_way_to_an_owner_stays_with_its_sender(monkeypatch):
+    tx = momentum(plain(topk=2, exchange="two-phase"))
+    drawn = gradients(0, 3)
+    update, state = started(tx, 3)
+    _, whole = update(drawn, state)
+
+    def from_1_to_2(packets, places):
+        is_2 = jax.lax.axis_index("data") == 2
+        return jnp.where(is_2, flipped(packets, places), packets)
+
+    monkeypatch.setattr(wire, "deal", damaged(wire.deal, from_1_to_2, [1]))
+    _, new = started(tx, 3)[0](drawn, state)
+    of_owner = [slice(0, 16), slice(16, 32), slice(32, 44)]  # two blocks each, of six
+    for worker in range(3):
+        for owner, part in enumerate(of_owner):
+            own = np.asarray(new.momentum[worker]).reshape(-1)[part]
+            counted = np.asarray(whole.momentum[worker]).reshape(-1)[part]
+            if (worker, owner) == (1, 2):
+                np.testing.assert_allclose(own, WEIGHT * drawn[1][part], rtol=1e-6)
+            else:
+                np.testing.assert_array_equal(own, counted)
+    assert new.metrics.participants.tolist() == [3, 3, 3]
+    assert new.metrics.agreed.all()
+
+
+def test_an_owners_packet_that_is_damaged_counts_for_nobody_and_nothing_of_it_is_lost(monkeypatch):
+    tx = momentum(plain(topk=2, exchange="two-phase", topk_back=1))
+    update, state = started(tx, 3)
+    for step in range(2):
+        _, state = update(gradients(step, 3), state)
+    drawn = gradients(2, 3)
+    monkeypatch.setattr(wire, "gather", damaged(wire.gather, flipped, [1]))
+    updates, new = started(tx, 3)[0](drawn, state)
+    part = slice(16, 32)
+    assert not updates[:, part].any() and updates[:, :16].any()
+    accumulated = DECAY * np.asarray(state.momentum).reshape(3, -1)[:, part]
+    accumulated += WEIGHT * drawn[:, part]
+    stored = np.asarray(new.momentum).reshape(3, -1)[:, part]
+    np.testing.assert_allclose(stored, accumulated, rtol=1e-5, atol=1e-7)
+    for old, now in zip(state.residual, new.residual, strict=True):
+        np.testing.assert_array_equal(old[1], now[1])
+        assert (old[0] != now[0]).any()
+
+
+def test_a_packet_that_only_one_receiver_gets_otherwise_is_noticed_a_step_later(monkeypatch):
+    tx = momentum(plain(topk=2, exchange="two-phase"))
+    update, state = started(tx, 3)
+    _, state = update(gradients(0, 3), state)
+
+    def at_2(packets, places):
+        return jnp.where(jax.lax.axis_index("data") == 2, flipped(packets, places), packets)
+
+    monkeypatch.setattr(wire, "gather", damaged(wire.gather, at_2, [1]))
+    _, state = started(tx, 3)[0](gradients(1, 3), state)
+    assert state.metrics.agreed.all()
+    _, state = update(gradients(2, 3), state)
+    assert not state.metrics.agreed.any()
+
+
+@pytest.mark.parametrize("selection", ["topk", "striding"])
+@pytest.mark.parametrize("count", [2, 8])
+def test_one_deal_and_one_gather_as_large_as_accounted(count, selection):
+    compression = plain(topk=2, exchange="two-phase", value_coding="int4", selection=selection)
+    tx, mesh = momentum(compression), workers.mesh_of(count)
+    params = {"a": jnp.zeros((40, 24)), "b": jnp.zeros(SIZE)}
+    stacked = demo_optax.stack_workers(tx, mesh)
+    drawn = jax.tree.map(lambda x: jnp.ones((count, *x.shape)), params)
+    program = jax.jit(stacked.update).lower(drawn, stacked.init(params), params).compile()
+    found = [c for c in accounting.collectives(program.as_text()) if c.crosses(mesh, "data")]
+    assert [(c.kind, c.dtype) for c in found] == [("all-to-all", "u32"), ("all-gather", "u32")]
+    counted = demo_optax.packet_bytes(compression, params, workers=count)
+    assert sum(c.operand_bytes for c in found) == counted
+    assert counted == demo_optax.packet_bytes(tx, params, workers=count)
+    received = accounting.received_bytes(compression, params, count)
+    dealt, gathered = (c.operand_bytes for c in found)
+    assert received == (dealt / count + gathered) * (count - 1)
+
+
+def test_traffic_does_not_grow_with_the_workers():
+    shapes = preset_shapes("300m")
+    gather = demo_optax.Compression(topk=8, value_coding="int4")
+    owners = dataclasses.replace(gather, exchange="two-phase")
+    at_64 = accounting.received_bytes(owners, shapes, 64)
+    assert at_64 < accounting.received_bytes(gather, shapes, 64) / 10
+    assert accounting.received_bytes(owners, shapes, 1024) < 1.15 * at_64
+
+
+def operands_behind(hlo, kinds):
+    """For each collective of the entry computation, the parameters of the program it depends on."""
+    entry = hlo[hlo.index("\nENTRY") :]
+    operands = {}
+    for line in entry.splitlines()[1:]:
+        if found := re.match(r"\s*(?:ROOT )?(%\S+) = (.*)", line):
+            operands[found[1]] = set(re.findall(r"%[\w.-]+", found[2])), found[2]
+
+    def parameters(name, seen):
+        used, text = operands.get(name, (set(), ""))
+        if number := re.search(r" parameter\((\d+)\)", text):
+            return {int(number[1])}
+        seen.add(name)
+        return set().union(*[parameters(x, seen) for x in used - seen])
+
+    return [
+        parameters(name, set())
+        for name, (_, text) in operands.items()
+        if re.search(rf" (?:{'|'.join(kinds)})(?:-start)?\(", text)
+    ]
+
+
+@pytest.mark.parametrize("exchange", ["all-gather", "two-phase"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_delayed_collective_does_not_wait_for_the_gradient(exchange, delay):
+    tx, mesh = momentum(plain(topk=2, exchange=exchange, delay=delay)), workers.mesh_of(4)
+    stacked = demo_optax.stack_workers(tx, mesh)
+    state = stacked.init(jnp.zeros(SIZE))
+    leaves, structure = jax.tree.flatten(state)
+
+    def update(gradient, *leaves):
+        return stacked.update(gradient, structure.unflatten(leaves), None)
+
+    text = jax.jit(update).lower(jnp.ones((4, SIZE)), *leaves).compile().as_text()
+    behind = operands_behind(text, ("all-gather", "all-to-all"))
+    assert len(behind) == 1 + (exchange == "two-phase")
+    assert [0 in numbers for numbers in behind] == [not delay] * len(behind)

@@ -8,4 +8,5 @@ from demo_optax.accounting.traffic import IndexCost as IndexCost
 from demo_optax.accounting.traffic import dense_bytes as dense_bytes
 from demo_optax.accounting.traffic import index_cost as index_cost
 from demo_optax.accounting.traffic import packet_bytes as packet_bytes
+from demo_optax.accounting.traffic import received_bytes as received_bytes
 from demo_optax.accounting.traffic import reference_bytes as reference_bytes

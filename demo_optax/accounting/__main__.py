@@ -10,10 +10,18 @@ import sys
 
 import jax
 
-from demo_optax.accounting import dense_bytes, index_cost, packet_bytes, plan, reference_bytes
+from demo_optax.accounting import (
+    dense_bytes,
+    index_cost,
+    packet_bytes,
+    plan,
+    received_bytes,
+    reference_bytes,
+)
 from demo_optax.accounting.models import PRESETS, checkpoint_shapes, preset_shapes
 from demo_optax.compression import Compression
 from demo_optax.compression.blocks import BLOCK_RULES
+from demo_optax.compression.settings import EXCHANGES
 from demo_optax.compression.values import VALUE_CODINGS
 
 TOPKS = (1, 2, 4, 8, 16, 32, 64)
@@ -78,6 +86,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         type=quantity("time"),
         default="1s",
         help="of a step without its exchange, in the same units",
+    )
+    parser.add_argument(
+        "--exchange", choices=EXCHANGES, default="all-gather", help="of the packets"
+    )
+    parser.add_argument(
+        "--topk-back", type=int, help="that owners send back in two phases; None: 4 times --topk"
+    )
+    parser.add_argument(
+        "--delay", type=int, choices=(0, 1), default=0, help="of the exchange, in steps"
     )
     parser.add_argument(
         "--local-steps", type=int, default=1, help="of each worker, for one exchange"
@@ -157,9 +174,16 @@ def main(arguments: list[str]) -> None:
     setting = dict(
         value_coding=args.value_coding, block_side=args.block_side, block_rule=args.block_rule
     )
-    compression = Compression(topk=args.topk, **setting)
+    compression = Compression(
+        topk=args.topk,
+        exchange=args.exchange,
+        topk_back=args.topk_back,
+        delay=args.delay,
+        **setting,
+    )
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-    packet, dense = packet_bytes(compression, params), dense_bytes(params)
+    packet = packet_bytes(compression, params, workers=args.workers)
+    received, dense = received_bytes(compression, params, args.workers), dense_bytes(params)
     print(f"{args.preset or args.checkpoint}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
     print_bytes(params, setting)
     print_index_bits(args.block_side**2)
@@ -177,10 +201,11 @@ def main(arguments: list[str]) -> None:
         args.workers,
         args.compute_time,
     )
-    per_step = packet / args.local_steps
+    sent, received = packet / args.local_steps, received / args.local_steps
     print(
-        f"k={args.topk} with {args.value_coding} values: {per_step:,.0f} bytes a step, "
-        f"{dense / per_step:.0f} times less than a dense float32 gradient."
+        f"k={args.topk} with {args.value_coding} values: {sent:,.0f} bytes a step, "
+        f"{dense / sent:.0f} times less than a dense float32 gradient. Each of {args.workers} "
+        f"workers gets {received:,.0f} bytes a step."
     )
 
 

@@ -12,6 +12,7 @@ from demo_optax.axes import AxisName
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(rf"= (?P<result>\(.*?\)|\S+) (?P<kind>{_KINDS})(?P<start>-start)?\(")
+_CHANNEL = re.compile(r"channel_id=\d+")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+[0-9]*(?:e[0-9]m[0-9]\w*)?)\[(?P<dims>[0-9,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(?P<groups>\{[\d,{}]+\})\}")
 _IOTA = re.compile(
@@ -57,7 +58,7 @@ def collectives(hlo: str) -> list[Collective]:
       ... ''')
       [Collective(kind='all-gather', dtype='u32', operand_bytes=4928, groups=((0, 1),))]
     """
-    found = []
+    found: dict[str, Collective] = {}
     partitions = re.search(r"(?:num_partitions|replica_count)=(\d+)", hlo)
     for line in hlo.splitlines():
         instruction = _INSTRUCTION.search(line)
@@ -72,8 +73,11 @@ def collectives(hlo: str) -> list[Collective]:
             shapes = shapes[:1] if kind == "collective-permute" else shapes[: len(shapes) // 2]
             share = 1
         operands = round(share * sum(map(_bytes, shapes)))
-        found.append(Collective(kind, shapes[0]["dtype"], operands, groups))
-    return found
+        # What a TPU runs in the background is written once for its start, its course and its end.
+        channel = _CHANNEL.search(line)
+        name = channel[0] if channel else line
+        found[name] = Collective(kind, shapes[0]["dtype"], operands, groups)
+    return list(found.values())
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:

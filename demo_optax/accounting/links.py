@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from demo_optax import checks
-from demo_optax.accounting.traffic import dense_bytes, packet_bytes
+from demo_optax.accounting.traffic import dense_bytes, packet_bytes, received_bytes
 from demo_optax.compression import Compression
 
 
@@ -17,7 +17,8 @@ class StepTime(NamedTuple):
       wire: bytes that cross each worker's link, in each direction.
       transfer: seconds that they take at the link's bandwidth.
       waiting: seconds of latency.
-      step: seconds of the whole step: compute, transfer and waiting one after the other.
+      step: seconds of the whole step: compute, transfer and waiting one after the other, or side by
+        side where the exchange is delayed.
       hiding_bandwidth: bits per second above which transfer and waiting take no longer than the
         compute, so that an exchange that overlaps with it would cost nothing; infinite where
         the latency alone takes longer.
@@ -49,9 +50,11 @@ def plan(
 ) -> dict[str, StepTime]:
     """Seconds per step of ordinary data parallelism and of DeMo, over the same link.
 
-    Both collectives are taken as rings. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N`` over
+    All collectives are taken as rings. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N`` over
     each link in ``2 (N-1)`` rounds; an all-gather of packets of ``B`` bytes sends ``B (N-1)`` in
-    ``N-1`` rounds. DeMo's traffic thus grows with the number of workers, the dense one's hardly.
+    ``N-1`` rounds, so that DeMo's traffic grows with the number of workers, the dense one's hardly.
+    In two phases it does not grow either: each of them sends ``B (N-1)/N`` of its packet of ``B``
+    bytes, in ``N-1`` rounds. A delayed exchange runs beside the compute of the next step.
 
     Args:
       params: arrays or shapes of the parameters.
@@ -86,12 +89,13 @@ def plan(
     named = {"DeMo": compression} if isinstance(compression, Compression) else compression
     others = workers - 1
 
-    def time(packet: int, wire: float, rounds: int, steps: int) -> StepTime:
+    def time(packet: int, wire: float, rounds: int, steps: int, beside: bool = False) -> StepTime:
         wire /= steps
         transfer, waiting = 8 * wire / bandwidth, rounds * latency / steps
         spare = compute_time - waiting
         hiding = 8 * wire / spare if spare > 0 else math.inf
-        step = compute_time + transfer + waiting
+        exchange = transfer + waiting
+        step = max(compute_time, exchange) if beside else compute_time + exchange
         return StepTime(packet, round(wire), transfer, waiting, step, hiding)
 
     times = {}
@@ -102,6 +106,12 @@ def plan(
                 wire, rounds = 2 * dense * others / workers, 2 * others
                 times[f"{method}, {name}"] = time(dense, wire, rounds, steps)
     for name, setting in named.items():
-        packet = packet_bytes(setting, params)
-        times[name] = time(packet, packet * others, others, local_steps)
+        phases = 2 if setting.exchange == "two-phase" else 1
+        times[name] = time(
+            packet_bytes(setting, params, workers=workers),
+            received_bytes(setting, params, workers),
+            phases * others,
+            local_steps,
+            bool(setting.delay),
+        )
     return times

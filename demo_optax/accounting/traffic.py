@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from demo_optax import axes
+from demo_optax import axes, two_phase
 from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, indices, make_plan
@@ -23,6 +23,7 @@ def packet_bytes(
     axis_name: AxisName = "data",
     mesh: Mesh | AbstractMesh | None = None,
     param_specs=None,
+    workers: int = 1,
 ) -> int:
     """Bytes that each worker hands to the collectives of one update, with local steps of a round.
 
@@ -37,6 +38,7 @@ def packet_bytes(
         ``jax.sharding.AbstractMesh``. The optimizer must then exchange over ``axis_name``.
       param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker.
         Each device sends a packet of its own shards; those that hold the same send parts of one.
+      workers: how many there are, where no mesh says it. An exchange in two phases depends on it.
 
     Returns:
       Bytes: the packet's size for `decoupled_momentum`, the dense gradient's for
@@ -61,8 +63,10 @@ def packet_bytes(
         each = layout_of(tx, params, mesh, axis_name, param_specs).variation.sent
         return each * mesh.size // shards.num_workers(mesh, axis_name)
     if isinstance(tx_or_compression, Compression):
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(params))
-        return 4 * make_plan(tx_or_compression, shapes).layout.words
+        plan = make_plan(tx_or_compression, tuple(x.shape for x in jax.tree.leaves(params)))
+        if tx_or_compression.exchange == "two-phase":
+            return 4 * sum(two_phase.words(plan, workers))
+        return 4 * plan.layout.words
     tx = optax.with_extra_args_support(tx_or_compression)
 
     def update():
@@ -70,8 +74,37 @@ def packet_bytes(
         gradient = axes.as_varying(values, axis_name)
         tx.update(gradient, tx.init(values), values, **axes.EXTRA_ARGS)
 
-    program = axes.trace_worker(update, dict.fromkeys(axes.names(axis_name), 1))
+    first, *others = axes.names(axis_name) or (None,)
+    sizes = {} if first is None else {first: workers, **dict.fromkeys(others, 1)}
+    program = axes.trace_worker(update, sizes)
     return axes.bytes_handed_over(program, axis_name)
+
+
+def received_bytes(compression: Compression, params, workers: int) -> float:
+    """Bytes that each worker gets over its link in one exchange.
+
+    All packets but its own; in two phases the parts of packets that concern its share of the
+    blocks, and the other owners' packets, whose sum does not grow with the number of workers.
+
+    Args:
+      compression: what is sent.
+      params: arrays or shapes of the parameters.
+      workers: how many there are.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> params = jax.ShapeDtypeStruct((4096, 16384), jnp.float32)
+      >>> gather = Compression(topk=8, value_coding="int4")
+      >>> owners = dataclasses.replace(gather, exchange="two-phase")
+      >>> [round(received_bytes(c, params, 64) / 1e6, 1) for c in (gather, owners)]
+      [16.6, 1.5]
+    """
+    others = workers - 1
+    if compression.exchange == "two-phase":
+        plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
+        dealt, gathered = two_phase.words(plan, workers)
+        return 4 * (dealt / workers + gathered) * others
+    return packet_bytes(compression, params) * others
 
 
 def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import warnings
 
 import jax
@@ -34,8 +35,12 @@ def converted(
     """
     carried_over, result = [], {}
     workers = description["workers"]
+    state = {**state, **exchanged_before(state, saved, wanted, description)}
     for name, target in wanted.items():
         x = np.asarray(state[name])
+        if is_beside(name):
+            result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
+            continue
         differs = set(axes.names(axis_name)) & set(shards.axes_of(target.sharding.spec))
         if differs and x.ndim and len(x) > workers:
             x = redistribute(x, workers)
@@ -65,6 +70,59 @@ def converted(
             stacklevel=3,
         )
     return result
+
+
+def exchanged_before(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
+    """What an exchange keeps beside the momenta, for the workers that are wanted.
+
+    Packets that wait are left out: the momenta still hold what they carry. What owners have yet to
+    send is divided among the new owners.
+    """
+    owed = [name for name in state if is_owed(name) and np.any(state[name])]
+    if lost := [name for name in owed if name not in wanted]:
+        raise ValueError(
+            f"the optimizer state{lost[0]} of the checkpoint holds what owners have yet to send, "
+            "but the optimizer knows no owners: go on with exchange='two-phase'."
+        )
+    of_blocks = [[m["coordinates"], m["shape"], m["shards"]] for m in saved["momenta"].values()]
+    others = [[m["coordinates"], m["shape"], m["shards"]] for m in description["momenta"].values()]
+    if owed and of_blocks != others:
+        raise ValueError(
+            f"the optimizer state{owed[0]} of the checkpoint holds what owners have yet to send, "
+            "in blocks or shards that are not those of the optimizer now: go on with the old ones."
+        )
+    result = {name: np.zeros(x.shape, x.dtype) for name, x in wanted.items() if is_beside(name)}
+    for name in owed:
+        devices = saved["beside"]["devices"] // saved["workers"]
+        result[name] = divided_anew(np.asarray(state[name]), wanted[name].shape, devices)
+    return result
+
+
+def divided_anew(x: np.ndarray, shape: Shape, devices: int) -> np.ndarray:
+    """Rows of owners' shares ``(owners, devices * share, n)`` for other owners.
+
+    Those of each device inside the owners follow one another; what is over holds zeros.
+
+    Example:
+      >>> divided_anew(np.array([[[1], [2]], [[3], [0]]]), (3, 1, 1), devices=1).ravel().tolist()
+      [1, 2, 3]
+    """
+    rows = np.swapaxes(x.reshape(len(x), devices, -1, x.shape[2]), 0, 1)
+    rows = rows.reshape(devices, -1, x.shape[2])
+    share = shape[1] // devices
+    missing = max(shape[0] * share - rows.shape[1], 0)
+    rows = np.pad(rows, ((0, 0), (0, missing), (0, 0)))[:, : shape[0] * share]
+    return np.swapaxes(rows.reshape(devices, shape[0], share, -1), 0, 1).reshape(shape)
+
+
+def is_beside(name: str) -> bool:
+    """Whether a leaf of the state belongs to the exchange, and to no parameter."""
+    return is_owed(name) or name.endswith(".waiting")
+
+
+def is_owed(name: str) -> bool:
+    """Whether a leaf is what an owner has yet to send."""
+    return re.search(r"\.residual\[\d+\]$", name) is not None
 
 
 def _coordinates(momentum: dict) -> Placed:

@@ -24,7 +24,7 @@ from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.checkpoint import reading
 from demo_optax.checkpoint.digests import digests, like, sealed
-from demo_optax.checkpoint.elastic import converted
+from demo_optax.checkpoint.elastic import converted, is_beside
 from demo_optax.checkpoint.leaves import beside, by_path, from_paths
 from demo_optax.checkpoint.quiet import in_a_line, sweep
 from demo_optax.checkpoint.reading import FORMAT, epath, orbax, require_same, stored_as
@@ -308,8 +308,11 @@ class Checkpointer:
         )
         placed_state = by_path(self._placed(wanted, of_state))
         description = self._description(params, wanted)
-        exact = all(saved[name] == value for name, value in description.items())
-        require_same("optimizer state", placed_state, held["opt_state"], shapes=exact)
+        exact = all(saved.get(name, {}) == value for name, value in description.items())
+        needed, there = placed_state, held["opt_state"]
+        if not exact:
+            needed, there = map(_without_exchange, (needed, there))
+        require_same("optimizer state", needed, there, shapes=exact)
         specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
         placed_params = by_path(self._placed(params, specs))
         here = {part: {name: like(digest) for name, digest in held[part].items()} for part in held}
@@ -358,7 +361,18 @@ class Checkpointer:
                         "shards": list(counts),
                         "count": f"{keystr(path)}.count",
                     }
-        return {"format": FORMAT, "workers": self._workers, "momenta": momenta}
+        beside = {name: list(x.shape) for name, x in by_path(opt_state).items() if is_beside(name)}
+        devices = {"devices": self._mesh.size} if beside else {}
+        return {
+            "format": FORMAT,
+            "workers": self._workers,
+            "momenta": momenta,
+            "beside": beside | devices,
+        }
+
+
+def _without_exchange(leaves: dict) -> dict:
+    return {name: x for name, x in leaves.items() if not is_beside(name)}
 
 
 def _is_momentum(x) -> bool:

@@ -66,16 +66,18 @@ class Layout:
     Attributes:
       sections: one for each shape of blocks.
       numbers: float32, that the sender reports beside them.
+      multiple: of which the packet's length is one, in words.
     """
 
     sections: tuple[Section, ...]
     numbers: int = NUMBERS
+    multiple: int = MULTIPLE
 
     @property
     def words(self) -> int:
         """Length of a packet in 32-bit words."""
         used = 1 + self.numbers + sum(sum(section.parts) for section in self.sections)
-        return used + -used % MULTIPLE
+        return used + -used % self.multiple
 
 
 class Message(NamedTuple):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from demo_optax.arrays import Blocks, Coefficients, FloatScalar, IntScalar, Tensor
 from demo_optax.compression import indices, transforms
 from demo_optax.compression.blocks import BlockGeometry, Piece
-from demo_optax.compression.packet import Layout, Section
+from demo_optax.compression.packet import MULTIPLE, Layout, Section
 from demo_optax.compression.settings import Compression
 from demo_optax.numerics import upcast, widest
 
@@ -57,8 +57,10 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """Of the packet."""
-        return Layout(tuple(group.section for group in self.groups))
+        """Of the packet; parts for owners are dealt out, which no device wants in multiples."""
+        sections = tuple(group.section for group in self.groups)
+        dealt = self.compression.exchange == "two-phase"
+        return Layout(sections, multiple=1 if dealt else MULTIPLE)
 
     def blocks(self, tensors: Sequence[Tensor]) -> list[Blocks]:
         """For each group its blocks, cut out of the tensors.

@@ -1,0 +1,138 @@
+"""What an exchange keeps beside the momenta: sharded, saved, and divided among other workers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax.checkpoint import Checkpointer
+
+SHAPES = {"v": (30,), "w": (32, 24)}
+SPECS = {"v": P(), "w": P("fsdp")}
+BOTH = [("two-phase", 0), ("all-gather", 1), ("two-phase", 1)]
+
+
+def mesh_of(*sizes):
+    names = ("data", "fsdp", "tensor")[: len(sizes)]
+    return jax.make_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def optimizer(exchange, delay, **settings):
+    compression = demo_optax.Compression(
+        topk=4, block_side=8, value_coding="int4", exchange=exchange, delay=delay, **settings
+    )
+    return demo_optax.demo_signum(1e-2, compression, decay=0.9, axis_name="data")
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"] - 1) ** 2) + jnp.sum(params["v"] ** 2) * jnp.mean(batch)
+
+
+def batch(step):
+    return np.random.default_rng(step).normal(size=(48, 32)).astype(np.float32)
+
+
+class Trained:
+    def __init__(self, tx, *sizes):
+        self.tx, self.mesh = tx, mesh_of(*sizes)
+        self.specs = SPECS if len(sizes) > 1 else None
+        self.params = {n: jnp.ones(shape) for n, shape in SHAPES.items()}
+        self.state = demo_optax.init_opt_state(tx, self.params, self.mesh, param_specs=self.specs)
+        self.step = demo_optax.make_train_step(loss, tx, self.mesh, param_specs=self.specs)
+
+    def run(self, steps):
+        for number in steps:
+            self.params, self.state, self.metrics = self.step(
+                self.params, self.state, batch(number)
+            )
+        return self
+
+    def checkpointer(self, folder):
+        return Checkpointer(folder, self.tx, self.mesh, param_specs=self.specs)
+
+    def restored(self, folder):
+        with self.checkpointer(folder) as checkpointer:
+            found = checkpointer.restore(self.params)
+        self.params, self.state = found.params, found.opt_state
+        return self
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("exchange, delay", BOTH)
+def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, delay, sizes):
+    trained = Trained(optimizer(exchange, delay), *sizes).run([0])
+    first = float(trained.metrics.loss.mean())
+    trained.run(range(1, 60))
+    assert demo_optax.check_replicas(trained.params, trained.mesh) == ()
+    assert int(trained.metrics.exchange.participants) == sizes[0]
+    assert bool(trained.metrics.exchange.agreed)
+    assert float(trained.metrics.loss.mean()) < first / 2
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("exchange, delay", BOTH)
+def test_a_saved_run_goes_on_to_the_same_bits(exchange, delay, sizes, tmp_path):
+    tx = optimizer(exchange, delay)
+    straight = Trained(tx, *sizes).run(range(5))
+    with straight.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, straight.params, straight.state, wait=True)
+    restored = Trained(tx, *sizes).restored(tmp_path)
+    assert_same(straight.state, restored.state)
+    assert_same(straight.run(range(5, 8)).params, restored.run(range(5, 8)).params)
+
+
+def owed(state, inner):
+    """What all owners have yet to send, in the order of the blocks, of each device inside them."""
+    return [
+        np.swapaxes(np.asarray(x).reshape(len(x), inner, -1, x.shape[2]), 0, 1).reshape(
+            inner, -1, x.shape[2]
+        )
+        for x in state[0].residual
+    ]
+
+
+@pytest.mark.parametrize("before, after", [((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))], ids=str)
+def test_other_workers_own_what_was_owed(before, after, tmp_path):
+    tx = optimizer("two-phase", 1)
+    trained = Trained(tx, *before).run(range(5))
+    with trained.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, trained.params, trained.state, wait=True)
+    restored = Trained(tx, *after).restored(tmp_path)
+    inner = before[1] if len(before) > 1 else 1
+    for old, new in zip(owed(trained.state, inner), owed(restored.state, inner), strict=True):
+        size = min(old.shape[1], new.shape[1])
+        np.testing.assert_array_equal(old[:, :size], new[:, :size])
+        assert not old[:, size:].any() and not new[:, size:].any()
+    assert any(x.any() for x in owed(restored.state, inner))
+    means = [s[0].momentum["w"].mean(0) for s in (trained.state, restored.state)]
+    np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-7)
+    assert not np.any(restored.state[0].waiting)
+    restored.run(range(5, 8))
+    assert demo_optax.check_replicas(restored.params, restored.mesh) == ()
+
+
+def test_what_is_owed_is_not_lost_silently(tmp_path):
+    trained = Trained(optimizer("two-phase", 0), 4).run(range(3))
+    with trained.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, trained.params, trained.state, wait=True)
+    with pytest.raises(ValueError, match="go on with exchange='two-phase'"):
+        Trained(optimizer("all-gather", 0), 4).restored(tmp_path)
+    with pytest.raises(ValueError, match="go on with the old ones"):
+        Trained(optimizer("two-phase", 0, transform="identity"), 4).restored(tmp_path)
+
+
+@pytest.mark.parametrize("exchange, delay", BOTH)
+def test_a_run_of_one_gather_goes_on_in_another_way(exchange, delay, tmp_path):
+    trained = Trained(optimizer("all-gather", 0), 4).run(range(3))
+    with trained.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, trained.params, trained.state, wait=True)
+    restored = Trained(optimizer(exchange, delay), 4).restored(tmp_path)
+    assert_same(trained.state[0].momentum, restored.state[0].momentum)
+    restored.run(range(3, 6))
+    assert int(restored.metrics.exchange.participants) == 4
