@@ -59,6 +59,7 @@ def collectives(hlo: str) -> list[Collective]:
       [Collective(kind='all-gather', dtype='u32', operand_bytes=4928, groups=((0, 1),))]
     """
     found: dict[str, Collective] = {}
+    in_background = "AsyncCollectiveStart" in hlo
     partitions = re.search(r"(?:num_partitions|replica_count)=(\d+)", hlo)
     for line in hlo.splitlines():
         instruction = _INSTRUCTION.search(line)
@@ -73,10 +74,9 @@ def collectives(hlo: str) -> list[Collective]:
             shapes = shapes[:1] if kind == "collective-permute" else shapes[: len(shapes) // 2]
             share = 1
         operands = round(share * sum(map(_bytes, shapes)))
-        # What a TPU runs in the background is written once for its start, its course and its end.
-        channel = _CHANNEL.search(line)
-        name = channel[0] if channel else line
-        found[name] = Collective(kind, shapes[0]["dtype"], operands, groups)
+        # What a TPU runs in the background is written for its start, its course and its end.
+        channel = _CHANNEL.search(line) if in_background else None
+        found[channel[0] if channel else line] = Collective(kind, shapes[0]["dtype"], operands, groups)
     return list(found.values())
 
 
