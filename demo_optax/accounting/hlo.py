@@ -76,7 +76,9 @@ def collectives(hlo: str) -> list[Collective]:
         operands = round(share * sum(map(_bytes, shapes)))
         # What a TPU runs in the background is written for its start, its course and its end.
         channel = _CHANNEL.search(line) if in_background else None
-        found[channel[0] if channel else line] = Collective(kind, shapes[0]["dtype"], operands, groups)
+        found[channel[0] if channel else line] = Collective(
+            kind, shapes[0]["dtype"], operands, groups
+        )
     return list(found.values())
 
 

@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field
 from rich.console import Console
 
+from demo_optax.compression.settings import Exchange
 from demo_optax.compression.values import ValueCoding
 
 from .model import PresetName
@@ -87,6 +88,13 @@ class Config:
     """Elements per side of a block."""
     value_coding: ValueCoding = "int4"
     """Coding of the values that are sent; benchmarks/value_codings.py compares them."""
+    exchange: Exchange = "all-gather"
+    """all-gather: every worker gets all packets. two-phase: each averages a share of the blocks and
+    sends that to all, traffic that does not grow with the workers."""
+    topk_back: Count | None = None
+    """Coefficients of each block that are sent back in two phases, by default four times --topk."""
+    delay: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: packets are exchanged while the next step computes its gradient."""
     norm_limit: Annotated[float, Field(ge=1, lt=float("inf"))] | None = 10.0
     """Largest norm of a worker's message, in medians of all workers' messages: what bounds one
     broken worker. Ordinary runs never reach it; None sets no limit."""

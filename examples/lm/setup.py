@@ -81,7 +81,13 @@ def prepare(config: Config) -> Run:
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=demo_optax.Compression(
-            config.topk, config.block_side, config.value_coding, norm_limit=config.norm_limit
+            config.topk,
+            config.block_side,
+            config.value_coding,
+            norm_limit=config.norm_limit,
+            exchange=config.exchange,
+            topk_back=config.topk_back,
+            delay=config.delay,
         ),
     )
     tx = make(config.optimizer, settings, config.local_steps)

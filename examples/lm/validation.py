@@ -84,6 +84,11 @@ def _require_agreement(config: Config) -> None:
             f"--steps {config.steps} end inside a round of --local-steps {every}, whose end alone "
             "exchanges: choose a multiple."
         )
+    if config.topk_back and config.exchange != "two-phase":
+        raise ValueError(
+            f"--topk-back {config.topk_back} is what owners send back, whom --exchange all-gather "
+            "does not know: leave it out, or set --exchange two-phase."
+        )
     if config.topk > config.block_side**2:
         raise ValueError(
             f"--topk {config.topk} is more than a block has: give at most {config.block_side**2}, "
