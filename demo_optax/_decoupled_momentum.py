@@ -13,9 +13,10 @@ from jaxtyping import Array, Float
 from demo_optax import axes, checks, messages, metrics, state_checks, two_phase
 from demo_optax._exchange import exchange
 from demo_optax.arrays import BoolScalar, Coefficients, IntScalar
+from demo_optax.averaging import Aggregate
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
-from demo_optax.compression import Compression, compress, make_plan
+from demo_optax.compression import Compression, Plan, compress, make_plan
 from demo_optax.compression.packet import Message
 from demo_optax.compression.settings import STORE, Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
@@ -143,6 +144,12 @@ def decoupled_momentum(
     coordinates = compression.coordinates
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
+    def beside_the_momentum(plan):
+        return {
+            "residual": two_phase.before_the_first(plan, axis_name),
+            "waiting": messages.before_the_first(plan, axis_name),
+        }
+
     def init_fn(params) -> Any:  # optax's type for states knows no static nodes
         state_checks.floating_leaves(params)
         plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
@@ -156,8 +163,7 @@ def decoupled_momentum(
             momentum=jax.tree.map(zeros, unboxed(params)),
             precondition=precondition.init(params),
             metrics=metrics.before_the_first(),
-            residual=two_phase.before_the_first(plan, axis_name),
-            waiting=messages.before_the_first(plan, axis_name),
+            **beside_the_momentum(plan),
             coordinates=coordinates,
         )
 
@@ -171,52 +177,52 @@ def decoupled_momentum(
         for number, m in enumerate(momenta):
             yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
 
+    def plan_of(updates, state) -> Plan:
+        plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(updates)))
+        expected = jax.eval_shape(lambda: beside_the_momentum(plan))
+        state_checks.usable(updates, state, expected, plan, axis_name)
+        return plan
+
+    def settle(plan, state, momenta, sent, step) -> tuple[list[Coefficients], Aggregate]:
+        # Exchange: mean(q_1, ..., q_N)
+        past = state.residual, state.metrics
+        aggregate = exchange(plan, sent.packets, *past, step, axis_name, mean)
+
+        # Subtract: m <- m - alpha q
+        factors = [jnp.asarray(subtraction_factor) * part for part in aggregate.delivered]
+        return _subtract(momenta, sent.message, factors), aggregate
+
     def update_fn(updates, state, params=None, **extra_args) -> Any:
-        gradient, unflatten = jax.tree.leaves(updates), _unflattener(updates)
-        plan = make_plan(compression, tuple(x.shape for x in gradient))
-        state_checks.usable(updates, state, plan, axis_name)
+        plan, gradient, unflatten = plan_of(updates, state), *_flattened(updates)
         step, worker, w = state.count, axes.index(axis_name), weight(state.count)
         like = updates if params is None else params
         past = _restart_leaves(state.precondition, precondition.init(like))
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
-        coefficients, arrived = plan.transform(plan.blocks(jax.tree.leaves(local)), step)
-        sound = all_finite((arrived * jnp.square(w), decay, preconditioned))
+        momenta, aggregate = plan.stacked(jax.tree.leaves(state.momentum)), None
 
-        def send(momenta):
-            # Accumulate: m <- beta m + w T(g)
-            momenta = _accumulate(sound, decay, plan.rebased(momenta, step), w, coefficients)
-            momenta, sums = restart_blocks(momenta)
-
-            # Compress: q = top_k(m)
-            compressed = compress(plan, momenta, step, worker, messages.owners_of(plan, axis_name))
-            report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
-            return momenta, messages.outgoing(compressed, report, sound, step, axis_name)
-
-        def settle(momenta, sent, step):
-            # Exchange: mean(q_1, ..., q_N)
-            past = state.residual, state.metrics
-            aggregate = exchange(plan, sent.packets, *past, step, axis_name, mean)
-
-            # Subtract: m <- m - alpha q
-            factors = [jnp.asarray(subtraction_factor) * part for part in aggregate.delivered]
-            return _subtract(momenta, sent.message, factors), aggregate
-
-        # A delayed exchange settles what the last step has sent.
-        momenta = plan.stacked(jax.tree.leaves(state.momentum))
+        # A delayed exchange is that of the last step's packets, and comes first.
         if compression.delay:
             sent = messages.reread(plan, state.waiting, step - 1, axis_name)
-            momenta, aggregate = settle(momenta, sent, step - 1)
-            momenta, outgoing = send(momenta)
-        else:
-            momenta, outgoing = send(momenta)
-            momenta, aggregate = settle(momenta, outgoing, step)
+            momenta, aggregate = settle(plan, state, momenta, sent, step - 1)
+
+        # Accumulate: m <- beta m + w T(g)
+        coefficients, arrived = plan.transform(plan.blocks(jax.tree.leaves(local)), step)
+        sound = all_finite((arrived * jnp.square(w), decay, preconditioned))
+        momenta = _accumulate(sound, decay, plan.rebased(momenta, step), w, coefficients)
+        momenta, sums = restart_blocks(momenta)
+
+        # Compress: q = top_k(m)
+        compressed = compress(plan, momenta, step, worker, messages.owners_of(plan, axis_name))
+        report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
+        outgoing = messages.outgoing(compressed, report, sound, step, axis_name)
+        if aggregate is None:
+            momenta, aggregate = settle(plan, state, momenta, outgoing, step)
 
         # Inverse: u = T^-1 mean(q_1, ..., q_N)
         means = plan.tensors(plan.inverse(aggregate.coefficients, step - compression.delay))
-
         return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
             count=jnp.asarray(optax.safe_increment(step)),
-            momentum=_unflattener(state.momentum)(rounded(plan.stored(momenta), step, worker)),
+            momentum=_flattened(state.momentum)[1](rounded(plan.stored(momenta), step, worker)),
             precondition=_choose(sound, preconditioned, past),
             metrics=aggregate.metrics,
             residual=aggregate.residual,
@@ -227,8 +233,10 @@ def decoupled_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _unflattener(tree):
-    return functools.partial(jax.tree.unflatten, jax.tree.structure(tree))
+def _flattened(tree):
+    """Its leaves, and what makes such a tree of others."""
+    leaves, structure = jax.tree.flatten(tree)
+    return leaves, functools.partial(jax.tree.unflatten, structure)
 
 
 def _in_dtype_of(x: Array, reference: Array) -> Array:

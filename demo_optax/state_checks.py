@@ -25,13 +25,18 @@ def floating_leaves(params) -> None:
             )
 
 
-def usable(updates, state, plan: Plan, axis_name: AxisName) -> None:
-    """Requires a local gradient of the tree, and in the blocks, that the state was made for."""
+def usable(updates, state, expected: dict, plan: Plan, axis_name: AxisName) -> None:
+    """Requires a local gradient of the tree, and in the blocks, that the state was made for.
+
+    And, by name, the shapes that are expected of what the state holds beside the momentum.
+    """
     axes.size(axis_name)
     _same_structure(updates, state.momentum)
     require_local(updates, axis_name)
     _same_blocks(updates, state.momentum, plan)
     _same_coordinates(state.coordinates, plan.compression.coordinates)
+    for name, shapes in expected.items():
+        _same_shapes(name, getattr(state, name), shapes)
 
 
 def require_local(updates, axis_name: AxisName) -> None:
@@ -98,4 +103,15 @@ def _same_coordinates(given, expected) -> None:
             f"the state's momentum is stored as {given}, but the optimizer was made for "
             f"{expected}: go back to the old settings, make the state anew, or convert it with "
             "demo_optax.checkpoint, which carries a momentum over when it restores."
+        )
+
+
+def _same_shapes(name: str, given, expected) -> None:
+    """Requires what an exchange keeps to be of this exchange."""
+    has, needs = ([x.shape for x in jax.tree.leaves(tree)] for tree in (given, expected))
+    if has != needs:
+        raise ValueError(
+            f"the state's {name} has the shapes {has}, but this exchange needs {needs}: exchange, "
+            "topk, codings, delay or the number of workers changed since the state was made. Go "
+            "back to the old ones, make the state anew, or convert it with demo_optax.checkpoint."
         )

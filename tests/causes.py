@@ -19,13 +19,16 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
-from demo_optax.checkpoint import storage
+from demo_optax.checkpoint import elastic, storage
 from tests import model, workers
 
 LIBRARY = pathlib.Path(demo_optax.__file__).parent
 DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
 ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
+DELAYED = demo_optax.demo(1e-3, demo_optax.Compression(4, 8, delay=1))
+OWED = {"[0].residual[0]": np.ones((2, 1, 4))}
+OF_ONE_BLOCK = {"momenta": {"w": {"coordinates": {}, "shape": [4], "shards": [1]}}}
 
 
 def two():
@@ -280,6 +283,12 @@ RAISED = [
     lambda: demo_optax.Compression(topk=2.5),
     lambda: demo_optax.Compression(topk=jnp.array(3)),
     lambda: demo_optax.Compression(value_coding="float7"),
+    lambda: demo_optax.Compression(delay=2),
+    lambda: demo_optax.Compression(topk_back=8),
+    lambda: demo_optax.Compression(selection="random", exchange="two-phase", topk_back=8),
+    lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
+    lambda: elastic.exchanged_before(OWED, {}, {}, {}),
+    lambda: elastic.exchanged_before(OWED, OF_ONE_BLOCK, OWED, {"momenta": {}}),
     lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.0),
     lambda: demo_optax.demo(1e-3, decay="0.9"),
