@@ -121,9 +121,9 @@ def test_what_is_owed_is_not_lost_silently(tmp_path):
     trained = Trained(optimizer("two-phase", 0), 4).run(range(3))
     with trained.checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, trained.params, trained.state, wait=True)
-    with pytest.raises(ValueError, match="go on with exchange='two-phase'"):
+    with pytest.raises(ValueError, match="restore it with exchange='two-phase'"):
         Trained(optimizer("all-gather", 0), 4).restored(tmp_path)
-    with pytest.raises(ValueError, match="go on with the old ones"):
+    with pytest.raises(ValueError, match="restore it with the old ones"):
         Trained(optimizer("two-phase", 0, transform="identity"), 4).restored(tmp_path)
 
 

@@ -82,14 +82,14 @@ def exchanged_before(state: dict, saved: dict, wanted: dict, description: dict) 
     if lost := [name for name in owed if name not in wanted]:
         raise ValueError(
             f"the optimizer state{lost[0]} of the checkpoint holds what owners have yet to send, "
-            "but the optimizer knows no owners: go on with exchange='two-phase'."
+            "but the optimizer knows no owners: restore it with exchange='two-phase'."
         )
     of_blocks = [[m["coordinates"], m["shape"], m["shards"]] for m in saved["momenta"].values()]
     others = [[m["coordinates"], m["shape"], m["shards"]] for m in description["momenta"].values()]
     if owed and of_blocks != others:
         raise ValueError(
             f"the optimizer state{owed[0]} of the checkpoint holds what owners have yet to send, "
-            "in blocks or shards that are not those of the optimizer now: go on with the old ones."
+            "in blocks or shards that are not those of the optimizer now: restore it with the old ones."
         )
     result = {name: np.zeros(x.shape, x.dtype) for name, x in wanted.items() if is_beside(name)}
     for name in owed:
