@@ -89,7 +89,8 @@ def exchanged_before(state: dict, saved: dict, wanted: dict, description: dict) 
     if owed and of_blocks != others:
         raise ValueError(
             f"the optimizer state{owed[0]} of the checkpoint holds what owners have yet to send, "
-            "in blocks or shards that are not those of the optimizer now: restore it with the old ones."
+            "in blocks or shards that are not those of the optimizer now: restore it with the old "
+            "ones."
         )
     result = {name: np.zeros(x.shape, x.dtype) for name, x in wanted.items() if is_beside(name)}
     for name in owed:
