@@ -104,7 +104,7 @@ def update(optimizer: str, args):
 
 
 def measure(optimizer: str, args) -> None:
-    from demo_optax.accounting import collectives
+    from demo_optax.accounting import arguments_behind, collectives
 
     program, shapes = update(optimizer, args)
     start = time.perf_counter()
@@ -125,6 +125,9 @@ def measure(optimizer: str, args) -> None:
     print(f"  estimate: {cost:.4f} {unit} per parameter")
     for found in collectives(hlo):
         print(f"  {found.kind} of {found.operand_bytes} bytes of {found.dtype}")
+    for name, arguments in arguments_behind(hlo):
+        waits = any(argument.startswith("gradients") for argument in arguments)
+        print(f"  {name} waits for the gradient: {waits}")
     unpriced = collections.Counter(a or b for a, b in UNPRICED.findall(hlo))
     print(f"  without a price: {dict(unpriced) or 'nothing'}", flush=True)
 

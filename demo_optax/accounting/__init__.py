@@ -1,6 +1,7 @@
 """Bytes on the wire: from shapes alone, over a link, and in the compiled program."""
 
 from demo_optax.accounting.hlo import Collective as Collective
+from demo_optax.accounting.hlo import arguments_behind as arguments_behind
 from demo_optax.accounting.hlo import collectives as collectives
 from demo_optax.accounting.links import StepTime as StepTime
 from demo_optax.accounting.links import plan as plan

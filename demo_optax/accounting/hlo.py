@@ -12,6 +12,8 @@ from demo_optax.axes import AxisName
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(rf"= (?P<result>\(.*?\)|\S+) (?P<kind>{_KINDS})(?P<start>-start)?\(")
+_NAMED = re.compile(r"\s*(?:ROOT )?(%\S+) = (.*)")
+_ATTRIBUTES = re.compile(r", (?:calls|control-predecessors|metadata|backend_config|to_apply)=")
 _CHANNEL = re.compile(r"channel_id=\d+")
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+[0-9]*(?:e[0-9]m[0-9]\w*)?)\[(?P<dims>[0-9,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(?P<groups>\{[\d,{}]+\})\}")
@@ -80,6 +82,45 @@ def collectives(hlo: str) -> list[Collective]:
             kind, shapes[0]["dtype"], operands, groups
         )
     return list(found.values())
+
+
+def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
+    """For each collective of the entry computation, the arguments that it has to wait for.
+
+    A compiler can let a collective run beside whatever needs other arguments: one that does not
+    wait for the batch may overlap with the gradient.
+
+    Args:
+      hlo: optimised HLO.
+
+    Returns:
+      The collective's name, and the arguments' names as JAX wrote them, or their numbers.
+
+    Example:
+      >>> arguments_behind('''
+      ... ENTRY %main {
+      ...   %p = u32[128] parameter(0), metadata={op_name="state.waiting"}
+      ...   %q = f32[8] parameter(1), metadata={op_name="gradient"}
+      ...   %a = u32[1024] all-gather(%p), replica_groups={{0,1}}
+      ... }''')
+      [('%a', frozenset({'state.waiting'}))]
+    """
+    found: dict[str, frozenset[str]] = {}
+    collective = []
+    for line in hlo[hlo.index("\nENTRY") :].splitlines()[2:]:
+        if not (instruction := _NAMED.match(line)):
+            continue
+        name, text = instruction.groups()
+        if number := re.search(r" parameter\((\d+)\)", text):
+            named = re.search(r'op_name="([^"]*)"', text)
+            found[name] = frozenset([named[1] if named else number[1]])
+            continue
+        # Instructions stand behind their operands; what follows these names computations.
+        operands = re.findall(r"%[\w.-]+", _ATTRIBUTES.split(text)[0])
+        found[name] = frozenset().union(*[found.get(operand, frozenset()) for operand in operands])
+        if _INSTRUCTION.search(line) or "async_collective" in name:
+            collective.append(name)
+    return [(name, found[name]) for name in collective]
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
