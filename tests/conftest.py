@@ -1,6 +1,8 @@
 """Eight simulated devices for all tests, and no silent broadcasting between ranks."""
 
+import collections
 import os
+import zlib
 
 import jax
 import jaxtyping
@@ -27,10 +29,19 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Notebooks take minutes: they run with `make test-all`, and with `make notebooks`."""
+    """What takes minutes runs with `make test-all`: notebooks, and two thirds of each sweep."""
+    sweeps = collections.defaultdict(list)
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("slow")
+        elif item.get_closest_marker("sweep") and hasattr(item, "callspec"):
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    for name, variations in sweeps.items():
+        first = zlib.crc32(name.encode()) % 3  # so that another mode stands first in each sweep
+        kept = variations[first::3] or variations[:1]
+        for item in variations:
+            if item not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from demo_optax import Compression
 from demo_optax.accounting import collectives, index_cost
 from demo_optax.accounting.models import checkpoint_shapes, preset_shapes
 
+pytestmark = pytest.mark.sweep
+
 # Peng et al., version 2: MB per step and worker, as printed there (truncated).
 PAPER = {
     "300m": {32: "29.9", 16: "14.9", 8: "7.49", 4: "3.74", 2: "1.87", 1: "0.93"},

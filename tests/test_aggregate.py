@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 import demo_optax
 from tests import draws, oracles
 
+pytestmark = pytest.mark.sweep
+
 DECAY, WEIGHT, WORKERS = 0.9, 0.3, 3
 decoupled = demo_optax.decoupled_momentum
 

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from tests import model
 
+pytestmark = pytest.mark.sweep
+
 WORKERS, INNER = 4, 2
 TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
 MODES = {"manual": None, "the workers alone": ("data",), "mapped": ()}

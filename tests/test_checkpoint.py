@@ -15,6 +15,8 @@ from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 
+pytestmark = pytest.mark.sweep
+
 SMALL = demo_optax.Compression(4, 8)
 SGD = demo_optax.demo_sgd(0.3, decay=0.9, compression=SMALL, axis_name="data")
 OPTIMIZERS = {

@@ -10,6 +10,8 @@ import demo_optax
 from demo_optax import demo_adamw
 from tests import model, workers
 
+pytestmark = pytest.mark.sweep
+
 WORKERS = 4
 SMALL = demo_optax.Compression(4, 8)
 DEMO = demo_optax.demo(5e-3, SMALL, decay=0.9, axis_name="data")

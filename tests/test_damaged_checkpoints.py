@@ -20,6 +20,8 @@ from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
 from demo_optax.checkpoint.digests import digests
 from tests import model, workers
 
+pytestmark = pytest.mark.sweep
+
 TX = demo_optax.demo(1e-2, demo_optax.Compression(4, 8), axis_name="data")
 EXTRA = {"key": jax.random.key(5), "windows": 3, "note": "abc", "table": np.arange(3), "on": True}
 
@@ -197,6 +199,7 @@ def test_parameters_alone_are_verified_too(like, saved, tmp_path):
     assert fell_back
 
 
+@pytest.mark.slow
 def test_files_that_are_missing(saved, tmp_path):
     fell_back = 0
     for path in files_of(saved / "2"):

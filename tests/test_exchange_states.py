@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
+pytestmark = pytest.mark.sweep
+
 SHAPES = {"v": (30,), "w": (32, 24)}
 SPECS = {"v": P(), "w": P("fsdp")}
 BOTH = [("two-phase", 0), ("all-gather", 1), ("two-phase", 1)]

@@ -16,6 +16,8 @@ from demo_optax import accounting, wire
 from demo_optax.accounting.models import preset_shapes
 from tests import draws, workers
 
+pytestmark = pytest.mark.sweep
+
 SIZE, SIDE = 44, 8  # six blocks, the last of four elements
 DECAY, WEIGHT = 0.9, 0.5
 

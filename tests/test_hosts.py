@@ -101,6 +101,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(processes, tmp_path):
     assert saved(folder)[-1] == stopped + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_signals_before_the_first_step_of_a_resumed_run(processes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from demo_optax.accounting import index_cost
 from demo_optax.compression import indices as codings
 
+pytestmark = pytest.mark.sweep
+
 
 @st.composite
 def positions(draw):

@@ -14,6 +14,8 @@ import demo_optax
 from demo_optax import checkpoint
 from tests import model, workers
 
+pytestmark = pytest.mark.sweep
+
 WORKERS = 4
 SMALL = demo_optax.Compression(4, 8)
 DEMO = demo_optax.demo(5e-3, SMALL, decay=0.9, axis_name="data")
@@ -111,6 +113,7 @@ def test_several_arguments_are_differentiated_and_others_named():
     np.testing.assert_array_equal(dy, 2 * x)
 
 
+@pytest.mark.slow
 def test_workers_along_two_nested_vmaps_are_those_along_one():
     gradient = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 16, 8)), jnp.float32)
 
@@ -293,6 +296,7 @@ def test_energies_beyond_float32_mute_nobody():
     assert metrics.exchange.participants == WORKERS
 
 
+@pytest.mark.slow
 def test_a_vmap_inside_a_shard_map_makes_workers_of_both():
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("a",), auto, devices=jax.devices()[:2])

@@ -13,6 +13,8 @@ from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 from tests.local_methods import BOTH, OUTER, assert_same, dense, local, sparse, train
 
+pytestmark = pytest.mark.sweep
+
 FLAT = optax.adamw(1e-2, b2=0.95)  # rates that do not fall
 
 

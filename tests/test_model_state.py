@@ -10,6 +10,8 @@ from jax.sharding import AxisType
 import demo_optax
 from tests import model
 
+pytestmark = pytest.mark.sweep
+
 MODES = {
     "manual": {},
     "the workers alone": dict(axis_names=("data",)),

@@ -16,6 +16,8 @@ from demo_optax.compression import packet as packets
 from demo_optax.compression.values import VALUE_CODINGS
 from tests import model, oracles, workers
 
+pytestmark = pytest.mark.sweep
+
 SHAPES = {"w": (40, 24), "b": (7,), "s": ()}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 WORKERS = 4

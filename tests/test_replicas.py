@@ -10,6 +10,8 @@ import pytest
 import demo_optax
 from tests import model
 
+pytestmark = pytest.mark.sweep
+
 SMALL = demo_optax.Compression(4, 8)
 OPTIMIZERS = {
     "demo": demo_optax.demo(

@@ -26,6 +26,8 @@ from lm.recipes import RECIPES
 from lm.setup import batches_of, make_evaluation, prepare
 from tests.nano import NANO, ROOT, words_of
 
+pytestmark = pytest.mark.sweep
+
 
 def steps_of(folder):
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
@@ -43,6 +45,7 @@ def events_of(folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
     """With everything that can be asked for: tokens of pairs, mixed precision, scan and remat."""
     full = dataclasses.replace(
@@ -201,6 +204,7 @@ def test_a_batch_is_the_same_however_devices_share_it():
     np.testing.assert_array_equal(one, four)
 
 
+@pytest.mark.slow
 def test_text_begins_anew_where_it_is_another(tmp_path, capsys):
     saving = dataclasses.replace(NANO, checkpoint_dir=str(tmp_path / "saved"), steps=2)
     train.train(prepare(saving))

@@ -15,6 +15,8 @@ from demo_optax import wire
 from demo_optax.wire import gather
 from tests import model
 
+pytestmark = pytest.mark.sweep
+
 # A side that the blocks do not divide, so that momenta have other sizes than parameters.
 SHAPES = {"hidden": (12, 32), "bias": (32,), "out": (32, 3)}
 SPECS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}

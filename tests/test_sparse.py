@@ -14,6 +14,8 @@ import demo_optax
 from demo_optax.compression import selection, sparse
 from tests import draws, model
 
+pytestmark = pytest.mark.sweep
+
 blocks = st.integers(1, 5)
 sizes = st.sampled_from([1, 3, 17, 64, 100, 1088, 4096])
 

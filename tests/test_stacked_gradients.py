@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from tests import model
 
+pytestmark = pytest.mark.sweep
+
 AXES = "replica", "fsdp", "tensor"
 SPECS = {"hidden": P("fsdp", "tensor"), "bias": P("tensor"), "out": P("tensor")}
 TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="replica")
@@ -298,6 +300,7 @@ def test_an_nnx_optimizer_of_a_sharded_model_on_an_explicit_mesh():
     assert demo_optax.check_replicas(nnx.as_pure(nnx.state(module)), mesh, "replica") == ()
 
 
+@pytest.mark.slow
 def test_boxed_parameters_have_momenta_without_boxes():
     from flax import linen as nn
 

@@ -9,6 +9,8 @@ import pytest
 import demo_optax
 from tests import model, oracles
 
+pytestmark = pytest.mark.sweep
+
 SMALL = demo_optax.Compression(4, 8)
 # Everything is sent at once and nothing is kept: a step along the mean of the gradients.
 PLAIN_SGD = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), decay=0.0, axis_name="data")

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import demo_optax
 from tests import draws, oracles
 
+pytestmark = pytest.mark.sweep
+
 TRANSFORMS = {
     "dct": oracles.dct,
     "hadamard": oracles.by_matrix(oracles.hadamard_matrix),

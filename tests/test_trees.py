@@ -10,6 +10,8 @@ import pytest
 
 import demo_optax
 
+pytestmark = pytest.mark.sweep
+
 SMALL = demo_optax.Compression(4, 8)
 
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.sweep
+
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "count_wire_bytes.py"
 
 

@@ -12,6 +12,8 @@ from demo_optax import wire
 from demo_optax.compression import packet
 from tests import workers
 
+pytestmark = pytest.mark.sweep
+
 WORKERS = 5
 PARAMS = {"w": np.zeros((16, 8), np.float32), "b": np.zeros(16, np.float32)}
 EVERYTHING = demo_optax.Compression(topk=64, block_side=8, transform="identity")

@@ -11,6 +11,8 @@ from hypothesis.extra import numpy as hnp
 
 from demo_optax.compression import values as codings
 
+pytestmark = pytest.mark.sweep
+
 QUANTISED = [c for c in codings.VALUE_CODINGS if c not in ("float32", "bfloat16")]
 LEVELS = {
     "int8": np.arange(-127, 128),

@@ -12,6 +12,8 @@ import demo_optax
 from demo_optax.compression import make_plan
 from tests import model
 
+pytestmark = pytest.mark.sweep
+
 COLLECTIVE = re.compile(
     r"= (.+?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
 )

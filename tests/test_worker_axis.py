@@ -114,6 +114,7 @@ def test_partition_leaves_each_part_its_own_optimizer(mode):
         assert_close({"bias": updates["bias"]}, expected)
 
 
+@pytest.mark.slow
 def test_masked_leaves_go_another_way():
     matrices = {"hidden": True, "out": True, "bias": False}
     rest = jax.tree.map(lambda x: not x, matrices)
