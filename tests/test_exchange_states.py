@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -75,6 +76,32 @@ def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, delay, sizes)
     assert int(trained.metrics.exchange.participants) == sizes[0]
     assert bool(trained.metrics.exchange.agreed)
     assert float(trained.metrics.loss.mean()) < first / 2
+
+
+@pytest.mark.parametrize("every", [1, 3], ids="{} local steps".format)
+@pytest.mark.parametrize("selection", ["topk", "random", "slicing"])
+@pytest.mark.parametrize("exchange, delay", [("all-gather", 0), *BOTH])
+def test_replicas_are_identical_after_200_steps_in_every_combination(
+    exchange, delay, selection, every
+):
+    tx = optimizer(exchange, delay, selection=selection)
+    if every > 1:
+        tx = demo_optax.local_steps(optax.sgd(1e-2), tx, every, axis_name="data")
+    trained = Trained(tx, 8)
+
+    def body(carry, batch):
+        params, state, _ = trained.step(*carry, batch)
+        return (params, state), None
+
+    def steps(params, state, batches):
+        return jax.lax.scan(body, (params, state), batches)[0]
+
+    batches = np.stack([batch(number) for number in range(200)])
+    params, state = jax.jit(steps)(trained.params, trained.state, batches)
+    assert demo_optax.check_replicas((params, state), trained.mesh) == ()
+    assert loss(params, batch(0)) < 0.95 * loss(trained.params, batch(0))
+    metrics = demo_optax.exchange_metrics(state)
+    assert int(metrics.participants) == 8 and bool(metrics.agreed)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
