@@ -61,8 +61,9 @@ def outgoing(
     """
     owners = len(compressed.bodies)
     energies = jnp.zeros(owners)
-    for values in shares.divided(compressed.decoded, owners).values:
-        energies += jnp.sum(jnp.square(values), axis=(1, 2))
+    for values in compressed.decoded.values:
+        parts = shares.divided_rows(values, owners, "constant")
+        energies += jnp.sum(jnp.square(parts), axis=(1, 2))
     numbers = jnp.broadcast_to(jnp.stack(report), (owners, len(report)))
     numbers = jnp.concatenate([numbers, energies[:, None]], axis=1)
 
@@ -105,13 +106,10 @@ def joined(
       known: positions that every worker knows.
     """
     share = shares.layout_of(layout, len(bodies))
-    first = tuple(
-        p if p is None else p[: s.blocks] for p, s in zip(known, share.sections, strict=True)
-    )
-    (positions, values), counted, _ = decode(share, bodies, intact, first)
+    messages, counted, _ = decode(share, bodies, intact)
     sent = [
         sparse.weighted(p, v, counted.astype(jnp.float32))
-        for p, v in zip(positions, values, strict=True)
+        for p, v in zip(*messages, strict=True)
     ]
     travelled = shares.joined([s.positions for s in sent], layout)
     everywhere = [t if k is None else k for t, k in zip(travelled, known, strict=True)]

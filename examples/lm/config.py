@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field
 from rich.console import Console
 
+from demo_optax.compression.selection import Selection
 from demo_optax.compression.values import ValueCoding
 
 from .model import PresetName
@@ -87,6 +88,9 @@ class Config:
     """Elements per side of a block."""
     value_coding: ValueCoding = "int4"
     """Coding of the values that are sent; benchmarks/value_codings.py compares them."""
+    selection: Selection = "topk"
+    """Which coefficients: the largest, or some that every worker knows from the step, whose
+    positions do not travel (docs/settings.md says when)."""
     norm_limit: Annotated[float, Field(ge=1, lt=float("inf"))] | None = 10.0
     """Largest norm of a worker's message, in medians of all workers' messages: what bounds one
     broken worker. Ordinary runs never reach it; None sets no limit."""

@@ -81,7 +81,11 @@ def prepare(config: Config) -> Run:
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=demo_optax.Compression(
-            config.topk, config.block_side, config.value_coding, norm_limit=config.norm_limit
+            config.topk,
+            config.block_side,
+            config.value_coding,
+            selection=config.selection,
+            norm_limit=config.norm_limit,
         ),
     )
     tx = make(config.optimizer, settings, config.local_steps)
