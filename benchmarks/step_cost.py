@@ -46,16 +46,15 @@ def main() -> None:
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--value-coding", default="float32")
     parser.add_argument("--selection", default="topk")
+    parser.add_argument("--transform", default="dct")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
 
     params = transformer_params(args.layers, args.width)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    settings = {name: getattr(args, name) for name in ("value_coding", "selection", "transform")}
     optimizers = {"optax.adamw": optax.adamw(1e-3)} | {
-        f"demo, topk={k}": demo_optax.demo(
-            1e-3,
-            demo_optax.Compression(k, value_coding=args.value_coding, selection=args.selection),
-        )
+        f"demo, topk={k}": demo_optax.demo(1e-3, demo_optax.Compression(k, **settings))
         for k in args.topk
     }
     runs = {}

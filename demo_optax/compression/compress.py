@@ -47,7 +47,7 @@ def known_positions(settings: Compression, layout: Layout, step: IntScalar) -> K
         if section.index_coding is not None:
             return None
         if section.k == section.block_size:
-            return Run(jnp.zeros((), jnp.int32), parts=1, width=section.k)
+            return Run(jnp.zeros((), jnp.int32), section.k)
         key = jax.random.fold_in(settings.key(step, DRAW), number)
         sizes = section.blocks, section.block_size, section.k
         return selection.shared(settings.selection, *sizes, step, key)

@@ -1,7 +1,6 @@
 """Runs of coefficients, the same in all blocks: slices, where other positions gather and scatter."""
 
-import dataclasses
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,55 +8,43 @@ from jaxtyping import Array, Float, Shaped
 
 from demo_optax.arrays import IntScalar
 
+Rows = Shaped[Array, "blocks n"]
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["start"], meta_fields=["parts", "width"]
-)
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """``parts * width`` coefficients of every block, which is cut into equal parts.
 
-    Attributes:
-      start: in each part, where the run begins; behind the part's end it goes on at its front.
-      parts: of a block.
-      width: coefficients of each part.
-    """
+class Run(NamedTuple):
+    """The ``k`` coefficients of every block from ``start`` on; behind its end come the first."""
 
     start: IntScalar
-    parts: int
-    width: int
+    k: int
 
 
-def take(blocks: Shaped[Array, "blocks n"], run: Run) -> Shaped[Array, "blocks k"]:
+def take(blocks: Rows, run: Run) -> Shaped[Array, "blocks k"]:
     """The elements of a run in each block."""
-    x = blocks.reshape(len(blocks), run.parts, -1)
-    last, beyond = _ends(run, x.shape[2])
-    both = jnp.concatenate([_slice(x, last, run.width), x[:, :, : run.width]], axis=2)
-    return _slice(both, beyond, run.width).reshape(len(blocks), -1)
+    last, beyond = _ends(run, blocks.shape[1])
+    both = jnp.concatenate([_slice(blocks, last, run.k), blocks[:, : run.k]], axis=1)
+    return _slice(both, beyond, run.k)
 
 
 def add(
     blocks: Float[Array, "blocks n"], run: Run, values: Float[Array, "blocks k"]
 ) -> Float[Array, "blocks n"]:
     """Adds values to a run in each block."""
-    x = blocks.reshape(len(blocks), run.parts, -1)
-    last, beyond = _ends(run, x.shape[2])
-    values = values.reshape(len(values), run.parts, run.width)
-    both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=2)
-    at_last, at_front = jnp.split(_put(both, values, beyond), 2, axis=2)
-    x = _put(x, _slice(x, last, run.width) + at_last, last)
-    return _put(x, x[:, :, : run.width] + at_front, 0).reshape(blocks.shape)
+    last, beyond = _ends(run, blocks.shape[1])
+    both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=1)
+    at_last, at_front = jnp.split(_put(both, values, beyond), 2, axis=1)
+    blocks = _put(blocks, _slice(blocks, last, run.k) + at_last, last)
+    return _put(blocks, blocks[:, : run.k] + at_front, 0)
 
 
-def _ends(run: Run, size: int) -> tuple[IntScalar, IntScalar]:
-    """Where the slice begins that ends no later than a part of this size, and what it leaves."""
-    last = jnp.minimum(run.start, size - run.width)
+def _ends(run: Run, n: int) -> tuple[IntScalar, IntScalar]:
+    """Where the last ``k`` elements begin, or the run before them, and how far it goes beyond."""
+    last = jnp.minimum(run.start, n - run.k)
     return last, run.start - last
 
 
-def _slice(x: Shaped[Array, "blocks parts n"], start, width: int) -> Shaped[Array, "..."]:
-    return jax.lax.dynamic_slice_in_dim(x, start, width, axis=2)
+def _slice(x: Rows, start: IntScalar, size: int) -> Rows:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
 
-def _put(x: Shaped[Array, "blocks parts n"], part, start) -> Shaped[Array, "blocks parts n"]:
-    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=2)
+def _put(x: Rows, part: Rows, start: IntScalar | int) -> Rows:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)

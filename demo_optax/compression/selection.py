@@ -18,7 +18,7 @@ from demo_optax.arrays import IntScalar
 from demo_optax.compression import runs
 from demo_optax.compression.runs import Run
 
-Selection = Literal["topk", "random", "striding", "slicing"]
+Selection = Literal["topk", "random", "random-slicing", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
 _STRANDS = 8
@@ -76,9 +76,10 @@ def shared(
 
     Args:
       selection: ``"random"`` draws ``k`` positions, shifted by another random offset in each
-        block; ``"striding"`` takes every ``n / k``-th and moves on by one each step;
-        ``"slicing"`` takes a run of ``k`` and moves on by ``k``. The latter two visit every
-        position within ``ceil(n / k)`` steps.
+        block; ``"random-slicing"`` a run of ``k``, the same in all blocks, from a random one on;
+        ``"striding"`` takes every ``n / k``-th and moves on by one each step; ``"slicing"`` takes
+        a run of ``k`` and moves on by ``k``. The latter two visit every position within
+        ``ceil(n / k)`` steps.
       blocks: number of blocks.
       n: positions in a block.
       k: how many of them.
@@ -93,8 +94,10 @@ def shared(
         chosen = jax.random.permutation(draw, n)[:k]
         offsets = jax.random.randint(shift, (blocks, 1), 0, n)
         return (chosen[None] + offsets).astype(jnp.int32) % n
+    if selection == "random-slicing":
+        return Run(jax.random.randint(key, (), 0, n), k)
     if selection == "slicing":
-        return Run(_moved(step, k, n), parts=1, width=k)
+        return Run(_moved(step, k, n), k)
     positions = (jnp.asarray(np.arange(k) * n // k, jnp.int32) + step % n) % n
     return jnp.broadcast_to(positions.astype(jnp.int32), (blocks, k))
 

@@ -15,6 +15,7 @@ from pydantic import Field
 from rich.console import Console
 
 from demo_optax.compression.selection import Selection
+from demo_optax.compression.transforms import TransformName
 from demo_optax.compression.values import ValueCoding
 
 from .model import PresetName
@@ -88,6 +89,8 @@ class Config:
     """Elements per side of a block."""
     value_coding: ValueCoding = "int4"
     """Coding of the values that are sent; benchmarks/value_codings.py compares them."""
+    transform: TransformName = "dct"
+    """Of the blocks, in whose coefficients the momentum is stored."""
     selection: Selection = "topk"
     """Which coefficients: the largest, or some that every worker knows from the step, whose
     positions do not travel (docs/settings.md says when)."""

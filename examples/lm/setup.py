@@ -84,6 +84,7 @@ def prepare(config: Config) -> Run:
             config.topk,
             config.block_side,
             config.value_coding,
+            transform=config.transform,
             selection=config.selection,
             norm_limit=config.norm_limit,
         ),
