@@ -6,8 +6,9 @@
     python benchmarks/compile_only.py tpu --chips 64 --exchange two-phase
 
 Compiles for eight chips, or another number, and runs nothing. Prints seconds to lower and compile,
-the collectives, temporary memory, XLA's own estimate of the cost (TPU: cycles; GPU: picoseconds at the speed of
-light; neither prices sorts, scatters and gathers well) and how many such operations there are.
+the collectives, temporary memory, XLA's own estimate of the cost (TPU: cycles; GPU: picoseconds at
+the speed of light; neither prices sorts, scatters and gathers well) and how many such operations
+there are.
 Times say something on idle cores only.
 """
 

@@ -108,8 +108,7 @@ def joined(
     share = shares.layout_of(layout, len(bodies))
     messages, counted, _ = decode(share, bodies, intact)
     sent = [
-        sparse.weighted(p, v, counted.astype(jnp.float32))
-        for p, v in zip(*messages, strict=True)
+        sparse.weighted(p, v, counted.astype(jnp.float32)) for p, v in zip(*messages, strict=True)
     ]
     travelled = shares.joined([s.positions for s in sent], layout)
     everywhere = [t if k is None else k for t, k in zip(travelled, known, strict=True)]

@@ -14,6 +14,7 @@ from tests import draws, oracles
 TRANSFORMS = {
     "dct": oracles.dct,
     "hadamard": oracles.by_matrix(oracles.hadamard_matrix),
+    "randomized-dct": oracles.randomized_dct,
     "identity": lambda block: block,
 }
 

@@ -1,6 +1,7 @@
-"""Runs of coefficients, the same in all blocks: slices, where other positions gather and scatter."""
+"""Runs of coefficients, the same in all blocks: slices, where others gather and scatter."""
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,20 @@ from jaxtyping import Array, Float, Shaped
 
 from demo_optax.arrays import IntScalar
 
-Rows = Shaped[Array, "blocks n"]
+_slice = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
+_put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
 
 
-class Run(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["start"], meta_fields=["k"])
+@dataclasses.dataclass(frozen=True)
+class Run:
     """The ``k`` coefficients of every block from ``start`` on; behind its end come the first."""
 
     start: IntScalar
     k: int
 
 
-def take(blocks: Rows, run: Run) -> Shaped[Array, "blocks k"]:
+def take(blocks: Shaped[Array, "blocks n"], run: Run) -> Shaped[Array, "blocks k"]:
     """The elements of a run in each block."""
     last, beyond = _ends(run, blocks.shape[1])
     both = jnp.concatenate([_slice(blocks, last, run.k), blocks[:, : run.k]], axis=1)
@@ -40,11 +44,3 @@ def _ends(run: Run, n: int) -> tuple[IntScalar, IntScalar]:
     """Where the last ``k`` elements begin, or the run before them, and how far it goes beyond."""
     last = jnp.minimum(run.start, n - run.k)
     return last, run.start - last
-
-
-def _slice(x: Rows, start: IntScalar, size: int) -> Rows:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-
-
-def _put(x: Rows, part: Rows, start: IntScalar | int) -> Rows:
-    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=1)

@@ -132,9 +132,7 @@ def decode(fields: Fields, coding: ValueCoding) -> tuple[Float32[Array, "blocks 
     return chosen * _decode_scale(fields.scales)[:, None], known
 
 
-def _level(
-    quantiser: Quantiser, field: Integer[Array, "blocks k"]
-) -> Float32[Array, "blocks k"]:
+def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[Array, "blocks k"]:
     """The level of each field, computed where they are evenly spaced: tables are slow to read."""
     levels = np.float32(quantiser.levels)
     gaps = np.diff(levels)
