@@ -93,12 +93,16 @@ def compress_layout(
         for section, m, at in zip(layout.sections, momenta, known, strict=True)
     )
     values = tuple(selection.take(m, p) for m, p in zip(momenta, positions, strict=True))
-    travelling = tuple(p if at is None else None for p, at in zip(positions, known, strict=True))
+    travelling = tuple(
+        None if at is not None or isinstance(p, Run) else p
+        for p, at in zip(positions, known, strict=True)
+    )
     share = shares.layout_of(layout, owners)
     parts = shares.divided(Travelled(travelling, values), owners)
     keys = None if key is None else jax.random.split(key, owners)
     bodies = jax.vmap(functools.partial(packet.encode, share))(parts, keys)
     decoded, _ = jax.vmap(functools.partial(packet.decode, share))(bodies)
     # The positions are those that were coded: whoever subtracts need not wait for their decoding.
-    others = Message(positions, shares.joined(decoded.values, layout))
+    arrived = tuple(map(shares.joined, decoded.values, layout.sections))
+    others = Message(positions, arrived)
     return Compressed(bodies, Message(positions, values), others)

@@ -1,13 +1,12 @@
 """The blocks of a packet divided among owners: each owns an equal run of every section's blocks."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
 from demo_optax.arrays import IntScalar
-from demo_optax.compression.packet import Layout, Travelled
+from demo_optax.compression.packet import Layout, Section, Travelled
 from demo_optax.compression.runs import Run
 
 Where = Int32[Array, "_blocks _k"] | Run | None
@@ -30,12 +29,9 @@ def divided(message: Travelled, owners: int) -> Travelled:
     return Travelled(tuple(positions), tuple(values))
 
 
-def joined(
-    parts: Sequence[Divided | None], layout: Layout
-) -> tuple[Shaped[Array, "_blocks _k"] | None, ...]:
-    """What the owners' shares hold, as the sections of all blocks; None where nothing travelled."""
-    pairs = zip(parts, layout.sections, strict=True)
-    return tuple(x if x is None else x.reshape(-1, x.shape[2])[: s.blocks] for x, s in pairs)
+def joined(parts: Divided, section: Section) -> Shaped[Array, "_blocks _k"]:
+    """What the owners' shares of a section hold, as all of its blocks."""
+    return parts.reshape(-1, parts.shape[2])[: section.blocks]
 
 
 def of_owner(where: Where, owners: int, owner: IntScalar) -> Where:

@@ -65,8 +65,12 @@ def make_basis(name: TransformName, key: PRNGKeyArray) -> Basis | None:
 
     Only ``"random"`` depends on the key, from which all workers draw the same matrices.
     """
+
+    def drawn(n: int) -> Matrix:
+        return jax.random.orthogonal(jax.random.fold_in(key, n), n)
+
     if name == "random":
-        return Basis(lambda n: jax.random.orthogonal(jax.random.fold_in(key, n), n))
+        return Basis(drawn)
     if name == "identity":
         return None
     matrix = hadamard_basis if name == "hadamard" else dct_basis
@@ -80,7 +84,7 @@ def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
     a block, as in the subsampled randomized transforms of Ailon and Chazelle (STOC 2006).
     """
     # The stream of RandomState is the same in all versions of NumPy.
-    return np.float32(2 * np.random.RandomState(0).randint(2, size=tuple(sides)) - 1)
+    return np.asarray(2 * np.random.RandomState(0).randint(2, size=tuple(sides)) - 1, np.float32)
 
 
 def is_redrawn(name: TransformName) -> bool:
@@ -120,8 +124,12 @@ def change_basis(
 ) -> Float[Array, "blocks n"]:
     """Coefficients of the same blocks in another basis, at one transform's cost."""
     assert old is not None and new is not None
+
+    def between(n: int) -> Matrix:
+        return _multiply(new.matrix(n), old.matrix(n).T)
+
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
-    columns, rows = _matrices(sides, Basis(lambda n: _multiply(new.matrix(n), old.matrix(n).T)))
+    columns, rows = _matrices(sides, Basis(between))
     turned = _middle(_last(x, rows, exact=True), columns, exact=True)
     return turned.swapaxes(1, 2).reshape(coefficients.shape)
 

@@ -134,7 +134,7 @@ def decode(fields: Fields, coding: ValueCoding) -> tuple[Float32[Array, "blocks 
 
 def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[Array, "blocks k"]:
     """The level of each field, computed where they are evenly spaced: tables are slow to read."""
-    levels = np.float32(quantiser.levels)
+    levels = np.asarray(quantiser.levels, np.float32)
     gaps = np.diff(levels)
     if np.all(gaps == gaps[0]):
         return levels[0] + gaps[0] * field.astype(jnp.float32)
