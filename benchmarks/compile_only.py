@@ -70,6 +70,7 @@ def update(optimizer: str, args):
         args.topk,
         value_coding=args.value_coding,
         selection=args.selection,
+        transform=args.transform,
         exchange=args.exchange,
         delay=args.delay,
     )
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--value-coding", default="int4")
     parser.add_argument("--selection", default="topk")
+    parser.add_argument("--transform", default="dct")
     parser.add_argument("--exchange", default="all-gather")
     parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--chips", type=int, default=8, choices=TPU_SLICES)

@@ -44,13 +44,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--value-coding", default="float32")
+    parser.add_argument("--selection", default="topk")
+    parser.add_argument("--transform", default="dct")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
 
     params = transformer_params(args.layers, args.width)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    settings = {name: getattr(args, name) for name in ("value_coding", "selection", "transform")}
     optimizers = {"optax.adamw": optax.adamw(1e-3)} | {
-        f"demo, topk={k}": demo_optax.demo(1e-3, demo_optax.Compression(topk=k)) for k in args.topk
+        f"demo, topk={k}": demo_optax.demo(1e-3, demo_optax.Compression(k, **settings))
+        for k in args.topk
     }
     runs = {}
     for name, tx in optimizers.items():

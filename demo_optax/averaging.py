@@ -4,6 +4,7 @@ Every worker that averages the same packets does it in the same order with the s
 the mean is equal to the last bit everywhere.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, UInt32
 from demo_optax import axes
 from demo_optax.arrays import Coefficients, FloatScalar
 from demo_optax.compression import Known, packet, sparse
-from demo_optax.compression.packet import Layout, Message, Opened
+from demo_optax.compression.packet import Layout, Opened, Travelled
 from demo_optax.compression.sparse import Mean, Sums
 from demo_optax.metrics import ExchangeMetrics
 
@@ -52,12 +53,12 @@ class Decoded(NamedTuple):
     """What workers sent, and what to believe of it.
 
     Attributes:
-      messages: decoded, each array with an axis of workers in front.
+      messages: what travelled of them, each array with an axis of workers in front.
       counted: whether a worker's message is well formed.
       norms: of the messages.
     """
 
-    messages: Message
+    messages: Travelled
     counted: Bool[Array, "workers"]
     norms: Float32[Array, "workers"]
 
@@ -66,13 +67,12 @@ def decode(
     layout: Layout,
     bodies: UInt32[Array, "workers words"],
     intact: Bool[Array, "workers"],
-    known: Known,
 ) -> Decoded:
     """Decodes packets. One counts if it is intact, its positions ascend and its energy is finite.
 
     That of each block, which a norm of all would hide.
     """
-    messages, valid = jax.vmap(lambda body: packet.decode(layout, body, known))(bodies)
+    messages, valid = jax.vmap(functools.partial(packet.decode, layout))(bodies)
     counted, energy = intact & valid, jnp.zeros(len(intact), jnp.float32)
     for values in messages.values:
         of_blocks = jnp.sum(jnp.square(values), axis=2)
@@ -104,14 +104,23 @@ def average(
       largest: norm that counts of a message; what is longer is scaled down to it.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that take part.
     """
-    workers, most = len(bodies), max((s.k for s in layout.sections), default=1)
-    zeros = [
-        axes.varying_like(jnp.zeros((s.blocks, s.block_size), jnp.float32), bodies)
-        for s in layout.sections
-    ]
+    workers, at_once = len(bodies), _workers_at_once(layout)
+    pairs = list(zip(layout.sections, known, strict=True))
+
+    def zeros(blocks: int, size: int) -> Coefficients:
+        return axes.varying_like(jnp.zeros((blocks, size), jnp.float32), bodies)
+
+    # All workers' values at known places are averaged first, and then put there.
+    empty = [zeros(s.blocks, s.block_size if at is None else s.k) for s, at in pairs]
+
+    def placed(means):
+        return [
+            m if at is None else sparse.add_at(zeros(s.blocks, s.block_size), at, m)
+            for m, (s, at) in zip(means, pairs, strict=True)
+        ]
 
     def weighted(bodies, intact):
-        messages, counted, norms = decode(layout, bodies, intact, known)
+        messages, counted, norms = decode(layout, bodies, intact)
         weights = jnp.where(counted, shortened(norms, largest), 0.0)
         return [sparse.weighted(p, v, weights) for p, v in zip(*messages, strict=True)], weights
 
@@ -119,18 +128,30 @@ def average(
         sent, weights = weighted(*some)
         return list(map(sparse.add_sent, sums, sent)), weights
 
-    if workers * most <= sparse.AT_ONCE:
+    if workers <= at_once:
         sent, weights = weighted(bodies, intact)
-        means = [sparse.mean_of_sent(*both, mean) for both in zip(zeros, sent, strict=True)]
-        return Average(means, weights)
-    at_once = max(sparse.AT_ONCE // most, 1)
+        means = [sparse.mean_of_sent(*both, mean) for both in zip(empty, sent, strict=True)]
+        return Average(placed(means), weights)
     missing = -workers % at_once
     rounds = jnp.pad(bodies, ((0, missing), (0, 0))), jnp.pad(intact, (0, missing))
     rounds = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), rounds)
-    sums, weights = jax.lax.scan(add, [Sums(x, x) for x in zeros], rounds)
+    sums, weights = jax.lax.scan(add, [Sums(x, x) for x in empty], rounds)
     weights = weights.reshape(-1)[:workers]
     participants = jnp.sum(weights > 0, dtype=jnp.float32)
-    return Average([sparse.mean_of_sums(s, mean, participants) for s in sums], weights)
+    means = [sparse.mean_of_sums(s, mean, participants) for s in sums]
+    return Average(placed(means), weights)
+
+
+def _workers_at_once(layout: Layout) -> int:
+    """Packets to decode together: few where their positions are compared with each other.
+
+    Otherwise as many as have no more values than all blocks have coefficients.
+    """
+    travelling = [s.k for s in layout.sections if s.index_coding is not None]
+    if travelling:
+        return max(sparse.AT_ONCE // max(travelling), 1)
+    dense = sum(s.blocks * s.block_size for s in layout.sections)
+    return max(dense // max(sum(s.blocks * s.k for s in layout.sections), 1), 1)
 
 
 def shortened(

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from demo_optax import axes
-from demo_optax.arrays import BoolScalar, IntScalar
+from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values
 from demo_optax.averaging import decode
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Known, Plan, known_positions, packet, shares, sparse
 from demo_optax.compression.packet import Layout, Message, Opened, Origin
+from demo_optax.compression.runs import Run
 from demo_optax.metrics import Report
 
 Packets = UInt32[Array, "owners words"]
@@ -61,8 +62,9 @@ def outgoing(
     """
     owners = len(compressed.bodies)
     energies = jnp.zeros(owners, jnp.float32)
-    for values in shares.divided(compressed.decoded, owners).values:
-        energies += jnp.sum(jnp.square(values), axis=(1, 2))
+    for values in compressed.decoded.values:
+        parts = shares.divided_rows(values, owners, "constant")
+        energies += jnp.sum(jnp.square(parts), axis=(1, 2))
     numbers = jnp.broadcast_to(jnp.stack(report), (owners, len(report)))
     numbers = jnp.concatenate([numbers, energies[:, None]], axis=1)
 
@@ -105,17 +107,17 @@ def joined(
       known: positions that every worker knows.
     """
     share = shares.layout_of(layout, len(bodies))
-    first = tuple(
-        p if p is None else p[: s.blocks] for p, s in zip(known, share.sections, strict=True)
-    )
-    (positions, values), counted, _ = decode(share, bodies, intact, first)
-    sent = [
-        sparse.weighted(p, v, counted.astype(jnp.float32))
-        for p, v in zip(positions, values, strict=True)
-    ]
-    travelled = shares.joined([s.positions for s in sent], layout)
-    everywhere = [t if k is None else k for t, k in zip(travelled, known, strict=True)]
-    return Message(tuple(everywhere), shares.joined([s.values for s in sent], layout)), counted
+    messages, counted, _ = decode(share, bodies, intact)
+    positions: list[Positions | Run] = []
+    values: list[Values] = []
+    for section, at, where, value in zip(layout.sections, known, *messages, strict=True):
+        sent = sparse.weighted(where, value, counted.astype(jnp.float32))
+        if at is None:
+            assert sent.positions is not None
+            at = shares.joined(sent.positions, section)
+        positions.append(at)
+        values.append(shares.joined(sent.values, section))
+    return Message(tuple(positions), tuple(values)), counted
 
 
 def reread(plan: Plan, packets: Packets, step: IntScalar, axis_name: AxisName) -> Outgoing:

@@ -142,7 +142,7 @@ def _layout(back: Compression, layout: Layout, workers: int) -> Layout:
 
 def _of_owner(known: Known, owners: int, owner: IntScalar) -> Known:
     """The known positions of one owner's blocks."""
-    return tuple(p if p is None else shares.divided_rows(p, owners)[owner] for p in known)
+    return tuple(shares.of_owner(where, owners, owner) for where in known)
 
 
 def _as_numbers(bits: Bool[Array, "bits"]) -> Float32[Array, "numbers"]:

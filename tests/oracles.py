@@ -38,6 +38,19 @@ def inverse_dct(block):
     return scipy.fft.idctn(block, norm="ortho") if block.ndim else block
 
 
+def fixed_signs(block):
+    """The signs that the randomized DCT gives to a block's elements."""
+    return 2.0 * np.random.RandomState(0).randint(2, size=block.shape) - 1
+
+
+def randomized_dct(block):
+    return dct(block * fixed_signs(block))
+
+
+def inverse_randomized_dct(block):
+    return inverse_dct(block) * fixed_signs(block)
+
+
 def by_matrix(basis):
     """A block transform that multiplies each dimension with ``basis(n)``."""
 

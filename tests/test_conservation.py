@@ -16,6 +16,7 @@ alphas = st.sampled_from([1.0, 0.5, 0.2])
 INVERSES = {
     "dct": oracles.inverse_dct,
     "hadamard": oracles.by_matrix(lambda n: oracles.hadamard_matrix(n).T),
+    "randomized-dct": oracles.inverse_randomized_dct,
     "identity": lambda block: block,
 }
 
@@ -61,6 +62,14 @@ def test_momentum_before_is_momentum_after_and_what_was_sent(
     workers, shapes, compression, alpha, seed
 ):
     assert_conserved(shapes, compression, alpha, seed, workers)
+
+
+@pytest.mark.parametrize("selection", ["random", "random-slicing", "striding", "slicing"])
+def test_nothing_is_lost_of_shared_positions(selection):
+    compression = demo_optax.Compression(
+        7, 8, "sign", "randomized-dct", selection=selection, exchange="all-gather"
+    )
+    assert_conserved([(19, 11), (5,)], compression, alpha=1.0, seed=0, workers=3)
 
 
 def test_random_basis_is_carried_over_without_loss():

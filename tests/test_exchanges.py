@@ -1,6 +1,7 @@
 """Ways to exchange against their equations in NumPy: phases, delays, shared positions."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -39,6 +40,8 @@ class Simulated:
             return np.arange(n)
         if self.compression.selection == "striding":
             return (np.arange(k) * n // k + step) % n
+        if self.compression.selection == "random-slicing":
+            return (np.arange(k) + start_of_run(step, n)) % n
         return np.sort(np.argsort(-np.abs(x[block]), kind="stable")[:k])
 
     def select(self, x, k, coding, step):
@@ -86,6 +89,15 @@ class Simulated:
         return aggregate
 
 
+@functools.cache
+def start_of_run(step, n):
+    """Where a run starts, of key 0 for the step, its draws (1) and the section of these blocks."""
+    key = jax.random.key(0)
+    for number in (step, 1, 0 if n == SIDE else 1):
+        key = jax.random.fold_in(key, number)
+    return int(jax.random.randint(key, (), 0, n))
+
+
 def momentum(compression, mean="senders", alpha=1.0):
     return demo_optax.decoupled_momentum(
         DECAY,
@@ -120,7 +132,7 @@ OWNERS = dict(exchange="two-phase", value_coding_back="float32")
 SETTINGS = [
     dict(**exchange, delay=delay, selection=selection, value_coding=coding)
     for exchange, delay, selection, coding in itertools.product(
-        [ALL, OWNERS], [0, 1], ["topk", "striding"], ["float32", "bfloat16"]
+        [ALL, OWNERS], [0, 1], ["topk", "striding", "random-slicing"], ["float32", "bfloat16"]
     )
 ]
 

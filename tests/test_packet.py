@@ -25,7 +25,7 @@ DECAY = 0.9
 CODINGS = [Compression(topk=5, block_side=16, value_coding=values) for values in VALUE_CODINGS]
 SHARED = [
     Compression(topk=5, block_side=16, value_coding="int8", selection=selection)
-    for selection in ("random", "striding", "slicing")
+    for selection in ("random", "random-slicing", "striding", "slicing")
 ]
 STOCHASTIC = [
     Compression(3, 16, value_coding=v, rounding="stochastic") for v in ("bfloat16", "int4")
@@ -230,7 +230,7 @@ def test_stochastic_rounding_differs_between_workers_and_is_reproducible():
     np.testing.assert_array_equal(one.momentum["w"], two.momentum["w"])
 
 
-@pytest.mark.parametrize("selection", ["random", "striding", "slicing"])
+@pytest.mark.parametrize("selection", ["random", "random-slicing", "striding", "slicing"])
 def test_shared_positions_take_no_room_and_visit_everything(selection):
     """Without decay, a gradient that is seen once is delivered in the end."""
     compression = Compression(topk=5, block_side=8, selection=selection)
@@ -246,7 +246,7 @@ def test_shared_positions_take_no_room_and_visit_everything(selection):
     nothing = {"w": np.zeros_like(gradient["w"])}
     update, state = workers.update_of(tx, params, WORKERS), workers.init(tx, params, WORKERS)
     total = np.zeros((8, 8))
-    for step in range(13 if selection != "random" else 150):
+    for step in range(150 if "random" in selection else 13):
         updates, state = update(nothing if step else gradient, state, params)
         total += updates["w"]
     np.testing.assert_allclose(total, gradient["w"].mean(axis=0), atol=1e-4)

@@ -22,6 +22,15 @@ OPTIMIZERS = {
         demo_optax.Compression(4, 8, value_coding="bfloat16", transform="random"),
         axis_name="data",
     ),
+    "shared positions": demo_optax.demo(
+        5e-3,
+        decay=0.95,
+        weight_decay=0.01,
+        compression=demo_optax.Compression(
+            16, 8, "sign", transform="randomized-dct", selection="random-slicing"
+        ),
+        axis_name="data",
+    ),
     "preconditioned": demo_optax.demo(
         5e-3,
         decay=0.95,

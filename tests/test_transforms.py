@@ -16,6 +16,7 @@ pytestmark = pytest.mark.sweep
 TRANSFORMS = {
     "dct": oracles.dct,
     "hadamard": oracles.by_matrix(oracles.hadamard_matrix),
+    "randomized-dct": oracles.randomized_dct,
     "identity": lambda block: block,
 }
 

@@ -236,7 +236,7 @@ def forger(coding: str) -> Callable:
     def forge(words, size, sender):
         origin = Origin(jnp.int32(BEFORE - 1), sender)
         numbers, body, _ = packet.unseal(layout, words, origin)
-        message, _ = packet.decode(layout, body, [None] * len(layout.sections))
+        message, _ = packet.decode(layout, body)
         values = tuple(jnp.where(v < 0, -size, size) for v in message.values)
         body = packet.encode(layout, message._replace(values=values))
         return packet.seal(numbers, body, jnp.array(True), origin)

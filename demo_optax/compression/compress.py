@@ -10,11 +10,12 @@ from jaxtyping import Array, Int32, PRNGKeyArray, UInt32
 
 from demo_optax.arrays import Coefficients, IntScalar
 from demo_optax.compression import packet, selection, shares
-from demo_optax.compression.packet import Layout, Message
+from demo_optax.compression.packet import Layout, Message, Travelled
 from demo_optax.compression.plan import Plan
+from demo_optax.compression.runs import Run
 from demo_optax.compression.settings import DRAW, ROUND, Compression
 
-Known = tuple[Int32[Array, "_blocks _k"] | None, ...]
+Known = tuple[Int32[Array, "_blocks _k"] | Run | None, ...]
 """For each section the positions that every worker knows; None where they travel."""
 
 
@@ -41,13 +42,12 @@ def known_positions(settings: Compression, layout: Layout, step: IntScalar) -> K
       step: updates so far.
     """
 
-    def of_section(number: int) -> Int32[Array, "_blocks _k"] | None:
+    def of_section(number: int) -> Int32[Array, "_blocks _k"] | Run | None:
         section = layout.sections[number]
         if section.index_coding is not None:
             return None
         if section.k == section.block_size:
-            everything = jnp.arange(section.k, dtype=jnp.int32)
-            return jnp.broadcast_to(everything, (section.blocks, section.k))
+            return Run(jnp.zeros((), jnp.int32), section.k)
         key = jax.random.fold_in(settings.key(step, DRAW), number)
         sizes = section.blocks, section.block_size, section.k
         return selection.shared(settings.selection, *sizes, step, key)
@@ -93,11 +93,16 @@ def compress_layout(
         for section, m, at in zip(layout.sections, momenta, known, strict=True)
     )
     values = tuple(selection.take(m, p) for m, p in zip(momenta, positions, strict=True))
-    selected = Message(positions, values)
-    share, parts = shares.layout_of(layout, owners), shares.divided(selected, owners)
+    travelling = tuple(
+        None if at is not None or isinstance(p, Run) else p
+        for p, at in zip(positions, known, strict=True)
+    )
+    share = shares.layout_of(layout, owners)
+    parts = shares.divided(Travelled(travelling, values), owners)
     keys = None if key is None else jax.random.split(key, owners)
     bodies = jax.vmap(functools.partial(packet.encode, share))(parts, keys)
-    decoded, _ = jax.vmap(functools.partial(packet.decode, share))(bodies, parts.positions)
-    values = shares.joined(decoded.values, layout)
+    decoded, _ = jax.vmap(functools.partial(packet.decode, share))(bodies)
     # The positions are those that were coded: whoever subtracts need not wait for their decoding.
-    return Compressed(bodies, selected, Message(positions, values))
+    arrived = tuple(map(shares.joined, decoded.values, layout.sections))
+    others = Message(positions, arrived)
+    return Compressed(bodies, Message(positions, values), others)

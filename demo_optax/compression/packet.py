@@ -9,18 +9,18 @@ all-reduce of the all-gather.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float32, PRNGKeyArray, UInt32
 
 from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values
 from demo_optax.compression import indices as index_codings
 from demo_optax.compression import values as value_codings
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
 from demo_optax.compression.indices import IndexCoding
+from demo_optax.compression.runs import Run
 from demo_optax.compression.values import Fields, ValueCoding
 
 NUMBERS = 7  # float32: a `demo_optax.metrics.Report`, and the energy of the packet's message
@@ -88,12 +88,24 @@ class Message(NamedTuple):
       values: for each section.
     """
 
-    positions: tuple[Positions, ...]
+    positions: tuple[Positions | Run, ...]
+    values: tuple[Values, ...]
+
+
+class Travelled(NamedTuple):
+    """What travels of a message.
+
+    Attributes:
+      positions: for each section; None where every worker knows them.
+      values: for each section.
+    """
+
+    positions: tuple[Positions | None, ...]
     values: tuple[Values, ...]
 
 
 def encode(
-    layout: Layout, message: Message, key: PRNGKeyArray | None = None
+    layout: Layout, message: Travelled, key: PRNGKeyArray | None = None
 ) -> UInt32[Array, "words"]:
     """Encodes a message as the packet's body.
 
@@ -108,6 +120,7 @@ def encode(
     ):
         own_key = None if key is None else jax.random.fold_in(key, number)
         if section.index_coding is not None:
+            assert positions is not None
             words.append(index_codings.encode(positions, section.block_size, section.index_coding))
         fields = value_codings.encode(values, section.value_coding, own_key)
         words.append(pack_bits(fields.scales, value_codings.scale_bits(section.value_coding)))
@@ -118,31 +131,28 @@ def encode(
     )
 
 
-def decode(
-    layout: Layout, body: UInt32[Array, "words"], known: Sequence[Int32[Array, "_blocks _k"] | None]
-) -> tuple[Message, BoolScalar]:
+def decode(layout: Layout, body: UInt32[Array, "words"]) -> tuple[Travelled, BoolScalar]:
     """Decodes an untrusted body.
 
     Args:
       layout: of the packet.
       body: as from `encode`.
-      known: for each section its positions, where they do not travel.
 
     Returns:
-      The message, and whether every position ascends within its block and every
+      What travelled, and whether every position ascends within its block and every
       value is finite. Where not, positions may lie anywhere.
     """
-    all_positions: list[Positions] = []
+    all_positions: list[Positions | None] = []
     all_values: list[Values] = []
     valid = jnp.array(True)
-    for section, positions in zip(layout.sections, known, strict=True):
+    for section in layout.sections:
         blocks, k, coding = section.blocks, section.k, section.value_coding
         for_indices, for_scales, for_values = section.parts
         index_words, scale_words, value_words, body = jnp.split(
             body, [for_indices, for_indices + for_scales, for_indices + for_scales + for_values]
         )
-        if positions is None:
-            assert section.index_coding is not None
+        positions = None
+        if section.index_coding is not None:
             positions, ascending = index_codings.decode(
                 index_words, blocks, section.block_size, k, section.index_coding
             )
@@ -153,7 +163,7 @@ def decode(
         valid &= finite
         all_positions.append(positions)
         all_values.append(values)
-    return Message(tuple(all_positions), tuple(all_values)), valid
+    return Travelled(tuple(all_positions), tuple(all_values)), valid
 
 
 class Origin(NamedTuple):

@@ -15,8 +15,10 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
 
 from demo_optax.arrays import IntScalar
+from demo_optax.compression import runs
+from demo_optax.compression.runs import Run
 
-Selection = Literal["topk", "random", "striding", "slicing"]
+Selection = Literal["topk", "random", "random-slicing", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
 _STRANDS = 8
@@ -59,22 +61,25 @@ def _by_strands(magnitudes: Float32[Array, "blocks n"], k: int) -> Int32[Array, 
 
 
 def take(
-    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"]
+    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"] | Run
 ) -> Shaped[Array, "blocks k"]:
     """The elements at these positions of each block."""
+    if isinstance(positions, Run):
+        return runs.take(blocks, positions)
     return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
 
 
 def shared(
     selection: Selection, blocks: int, n: int, k: int, step: IntScalar, key: PRNGKeyArray
-) -> Int32[Array, "{blocks} {k}"]:
+) -> Int32[Array, "{blocks} {k}"] | Run:
     """Positions that follow from the step, the same on all workers.
 
     Args:
       selection: ``"random"`` draws ``k`` positions, shifted by another random offset in each
-        block; ``"striding"`` takes every ``n / k``-th and moves on by one each step;
-        ``"slicing"`` takes a run of ``k`` and moves on by ``k``. The latter two visit every
-        position within ``ceil(n / k)`` steps.
+        block; ``"random-slicing"`` a run of ``k``, the same in all blocks, from a random one on;
+        ``"striding"`` takes every ``n / k``-th and moves on by one each step; ``"slicing"`` takes
+        a run of ``k`` and moves on by ``k``. The latter two visit every position within
+        ``ceil(n / k)`` steps.
       blocks: number of blocks.
       n: positions in a block.
       k: how many of them.
@@ -89,7 +94,14 @@ def shared(
         chosen = jax.random.permutation(draw, n)[:k]
         offsets = jax.random.randint(shift, (blocks, 1), 0, n)
         return (chosen[None] + offsets).astype(jnp.int32) % n
-    start, move = {"striding": (np.arange(k) * n // k, 1), "slicing": (np.arange(k), k)}[selection]
-    moved = (step % (n // math.gcd(n, move)) * move) % n
-    positions = (jnp.asarray(start, jnp.int32) + moved) % n
+    if selection == "random-slicing":
+        return Run(jax.random.randint(key, (), 0, n), k)
+    if selection == "slicing":
+        return Run(_moved(step, k, n), k)
+    positions = (jnp.asarray(np.arange(k) * n // k, jnp.int32) + step % n) % n
     return jnp.broadcast_to(positions.astype(jnp.int32), (blocks, k))
+
+
+def _moved(step: IntScalar, by: int, n: int) -> IntScalar:
+    """``step * by`` modulo ``n``, which no long run overflows."""
+    return step % (n // math.gcd(n, by)) * by % n

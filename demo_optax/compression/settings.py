@@ -56,8 +56,9 @@ class Compression:
       block_side: elements per side of a block (see `demo_optax.compression.blocks`).
       value_coding: of the values on the wire, from 32 bits down to 1: ``"float32"``,
         ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"sign"``.
-      transform: ``"dct"``, ``"hadamard"``, ``"random"`` (orthogonal matrices redrawn on each
-        step) or ``"identity"``.
+      transform: ``"dct"``, ``"hadamard"``, ``"randomized-dct"`` (the DCT of a block whose elements
+        have taken fixed random signs, for shared positions), ``"random"`` (orthogonal matrices
+        redrawn on each step) or ``"identity"``.
       block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
       selection: ``"topk"``, or one that all workers know from the step, so that no positions
         travel: ``"random"``, ``"striding"``, ``"slicing"``.

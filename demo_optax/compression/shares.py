@@ -1,13 +1,15 @@
 """The blocks of a packet divided among owners: each owns an equal run of every section's blocks."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int32, Shaped
 
-from demo_optax.compression.packet import Layout, Message
+from demo_optax.arrays import IntScalar
+from demo_optax.compression.packet import Layout, Section, Travelled
+from demo_optax.compression.runs import Run
 
+Where = Int32[Array, "_blocks _k"] | Run | None
 Divided = Shaped[Array, "owners _share _k"]
 
 
@@ -20,17 +22,23 @@ def layout_of(layout: Layout, owners: int) -> Layout:
     return dataclasses.replace(layout, sections=tuple(sections))
 
 
-def divided(message: Message, owners: int) -> Message:
+def divided(message: Travelled, owners: int) -> Travelled:
     """A message's part for each owner; padding sends zeros."""
-    positions = [divided_rows(p, owners) for p in message.positions]
+    positions = [None if p is None else divided_rows(p, owners) for p in message.positions]
     values = [divided_rows(v, owners, "constant") for v in message.values]
-    return Message(tuple(positions), tuple(values))
+    return Travelled(tuple(positions), tuple(values))
 
 
-def joined(parts: Sequence[Divided], layout: Layout) -> tuple[Shaped[Array, "_blocks _k"], ...]:
-    """What the owners' shares hold, as the sections of all blocks."""
-    pairs = zip(parts, layout.sections, strict=True)
-    return tuple(x.reshape(-1, x.shape[2])[: section.blocks] for x, section in pairs)
+def joined(parts: Divided, section: Section) -> Shaped[Array, "_blocks _k"]:
+    """What the owners' shares of a section hold, as all of its blocks."""
+    return parts.reshape(-1, parts.shape[2])[: section.blocks]
+
+
+def of_owner(where: Where, owners: int, owner: IntScalar) -> Where:
+    """Known positions of one owner's blocks; a run is the same in all blocks."""
+    if where is None or isinstance(where, Run):
+        return where
+    return divided_rows(where, owners)[owner]
 
 
 def divided_rows(

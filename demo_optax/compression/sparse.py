@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from demo_optax.arrays import FloatScalar
+from demo_optax.compression import runs
+from demo_optax.compression.runs import Run
 from demo_optax.compression.transforms import product
 
 Mean = Literal["senders", "workers"]
@@ -32,12 +34,12 @@ class Sent(NamedTuple):
     """What some workers sent of blocks of one size.
 
     Attributes:
-      positions: unique in each block.
+      positions: unique in each block; None where all workers send the same.
       values: zero where a worker does not count.
       counted: whether it does.
     """
 
-    positions: AllPositions
+    positions: AllPositions | None
     values: AllValues
     counted: Bool[Array, "workers 1 1"]
 
@@ -55,18 +57,21 @@ class Sums(NamedTuple):
 
 
 def weighted(
-    positions: AllPositions, values: AllValues, weights: Float32[Array, "workers"]
+    positions: AllPositions | None, values: AllValues, weights: Float32[Array, "workers"]
 ) -> Sent:
     """Untrusted messages times their weights; those of weight 0 send zeros."""
     factors = weights[:, None, None]
     counted = factors > 0
-    first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
-    positions = jnp.where(counted, positions, first)
+    if positions is not None:
+        first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
+        positions = jnp.where(counted, positions, first)
     return Sent(positions, jnp.where(counted, values * factors, 0), counted)
 
 
-def add_at(blocks: Dense, positions: Positions, values: Values) -> Dense:
+def add_at(blocks: Dense, positions: Positions | Run, values: Values) -> Dense:
     """Adds values to blocks, at positions unique in each."""
+    if isinstance(positions, Run):
+        return runs.add(blocks, positions, values.astype(blocks.dtype))
     compare = positions.shape[1] <= _MOST_COMPARISONS
     return jax.lax.platform_dependent(
         blocks,
@@ -82,10 +87,11 @@ def mean_of_sent(zeros: Dense, sent: Sent, mean: Mean) -> Dense:
 
     The senders of a coefficient are counted by comparing all positions of a block.
     """
-    if mean == "workers" or len(sent.values) == 1:  # of one worker, both are the same
+    positions = sent.positions
+    if mean == "workers" or positions is None or len(sent.values) == 1:  # both are the same
         number = jnp.sum(sent.counted, dtype=jnp.float32)
     else:
-        positions = _blocks_last(jnp.where(sent.counted, sent.positions, -1))
+        positions = _blocks_last(jnp.where(sent.counted, positions, -1))
         equal = positions[:, None] == positions[None]
         number = jnp.sum(equal, axis=0, dtype=jnp.float32)
         workers, blocks, k = sent.values.shape
@@ -105,8 +111,13 @@ def mean_of_sums(sums: Sums, mean: Mean, participants: FloatScalar) -> Float32[A
     return sums.values / jnp.maximum(sums.senders if mean == "senders" else participants, 1)
 
 
-def _add_all(blocks: Dense, positions: AllPositions, values: AllValues) -> Dense:
-    """Adds values to blocks, the workers' one after the other."""
+def _add_all(blocks: Dense, positions: AllPositions | None, values: AllValues) -> Dense:
+    """Adds values to blocks, the workers' one after the other.
+
+    Without positions the blocks hold nothing but the places of the values.
+    """
+    if positions is None:
+        return blocks + jnp.sum(values, axis=0)
 
     def by_scatter(blocks: Dense, positions: AllPositions, values: AllValues) -> Dense:
         def add(blocks: Dense, worker: tuple[Positions, Values]) -> tuple[Dense, None]:

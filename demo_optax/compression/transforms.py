@@ -7,21 +7,32 @@ so that neither direction needs a transposition of its own.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from demo_optax.arrays import FloatScalar
 from demo_optax.numerics import energy
 
-TransformName = Literal["dct", "hadamard", "random", "identity"]
+TransformName = Literal["dct", "hadamard", "randomized-dct", "random", "identity"]
 TRANSFORMS = get_args(TransformName)
 
 Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
-Basis = Callable[[int], Matrix]
+
+
+class Basis(NamedTuple):
+    """An orthonormal basis of every block.
+
+    Attributes:
+      matrix: of a side, one basis vector a row.
+      randomized: whether a block's elements take fixed random signs first.
+    """
+
+    matrix: Callable[[int], Matrix]
+    randomized: bool = False
 
 
 def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
@@ -54,9 +65,26 @@ def make_basis(name: TransformName, key: PRNGKeyArray) -> Basis | None:
 
     Only ``"random"`` depends on the key, from which all workers draw the same matrices.
     """
+
+    def drawn(n: int) -> Matrix:
+        return jax.random.orthogonal(jax.random.fold_in(key, n), n)
+
     if name == "random":
-        return lambda n: jax.random.orthogonal(jax.random.fold_in(key, n), n)
-    return {"dct": dct_basis, "hadamard": hadamard_basis, "identity": None}[name]
+        return Basis(drawn)
+    if name == "identity":
+        return None
+    matrix = hadamard_basis if name == "hadamard" else dct_basis
+    return Basis(matrix, randomized=name == "randomized-dct")
+
+
+def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
+    """Fixed random signs of a block's elements.
+
+    With them any set of coefficients, even neighbouring ones, says something of every direction of
+    a block, as in the subsampled randomized transforms of Ailon and Chazelle (STOC 2006).
+    """
+    # The stream of RandomState is the same in all versions of NumPy.
+    return np.asarray(2 * np.random.RandomState(0).randint(2, size=tuple(sides)) - 1, np.float32)
 
 
 def is_redrawn(name: TransformName) -> bool:
@@ -73,6 +101,7 @@ def forward(
     orthonormal. It is taken between them, where XLA fuses the sum with the first.
     """
     columns, rows = _matrices(sides, basis)
+    blocks = _with_signs(blocks, sides, basis)
     x = _last(blocks.reshape(len(blocks), -1, sides[-1]), columns)
     return _middle(x, rows), energy([x])
 
@@ -83,7 +112,8 @@ def inverse(
     """Blocks of coefficients: the transpose of `forward`."""
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, basis)
-    return _middle(_last(x, _transposed(rows)), _transposed(columns)).reshape(-1, *sides)
+    blocks = _middle(_last(x, _transposed(rows)), _transposed(columns)).reshape(-1, *sides)
+    return _with_signs(blocks, sides, basis)
 
 
 def change_basis(
@@ -94,8 +124,12 @@ def change_basis(
 ) -> Float[Array, "blocks n"]:
     """Coefficients of the same blocks in another basis, at one transform's cost."""
     assert old is not None and new is not None
+
+    def between(n: int) -> Matrix:
+        return _multiply(new.matrix(n), old.matrix(n).T)
+
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
-    columns, rows = _matrices(sides, lambda n: _multiply(new(n), old(n).T))
+    columns, rows = _matrices(sides, Basis(between))
     turned = _middle(_last(x, rows, exact=True), columns, exact=True)
     return turned.swapaxes(1, 2).reshape(coefficients.shape)
 
@@ -138,8 +172,16 @@ def _matrices(sides: Sequence[int], basis: Basis | None) -> tuple[Matrix | None,
     """What columns and rows are multiplied by."""
     if basis is None:
         return None, None
-    rows = functools.reduce(_kronecker, map(basis, sides[:-1]), np.ones((1, 1)))
-    return basis(sides[-1]), rows
+    rows = functools.reduce(_kronecker, map(basis.matrix, sides[:-1]), np.ones((1, 1)))
+    return basis.matrix(sides[-1]), rows
+
+
+def _with_signs(
+    blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
+) -> Float[Array, "blocks *sides"]:
+    if basis is None or not basis.randomized:
+        return blocks
+    return blocks * jnp.asarray(signs(sides), blocks.dtype)[None]
 
 
 def _transposed(matrix: Matrix | None) -> Matrix | None:

@@ -7,12 +7,13 @@ by a rounding, in whatever order a compiler multiplies and adds.
 """
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Float32, Integer, PRNGKeyArray, UInt32
 
 from demo_optax.arrays import BoolScalar
 
@@ -105,10 +106,11 @@ def encode(
     scales = _encode_scale(values, quantiser)
     scale = _decode_scale(scales)[:, None]
     levels = jnp.asarray(quantiser.levels, jnp.float32)
+    level = functools.partial(_level, quantiser)
     scaled = jnp.where(scale > 0, values / scale, 0.0)
     above = jnp.searchsorted(levels, scaled, side="right", method="compare_all")
     below = jnp.clip(above - 1, 0, len(levels) - 2)
-    place = (scaled - levels[below]) / (levels[below + 1] - levels[below])
+    place = (scaled - level(below)) / (level(below + 1) - level(below))
     threshold = _halves(values.shape) if key is None else jax.random.uniform(key, values.shape)
     return Fields(scales, jnp.where(place > threshold, below + 1, below).astype(jnp.uint32))
 
@@ -123,10 +125,20 @@ def decode(fields: Fields, coding: ValueCoding) -> tuple[Float32[Array, "blocks 
     if coding in ("float32", "bfloat16"):
         values = _float(fields.values << (32 - value_bits(coding)))
         return values, jnp.all(jnp.isfinite(values))
-    levels = jnp.asarray(QUANTISERS[coding].levels, jnp.float32)
-    known = jnp.all(fields.values < len(levels)) & jnp.all(fields.scales < _FIRST_INFINITE_SCALE)
-    chosen = levels[jnp.minimum(fields.values, len(levels) - 1)]
+    quantiser = QUANTISERS[coding]
+    last = len(quantiser.levels) - 1
+    known = jnp.all(fields.values <= last) & jnp.all(fields.scales < _FIRST_INFINITE_SCALE)
+    chosen = _level(quantiser, jnp.minimum(fields.values, last))
     return chosen * _decode_scale(fields.scales)[:, None], known
+
+
+def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[Array, "blocks k"]:
+    """The level of each field, computed where they are evenly spaced: tables are slow to read."""
+    levels = np.asarray(quantiser.levels, np.float32)
+    gaps = np.diff(levels)
+    if np.all(gaps == gaps[0]):
+        return levels[0] + gaps[0] * field.astype(jnp.float32)
+    return jnp.asarray(levels)[field]
 
 
 def _halves(shape: tuple[int, ...]) -> Float32[Array, "blocks k"]:

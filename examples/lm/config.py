@@ -14,7 +14,9 @@ import yaml
 from pydantic import Field
 from rich.console import Console
 
+from demo_optax.compression.selection import Selection
 from demo_optax.compression.settings import Exchange
+from demo_optax.compression.transforms import TransformName
 from demo_optax.compression.values import ValueCoding
 
 from .model import PresetName
@@ -88,6 +90,11 @@ class Config:
     """Elements per side of a block."""
     value_coding: ValueCoding = "int4"
     """Coding of the values that are sent; benchmarks/value_codings.py compares them."""
+    transform: TransformName = "dct"
+    """Of the blocks, in whose coefficients the momentum is stored."""
+    selection: Selection = "topk"
+    """Which coefficients: the largest, or some that every worker knows from the step, whose
+    positions do not travel (docs/settings.md says when)."""
     exchange: Exchange = "all-gather"
     """all-gather: every worker gets all packets. two-phase: each averages a share of the blocks and
     sends that to all, traffic that does not grow with the workers."""

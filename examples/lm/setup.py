@@ -84,6 +84,8 @@ def prepare(config: Config) -> Run:
             config.topk,
             config.block_side,
             config.value_coding,
+            transform=config.transform,
+            selection=config.selection,
             norm_limit=config.norm_limit,
             exchange=config.exchange,
             topk_back=config.topk_back,

@@ -1,0 +1,73 @@
+"""Positions that all workers know: how often each is taken, and what programs make of them."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import demo_optax
+from demo_optax.compression import known_positions, make_plan, runs, selection
+from tests import model
+
+SLOW = re.compile(r"\b(?:stablehlo\.)?(sort|scatter|top_?k)\b(?=\"?\()", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("n, k", [(12, 5), (12, 1), (7, 6), (9, 9)])
+def test_a_run_goes_on_at_the_front(n, k):
+    rng = np.random.default_rng(0)
+    blocks, values = (rng.normal(size=(3, size)).astype(np.float32) for size in (n, k))
+    for start in range(n if k < n else 1):
+        places = (start + np.arange(k)) % n
+        run = runs.Run(jnp.int32(start), k)
+        np.testing.assert_array_equal(selection.take(jnp.asarray(blocks), run), blocks[:, places])
+        added = blocks.copy()
+        added[:, places] += values
+        ours = runs.add(jnp.asarray(blocks), run, jnp.asarray(values))
+        np.testing.assert_array_equal(ours, added)
+
+
+def visits(name, n, k, steps):
+    """How often a block's coefficients are taken in so many steps."""
+    compression = demo_optax.Compression(k, n, transform="identity", selection=name)
+    plan = make_plan(compression, ((n,),))
+
+    def taken(step):
+        (known,) = known_positions(compression, plan.layout, step)
+        return selection.take(jnp.arange(n)[None], known)[0]
+
+    return np.bincount(np.ravel(jax.vmap(taken)(jnp.arange(steps))), minlength=n)
+
+
+@pytest.mark.parametrize("name", ["striding", "slicing"])
+def test_regular_draws_visit_every_coefficient_equally_often_in_a_period(name):
+    n, k = 30, 4
+    period = n // math.gcd(n, k if name == "slicing" else 1)
+    np.testing.assert_array_equal(visits(name, n, k, period), k * period // n)
+
+
+@pytest.mark.parametrize("name", ["random", "random-slicing"])
+def test_random_draws_visit_every_coefficient_about_equally_often(name):
+    n, k, steps = 30, 4, 3000
+    expected = steps * k / n
+    assert np.abs(visits(name, n, k, steps) - expected).max() < 5 * math.sqrt(expected)
+
+
+def program(**settings):
+    """Of a step of eight workers, as XLA takes it, and as it is optimised for the CPU."""
+    compression = demo_optax.Compression(6, 8, "sign", **settings)
+    tx = demo_optax.demo(1e-3, compression, decay=0.9, axis_name="data")
+    mesh, params = jax.make_mesh((model.WORKERS,), ("data",)), model.init()
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    lowered = jax.jit(step).lower(params, state, model.batch(0))
+    return lowered.as_text() + lowered.compile().as_text()
+
+
+@pytest.mark.parametrize("exchange", ["all-gather", "two-phase"])
+def test_runs_need_no_sort_and_no_scatter(exchange):
+    shared = dict(transform="randomized-dct", exchange=exchange)
+    assert not SLOW.findall(program(selection="random-slicing", **shared))
+    assert set(SLOW.findall(program(selection="random", **shared))) == {"sort", "scatter"}
