@@ -61,7 +61,9 @@ class Compression:
         redrawn on each step) or ``"identity"``.
       block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
       selection: ``"topk"``, or one that all workers know from the step, so that no positions
-        travel: ``"random"``, ``"striding"``, ``"slicing"``.
+        travel: ``"random"`` positions; ``"random-slicing"``, a run from a random position on, the
+        same in all blocks, which costs slices where others cost gathers and scatters and wants
+        ``transform="randomized-dct"``; FlexDeMo's ``"striding"`` and ``"slicing"``.
       index_coding: of the positions, ``"packed"``, ``"elias-fano"`` or ``"bitmap"``; with
         ``"auto"`` the smallest for each block size.
       rounding: of the values, to the ``"nearest"`` or ``"stochastic"``.
