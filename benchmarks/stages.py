@@ -61,7 +61,7 @@ def main() -> None:
                     return jnp.broadcast_to(packet, (packets, packet.size))
 
                 report = metrics.Report(*jnp.ones(len(metrics.Report._fields)))
-                sent = messages.seal(compressed, report, jnp.array(True), zero, None)
+                sent = messages.outgoing(plan, compressed, report, jnp.array(True), zero, None)
                 last = metrics.before_the_first()
                 with mock.patch.object(wire, "gather", gather):
                     return exchange_packets(plan, sent, (), zero, None, "senders", last)

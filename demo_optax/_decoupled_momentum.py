@@ -214,7 +214,7 @@ def decoupled_momentum(
         # Compress: q = top_k(m)
         compressed = compress(plan, momenta, step, worker, messages.owners_of(plan, axis_name))
         report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
-        outgoing = messages.outgoing(compressed, report, sound, step, axis_name)
+        outgoing = messages.outgoing(plan, compressed, report, sound, step, axis_name)
         if aggregate is None:
             momenta, aggregate = settle(plan, state, momenta, outgoing, step)
 

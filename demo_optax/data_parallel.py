@@ -6,7 +6,7 @@ import optax
 
 from demo_optax import axes, state_checks
 from demo_optax.axes import AxisName
-from demo_optax.numerics import all_finite
+from demo_optax.numerics import all_finite, upcast
 
 
 def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
@@ -34,7 +34,7 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
 
         def mean(g):
             total = jax.lax.psum(jnp.where(finite, g, jnp.zeros_like(g)), axis_name)
-            return total / heard.astype(g.dtype)
+            return (upcast(total) / heard).astype(g.dtype)
 
         return jax.tree.map(mean, updates)
 

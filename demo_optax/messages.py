@@ -45,6 +45,7 @@ def before_the_first(plan: Plan, axis_name: AxisName) -> Packets | tuple[()]:
 
 
 def outgoing(
+    plan: Plan,
     compressed: Compressed,
     report: Report,
     takes_part: BoolScalar,
@@ -54,6 +55,7 @@ def outgoing(
     """Seals a worker's message in packets.
 
     Args:
+      plan: of the tensors.
       compressed: what it sends.
       report: what each packet tells of the step, beside its own energy.
       takes_part: whether they shall count.
@@ -61,6 +63,7 @@ def outgoing(
       axis_name: the workers' axis or axes; None for a single worker.
     """
     owners = len(compressed.bodies)
+    share = shares.layout_of(plan.layout, owners)
     energies = jnp.zeros(owners, jnp.float32)
     for values in compressed.decoded.values:
         parts = shares.divided_rows(values, owners, "constant")
@@ -69,7 +72,7 @@ def outgoing(
     numbers = jnp.concatenate([numbers, energies[:, None]], axis=1)
 
     def seal_part(numbers, body, number):
-        return packet.seal(numbers, body, takes_part, Origin(step, number))
+        return packet.seal(share, numbers, body, takes_part, Origin(step, number))
 
     packets = jax.vmap(seal_part)(numbers, compressed.bodies, own_numbers(owners, axis_name))
     return Outgoing(packets, compressed.decoded)

@@ -92,8 +92,8 @@ def two_phase(
     averaged = average(share, arrived.body, arrived.intact, of_share, largest, mean)
 
     # The largest of what they have
-    pairs = zip(residual, averaged.coefficients, strict=True)
-    totals, _ = restart_blocks([old + new for old, new in pairs])
+    owed, _ = restart_blocks(plan.rebased(residual, step))
+    totals = [old + new for old, new in zip(owed, averaged.coefficients, strict=True)]
     layout = _layout(back, plan.layout, workers)
     back_share = shares.layout_of(layout, workers)
     known = known_positions(back, layout, step)
@@ -106,7 +106,9 @@ def two_phase(
     report = jnp.where(jnp.isfinite(owns[0]), owns[0], 0)[:_REPORT]
     heard = _as_numbers(averaged.weights > 0)
     numbers = jnp.concatenate([report, largest[None], heard])
-    sealed = packet.seal(numbers, compressed.bodies[0], jnp.array(True), Origin(step, own))
+    sealed = packet.seal(
+        back_share, numbers, compressed.bodies[0], jnp.array(True), Origin(step, own)
+    )
     packets = wire.gather(sealed, axis_name)
     found = messages.opened(back_share, packets, step, every)
     message, intact = messages.joined(layout, found.body, found.intact, known)
@@ -120,7 +122,7 @@ def two_phase(
         axes.varying_like(jnp.zeros((s.blocks, s.block_size), jnp.float32), packets)
         for s, _ in sections
     ]
-    kept = zip(totals, *compressed.decoded, residual, strict=True)
+    kept = zip(totals, *compressed.decoded, owed, strict=True)
     return Aggregate(
         list(map(add_at, zeros, *message)),
         [jnp.repeat(delivered, part.blocks)[: s.blocks, None] for s, part in sections],

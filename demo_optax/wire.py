@@ -38,6 +38,8 @@ def deal(
         return packets
     every = axes.names(axis_name)
     if axes.manual_names(axis_name) != every:
+        # Of what is the same on all workers, vmap would deal out a wrong shape.
+        packets = packets + jnp.uint32(0) * axes.index(axis_name).astype(jnp.uint32)
         dealt = packets.reshape(*map(axes.size, every), -1)
         for place, name in enumerate(every):
             dealt = jax.lax.all_to_all(dealt, name, place, place, tiled=True)

@@ -28,7 +28,10 @@ ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
 DELAYED = demo_optax.demo(1e-3, demo_optax.Compression(4, 8, delay=1))
 OWED = {"[0].residual[0]": np.ones((2, 1, 4))}
-OF_ONE_BLOCK = {"momenta": {"w": {"coordinates": {}, "shape": [4], "shards": [1]}}}
+BY_OWNERS = {
+    "momenta": {"w": {"coordinates": {}, "shape": [4], "shards": [1]}},
+    "beside": {"[0].residual[0]": {"shape": [2, 1, 4], "parts": 1}},
+}
 
 
 def two():
@@ -287,8 +290,8 @@ RAISED = [
     lambda: demo_optax.Compression(topk_back=8),
     lambda: demo_optax.Compression(selection="random", exchange="two-phase", topk_back=8),
     lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
-    lambda: elastic.exchanged_before(OWED, {}, {}, {}),
-    lambda: elastic.exchanged_before(OWED, OF_ONE_BLOCK, OWED, {"momenta": {}}),
+    lambda: elastic.exchanged_before(OWED, BY_OWNERS, {}, {"beside": {}}),
+    lambda: elastic.exchanged_before(OWED, BY_OWNERS, OWED, BY_OWNERS | {"momenta": {}}),
     lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.0),
     lambda: demo_optax.demo(1e-3, decay="0.9"),

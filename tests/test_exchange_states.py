@@ -1,5 +1,7 @@
 """What an exchange keeps beside the momenta: sharded, saved, and divided among other workers."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +146,48 @@ def test_other_workers_own_what_was_owed(before, after, tmp_path):
     assert not np.any(restored.state[0].waiting)
     restored.run(range(5, 8))
     assert demo_optax.check_replicas(restored.params, restored.mesh) == ()
+
+
+def test_devices_that_hold_the_same_owe_it_once(tmp_path):
+    """Parameters are whole on both devices of each worker."""
+    tx = optimizer("two-phase", 0)
+
+    def on(workers):
+        trained = Trained(tx, workers)
+        trained.mesh, trained.specs = mesh_of(workers, 2), None
+        trained.state = demo_optax.init_opt_state(tx, trained.params, trained.mesh)
+        trained.step = demo_optax.make_train_step(loss, tx, trained.mesh)
+        return trained
+
+    trained = on(4).run(range(4))
+    with trained.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, trained.params, trained.state, wait=True)
+    restored = on(2).restored(tmp_path)
+    for old, new in zip(owed(trained.state, 1), owed(restored.state, 1), strict=True):
+        size = min(old.shape[1], new.shape[1])
+        np.testing.assert_array_equal(old[:, :size], new[:, :size])
+
+
+class Net(NamedTuple):
+    main: jax.Array
+    waiting: jax.Array
+    residual: list
+
+
+def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
+    params = Net(jnp.ones((16, 8)), jnp.ones((8, 8)), [jnp.ones((8, 8))])
+    tx, four, two = optimizer("all-gather", 0), mesh_of(4), mesh_of(2)
+    state = demo_optax.init_opt_state(tx, params, four)
+    filled = jax.tree.map(jnp.ones_like, state[0].momentum)
+    state = (state[0]._replace(momentum=filled), *state[1:])
+    with Checkpointer(tmp_path, tx, four) as checkpointer:
+        checkpointer.save(1, params, state, wait=True)
+    with Checkpointer(tmp_path, tx, two) as checkpointer:
+        found = checkpointer.restore(params)
+    assert all(np.all(np.asarray(x) == 1) for x in jax.tree.leaves(found.opt_state[0].momentum))
+    both, specs = mesh_of(2, 2), Net(P(None, "fsdp"), P(None, "fsdp"), [P(None, "fsdp")])
+    found = demo_optax.state_specs(tx, params, both, param_specs=specs)[0].momentum
+    assert set(jax.tree.leaves(found)) == {P("data", None, "fsdp")}
 
 
 def test_what_is_owed_is_not_lost_silently(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
-from demo_optax import accounting, wire
+from demo_optax import accounting, two_phase, wire
 from demo_optax.accounting.models import preset_shapes
 from tests import draws, workers
 
@@ -204,6 +204,48 @@ def test_nothing_is_lost_between_workers_and_owners(
         applied += total(x[0] for x in updates)
         owed = total(state.residual)
         assert abs(kept - applied - owed) < 1e-4 * max(1.0, sum(np.abs(x).sum() for x in drawn))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("transform", ["dct", "random"])
+def test_what_is_owed_arrives_in_any_basis(transform, delay):
+    compression = demo_optax.Compression(
+        16, 4, transform=transform, exchange="two-phase", topk_back=4, delay=delay
+    )
+    tx = demo_optax.decoupled_momentum(
+        1 - 1e-7, compression, gradient_weight=1.0, mean="workers", axis_name="data"
+    )
+    update, state = started(tx, 4, np.zeros((8, 8), np.float32))
+    drawn, applied = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32), 0.0
+    for step in range(12):
+        updates, state = update(drawn * (step == 0), state)
+        applied += updates[0]
+    np.testing.assert_allclose(applied, drawn.mean(0), atol=1e-4)
+
+
+def test_a_state_may_be_made_where_it_is_used():
+    tx = momentum(plain(topk=2, exchange="two-phase", delay=1))
+    drawn = gradients(0, 3)
+    made = jax.vmap(lambda g: tx.update(g, tx.init(g))[1], axis_name="data")(drawn)
+    update, state = started(tx, 3)
+    jax.tree.map(np.testing.assert_array_equal, made, update(drawn, state)[1])
+
+
+@pytest.mark.parametrize("said", [-1e30, 1e30])
+def test_an_owner_that_lies_of_a_limit_moves_no_momentum_beyond_what_was_sent(said, monkeypatch):
+    tx = momentum(plain(topk=2, exchange="two-phase"))
+    drawn = gradients(0, 3)
+    plain_limit = two_phase.largest_norm
+
+    def limit(packets, norm_limit):
+        true = plain_limit(packets, norm_limit)
+        return jnp.where(jax.lax.axis_index("data") == 1, jnp.float32(said), true)
+
+    monkeypatch.setattr(two_phase, "largest_norm", limit)
+    update, state = started(tx, 3)
+    updates, state = update(drawn, state)
+    assert np.abs(state.momentum).max() <= WEIGHT * np.abs(drawn).max()
+    np.testing.assert_array_equal(updates[0], updates[2])
 
 
 def damaged(plain, wrong, places):

@@ -95,8 +95,8 @@ def resealed(change, origin=OF_WORKER_2):
     """A change behind which the checksum is right again: a sender that is wrong itself."""
 
     def forge(words):
-        numbers, body, _ = packets.unseal(LAYOUT, words, OF_WORKER_2)
-        return packets.seal(*change(numbers, body), jnp.array(True), origin)
+        numbers, body, _ = packets.unseal(LAYOUT_BY_COEFFICIENT, words, OF_WORKER_2)
+        return packets.seal(LAYOUT_BY_COEFFICIENT, *change(numbers, body), jnp.array(True), origin)
 
     return forge
 
@@ -104,6 +104,7 @@ def resealed(change, origin=OF_WORKER_2):
 SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
 LAYOUT = make_plan(Compression(topk=5, block_side=16, value_coding="int4"), SORTED_SHAPES).layout
 BY_COEFFICIENT = Compression(topk=5, block_side=16, index_coding="packed", value_coding="float32")
+LAYOUT_BY_COEFFICIENT = make_plan(BY_COEFFICIENT, SORTED_SHAPES).layout
 
 
 def first_of(block_size, part):
@@ -164,7 +165,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
     sizes = [(section.blocks, section.block_size) for section in plan.layout.sections]
     momenta = [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
     [body] = compress(plan, momenta, jnp.int32(0), jnp.int32(0)).bodies
-    words = packets.seal(jnp.ones(packets.NUMBERS), body, jnp.array(True), OF_WORKER_2)
+    words = packets.seal(plan.layout, jnp.ones(packets.NUMBERS), body, jnp.array(True), OF_WORKER_2)
     assert words.shape == (plan.layout.words,)
 
     @jax.jit

@@ -59,7 +59,7 @@ def of(kind):
 
 @pytest.mark.slow
 def test_packets_without_an_origin_are_noticed(worse):
-    worse(packet, "_validity", lambda rest, origin: checksum(rest))
+    worse(packet, "_validity", lambda layout, rest, origin: checksum(rest))
     assert rows_lost(packets.run(3, 0)) == of("replayed") | of("foreign")
 
 

@@ -239,7 +239,7 @@ def forger(coding: str) -> Callable:
         message, _ = packet.decode(layout, body)
         values = tuple(jnp.where(v < 0, -size, size) for v in message.values)
         body = packet.encode(layout, message._replace(values=values))
-        return packet.seal(numbers, body, jnp.array(True), origin)
+        return packet.seal(layout, numbers, body, jnp.array(True), origin)
 
     return jax.jit(jax.vmap(forge))
 

@@ -54,7 +54,8 @@ def plan(
     each link in ``2 (N-1)`` rounds; an all-gather of packets of ``B`` bytes sends ``B (N-1)`` in
     ``N-1`` rounds, so that DeMo's traffic grows with the number of workers, the dense one's hardly.
     In two phases it does not grow either: each of them sends ``B (N-1)/N`` of its packet of ``B``
-    bytes, in ``N-1`` rounds. A delayed exchange runs beside the compute of the next step.
+    bytes, in ``N-1`` rounds. A delayed exchange runs beside the compute
+    of the next step, but one at the end of a round of local steps waits for it all the same.
 
     Args:
       params: arrays or shapes of the parameters.
@@ -112,6 +113,6 @@ def plan(
             received_bytes(setting, params, workers),
             phases * others,
             local_steps,
-            bool(setting.delay),
+            bool(setting.delay) and local_steps == 1,
         )
     return times

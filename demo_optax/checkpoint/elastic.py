@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 import warnings
 
 import jax
@@ -38,7 +37,7 @@ def converted(
     state = {**state, **exchanged_before(state, saved, wanted, description)}
     for name, target in wanted.items():
         x = np.asarray(state[name])
-        if is_beside(name):
+        if name in description["beside"]:
             result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
             continue
         differs = set(axes.names(axis_name)) & set(shards.axes_of(target.sharding.spec))
@@ -78,52 +77,44 @@ def exchanged_before(state: dict, saved: dict, wanted: dict, description: dict) 
     Packets that wait are left out: the momenta still hold what they carry. What owners have yet to
     send is divided among the new owners.
     """
-    owed = [name for name in state if is_owed(name) and np.any(state[name])]
-    if lost := [name for name in owed if name not in wanted]:
+    before, now = saved.get("beside", {}), description["beside"]
+    owed = [name for name in before if not name.endswith(".waiting") and np.any(state[name])]
+    if lost := [name for name in owed if name not in now]:
         raise ValueError(
             f"the optimizer state{lost[0]} of the checkpoint holds what owners have yet to send, "
             "but the optimizer knows no owners: restore it with exchange='two-phase'."
         )
-    of_blocks = [[m["coordinates"], m["shape"], m["shards"]] for m in saved["momenta"].values()]
-    others = [[m["coordinates"], m["shape"], m["shards"]] for m in description["momenta"].values()]
-    if owed and of_blocks != others:
+    if owed and (
+        saved["momenta"] != description["momenta"]
+        or any(before[name]["parts"] != now[name]["parts"] for name in owed)
+    ):
         raise ValueError(
             f"the optimizer state{owed[0]} of the checkpoint holds what owners have yet to send, "
             "in blocks or shards that are not those of the optimizer now: restore it with the old "
             "ones."
         )
-    result = {name: np.zeros(x.shape, x.dtype) for name, x in wanted.items() if is_beside(name)}
+    result = {name: np.zeros(wanted[name].shape, wanted[name].dtype) for name in now}
     for name in owed:
-        devices = saved["beside"]["devices"] // saved["workers"]
-        result[name] = divided_anew(np.asarray(state[name]), wanted[name].shape, devices)
+        parts = before[name]["parts"]
+        result[name] = divided_anew(np.asarray(state[name]), wanted[name].shape, parts)
     return result
 
 
-def divided_anew(x: np.ndarray, shape: Shape, devices: int) -> np.ndarray:
-    """Rows of owners' shares ``(owners, devices * share, n)`` for other owners.
+def divided_anew(x: np.ndarray, shape: Shape, parts: int) -> np.ndarray:
+    """Rows of owners' shares ``(owners, parts * share, n)`` for other owners.
 
-    Those of each device inside the owners follow one another; what is over holds zeros.
+    Those of each shard inside the owners follow one another; what is over holds zeros.
 
     Example:
-      >>> divided_anew(np.array([[[1], [2]], [[3], [0]]]), (3, 1, 1), devices=1).ravel().tolist()
+      >>> divided_anew(np.array([[[1], [2]], [[3], [0]]]), (3, 1, 1), parts=1).ravel().tolist()
       [1, 2, 3]
     """
-    rows = np.swapaxes(x.reshape(len(x), devices, -1, x.shape[2]), 0, 1)
-    rows = rows.reshape(devices, -1, x.shape[2])
-    share = shape[1] // devices
+    rows = np.swapaxes(x.reshape(len(x), parts, -1, x.shape[2]), 0, 1)
+    rows = rows.reshape(parts, -1, x.shape[2])
+    share = shape[1] // parts
     missing = max(shape[0] * share - rows.shape[1], 0)
     rows = np.pad(rows, ((0, 0), (0, missing), (0, 0)))[:, : shape[0] * share]
-    return np.swapaxes(rows.reshape(devices, shape[0], share, -1), 0, 1).reshape(shape)
-
-
-def is_beside(name: str) -> bool:
-    """Whether a leaf of the state belongs to the exchange, and to no parameter."""
-    return is_owed(name) or name.endswith(".waiting")
-
-
-def is_owed(name: str) -> bool:
-    """Whether a leaf is what an owner has yet to send."""
-    return re.search(r"\.residual\[\d+\]$", name) is not None
+    return np.swapaxes(rows.reshape(parts, shape[0], share, -1), 0, 1).reshape(shape)
 
 
 def _coordinates(momentum: dict) -> Placed:

@@ -24,7 +24,7 @@ from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.checkpoint import reading
 from demo_optax.checkpoint.digests import digests, like, sealed
-from demo_optax.checkpoint.elastic import converted, is_beside
+from demo_optax.checkpoint.elastic import converted
 from demo_optax.checkpoint.leaves import beside, by_path, from_paths
 from demo_optax.checkpoint.quiet import in_a_line, sweep
 from demo_optax.checkpoint.reading import FORMAT, epath, orbax, require_same, stored_as
@@ -311,7 +311,8 @@ class Checkpointer:
         exact = all(saved.get(name, {}) == value for name, value in description.items())
         needed, there = placed_state, held["opt_state"]
         if not exact:
-            needed, there = map(_without_exchange, (needed, there))
+            of_exchange = {**saved.get("beside", {}), **description["beside"]}
+            needed, there = (_without(of_exchange, leaves) for leaves in (needed, there))
         require_same("optimizer state", needed, there, shapes=exact)
         specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
         placed_params = by_path(self._placed(params, specs))
@@ -361,18 +362,25 @@ class Checkpointer:
                         "shards": list(counts),
                         "count": f"{keystr(path)}.count",
                     }
-        beside = {name: list(x.shape) for name, x in by_path(opt_state).items() if is_beside(name)}
-        devices = {"devices": self._mesh.size} if beside else {}
+        of_state = layout.state_specs(
+            self._tx, params, self._mesh, self._axis_name, self._param_specs
+        )
+        leaves, spec_at = (dict(jax.tree.leaves_with_path(tree)) for tree in (opt_state, of_state))
+        beside = {}
+        for path in layout.paths_of_devices(opt_state):
+            shape = leaves[path].shape
+            parts = shards.counts(shape, spec_at[path], self._mesh)[1]
+            beside[keystr(path)] = {"shape": list(shape), "parts": parts}
         return {
             "format": FORMAT,
             "workers": self._workers,
             "momenta": momenta,
-            "beside": beside | devices,
+            "beside": beside,
         }
 
 
-def _without_exchange(leaves: dict) -> dict:
-    return {name: x for name, x in leaves.items() if not is_beside(name)}
+def _without(names, leaves: dict) -> dict:
+    return {name: x for name, x in leaves.items() if name not in names}
 
 
 def _is_momentum(x) -> bool:

@@ -9,6 +9,7 @@ all-reduce of the all-gather.
 """
 
 import dataclasses
+import zlib
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,6 @@ from demo_optax.compression.values import Fields, ValueCoding
 
 NUMBERS = 7  # float32: a `demo_optax.metrics.Report`, and the energy of the packet's message
 MULTIPLE = 128
-_SEAL = 0x44654D6F  # "DeMo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +174,7 @@ class Origin(NamedTuple):
 
 
 def seal(
+    layout: Layout,
     numbers: Float32[Array, "numbers"],
     body: UInt32[Array, "words"],
     count: BoolScalar,
@@ -181,12 +182,12 @@ def seal(
 ) -> UInt32[Array, "1+numbers+words"]:
     """Makes the packet of its numbers and its body.
 
-    Its first word is the checksum of the rest and of its origin, or the complement where the packet
-    must not ``count``; so a packet that was changed on the way, or comes from another step or
-    worker, counts no more.
+    Its first word is the checksum of the rest, of its layout and its origin, or the complement
+    where the packet must not ``count``; so a packet that was changed on the way, or comes from
+    another step or worker, counts no more.
     """
     rest = jnp.concatenate([jax.lax.bitcast_convert_type(numbers, jnp.uint32), body])
-    validity = _validity(rest, origin)
+    validity = _validity(layout, rest, origin)
     return jnp.concatenate([jnp.where(count, validity, ~validity)[None], rest])
 
 
@@ -208,9 +209,10 @@ def unseal(layout: Layout, packet: UInt32[Array, "words"], origin: Origin) -> Op
     """Opens a packet that is to be of this origin."""
     validity, words, body = jnp.split(packet, [1, 1 + layout.numbers])
     numbers = jax.lax.bitcast_convert_type(words, jnp.float32)
-    intact = validity[0] == _validity(packet[1:], origin)
+    intact = validity[0] == _validity(layout, packet[1:], origin)
     return Opened(numbers, body, intact & jnp.all(jnp.isfinite(numbers)))
 
 
-def _validity(rest: UInt32[Array, "words"], origin: Origin) -> UInt32[Array, ""]:
-    return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ jnp.uint32(_SEAL)
+def _validity(layout: Layout, rest: UInt32[Array, "words"], origin: Origin) -> UInt32[Array, ""]:
+    of_layout = jnp.uint32(zlib.crc32(repr(layout).encode()))
+    return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ of_layout

@@ -69,7 +69,8 @@ class Compression:
       rounding: of the values, to the ``"nearest"`` or ``"stochastic"``.
       norm_limit: largest norm of a worker's message, as a multiple of the median of all workers'
         messages; what is more stays in its momentum. It bounds what one broken or malicious worker
-        can do. Of a worker with sharded parameters, each shard's. None sets no limit.
+        can do, but in two phases only on the way to the owners, each of whom decides alone on its
+        share of the blocks. Of a worker with sharded parameters, each shard's. None sets no limit.
       seed: of everything that is drawn.
       exchange: ``"all-gather"`` gives every worker all packets, traffic that grows with their
         number. In ``"two-phase"`` each worker owns an equal share of the blocks: it averages what
@@ -119,6 +120,7 @@ class Compression:
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
         checks.one_of("exchange", self.exchange, EXCHANGES)
+        checks.static_integer("delay", self.delay, at_least=0)
         checks.one_of("delay", self.delay, (0, 1))
         back = {"topk_back": self.topk_back, "value_coding_back": self.value_coding_back}
         given = [name for name, value in back.items() if value is not None]

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
 
 from demo_optax import axes
+from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.parallel import placement, shards
@@ -129,10 +131,12 @@ def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(unboxed(specs)))
 
+    of_devices = paths_of_devices(single)
+
     def inner_spec(path, varying_axes, leaf) -> P:
         if varying_axes <= worker_axes:
             return P()
-        if _is_of_device(path):
+        if path in of_devices:
             return P(tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes))
         for start in range(len(path) + 1):
             spec = spec_at.get(path[start:])
@@ -155,9 +159,19 @@ def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
     return Layout(specs, state_specs, found, single)
 
 
-def _is_of_device(path) -> bool:
-    """Whether a leaf of the state belongs to a device and to none of its parameters."""
-    return any(getattr(key, "name", None) in ("residual", "waiting") for key in path)
+def paths_of_devices(state) -> list[tuple]:
+    """Paths of the leaves that belong to a device, and to none of its parameters."""
+    found = []
+
+    def is_momentum(x) -> bool:
+        return isinstance(x, DecoupledMomentumState)
+
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_momentum):
+        if is_momentum(node):
+            for name in ("residual", "waiting"):
+                leaves = jax.tree.leaves_with_path(getattr(node, name))
+                found += [(*path, GetAttrKey(name), *inside) for inside, _ in leaves]
+    return found
 
 
 class Stacked(optax.GradientTransformationExtraArgs):
