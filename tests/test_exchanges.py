@@ -217,7 +217,7 @@ def test_what_is_owed_arrives_in_any_basis(transform, delay):
     )
     update, state = started(tx, 4, np.zeros((8, 8), np.float32))
     drawn, applied = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32), 0.0
-    for step in range(12):
+    for step in range(40):
         updates, state = update(drawn * (step == 0), state)
         applied += updates[0]
     np.testing.assert_allclose(applied, drawn.mean(0), atol=1e-4)
