@@ -93,7 +93,7 @@ class Simulated:
 def start_of_run(step, n):
     """Where a run starts, of key 0 for the step, its draws (1) and the section of these blocks."""
     key = jax.random.key(0)
-    for number in (step, 1, 0 if n == SIDE else 1):
+    for number in (step % 2**32, 1, 0 if n == SIDE else 1):
         key = jax.random.fold_in(key, number)
     return int(jax.random.randint(key, (), 0, n))
 
