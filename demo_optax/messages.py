@@ -69,6 +69,8 @@ def outgoing(
         parts = shares.divided_rows(values, owners, "constant")
         energies += jnp.sum(jnp.square(parts), axis=(1, 2))
     numbers = jnp.broadcast_to(jnp.stack(report), (owners, len(report)))
+    # Sums over many sound blocks may still end beyond float32.
+    energies = jnp.minimum(energies, jnp.finfo(jnp.float32).max)
     numbers = jnp.concatenate([numbers, energies[:, None]], axis=1)
 
     def seal_part(numbers, body, number):

@@ -97,7 +97,7 @@ def received_bytes(compression: Compression, params, workers: int) -> float:
       >>> gather = Compression(topk=8, value_coding="int4")
       >>> owners = dataclasses.replace(gather, exchange="two-phase")
       >>> [round(received_bytes(c, params, 64) / 1e6, 1) for c in (gather, owners)]
-      [16.6, 1.5]
+      [16.7, 1.1]
     """
     others = workers - 1
     if compression.exchange == "two-phase":

@@ -33,8 +33,8 @@ def digests(leaves: dict) -> dict[str, dict]:
         processes are read by all of them together.
     """
     parts = {
-        name: _of_array(x) if isinstance(x, jax.Array) else _of_host(x)
-        for name, x in leaves.items()
+        name: _of_array(x, number) if isinstance(x, jax.Array) else _of_host(x)
+        for number, (name, x) in enumerate(leaves.items())
     }
     own = np.array([sum(map(int, found)) % 2**32 for found in parts.values()], np.uint32)
     everywhere = multihost_utils.process_allgather(own).reshape(-1, len(leaves))
@@ -74,14 +74,19 @@ def _hash(description: dict) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def _of_array(x: jax.Array) -> list[jax.Array]:
-    """The checksums of the shards that this process holds first, still being computed."""
+def _of_array(x: jax.Array, number: int) -> list[jax.Array]:
+    """The checksums of a leaf's shards on this process's devices, still being computed.
+
+    Of what several devices hold alike, one computes it: another one for each leaf.
+    """
+    shard_size = math.prod(x.sharding.shard_shape(x.shape))
+    copies = x.sharding.num_devices * shard_size // max(x.size, 1) or 1
     whole = jax.eval_shape(to_words, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
     strides = contiguous(whole)
     along = strides[1:] if jnp.issubdtype(x.dtype, jnp.complexfloating) else strides
     found = []
     for shard in x.addressable_shards:
-        if shard.replica_id == 0:
+        if shard.replica_id == number % copies:
             starts = (part.start or 0 for part in shard.index)
             first = sum(start * stride for start, stride in zip(starts, along, strict=False))
             found.append(_part(shard.data, np.uint32(first % 2**32), strides))

@@ -100,7 +100,7 @@ def compress_layout(
     share = shares.layout_of(layout, owners)
     parts = shares.divided(Travelled(travelling, values), owners)
     keys = None if key is None else jax.random.split(key, owners)
-    bodies = jax.vmap(functools.partial(packet.encode, share))(parts, keys)
+    bodies = jax.vmap(functools.partial(packet.encode, share), axis_size=owners)(parts, keys)
     decoded, _ = jax.vmap(functools.partial(packet.decode, share))(bodies)
     # The positions are those that were coded: whoever subtracts need not wait for their decoding.
     arrived = tuple(map(shares.joined, decoded.values, layout.sections))
