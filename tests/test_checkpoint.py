@@ -156,6 +156,7 @@ def in_parameter_space(momentum, shape, chunk):
     return full.reshape(shape)
 
 
+@pytest.mark.slow
 def test_other_blocks_are_reached_through_parameter_space(tmp_path):
     mesh = workers.mesh_of(4)
     params, state, _ = train(SGD, mesh, (0, 3))

@@ -161,6 +161,7 @@ def test_no_damage_is_restored_silently(count, saved, tmp_path):
     assert fell_back > count // 4
 
 
+@pytest.mark.slow
 def test_no_damage_is_restored_silently_on_other_workers(saved, tmp_path):
     def read(folder):
         with Checkpointer(folder, TX, workers.mesh_of(4)) as checkpointer:

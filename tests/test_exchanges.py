@@ -167,7 +167,7 @@ def test_delayed_by_a_step_constant_gradients_give_the_same_steps(exchange):
     np.testing.assert_array_equal(late[1:], at_once[:-1])
 
 
-@draws.examples(8)
+@draws.examples(4)
 @given(
     shapes=draws.trees,
     compression=draws.compressions,
@@ -226,7 +226,8 @@ def test_what_is_owed_arrives_in_any_basis(transform, delay):
 def test_a_state_may_be_made_where_it_is_used():
     tx = momentum(plain(topk=2, exchange="two-phase", delay=1))
     drawn = gradients(0, 3)
-    made = jax.vmap(lambda g: tx.update(g, tx.init(g))[1], axis_name="data")(drawn)
+    here = jax.vmap(lambda g: tx.update(g, tx.init(g))[1], axis_name="data")
+    made = jax.jit(here)(drawn)
     update, state = started(tx, 3)
     jax.tree.map(np.testing.assert_array_equal, made, update(drawn, state)[1])
 

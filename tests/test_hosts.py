@@ -83,6 +83,7 @@ def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
         assert close.mean() > (0.999 if optimizer == "demo" else 1.0 - 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sigterm_saves_and_the_same_command_goes_on(processes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"

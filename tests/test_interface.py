@@ -126,6 +126,7 @@ def test_workers_along_two_nested_vmaps_are_those_along_one():
     np.testing.assert_array_equal(two.reshape(one.shape), one)
 
 
+@pytest.mark.slow
 def test_metrics_of_stacked_workers_are_checked():
     gradient = jnp.ones((3, 8, 8))
     update = jax.vmap(lambda g: DEMO.update(g, DEMO.init(g))[1], axis_name="data")
@@ -135,6 +136,7 @@ def test_metrics_of_stacked_workers_are_checked():
     demo_optax.check_metrics(demo_optax.exchange_metrics(update(others)))
 
 
+@pytest.mark.slow
 def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards_and_are_reported():
     """As under vmap, where nothing else can tell that `optax.apply_if_finite` left a worker out."""
     tx = optax.apply_if_finite(DEMO, 10)

@@ -15,6 +15,8 @@ from demo_optax.accounting import collectives
 from tests import model, oracles, workers
 from tests.local_methods import BOTH, assert_same, dense, local, sparse, train
 
+pytestmark = pytest.mark.sweep
+
 # --- a simulation in NumPy of least squares with three workers
 
 
@@ -124,6 +126,7 @@ def test_five_rounds_follow_a_simulation(outer, simulated):
     assert {int(x) for x in optax.tree.get(state.inner, "ScaleByScheduleState").count} == {15}
 
 
+@pytest.mark.slow
 def test_what_is_exchanged_is_what_the_workers_went_and_nothing_of_it_is_lost():
     record = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, s, p=None: (g, g)

@@ -68,6 +68,7 @@ def test_masks_differ_between_workers_and_steps(mode):
     assert len(np.unique(np.concatenate(masks), axis=0)) == 3 * WORKERS
 
 
+@pytest.mark.slow
 def test_statistics_accumulate_alike_in_every_mode():
     runs = {mode: train(mode=mode, inner=1)[1] for mode in MODES}
     means = runs["manual"][-1]["norm"]["mean"]

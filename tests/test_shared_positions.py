@@ -12,6 +12,8 @@ import demo_optax
 from demo_optax.compression import known_positions, make_plan, runs, selection
 from tests import model
 
+pytestmark = pytest.mark.sweep
+
 SLOW = re.compile(r"\b(?:stablehlo\.)?(sort|scatter|top_?k)\b(?=\"?\()", re.IGNORECASE)
 
 

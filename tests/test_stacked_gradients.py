@@ -323,6 +323,7 @@ def boxed_model():
     return {**model.init(), "hidden": box}
 
 
+@pytest.mark.slow
 def test_a_stacked_state_has_no_boxes_and_serves_boxed_and_plain_parameters():
     mesh = mesh_of()
     rms = optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True)

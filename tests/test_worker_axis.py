@@ -129,6 +129,7 @@ def test_masked_leaves_go_another_way():
         )
 
 
+@pytest.mark.slow
 def test_multi_steps_exchange_the_mean_of_their_gradients():
     """Under vmap; its branches do not fit the types of shard_map, which an error says."""
     tx = optax.MultiSteps(MOMENTUM, 2).gradient_transformation()
