@@ -78,7 +78,7 @@ def collectives(hlo: str) -> list[Collective]:
         operands = round(share * sum(map(_bytes, shapes)))
         # What a TPU runs in the background is written for its start, its course and its end.
         channel = _CHANNEL.search(line) if in_background else None
-        found[channel[0] if channel else line] = Collective(
+        found[f"{kind} {channel[0]}" if channel else line] = Collective(
             kind, shapes[0]["dtype"], operands, groups
         )
     return list(found.values())
@@ -118,7 +118,7 @@ def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
         # Instructions stand behind their operands; what follows these names computations.
         operands = re.findall(r"%[\w.-]+", _ATTRIBUTES.split(text)[0])
         found[name] = frozenset().union(*[found.get(operand, frozenset()) for operand in operands])
-        if _INSTRUCTION.search(line) or "async_collective" in name:
+        if _INSTRUCTION.search(line) or name.startswith("%async-collective-start"):
             collective.append(name)
     return [(name, found[name]) for name in collective]
 
