@@ -4,6 +4,10 @@ from importlib.metadata import version
 
 from demo_optax._decoupled_momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momentum
+from demo_optax._local_steps import LocalStepsState as LocalStepsState
+from demo_optax._local_steps import local_steps as local_steps
+from demo_optax._local_steps import own_parameters as own_parameters
+from demo_optax._multi_steps import multi_steps as multi_steps
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
 from demo_optax.accounting import reference_bytes as reference_bytes
@@ -11,13 +15,9 @@ from demo_optax.axes import AxisName as AxisName
 from demo_optax.compression import Compression as Compression
 from demo_optax.compression import Mean as Mean
 from demo_optax.data_parallel import mean_over_workers as mean_over_workers
-from demo_optax.local_steps import LocalStepsState as LocalStepsState
-from demo_optax.local_steps import local_steps as local_steps
-from demo_optax.local_steps import own_parameters as own_parameters
 from demo_optax.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax.metrics import check_metrics as check_metrics
 from demo_optax.metrics import exchange_metrics as exchange_metrics
-from demo_optax.multi_steps import multi_steps as multi_steps
 from demo_optax.optimizers import decoupled as decoupled
 from demo_optax.optimizers import demo as demo
 from demo_optax.optimizers import demo_adamw as demo_adamw

@@ -22,7 +22,14 @@ from demo_optax.compression.settings import STORE, Coordinates
 from demo_optax.compression.sparse import MEANS, Mean, add_at
 from demo_optax.messages import Packets
 from demo_optax.metrics import ExchangeMetrics
-from demo_optax.numerics import all_finite, restart_blocks, round_stochastically, widest
+from demo_optax.numerics import (
+    all_finite,
+    choose,
+    in_dtype_of,
+    restart_blocks,
+    round_stochastically,
+    widest,
+)
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -220,10 +227,10 @@ def decoupled_momentum(
 
         # Inverse: u = T^-1 mean(q_1, ..., q_N)
         means = plan.tensors(plan.inverse(aggregate.coefficients, step - compression.delay))
-        return unflatten(map(_in_dtype_of, means, gradient)), DecoupledMomentumState(
+        return unflatten(map(in_dtype_of, means, gradient)), DecoupledMomentumState(
             count=jnp.asarray(optax.safe_increment(step)),
             momentum=_flattened(state.momentum)[1](rounded(plan.stored(momenta), step, worker)),
-            precondition=_choose(sound, preconditioned, past),
+            precondition=choose(sound, preconditioned, past),
             metrics=aggregate.metrics,
             residual=aggregate.residual,
             waiting=outgoing.packets if compression.delay else (),
@@ -239,21 +246,13 @@ def _flattened(tree):
     return leaves, functools.partial(jax.tree.unflatten, structure)
 
 
-def _in_dtype_of(x: Array, reference: Array) -> Array:
-    return x if x.dtype == reference.dtype else x.astype(reference.dtype)
-
-
-def _choose(condition, tree, otherwise):
-    return jax.tree.map(lambda x, y: _in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
-
-
 def _restart_leaves(state, fresh):
     """A state whose leaves start again where they hold anything infinite or NaN."""
 
     def leaf(x, anew):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return jnp.where(jnp.isfinite(x).all(), x, _in_dtype_of(anew, x))
+        return jnp.where(jnp.isfinite(x).all(), x, in_dtype_of(anew, x))
 
     return jax.tree.map(leaf, state, fresh)
 

@@ -46,6 +46,16 @@ def _or_zero(
     return jnp.where(condition, x, 0)
 
 
+def in_dtype_of(x: Array, reference: Array) -> Array:
+    """``x`` in the dtype of another array."""
+    return x if x.dtype == reference.dtype else x.astype(reference.dtype)
+
+
+def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
+    """One of two trees, in the dtypes of the second."""
+    return jax.tree.map(lambda x, y: in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
+
+
 def widest(*dtypes: DTypeLike) -> np.dtype:
     """The widest of some floating dtypes, float32 at least."""
     every = [jnp.dtype(dtype) for dtype in (jnp.float32, *dtypes)]

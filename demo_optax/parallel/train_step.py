@@ -9,8 +9,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from demo_optax._local_steps import has_exchanged, own_parameters
 from demo_optax.axes import AxisName
-from demo_optax.local_steps import has_exchanged, own_parameters
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics, if_anyone_took_part
 from demo_optax.parallel import batches, placement, shards, worker_axis
 from demo_optax.parallel.layout import layout_of

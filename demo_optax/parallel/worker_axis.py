@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax._local_steps import LocalStepsState
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
-from demo_optax.local_steps import LocalStepsState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, layout_of, require_plain
 

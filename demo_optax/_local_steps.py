@@ -11,7 +11,7 @@ from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import BoolScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
-from demo_optax.numerics import all_finite, upcast
+from demo_optax.numerics import all_finite, choose, upcast
 
 
 class LocalStepsState(NamedTuple):
@@ -148,7 +148,7 @@ def local_steps(
         _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
         moves = axes.on_all_devices(all_finite(gradient), axis_name)
-        arrived = _choose(moves, (displacement, inner_state), (state.displacement, state.inner))
+        arrived = choose(moves, (displacement, inner_state), (state.displacement, state.inner))
 
         def exchange(displacement, inner_state, old):
             ended = own_parameters(params, state._replace(displacement=displacement))
@@ -179,7 +179,7 @@ def local_steps(
         goes_on = axes.on_all_devices(all_finite(floats) & (not reset_inner), axis_name)
 
         def leaf(old, new):
-            return old if isinstance(old, optax.ScaleByScheduleState) else _where(goes_on, old, new)
+            return old if isinstance(old, optax.ScaleByScheduleState) else choose(goes_on, old, new)
 
         return jax.tree.map(
             leaf, inner_state, fresh, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState)
@@ -192,7 +192,7 @@ def local_steps(
             if isinstance(new, DecoupledMomentumState):  # which protects itself
                 return new
             own = axes.varying(new) & set(axes.names(axis_name))
-            return _where(arrives, new, old) if own else new
+            return choose(arrives, new, old) if own else new
 
         return jax.tree.map(leaf, new, old, is_leaf=lambda x: isinstance(x, DecoupledMomentumState))
 
@@ -246,15 +246,6 @@ def has_exchanged(opt_state) -> BoolScalar:
 def _nodes(tree, kind: type) -> list:
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [node for node in nodes if isinstance(node, kind)]
-
-
-def _choose(condition, tree, otherwise):
-    return jax.tree.map(lambda x, y: _where(condition, x, y), tree, otherwise)
-
-
-def _where(condition, x, y):
-    x = jnp.where(condition, x, y)
-    return x if x.dtype == y.dtype else x.astype(y.dtype)
 
 
 def _require_no_exchange(steps, axis_name: AxisName) -> None:
