@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
-from . import agreement, data, hosts
+from . import agreement, data, hosts, recipes
 from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
-from .recipes import RECIPES, Settings, make
+from .recipes import RECIPES, OptimizerName, Settings
 from .report import console
 from .validation import require_divisible, require_enough, require_sensible
 
@@ -27,6 +27,8 @@ SIMULATED_AT_MOST = 256  # devices of a process: JAX needs seconds for them
 WARMUP_STEPS = 50
 TUNED_WIDTH = PRESETS["tiny"].width
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
+
+MakeOptimizer = Callable[[OptimizerName, Settings, int | None], optax.GradientTransformation]
 
 
 class Run(NamedTuple):
@@ -52,8 +54,11 @@ class Run(NamedTuple):
         return nnx.merge(self.definition, params)(tokens_BxT)
 
 
-def prepare(config: Config) -> Run:
-    """Raises ValueError, TypeError or OSError for whatever a user may have set wrongly."""
+def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run:
+    """Raises ValueError, TypeError or OSError for whatever a user may have set wrongly.
+
+    ``make_optimizer`` gets the optimizer's name, its settings, and the local steps if any.
+    """
     require_sensible(config)
     mesh = make_mesh(config)
     require_divisible(config, mesh.size)
@@ -92,7 +97,7 @@ def prepare(config: Config) -> Run:
             delay=config.delay,
         ),
     )
-    tx = make(config.optimizer, settings, config.local_steps)
+    tx = make_optimizer(config.optimizer, settings, config.local_steps)
     train_step = demo_optax.make_train_step(
         loss_fn,
         tx,

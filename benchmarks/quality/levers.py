@@ -1,0 +1,291 @@
+"""What might close the rest of the gap to AdamW: changes of DeMo with scaled gradients, one each.
+
+A lever is a function of the trainer's settings and its own options that gives an optimizer; the
+names are those in studies.yaml.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from lm.recipes import Settings
+
+import demo_optax
+from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax._local_steps import LocalStepsState
+from demo_optax.compression import Compression, make_plan
+
+AXIS = "data"
+scale_by_rms = functools.partial(optax.scale_by_rms, eps_in_sqrt=False, bias_correction=True)
+
+
+def maker(name: str, **options: Any) -> Callable[..., optax.GradientTransformation]:
+    """What the trainer's `prepare` takes for its optimizer."""
+    return lambda _name, settings, _local_steps: LEVERS[name](settings, **options)
+
+
+def demo(settings: Settings, scale=None, **options) -> optax.GradientTransformation:
+    """DeMo with scaled gradients, with settings that the trainer has no flag for."""
+    return demo_optax.demo(
+        **settings._asdict(), precondition=scale or scale_by_rms(0.95), axis_name=AXIS, **options
+    )
+
+
+def with_base(base, settings: Settings, **options) -> optax.GradientTransformation:
+    """Another step behind the exchange; the learning rate is inside the momentum as well."""
+    options = {"gradient_weight": settings.learning_rate} | options
+    return demo_optax.decoupled(
+        optax.chain(base, optax.scale_by_learning_rate(settings.learning_rate)),
+        settings.compression,
+        decay=settings.decay,
+        precondition=scale_by_rms(0.95),
+        axis_name=AXIS,
+        **options,
+    )
+
+
+def with_options(settings: Settings, **options) -> optax.GradientTransformation:
+    """``subtraction_factor``, ``mean`` and what else `decoupled` takes."""
+    return with_base(optax.scale_by_sign(), settings, **options)
+
+
+def scaled_by(settings: Settings, b2: float) -> optax.GradientTransformation:
+    return demo(settings, scale_by_rms(b2))
+
+
+def decay_from(settings: Settings, first: float, last: float, steps: int):
+    """The momentum's decay goes from one to another, its logarithmic half-life evenly."""
+
+    def decay(step):
+        done = jnp.clip(step / steps, 0.0, 1.0)
+        return 1.0 - (1.0 - first) ** (1.0 - done) * (1.0 - last) ** done
+
+    own = settings._asdict() | {"decay": decay}
+    static = ("compression", "axis_name", "precondition", "mask")
+    make = optax.inject_hyperparams(demo_optax.demo, static_args=static)
+    return make(**own, precondition=scale_by_rms(0.95), axis_name=AXIS)
+
+
+def ready_made(settings: Settings, make: str) -> optax.GradientTransformation:
+    """``demo_muon``, ``demo_adamw``, ``demo_sgd``, ``demo_signum`` behind scaled gradients."""
+    optimizer = getattr(demo_optax, make)
+    return optimizer(**settings._asdict(), precondition=scale_by_rms(0.95), axis_name=AXIS)
+
+
+def signs_of_blocks(settings: Settings, side: int = 64) -> optax.GradientTransformation:
+    """Signs, in each block as large as its elements are beside those of the whole tensor."""
+
+    def step(u):
+        if u.ndim != 2:
+            return jnp.sign(u)
+        ones = (side, side)
+        sums = functools.partial(
+            jax.lax.reduce_window,
+            init_value=0.0,
+            computation=jax.lax.add,
+            window_dimensions=ones,
+            window_strides=ones,
+            padding="SAME",
+        )
+        mean = sums(jnp.abs(u)) / sums(jnp.ones_like(u))
+        mean = jnp.repeat(jnp.repeat(mean, side, 0), side, 1)
+        top, left = ((-(-n // side) * side - n) // 2 for n in u.shape)  # as "SAME" pads
+        mean = mean[top : top + u.shape[0], left : left + u.shape[1]]
+        return jnp.sign(u) * mean / (jnp.abs(u).mean() + 1e-30)
+
+    return with_base(optax.stateless(lambda u, _: jax.tree.map(step, u)), settings)
+
+
+def normalised(settings: Settings) -> optax.GradientTransformation:
+    """Each tensor's aggregate, divided by its root mean square."""
+
+    def step(u):
+        return u / (jnp.sqrt(jnp.mean(jnp.square(u))) + 1e-30)
+
+    return with_base(optax.stateless(lambda u, _: jax.tree.map(step, u)), settings)
+
+
+class SharedSecondMoment(NamedTuple):
+    """State of `shared_second_moment`."""
+
+    count: jax.Array
+    nu: optax.Updates
+
+
+def shared_second_moment(settings: Settings, every: int, b2: float = 0.95):
+    """The local second moments are averaged over the workers every so many steps."""
+
+    def init(params):
+        return SharedSecondMoment(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates, state, params=None):
+        del params
+        count = state.count + 1
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
+
+        def mean(nu):
+            return jax.tree.map(
+                lambda v: jax.lax.pcast(jax.lax.pmean(v, AXIS), AXIS, to="varying"), nu
+            )
+
+        nu = jax.lax.cond(count % every == 0, mean, lambda nu: nu, nu)
+        correction = 1 - b2**count
+        scaled = jax.tree.map(lambda g, v: g / (jnp.sqrt(v / correction) + 1e-8), updates, nu)
+        return scaled, SharedSecondMoment(count, nu)
+
+    return demo(settings, optax.GradientTransformation(init, update))
+
+
+def scaled_coefficients(settings: Settings, of: str, b2: float = 0.95):
+    """The second moment is that of each ``"coefficient"``, or of all of a ``"block"``."""
+
+    def plan_of(tree):
+        own = Compression(block_side=settings.compression.block_side)
+        return make_plan(own, tuple(x.shape for x in jax.tree.leaves(tree)))
+
+    def coefficients(updates):
+        plan = plan_of(updates)
+        found, _ = plan.transform(plan.blocks(jax.tree.leaves(updates)), jnp.int32(0))
+        return plan, [x.reshape(len(x), -1) for x in found]
+
+    def energy(x):
+        squares = jnp.square(x)
+        return squares if of == "coefficient" else squares.mean(axis=1, keepdims=True)
+
+    def init(params):
+        shapes = jax.eval_shape(lambda p: [energy(x) for x in coefficients(p)[1]], params)
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        return SharedSecondMoment(jnp.zeros((), jnp.int32), zeros)
+
+    def update(updates, state, params=None):
+        del params
+        plan, found = coefficients(updates)
+        count = state.count + 1
+        nu = [b2 * v + (1 - b2) * energy(x) for v, x in zip(state.nu, found, strict=True)]
+        correction = 1 - b2**count
+        scaled = [
+            x / (jnp.sqrt(v / correction) + 1e-8) for x, v in zip(found, nu, strict=True)
+        ]
+        tensors = plan.tensors(plan.inverse(scaled, jnp.int32(0)))
+        return jax.tree.unflatten(jax.tree.structure(updates), tensors), SharedSecondMoment(
+            count, nu
+        )
+
+    return demo(settings, optax.GradientTransformation(init, update))
+
+
+def apart(settings: Settings, topk: int | None = None) -> optax.GradientTransformation:
+    """Embedding and norms with a dense all-reduce and AdamW, or with more coefficients."""
+
+    def label(path, x):
+        name = jax.tree_util.keystr(path)
+        return "apart" if "embed" in name or x.ndim < 2 else "rest"
+
+    if topk:
+        more = settings._replace(compression=settings.compression.__class__(topk))
+        other = demo(more)
+    else:
+        dense = demo_optax.mean_over_workers(AXIS)
+        other = optax.chain(dense, optax.adamw(settings.learning_rate, 0.9, 0.95))
+    parts = {"apart": other, "rest": demo(settings)}
+    return optax.partition(parts, lambda params: jax.tree.map_with_path(label, params))
+
+
+class Difference(NamedTuple):
+    """State of `error_feedback_21`: the momentum of the last step."""
+
+    momentum: optax.Updates
+    scale: optax.OptState
+
+
+def error_feedback_21(settings: Settings, eta: float = 0.1) -> optax.GradientTransformation:
+    """EF21 with momentum (arXiv 2305.15155): differences of momenta are sent, and summed up.
+
+    What decoupled momentum keeps is then the difference between a worker's momentum and what the
+    others believe it to be, which does not decay.
+    """
+    scale = scale_by_rms(0.95)
+
+    def init(params):
+        return Difference(jax.tree.map(jnp.zeros_like, params), scale.init(params))
+
+    def update(updates, state, params=None):
+        updates, scaled = scale.update(updates, state.scale, params)
+        new = jax.tree.map(lambda m, g: m + eta * (g - m), state.momentum, updates)
+        return jax.tree.map(jnp.subtract, new, state.momentum), Difference(new, scaled)
+
+    return demo_optax.decoupled(
+        optax.chain(
+            optax.trace(1.0),
+            optax.scale_by_sign(),
+            optax.scale_by_learning_rate(settings.learning_rate),
+        ),
+        settings.compression,
+        decay=1 - 1e-7,
+        gradient_weight=1.0,
+        mean="workers",
+        precondition=optax.GradientTransformation(init, update),
+        axis_name=AXIS,
+    )
+
+
+def ahead(settings: Settings, fraction: float, sign: bool = False):
+    """Gradients are taken ahead of the parameters, where the rest of the own momentum would lead.
+
+    With ``sign`` by steps of the learning rate, as DisTrO does; otherwise by the rest itself.
+    """
+    tx = demo(settings)
+    coordinates = settings.compression
+
+    def displacement(state, params):
+        (found,) = (
+            x
+            for x in jax.tree.leaves(
+                state, is_leaf=lambda x: isinstance(x, DecoupledMomentumState)
+            )
+            if isinstance(x, DecoupledMomentumState)
+        )
+        leaves, structure = jax.tree.flatten(params)
+        plan = make_plan(coordinates, tuple(x.shape for x in leaves))
+        blocks = plan.inverse(plan.stacked(jax.tree.leaves(found.momentum)), found.count)
+        rate = settings.learning_rate(found.count)
+        ahead = [jnp.sign(x) * rate if sign else x for x in plan.tensors(blocks)]
+        return structure.unflatten([-fraction * x for x in ahead])
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return LocalStepsState(jnp.zeros((), jnp.int32), zeros, optax.EmptyState(), tx.init(params))
+
+    def update(updates, state, params=None, **extra_args):
+        updates, inside = tx.update(updates, state.outer, params, **extra_args)
+        return updates, state._replace(displacement=displacement(inside, params), outer=inside)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def muon(settings: Settings) -> optax.GradientTransformation:
+    """Muon behind a dense all-reduce, as optax has it."""
+    own = optax.contrib.muon(settings.learning_rate, weight_decay=settings.weight_decay)
+    return optax.chain(demo_optax.mean_over_workers(AXIS), own)
+
+
+LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    function.__name__: function
+    for function in (
+        with_options,
+        scaled_by,
+        decay_from,
+        ready_made,
+        signs_of_blocks,
+        normalised,
+        shared_second_moment,
+        scaled_coefficients,
+        apart,
+        error_feedback_21,
+        ahead,
+        muon,
+    )
+}
