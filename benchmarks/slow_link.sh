@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains with two processes over a slow link, DeMo beside AdamW, and prints a table.
+# Trains with two processes over a slow link, DeMo, delayed and not, beside AdamW; prints a table.
 #
-#     sudo benchmarks/slow_link.sh [STEPS [ROUND_TRIP_MS]]
+#     sudo benchmarks/slow_link.sh [STEPS [ROUND_TRIP_MS [RATE ...]]]
 #
 # AdamW, whose steps are the long ones, takes a fifth of them.
 # Each process has a network namespace and a CPU core of its own. The link between them is first
-# as fast as the machine, then of 100 Mbit/s and of 1 Gbit/s, these two with a round trip of 50 ms
-# unless told otherwise. Whatever the script makes it removes, however it ends.
+# as fast as the machine, then of 100 Mbit/s and of 1 Gbit/s (100mbit 1gbit), these two with a round
+# trip of 50 ms unless told otherwise. Whatever the script makes it removes, however it ends.
 set -euo pipefail
 export LC_ALL=C
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,7 +14,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 demo_steps=${1:-100}
 adamw_steps=$(((demo_steps + 4) / 5))
 round_trip=${2:-50}
+rates=("${@:3}")
+((${#rates[@]})) || rates=(100mbit 1gbit)
 warm_up=3
+demo=(--optimizer demo --topk 8 --value-coding int4)
 python=$PWD/.venv/bin/python
 ends=("slow-link-$$-a" "slow-link-$$-b")
 device=slow0
@@ -111,12 +114,12 @@ record() {
         done' record $((warm_up + steps)) $device "$@"
 }
 
-# measure RATE OPTIMIZER OPTION...
+# measure RATE NAME OPTION...
 measure() {
     echo "$1, $2" >&2
     up "$1"
-    train 1 --optimizer "${@:2}" &>"$work/log1" &
-    train 0 --optimizer "${@:2}" --log-dir "$work/log" &>"$work/log0" &
+    train 1 "${@:3}" &>"$work/log1" &
+    train 0 "${@:3}" --log-dir "$work/log" &>"$work/log0" &
     record "$1" "$2" <"$work/log/steps.jsonl" >>"$work/records" &
     if ! wait $!; then
         tail -n 40 "$work"/log? >&2
@@ -141,8 +144,9 @@ mkfifo "$work/log/steps.jsonl"
 trap clean_up EXIT
 trap 'exit 130' HUP INT TERM
 mkdir -p /etc/netns
-for rate in unlimited 100mbit 1gbit; do
-    steps=$demo_steps measure $rate demo --topk 8 --value-coding int4
-    steps=$adamw_steps measure $rate adamw
+for rate in unlimited "${rates[@]}"; do
+    steps=$demo_steps measure $rate demo "${demo[@]}"
+    steps=$demo_steps measure $rate delayed "${demo[@]}" --delay 1
+    steps=$adamw_steps measure $rate adamw --optimizer adamw
 done
 "$python" benchmarks/slow_link_table.py $warm_up <"$work/records"

@@ -95,8 +95,10 @@ def train(chosen: list[Study], command: Train) -> None:
                 jobs = [study.next_job(method, study.results()) for study, method in waiting]
                 free = [job for job in jobs if job and job.key not in busy]
                 if free:
-                    busy.add(free[0].key)
-                    return free[0]
+                    # Every method's search and first seed come before the others' seeds.
+                    job = min(free, key=lambda job: job.seed)
+                    busy.add(job.key)
+                    return job
                 if not busy:
                     return None
                 lock.wait()

@@ -34,7 +34,7 @@ class Result(NamedTuple):
     """What came of a run; ``loss`` is None where it was not finite.
 
     Losses are in nats per held-out byte, ``evaluations`` pairs of a step and such a loss; bytes are
-    those that a worker hands to the exchange, the mean over all steps.
+    those that a worker hands to the exchange, the mean over all steps; seconds those of a core.
     """
 
     method: str
@@ -64,7 +64,7 @@ class Method:
     """One way to train.
 
     Attributes:
-      name: in tables and pictures.
+      name: in tables; what stands before its first comma, in pictures.
       settings: of the trainer, those of the study included.
       lever: a name in `levers` and its options, or nothing.
       search_from: the learning rate that a search begins with; None where ``learning_rate`` is set.
@@ -78,6 +78,11 @@ class Method:
     search_from: float | None = None
     learning_rate: float | None = None
     like: str | None = None
+
+    @property
+    def family(self) -> str:
+        """Methods that differ in how much they send."""
+        return self.name.partition(",")[0]
 
 
 @dataclass(frozen=True)

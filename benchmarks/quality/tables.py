@@ -1,2 +1,140 @@
-def write(studies): ...
-def of_study(study): return ""
+"""Tables of what came of the studies, in Markdown, and where they stand in the documentation."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .study import FOLDER, Method, Result, Study
+
+ROOT = FOLDER.parents[1]
+PAGES = ("README.md", "docs/quality.md")
+DENSE = 32  # bits of an element that a dense all-reduce takes
+
+
+class Mean(NamedTuple):
+    """A mean, and its standard error where there are several values."""
+
+    value: float
+    error: float | None
+
+    def __str__(self) -> str:
+        return self.written(".3f")
+
+    def written(self, form: str) -> str:
+        """As in ``1.345 ± 0.002``."""
+        error = "" if self.error is None else f" ± {self.error:.3f}"
+        return f"{self.value:{form}}{error}"
+
+
+def mean(values) -> Mean:
+    values = np.asarray(values, float)
+    several = len(values) > 1
+    return Mean(
+        float(values.mean()),
+        float(values.std(ddof=1) / math.sqrt(len(values))) if several else None,
+    )
+
+
+class Row(NamedTuple):
+    """What came of one method.
+
+    Attributes:
+      method: which.
+      rate: the learning rate.
+      seeds: that are done.
+      bytes_per_step: that a worker hands to the exchange.
+      loss: at the end, nats per held-out byte; not finite where a run broke.
+      beside: its difference from the baseline, seed by seed.
+    """
+
+    method: Method
+    rate: float
+    seeds: list[int]
+    bytes_per_step: float
+    loss: Mean
+    beside: Mean | None
+
+
+def rows(study: Study) -> list[Row]:
+    """Of all methods that have a result, in the order of the file."""
+    results = study.results()
+    baseline = study.of_method(study.methods[study.baseline], results)
+    made = []
+    for method in study.methods.values():
+        found = study.of_method(method, results)
+        if found:
+            made.append(_row(study, method, found, baseline))
+    return made
+
+
+def _row(
+    study: Study, method: Method, found: Mapping[int, Result], baseline: Mapping[int, Result]
+) -> Row:
+    one = next(iter(found.values()))
+    common = sorted(found.keys() & baseline.keys())
+    beside = [found[s].comparable_loss - baseline[s].comparable_loss for s in common]
+    return Row(
+        method,
+        one.learning_rate,
+        sorted(found),
+        one.bytes_per_step,
+        mean([result.comparable_loss for result in found.values()]),
+        mean(beside) if common and method.name != study.baseline else None,
+    )
+
+
+def of_study(study: Study) -> str:
+    """A table of all methods that have a result."""
+    found = rows(study)
+    dense = max((row.bytes_per_step for row in found), default=0)
+    heads = [
+        "",
+        "bytes per step",
+        "× fewer",
+        "learning rate",
+        "loss",
+        f"beside {study.baseline}",
+        "seeds",
+    ]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in found:
+        cells = [
+            row.method.name,
+            f"{row.bytes_per_step:,.0f}",
+            f"{dense / row.bytes_per_step:,.0f}",
+            f"{row.rate:g}",
+            str(row.loss),
+            "" if row.beside is None else row.beside.written("+.3f").replace("-", "−"),
+            str(len(row.seeds)),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def replaced(text: str, studies: Mapping[str, Study]) -> str:
+    """A page with today's tables between their marks, ``<!-- study NAME -->`` and ``<!-- end -->``.
+
+    Raises:
+      KeyError: a mark names no study.
+    """
+
+    def table(mark: re.Match) -> str:
+        return f"{mark[1]}\n{of_study(studies[mark[2]])}\n{mark[3]}"
+
+    return re.sub(r"(<!-- study (\w+) -->).*?(<!-- end -->)", table, text, flags=re.DOTALL)
+
+
+def write(studies: Mapping[str, Study]) -> None:
+    """Brings the pages up to date."""
+    for page in map(ROOT.__truediv__, PAGES):
+        page.write_text(replaced(page.read_text(), studies))
+
+
+def check(studies: Mapping[str, Study]) -> list[Path]:
+    """Pages whose tables are not what the results give."""
+    pages = map(ROOT.__truediv__, PAGES)
+    return [page for page in pages if replaced(page.read_text(), studies) != page.read_text()]

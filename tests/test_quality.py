@@ -1,0 +1,122 @@
+"""The studies: what is trained next, and whether the documents tell what was found."""
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+from lm.config import Config
+from lm.validation import require_sensible
+
+from benchmarks.quality import levers, study, tables
+
+STUDIES = study.read()
+METHODS = [(each, method) for each in STUDIES.values() for method in each.methods.values()]
+
+
+def loss_at(rate, best):
+    return 1.0 + math.log2(rate / best) ** 2
+
+
+def result(job, loss):
+    common = job._asdict()
+    del common["study"]
+    return study.Result(
+        **common, loss=loss, bytes_per_step=1.0, evaluations=[], sent_share=None, seconds=1.0,
+        versions={},
+    )  # fmt: skip
+
+
+def search(each, method, best, results=None):
+    """All jobs that a method asks for, in order, where the loss is least at a rate."""
+    results, asked = dict(results or {}), []
+    while job := each.next_job(method, results):
+        assert job.key not in results
+        asked.append(job)
+        results[job.key] = result(job, loss_at(job.learning_rate, best))
+    return asked, results
+
+
+def small(**methods):
+    body = {"settings": {"steps": 4}, "seeds": [3, 4], "baseline": "a", "methods": methods}
+    return study._study("small", body)
+
+
+@pytest.mark.parametrize("best, rates", [(4, [1, 2, 4, 8, 0.5]), (0.2, [1, 2, 0.5, 0.25, 0.125])])
+def test_a_search_ends_between_two_worse_rates_and_then_trains_all_seeds(best, rates):
+    each = small(a={"search_from": 1.0})
+    asked, results = search(each, each.methods["a"], best)
+    first = [job.learning_rate for job in asked if job.seed == 3]
+    assert sorted(first) == sorted(rates)
+    found = each.best_rate(each.methods["a"], results)
+    assert found not in (min(first), max(first))
+    assert [job[4:] for job in asked if job.seed == 4] == [(found, 4)]
+
+
+def test_a_method_takes_the_rate_of_another_once_that_is_found():
+    each = small(a={"search_from": 1.0}, b={"like": "a", "topk": 2})
+    assert each.next_job(each.methods["b"], {}) is None
+    _, results = search(each, each.methods["a"], 4)
+    asked, _ = search(each, each.methods["b"], 1, results)
+    assert [job[4:] for job in asked] == [(4.0, 3), (4.0, 4)]
+    assert asked[0].settings == {"steps": 4, "topk": 2}
+
+
+def test_a_run_that_broke_is_the_worst_rate():
+    each = small(a={"search_from": 1.0})
+    job = each.next_job(each.methods["a"], {})
+    results = {job.key: result(job, None)}
+    assert each.next_job(each.methods["a"], results).learning_rate == 2.0
+    assert each.by_rate(each.methods["a"], results) == {1.0: math.inf}
+
+
+def test_results_of_other_settings_do_not_count():
+    each = small(a={"learning_rate": 1.0})
+    _, results = search(each, each.methods["a"], 1)
+    changed = dataclasses.replace(each.methods["a"], settings={"steps": 5})
+    assert each.of_method(changed, results) == {}
+
+
+@pytest.mark.parametrize("rates", [{}, {"search_from": 1.0, "like": "a"}])
+def test_a_method_has_one_way_to_its_rate(rates):
+    with pytest.raises(ValueError, match="give one of search_from, learning_rate and like"):
+        small(a=rates)
+
+
+def test_differences_are_paired_by_seed(monkeypatch):
+    each = small(a={"learning_rate": 1.0}, b={"learning_rate": 2.0})
+    losses = {("a", 3): 1.0, ("a", 4): 2.0, ("b", 3): 1.5, ("b", 4): 2.1}
+    jobs = [
+        each.job(method, method.learning_rate, seed)
+        for method in each.methods.values()
+        for seed in (3, 4)
+    ]
+    results = {job.key: result(job, losses[job.method, job.seed]) for job in jobs}
+    monkeypatch.setattr(study.Study, "results", lambda self: results)
+    other = tables.rows(each)[1]
+    assert other.loss.value == pytest.approx(1.8) and other.loss.error == pytest.approx(0.3)
+    assert other.beside.value == pytest.approx(0.3) and other.beside.error == pytest.approx(0.2)
+    assert "| b | 1 | 1 | 2 | 1.800 ± 0.300 | +0.300 ± 0.200 | 2 |" in tables.of_study(each)
+
+
+@pytest.mark.parametrize("each, method", METHODS, ids=[f"{s.name}: {m.name}" for s, m in METHODS])
+def test_the_trainer_takes_every_method(each, method):
+    require_sensible(Config(**method.settings, learning_rate=0.1))
+    if method.lever:
+        assert method.lever["name"] in levers.LEVERS
+
+
+def test_pages_say_what_was_found():
+    assert tables.check(STUDIES) == [], "run python -m benchmarks.quality write"
+    assert "<!-- study tiny -->" in (ROOT / "README.md").read_text()
+
+
+def test_every_result_is_of_a_method_of_its_study():
+    for each in STUDIES.values():
+        methods = {(str(dict(m.settings)), str(dict(m.lever))) for m in each.methods.values()}
+        for found in each.results().values():
+            assert (str(found.settings), str(found.lever)) in methods, found.method
