@@ -22,6 +22,7 @@ from demo_optax.optimizers import decoupled as decoupled
 from demo_optax.optimizers import demo as demo
 from demo_optax.optimizers import demo_adamw as demo_adamw
 from demo_optax.optimizers import demo_muon as demo_muon
+from demo_optax.optimizers import demo_scaled as demo_scaled
 from demo_optax.optimizers import demo_sgd as demo_sgd
 from demo_optax.optimizers import demo_signum as demo_signum
 from demo_optax.parallel import Drift as Drift

@@ -163,7 +163,7 @@ def decoupled_momentum(
 
         def zeros(param):
             shape = coordinates.geometry(param.shape).stored_shape
-            return jnp.zeros(shape, momentum_dtype)
+            return axes.own_zeros(shape, momentum_dtype, param, axis_name)
 
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),

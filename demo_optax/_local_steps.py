@@ -127,7 +127,9 @@ def local_steps(
         params = unboxed(params)
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
-            displacement=jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params),
+            displacement=jax.tree.map(
+                lambda x: axes.own_zeros(x.shape, upcast(x).dtype, x, axis_name), params
+            ),
             inner=inner.init(params),
             outer=outer.init(params),
         )

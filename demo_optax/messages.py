@@ -41,7 +41,8 @@ def before_the_first(plan: Plan, axis_name: AxisName) -> Packets | tuple[()]:
     if not plan.compression.delay:
         return ()
     owners = owners_of(plan, axis_name)
-    return jnp.zeros((owners, shares.layout_of(plan.layout, owners).words), jnp.uint32)
+    none = jnp.zeros((owners, shares.layout_of(plan.layout, owners).words), jnp.uint32)
+    return axes.as_varying(none, axis_name)
 
 
 def outgoing(

@@ -41,7 +41,8 @@ def before_the_first(plan: Plan, axis_name: AxisName) -> tuple[Coefficients, ...
     if plan.compression.exchange != "two-phase":
         return ()
     share = shares.layout_of(plan.layout, axes.size(axis_name))
-    return tuple(jnp.zeros((s.blocks, s.block_size), jnp.float32) for s in share.sections)
+    zeros = tuple(jnp.zeros((s.blocks, s.block_size), jnp.float32) for s in share.sections)
+    return axes.as_varying(zeros, axis_name)
 
 
 class Words(NamedTuple):

@@ -2,6 +2,7 @@
 
     python examples/compare.py                          four minutes on two CPU cores
     python examples/compare.py --steps 600 --topk 8     any setting of train_lm.py
+    python examples/compare.py --seeds 3                three times, with the mean and its error
 
 Each optimizer has the learning rate that suits it, and everything else in common: model, text and
 its order, number of steps. The picture, loss_against_bytes.png, and each run's log go to --log-dir.
@@ -15,7 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from lm import config as configuration
-from lm.config import Config
+from lm.config import Config, Count
 from lm.recipes import OptimizerName
 from lm.report import console
 from lm.train import Trained, run_or_exit
@@ -24,8 +25,17 @@ BASELINE: OptimizerName = "adamw"
 COLOURS = ("#1b6ca8", "#c8553d")
 
 
+Runs = dict[OptimizerName, list[Trained]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(Config):
+    seeds: Count = 1
+    """Runs of each optimizer, with the seeds from --seed on."""
+
+
 def main() -> None:
-    default = Config(steps=400, topk=64, evaluate_every=40, log_dir=Path("runs"))
+    default = Comparison(steps=400, topk=64, evaluate_every=40, log_dir=Path("runs"))
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or Path("runs")
     if config.optimizer == BASELINE or config.checkpoint_dir:
@@ -33,16 +43,19 @@ def main() -> None:
             f"this compares an --optimizer with {BASELINE}, from the first step to the "
             f"last: choose another than {BASELINE}, and train_lm.py to use a --checkpoint-dir."
         )
+    first = Config(**{each.name: getattr(config, each.name) for each in dataclasses.fields(Config)})
     baseline = dataclasses.replace(
-        config,
+        first,
         optimizer=BASELINE,
         learning_rate=None,
         decay=None,
         weight_decay=None,
         local_steps=None,
     )
-    compared: dict[OptimizerName, Trained] = {
-        each.optimizer: run_or_exit(of_its_own(each, folder)) for each in (config, baseline)
+    seeds = range(config.seed, config.seed + config.seeds)
+    compared: Runs = {
+        each.optimizer: [run_or_exit(of_its_own(each, folder, seed)) for seed in seeds]
+        for each in (first, baseline)
     }
     picture = folder / "loss_against_bytes.png"
     draw(compared, picture)
@@ -50,44 +63,70 @@ def main() -> None:
     console.print(f"loss against bytes sent: {picture}", soft_wrap=True)
 
 
-def of_its_own(config: Config, folder: Path) -> Config:
-    """With a folder that only this optimizer writes to."""
-    return dataclasses.replace(config, log_dir=folder / config.optimizer)
+def of_its_own(config: Config, folder: Path, seed: int) -> Config:
+    """With a folder that only this optimizer and seed write to."""
+    folder = folder / config.optimizer
+    if seed != config.seed:
+        folder /= f"seed-{seed}"
+    return dataclasses.replace(config, log_dir=folder, seed=seed)
 
 
-def table(compared: dict[OptimizerName, Trained]) -> Table:
-    packets = {name: run.log.bytes_per_step / 1e6 for name, run in compared.items()}
+def table(compared: Runs) -> Table:
+    firsts = {name: runs[0].log for name, runs in compared.items()}
+    packets = {name: log.bytes_per_step / 1e6 for name, log in firsts.items()}
     smallest = min(packets.values())
-    workers = len(next(iter(compared.values())).log.devices)
+    workers = len(next(iter(firsts.values())).devices)
     # As rings: packets of all others come by, a dense all-reduce passes the gradient nearly twice.
     rounds = dict.fromkeys(compared, workers - 1)
     rounds |= dict.fromkeys((BASELINE, "diloco"), 2 * (workers - 1) / workers)
     rows = {
-        "loss on held-out text, nats per byte": lambda name, run: f"{run.loss:.3f}",
-        "each worker's packet or gradient, MB per step": lambda name, run: f"{packets[name]:.4g}",
-        "the same, relative": lambda name, run: f"{packets[name] / smallest:.3g}",
-        "in all steps, MB": lambda name, run: f"{run.log.megabytes:,.4g}",
-        f"over each link of a ring of {workers}, MB per step": lambda name, run: (
+        "loss on held-out text, nats per byte": lambda name, log: mean(compared[name]),
+        "each worker's packet or gradient, MB per step": lambda name, log: f"{packets[name]:.4g}",
+        "the same, relative": lambda name, log: f"{packets[name] / smallest:.3g}",
+        "in all steps, MB": lambda name, log: f"{log.megabytes:,.4g}",
+        f"over each link of a ring of {workers}, MB per step": lambda name, log: (
             f"{packets[name] * rounds[name]:.4g}"
         ),
-        "steps": lambda name, run: f"{run.log.done}",
-        "seconds per step": lambda name, run: f"{1 / (run.log.steps_per_second or np.nan):.3f}",
+        "steps": lambda name, log: f"{log.done}",
+        "seconds per step": lambda name, log: f"{1 / (log.steps_per_second or np.nan):.3f}",
     }
     made = Table("", *compared)
     for title, cell in rows.items():
-        made.add_row(title, *(cell(name, run) for name, run in compared.items()))
+        made.add_row(title, *(cell(name, log) for name, log in firsts.items()))
+    if len(compared[BASELINE]) > 1:
+        made.add_row(f"loss beside {BASELINE}, seed by seed", *map(str, beside(compared)))
     return made
 
 
-def draw(compared: dict[OptimizerName, Trained], path: Path) -> None:
+def mean(runs: list[Trained]) -> str:
+    """Of the losses, with its standard error where there are several."""
+    return written([run.loss for run in runs], ".3f")
+
+
+def beside(compared: Runs) -> list[str]:
+    """The mean difference from the baseline of the same seed."""
+    return [
+        written([a.loss - b.loss for a, b in zip(runs, compared[BASELINE], strict=True)], "+.3f")
+        for runs in compared.values()
+    ]
+
+
+def written(values: list[float], form: str) -> str:
+    """A mean, and its standard error where there are several values."""
+    error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else None
+    return f"{np.mean(values):{form}}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def draw(compared: Runs, path: Path) -> None:
     """Held-out loss, once over bytes and once over steps."""
     figure, (by_bytes, by_steps) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, dpi=150)
-    for (name, run), colour in zip(compared.items(), COLOURS, strict=False):
-        evaluations = [*run.log.evaluations[:-1], run.log.evaluations[-1]._replace(loss=run.loss)]
-        steps, megabytes, losses = zip(*evaluations, strict=True)
-        style = {"color": colour, "marker": "o", "markersize": 3}
-        by_bytes.plot(megabytes, losses, **style)
-        by_steps.plot(steps, losses, label=name, **style)
+    for (name, runs), colour in zip(compared.items(), COLOURS, strict=False):
+        for number, run in enumerate(runs):
+            ends = run.log.evaluations[:-1], run.log.evaluations[-1]._replace(loss=run.loss)
+            steps, megabytes, losses = zip(*ends[0], ends[1], strict=True)
+            style = {"color": colour, "marker": "o", "markersize": 3}
+            by_bytes.plot(megabytes, losses, **style)
+            by_steps.plot(steps, losses, label=None if number else name, **style)
         by_bytes.annotate(
             f"{name}: {megabytes[-1]:,.4g} MB",
             (megabytes[-1], losses[-1]),

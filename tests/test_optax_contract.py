@@ -60,6 +60,7 @@ class TestAllButRosenbrock(
     # Steps of fixed size cannot follow Rosenbrock's valley.
     contract(
         ("demo", {"learning_rate": 1e-3}),
+        ("demo_scaled", {"learning_rate": 1e-3}),
         ("demo_signum", {"learning_rate": 1e-3}),
         ("demo_muon", {"learning_rate": 1e-3}),
         without=("_setup_rosenbrock",),

@@ -1,19 +1,16 @@
 """The studies: what is trained next, and whether the documents tell what was found."""
 
 import dataclasses
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.quality import levers, study, tables
 from lm.config import Config
 from lm.validation import require_sensible
 
-from benchmarks.quality import levers, study, tables
-
+ROOT = Path(__file__).parents[1]
 STUDIES = study.read()
 METHODS = [(each, method) for each in STUDIES.values() for method in each.methods.values()]
 

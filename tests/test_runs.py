@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import struct
 import sys
 
@@ -279,10 +280,17 @@ def test_utilization_is_shown_where_the_peak_is_known():
 
 def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(NANO, log_dir=tmp_path)
-    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config), "--seeds", "2"])
     compare.main()
     shown = capsys.readouterr().out
     assert "over each link of a ring of 2" in shown
+    losses = re.search(r"loss on held-out.*?([\d.]+) ± ([\d.]+)", shown)
+    assert losses and float(losses[2]) > 0
+    seeds = [
+        yaml.safe_load((tmp_path / "demo" / folder / "config.yaml").read_text())["seed"]
+        for folder in (".", "seed-1")
+    ]
+    assert seeds == [0, 1]
     assert (tmp_path / "loss_against_bytes.png").read_bytes().startswith(b"\x89PNG")
     for name in ("demo", "adamw"):
         assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["optimizer"] == name

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from lm.recipes import Settings
 
 import demo_optax
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax._local_steps import LocalStepsState
 from demo_optax.compression import Compression, make_plan
+from lm.recipes import Settings
 
 AXIS = "data"
 scale_by_rms = functools.partial(optax.scale_by_rms, eps_in_sqrt=False, bias_correction=True)
@@ -166,9 +166,7 @@ def scaled_coefficients(settings: Settings, of: str, b2: float = 0.95):
         count = state.count + 1
         nu = [b2 * v + (1 - b2) * energy(x) for v, x in zip(state.nu, found, strict=True)]
         correction = 1 - b2**count
-        scaled = [
-            x / (jnp.sqrt(v / correction) + 1e-8) for x, v in zip(found, nu, strict=True)
-        ]
+        scaled = [x / (jnp.sqrt(v / correction) + 1e-8) for x, v in zip(found, nu, strict=True)]
         tensors = plan.tensors(plan.inverse(scaled, jnp.int32(0)))
         return jax.tree.unflatten(jax.tree.structure(updates), tensors), SharedSecondMoment(
             count, nu
@@ -243,9 +241,7 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
     def displacement(state, params):
         (found,) = (
             x
-            for x in jax.tree.leaves(
-                state, is_leaf=lambda x: isinstance(x, DecoupledMomentumState)
-            )
+            for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, DecoupledMomentumState))
             if isinstance(x, DecoupledMomentumState)
         )
         leaves, structure = jax.tree.flatten(params)

@@ -94,7 +94,7 @@ def of_study(study: Study) -> str:
     heads = [
         "",
         "bytes per step",
-        "× fewer",
+        "times fewer",
         "learning rate",
         "loss",
         f"beside {study.baseline}",
@@ -108,7 +108,7 @@ def of_study(study: Study) -> str:
             f"{dense / row.bytes_per_step:,.0f}",
             f"{row.rate:g}",
             str(row.loss),
-            "" if row.beside is None else row.beside.written("+.3f").replace("-", "−"),
+            "" if row.beside is None else row.beside.written("+.3f"),
             str(len(row.seeds)),
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -24,6 +24,7 @@ def main() -> None:
 def result_of(job: dict) -> dict:
     """As `study.Result` has it."""
     import numpy as np
+
     from lm.config import Config
     from lm.report import console
     from lm.setup import prepare

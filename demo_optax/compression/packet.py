@@ -9,6 +9,7 @@ all-reduce of the all-gather.
 """
 
 import dataclasses
+import functools
 import zlib
 from typing import NamedTuple
 
@@ -104,6 +105,7 @@ class Travelled(NamedTuple):
     values: tuple[Values, ...]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def encode(
     layout: Layout, message: Travelled, key: PRNGKeyArray | None = None
 ) -> UInt32[Array, "words"]:
@@ -131,6 +133,7 @@ def encode(
     )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def decode(layout: Layout, body: UInt32[Array, "words"]) -> tuple[Travelled, BoolScalar]:
     """Decodes an untrusted body.
 

@@ -46,7 +46,7 @@ def variation(
     """Evaluates updates abstractly under ``jax.shard_map(check_vma=True)``.
 
     With gradients that vary over ``axis_name`` and the axes of their parameter's spec, until
-    nothing more of the state comes out varying.
+    nothing of the state comes out varying that did not go in so.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
@@ -75,21 +75,20 @@ def variation(
             gradient = axes.as_varying(values, axis_name)
             updates, state = tx.update(gradient, old, values, **EXTRA_ARGS)
             state = shards.metrics_of_worker(state, old, shards.sharded_axes(specs))
-            outcome.append(jax.tree.map(axes.varying, (state, updates)))
+            outcome.append(jax.tree.map(axes.varying, (old, state, updates)))
 
         program = axes.trace_worker(update, mesh_shape)
-        state, updates = outcome[-1]
+        old, state, updates = outcome[-1]
+        state = jax.tree.map(frozenset.union, old, state)
         frozen = jax.tree.map(lambda _: False, updates)
-        return Variation(state, updates, frozen, axes.bytes_handed_over(program, axis_name))
+        sent = axes.bytes_handed_over(program, axis_name)
+        return old, Variation(state, updates, frozen, sent)
 
     nowhere = jax.tree.map(lambda _: frozenset(), single)
-    found = Variation(nowhere, None, None, 0)
-    before = None
     try:
-        while before != jax.tree.leaves(found.state):
-            before = jax.tree.leaves(found.state)
-            new = probe(found.state)
-            found = new._replace(state=jax.tree.map(frozenset.union, found.state, new.state))
+        before, found = probe(nowhere)
+        while jax.tree.leaves(before) != jax.tree.leaves(found.state):
+            before, found = probe(found.state)
     except (TypeError, ValueError) as error:
         if "required keyword-only argument" in str(error):
             raise TypeError(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn, TypeVar
 
 import tyro
 import yaml
@@ -167,9 +167,12 @@ def refuse(message: object) -> NoReturn:
     sys.exit(WRONG)
 
 
+C = TypeVar("C", bound=Config)
+
+
 def from_command_line(
-    description: str | None, words: Sequence[str] | None = None, default: Config = DEFAULT
-) -> Config:
+    description: str | None, words: Sequence[str] | None = None, default: C = DEFAULT
+) -> C:
     """The settings of the command line, in front of those of its file, and these of the default."""
     words = list(sys.argv[1:] if words is None else words)
     config = _parsed(description, words, default)
@@ -182,12 +185,12 @@ def from_command_line(
     return _parsed(description, words, default)
 
 
-def _parsed(description: str | None, words: list[str], default: Config) -> Config:
+def _parsed(description: str | None, words: list[str], default: C) -> C:
     """Leaves with the first sentence of what tyro would draw a box around."""
     drawn = io.StringIO()
     try:
         with contextlib.redirect_stderr(drawn):
-            return tyro.cli(Config, description=description, args=words, default=default)
+            return tyro.cli(type(default), description=description, args=words, default=default)
     except SystemExit as ended:
         if not ended.code:
             raise

@@ -76,14 +76,8 @@ def _sparseloco(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-def _scaled_demo(settings: Settings) -> optax.GradientTransformation:
-    # Each worker scales its own gradient before it compresses it: what is sent then matters.
-    scale = optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True)
-    return _decoupled(demo_optax.demo, settings, precondition=scale)
-
-
 RECIPES: dict[OptimizerName, Recipe] = {
-    "demo": Recipe(3e-3, 0.95, 0.0, _scaled_demo),
+    "demo": Recipe(3e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled)),
     "demo-paper": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
     "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
