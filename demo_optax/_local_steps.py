@@ -172,7 +172,7 @@ def local_steps(
 
         args = *arrived, state.outer
         branches = axes.branches_alike(exchange, go_on, *args)
-        updates, new = jax.lax.cond(state.mini_step == every - 1, *branches, *args)
+        updates, new = jax.lax.cond(state.mini_step >= every - 1, *branches, *args)
         return structure.unflatten(jax.tree.leaves(updates)), new
 
     def restarted(fresh, inner_state):
@@ -205,13 +205,12 @@ def own_parameters(params, opt_state):
     """The parameters at which a worker's gradient is to be taken.
 
     Args:
-      params: the shared parameters, as one worker sees them; or with an axis of workers in front,
-        where the state has one.
+      params: the shared parameters.
       opt_state: a state in which one of `local_steps` may be, wherever in the chain.
 
     Returns:
-      A tree like ``params``, in their dtypes: with local steps the worker's own parameters,
-      otherwise ``params``.
+      A tree like ``params``, in their dtypes: with local steps the worker's own parameters, with an
+      axis of workers in front where the state has one; otherwise ``params``.
 
     Raises:
       ValueError: the local steps are not those of all parameters.
@@ -231,8 +230,13 @@ def own_parameters(params, opt_state):
             f"{held}: leave it outermost, and partition and mask inside of inner and outer."
         )
     structure: Any = jax.tree.structure(params)
+
+    def moved(x, d):
+        in_front = tuple(range(d.ndim - jnp.ndim(x)))
+        return (jnp.expand_dims(x, in_front) + d).astype(jnp.result_type(x))
+
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found[0].displacement), strict=True)
-    return structure.unflatten([(x + d).astype(jnp.result_type(x)) for x, d in pairs])
+    return structure.unflatten([moved(x, d) for x, d in pairs])
 
 
 def _paths(tree) -> list[str]:

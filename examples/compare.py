@@ -51,6 +51,10 @@ def main() -> None:
         decay=None,
         weight_decay=None,
         local_steps=None,
+        exchange="all-gather",
+        topk_back=None,
+        delay=0,
+        selection="topk",
     )
     seeds = range(config.seed, config.seed + config.seeds)
     compared: Runs = {
@@ -121,15 +125,16 @@ def draw(compared: Runs, path: Path) -> None:
     """Held-out loss, once over bytes and once over steps."""
     figure, (by_bytes, by_steps) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, dpi=150)
     for (name, runs), colour in zip(compared.items(), COLOURS, strict=False):
-        for number, run in enumerate(runs):
-            ends = run.log.evaluations[:-1], run.log.evaluations[-1]._replace(loss=run.loss)
-            steps, megabytes, losses = zip(*ends[0], ends[1], strict=True)
+        for run in runs:
+            last = run.log.evaluations[-1]._replace(loss=run.loss)
+            steps, megabytes, losses = zip(*run.log.evaluations[:-1], last, strict=True)
             style = {"color": colour, "marker": "o", "markersize": 3}
             by_bytes.plot(megabytes, losses, **style)
-            by_steps.plot(steps, losses, label=None if number else name, **style)
+            by_steps.plot(steps, losses, label=name if run is runs[0] else None, **style)
+        last = runs[0].log
         by_bytes.annotate(
-            f"{name}: {megabytes[-1]:,.4g} MB",
-            (megabytes[-1], losses[-1]),
+            f"{name}: {last.megabytes:,.4g} MB",
+            (last.megabytes, runs[0].loss),
             xytext=(0, -14),
             textcoords="offset points",
             ha="right" if name == BASELINE else "center",

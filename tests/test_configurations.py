@@ -111,6 +111,9 @@ WORDS = [
     ("--local-steps 0", "--local-steps 0 must"),
     ("--local-steps 2", "--local-steps 2 are for --optimizer diloco"),
     ("--optimizer diloco --steps 30", "--steps 30 end inside a round of --local-steps 20"),
+    ("--optimizer adamw --delay 1", "--delay 1 is for optimizers that send packets"),
+    ("--optimizer diloco --exchange two-phase", "--exchange two-phase is for optimizers that"),
+    ("--exchange two-phase --topk-back 5000", "--topk-back 5000 is more than a block has"),
     ("--steps 0 --seed -1", "--steps 0 must be greater than or equal to 1; --seed -1"),
     # Text and tokenizer
     ("--text missing", "--text missing cannot be read (FileNotFoundError: there is no"),

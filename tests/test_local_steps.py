@@ -190,6 +190,14 @@ def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
     assert 200 % 3 and len({np.asarray(x).tobytes() for x in own["hidden"]}) == 8
 
 
+def test_a_round_that_was_begun_longer_ends_at_once():
+    params, state, seen = train(local(dense(), every=6), (0, 5))
+    assert not any(bool(metrics.exchanged) for metrics in seen)
+    _, state, seen = train(local(dense(), every=3), (5, 9), start=(params, state))
+    assert [bool(metrics.exchanged) for metrics in seen] == [True, False, False, True]
+    assert int(state.mini_step) == 0
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     tx, mesh = BOTH[name], workers.mesh_of(4)

@@ -43,7 +43,7 @@ def small(**methods):
     return study._study("small", body)
 
 
-@pytest.mark.parametrize("best, rates", [(4, [1, 2, 4, 8, 0.5]), (0.2, [1, 2, 0.5, 0.25, 0.125])])
+@pytest.mark.parametrize("best, rates", [(4, [1, 2, 4, 8]), (0.2, [1, 2, 0.5, 0.25, 0.125])])
 def test_a_search_ends_between_two_worse_rates_and_then_trains_all_seeds(best, rates):
     each = small(a={"search_from": 1.0})
     asked, results = search(each, each.methods["a"], best)

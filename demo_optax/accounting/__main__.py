@@ -21,6 +21,7 @@ from demo_optax.accounting import (
 from demo_optax.accounting.models import PRESETS, checkpoint_shapes, preset_shapes
 from demo_optax.compression import Compression
 from demo_optax.compression.blocks import BLOCK_RULES
+from demo_optax.compression.selection import SELECTIONS
 from demo_optax.compression.settings import EXCHANGES
 from demo_optax.compression.values import VALUE_CODINGS
 
@@ -29,6 +30,9 @@ UNITS = {
     "bandwidth": {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12},
     "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0},
 }
+
+
+EXAMPLES = {"bandwidth": "1Gbit", "time": "50ms"}
 
 
 def quantity(kind: str):
@@ -40,7 +44,7 @@ def quantity(kind: str):
         if not match or match[2] not in units:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no {kind}: give a number and one of {', '.join(units)}, as in "
-                f"10{list(units)[-1]}"
+                f"{EXAMPLES[kind]}"
             )
         return float(match[1]) * units[match[2]]
 
@@ -63,6 +67,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=32, help="coefficients sent of each block")
     parser.add_argument(
         "--value-coding", choices=VALUE_CODINGS, default="float32", help="on the wire"
+    )
+    parser.add_argument(
+        "--selection", choices=SELECTIONS, default="topk", help="of the coefficients"
     )
     parser.add_argument("--block-side", type=int, default=64, help="elements per side of a block")
     parser.add_argument(
@@ -125,7 +132,7 @@ def print_bytes(params, setting: dict) -> None:
             *[megabytes(reference_bytes(params, k, setting["block_side"])) for k in TOPKS],
         ),
         (
-            f"packet with {setting['value_coding']} values",
+            f"packet with {setting['value_coding']} values, to everybody",
             *[megabytes(packet_bytes(Compression(topk=k, **setting), params)) for k in TOPKS],
         ),
     ]
@@ -172,7 +179,10 @@ def main(arguments: list[str]) -> None:
     args = parse_arguments(arguments)
     params = preset_shapes(args.preset) if args.preset else checkpoint_shapes(args.checkpoint)
     setting = dict(
-        value_coding=args.value_coding, block_side=args.block_side, block_rule=args.block_rule
+        value_coding=args.value_coding,
+        selection=args.selection,
+        block_side=args.block_side,
+        block_rule=args.block_rule,
     )
     compression = Compression(
         topk=args.topk,
@@ -201,6 +211,11 @@ def main(arguments: list[str]) -> None:
         args.workers,
         args.compute_time,
     )
+    if args.local_steps > 1:
+        print(
+            f"Means over a round of {args.local_steps} steps, at whose end each worker sends "
+            f"{packet:,} bytes."
+        )
     sent, received = packet / args.local_steps, received / args.local_steps
     print(
         f"k={args.topk} with {args.value_coding} values: {sent:,.0f} bytes a step, "

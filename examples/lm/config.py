@@ -100,7 +100,7 @@ class Config:
     sends that to all, traffic that does not grow with the workers."""
     topk_back: Count | None = None
     """Coefficients of each block that are sent back in two phases, by default four times --topk."""
-    delay: Annotated[int, Field(ge=0, le=1)] = 0
+    delay: Literal[0, 1] = 0
     """1: packets are exchanged while the next step computes its gradient."""
     norm_limit: Annotated[float, Field(ge=1, lt=float("inf"))] | None = 10.0
     """Largest norm of a worker's message, in medians of all workers' messages: what bounds one

@@ -36,7 +36,8 @@ class Settings(NamedTuple):
 class Recipe(NamedTuple):
     """Default learning rate, momentum decay and weight decay, and what makes the optimizer.
 
-    With an ``outer`` optimizer it is that of each worker's local steps.
+    With an ``outer`` optimizer it is that of each worker's local steps. Those that do not compress
+    all-reduce whole gradients, or differences of parameters.
     """
 
     learning_rate: float
@@ -44,6 +45,7 @@ class Recipe(NamedTuple):
     weight_decay: float
     make: Callable[[Settings], optax.GradientTransformation]
     outer: Callable[[Settings], optax.GradientTransformation] | None = None
+    compresses: bool = True
 
 
 def _decoupled(optimizer, settings: Settings, **options) -> optax.GradientTransformation:
@@ -83,9 +85,9 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
     "demo-muon": Recipe(1e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
-    "diloco": Recipe(3e-3, 0.9, 0.1, _adamw, _diloco),
+    "diloco": Recipe(3e-3, 0.9, 0.1, _adamw, _diloco, compresses=False),
     "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, _sparseloco),
-    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw),
+    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compresses=False),
 }
 
 

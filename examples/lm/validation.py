@@ -82,18 +82,29 @@ def _require_agreement(config: Config) -> None:
     if config.steps % every:
         raise ValueError(
             f"--steps {config.steps} end inside a round of --local-steps {every}, whose end alone "
-            "exchanges: choose a multiple."
+            f"exchanges: choose a multiple, such as {config.steps - config.steps % every + every}."
         )
     if config.topk_back and config.exchange != "two-phase":
         raise ValueError(
             f"--topk-back {config.topk_back} is what owners send back, whom --exchange all-gather "
             "does not know: leave it out, or set --exchange two-phase."
         )
-    if config.topk > config.block_side**2:
-        raise ValueError(
-            f"--topk {config.topk} is more than a block has: give at most {config.block_side**2}, "
-            f"which is all of it, or blocks of a larger --block-side than {config.block_side}."
-        )
+    sends_packets = RECIPES[config.optimizer].compresses
+    for name, usual in (("exchange", "all-gather"), ("delay", 0), ("selection", "topk")):
+        if not sends_packets and getattr(config, name) != usual:
+            raise ValueError(
+                f"--{name} {getattr(config, name)} is for optimizers that send packets: "
+                f"{config.optimizer} all-reduces whole gradients. Leave it out, or choose another "
+                "--optimizer."
+            )
+    for name in ("topk", "topk_back"):
+        number = getattr(config, name) or 0
+        if number > config.block_side**2:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {number} is more than a block has: give at most "
+                f"{config.block_side**2}, which is all of it, or blocks of a larger --block-side "
+                f"than {config.block_side}."
+            )
     if config.scan_layers and config.optimizer == "demo-muon":
         raise ValueError(
             "--scan-layers makes one array of all layers' matrices, which --optimizer "
