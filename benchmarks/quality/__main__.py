@@ -39,6 +39,8 @@ class Train:
     studies: Names = ()
     only: tuple[str, ...] = ("*",)
     """Patterns of the methods' names."""
+    seeds: int | None = None
+    """How many of each study's seeds, all by default."""
     jobs: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """Runs beside each other, each on a core of its own."""
 
@@ -93,7 +95,11 @@ def train(chosen: list[Study], command: Train) -> None:
         with lock:
             while True:
                 jobs = [study.next_job(method, study.results()) for study, method in waiting]
-                free = [job for job in jobs if job and job.key not in busy]
+                free = [
+                    job
+                    for (study, _), job in zip(waiting, jobs, strict=True)
+                    if job and job.key not in busy and job.seed in study.seeds[: command.seeds]
+                ]
                 if free:
                     # Every method's search and first seed come before the others' seeds.
                     job = min(free, key=lambda job: job.seed)
