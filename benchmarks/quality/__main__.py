@@ -71,7 +71,7 @@ def main(command: Command) -> None:
     chosen = [studies[name] for name in command.studies or studies]
     if isinstance(command, Show):
         for study in chosen:
-            console.print(f"\n{study.name}\n\n{tables.of_study(study)}", markup=False)
+            console.print(f"\n{study.name}\n\n{tables.of_study(study)}", markup=False, soft_wrap=True)
         return None
     return train(chosen, command)
 
@@ -140,7 +140,7 @@ def run(job: Job, core: int) -> Result | None:
     )
     what = f"{job.study}: {job.method}, rate {job.learning_rate:g}, seed {job.seed}"
     if ended.returncode:
-        console.print(f"{what} failed:\n{ended.stderr[-2000:]}", markup=False)
+        console.print(f"{what} failed:\n{ended.stderr[-2000:]}", markup=False, soft_wrap=True)
         return None
     result = Result(**json.loads(ended.stdout.splitlines()[-1]))
     told = f"{result.loss}, {result.bytes_per_step:,.0f} bytes a step, {result.seconds} s"
