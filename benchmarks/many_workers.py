@@ -78,7 +78,10 @@ def main() -> None:
         error = losses.std(ddof=1) / np.sqrt(args.seeds)
         name = f"k = {k}" if back is None else f"k = {k}, {back} back"
         got = k * (args.workers - 1) if back is None else k + back
-        print(f"{exchange:10} {name:16} {losses.mean():.3f} ± {error:.3f}  {got:5} coefficients", flush=True)
+        print(
+            f"{exchange:10} {name:16} {losses.mean():.3f} ± {error:.3f}  {got:5} coefficients",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -163,12 +163,12 @@ def decoupled_momentum(
 
         def zeros(param):
             shape = coordinates.geometry(param.shape).stored_shape
-            return axes.own_zeros(shape, momentum_dtype, param, axis_name)
+            return axes.varying_like(jnp.zeros(shape, momentum_dtype), param)
 
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),
-            momentum=jax.tree.map(zeros, unboxed(params)),
-            precondition=precondition.init(params),
+            momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
+            precondition=axes.as_varying(precondition.init(params), axis_name),
             metrics=metrics.before_the_first(),
             **beside_the_momentum(plan),
             coordinates=coordinates,

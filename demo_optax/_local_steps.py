@@ -127,10 +127,10 @@ def local_steps(
         params = unboxed(params)
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
-            displacement=jax.tree.map(
-                lambda x: axes.own_zeros(x.shape, upcast(x).dtype, x, axis_name), params
+            displacement=axes.as_varying(
+                jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params), axis_name
             ),
-            inner=inner.init(params),
+            inner=axes.as_varying(inner.init(params), axis_name),
             outer=outer.init(params),
         )
 

@@ -114,15 +114,6 @@ def varying_like(x: jax.Array, reference: jax.Array) -> jax.Array:
     return as_varying(x, tuple(varying(reference)))
 
 
-def own_zeros(shape: tuple[int, ...], dtype, like, axis_name: AxisName) -> jax.Array:
-    """Zeros that a worker's own state begins with, typed as differing between workers.
-
-    And between the shards between which ``like`` differs.
-    """
-    over = (*names(axis_name), *sorted(varying(like)))
-    return as_varying(jnp.zeros(shape, dtype), over)
-
-
 def branches_alike(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
     """Branches of a ``jax.lax.cond``, whose results vary wherever those of either do."""
     types = [jax.eval_shape(fn, *args) for fn in (one, other)]

@@ -98,7 +98,7 @@ def table(compared: Runs) -> Table:
     for title, cell in rows.items():
         made.add_row(title, *(cell(name, log) for name, log in firsts.items()))
     if len(compared[BASELINE]) > 1:
-        made.add_row(f"loss beside {BASELINE}, seed by seed", *map(str, beside(compared)))
+        made.add_row(f"loss beside {BASELINE}, seed by seed", *beside(compared))
     return made
 
 
@@ -111,7 +111,8 @@ def beside(compared: Runs) -> list[str]:
     """The mean difference from the baseline of the same seed."""
     return [
         written([a.loss - b.loss for a, b in zip(runs, compared[BASELINE], strict=True)], "+.3f")
-        for runs in compared.values()
+        for name, runs in compared.items()
+        if name != BASELINE
     ]
 
 

@@ -4,11 +4,16 @@ import dataclasses
 import math
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
 
+import demo_optax
 from benchmarks.quality import levers, study, tables
 from lm.config import Config
+from lm.recipes import Settings
 from lm.validation import require_sensible
+from tests import model
 
 ROOT = Path(__file__).parents[1]
 STUDIES = study.read()
@@ -67,8 +72,13 @@ def test_a_run_that_broke_is_the_worst_rate():
     each = small(a={"search_from": 1.0})
     job = each.next_job(each.methods["a"], {})
     results = {job.key: result(job, None)}
-    assert each.next_job(each.methods["a"], results).learning_rate == 2.0
+    assert each.next_job(each.methods["a"], results).learning_rate == 0.5
     assert each.by_rate(each.methods["a"], results) == {1.0: math.inf}
+    while len(results) < 3:
+        job = each.next_job(each.methods["a"], results)
+        results[job.key] = result(job, None)
+    assert each.best_rate(each.methods["a"], results) is None
+    assert each.next_job(each.methods["a"], results).learning_rate == 0.125
 
 
 def test_results_of_other_settings_do_not_count():
@@ -103,8 +113,19 @@ def test_differences_are_paired_by_seed(monkeypatch):
 @pytest.mark.parametrize("each, method", METHODS, ids=[f"{s.name}: {m.name}" for s, m in METHODS])
 def test_the_trainer_takes_every_method(each, method):
     require_sensible(Config(**method.settings, learning_rate=0.1))
-    if method.lever:
-        assert method.lever["name"] in levers.LEVERS
+
+
+@pytest.mark.parametrize(
+    "lever", {str(dict(m.lever)): m.lever for _, m in METHODS if m.lever}.values(), ids=str
+)
+def test_levers_are_optimizers_that_differ_from_demo(lever):
+    settings = Settings(
+        optax.linear_schedule(0.05, 0.01, 11), 0.9, 0.0, demo_optax.Compression(4, 8)
+    )
+    first, *_ = model.train(demo_optax.demo_scaled(**settings._asdict(), axis_name="data"), 11)
+    params, *_ = model.train(levers.maker(**lever)("demo", settings, None), 11)
+    assert model.loss(params, model.batch(0)) < model.loss(model.init(), model.batch(0))
+    assert any(np.any(first[name] != params[name]) for name in first)
 
 
 def test_pages_say_what_was_found():
@@ -114,6 +135,6 @@ def test_pages_say_what_was_found():
 
 def test_every_result_is_of_a_method_of_its_study():
     for each in STUDIES.values():
-        methods = {(str(dict(m.settings)), str(dict(m.lever))) for m in each.methods.values()}
+        methods = [(dict(m.settings), dict(m.lever)) for m in each.methods.values()]
         for found in each.results().values():
-            assert (str(found.settings), str(found.lever)) in methods, found.method
+            assert (found.settings, found.lever) in methods, found.method

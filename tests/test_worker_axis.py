@@ -1,5 +1,7 @@
 """Which state belongs to a worker, in whatever chain or holder the optimizer stands."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,3 +214,43 @@ def test_nnx_model_trains_by_split_and_merge():
     np.testing.assert_allclose(
         network.layers[0].kernel[...], jax.tree.leaves(params)[1], rtol=0, atol=0
     )
+
+
+OWN = {
+    "demo_scaled": demo_optax.demo_scaled(1e-3, SMALL, axis_name="data"),
+    "owners, delayed": demo_optax.demo(
+        1e-3, dataclasses.replace(SMALL, exchange="two-phase", delay=1), axis_name="data"
+    ),
+    "local steps": demo_optax.local_steps(
+        optax.adam(1e-2), demo_optax.demo_sgd(1.0, SMALL, axis_name="data"), 2, axis_name="data"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_state_begins_with_the_types_that_updates_give(name):
+    tx, mesh = OWN[name], jax.make_mesh((model.WORKERS,), ("data",))
+
+    def train(batch):
+        def step(carry, _):
+            params, state = carry
+            own = demo_optax.own_parameters(params, state)
+            gradient = demo_optax.local_value_and_grad(model.loss, "data")(own, batch)[1]
+            updates, state = tx.update(gradient, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (model.init(), tx.init(model.init())), length=4)[0][0]
+
+    batch = jax.device_put(model.batch(0), jax.NamedSharding(mesh, P("data")))
+    sharded = jax.shard_map(train, mesh=mesh, in_specs=P("data"), out_specs=P())
+    trained = jax.jit(sharded)(batch)
+    assert model.loss(trained, model.batch(0)) < model.loss(model.init(), model.batch(0))
+
+
+def test_a_preconditioner_is_not_called_replicated():
+    tx, mesh = OWN["demo_scaled"], jax.make_mesh((model.WORKERS,), ("data",))
+    init = jax.shard_map(
+        lambda: tx.init(model.init())[0].precondition, mesh=mesh, in_specs=(), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.jit(init)()

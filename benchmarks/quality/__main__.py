@@ -6,7 +6,7 @@
 
 `train` appends a line of JSON to results/STUDY.jsonl for each run, and goes on from there when it
 is started again. `show` prints the tables, `write` puts them between their marks in the README and
-the documentation, and draws the pictures.
+the documentation.
 """
 
 import fnmatch
@@ -54,7 +54,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Write:
-    """Puts tables between their marks, and draws the pictures."""
+    """Puts tables between their marks."""
 
 
 Command = (
@@ -71,13 +71,16 @@ def main(command: Command) -> None:
     chosen = [studies[name] for name in command.studies or studies]
     if isinstance(command, Show):
         for study in chosen:
-            console.print(f"\n{study.name}\n\n{tables.of_study(study)}", markup=False, soft_wrap=True)
+            console.print(
+                f"\n{study.name}\n\n{tables.of_study(study)}", markup=False, soft_wrap=True
+            )
         return None
     return train(chosen, command)
 
 
 def train(chosen: list[Study], command: Train) -> None:
     """Each core takes the next method that needs a run, until none does."""
+    studies = {study.name: study for study in chosen}
     cores: Queue[int] = Queue()
     for core in sorted(os.sched_getaffinity(0))[: command.jobs]:
         cores.put(core)
@@ -112,18 +115,25 @@ def train(chosen: list[Study], command: Train) -> None:
     def work() -> None:
         core = cores.get()
         while job := take():
-            result = run(job, core)
-            with lock:
-                busy.discard(job.key)
-                if result is None:
-                    _forget(waiting, job)
-                else:
-                    _append(job, result)
-                lock.notify_all()
+            result = None
+            try:
+                result = run(job, core)
+            finally:
+                with lock:
+                    busy.discard(job.key)
+                    if result is None:
+                        _forget(waiting, job)
+                    else:
+                        _append(studies[job.study], result)
+                    lock.notify_all()
 
     with ThreadPoolExecutor(command.jobs) as pool:
-        for each in [pool.submit(work) for _ in range(command.jobs)]:
-            each.result()
+        try:
+            for each in [pool.submit(work) for _ in range(command.jobs)]:
+                each.result()
+        except BaseException:
+            waiting.clear()  # what is under way ends; nothing else begins
+            raise
 
 
 def run(job: Job, core: int) -> Result | None:
@@ -148,10 +158,9 @@ def run(job: Job, core: int) -> Result | None:
     return result
 
 
-def _append(job: Job, result: Result) -> None:
-    path = read()[job.study].results_path
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
+def _append(study: Study, result: Result) -> None:
+    study.results_path.parent.mkdir(exist_ok=True)
+    with study.results_path.open("a") as file:
         print(json.dumps(result._asdict()), file=file)
 
 

@@ -4,6 +4,7 @@ A lever is a function of the trainer's settings and its own options that gives a
 names are those in studies.yaml.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -183,11 +184,11 @@ def apart(settings: Settings, topk: int | None = None) -> optax.GradientTransfor
         return "apart" if "embed" in name or x.ndim < 2 else "rest"
 
     if topk:
-        more = settings._replace(compression=settings.compression.__class__(topk))
+        more = settings._replace(compression=dataclasses.replace(settings.compression, topk=topk))
         other = demo(more)
     else:
         dense = demo_optax.mean_over_workers(AXIS)
-        other = optax.chain(dense, optax.adamw(settings.learning_rate, 0.9, 0.95))
+        other = optax.chain(dense, optax.adamw(settings.learning_rate, 0.9, 0.95, weight_decay=0.0))
     parts = {"apart": other, "rest": demo(settings)}
     return optax.partition(parts, lambda params: jax.tree.map_with_path(label, params))
 

@@ -64,7 +64,7 @@ class Method:
     """One way to train.
 
     Attributes:
-      name: in tables; what stands before its first comma, in pictures.
+      name: in tables.
       settings: of the trainer, those of the study included.
       lever: a name in `levers` and its options, or nothing.
       search_from: the learning rate that a search begins with; None where ``learning_rate`` is set.
@@ -78,11 +78,6 @@ class Method:
     search_from: float | None = None
     learning_rate: float | None = None
     like: str | None = None
-
-    @property
-    def family(self) -> str:
-        """Methods that differ in how much they send."""
-        return self.name.partition(",")[0]
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,8 @@ class Study:
         if not tried:
             return None
         best = min(tried, key=tried.__getitem__)
-        return best if {best * SPACING, best / SPACING} <= set(tried) else None
+        between = {best * SPACING, best / SPACING} <= set(tried)
+        return best if between and math.isfinite(tried[best]) else None
 
     def next_job(self, method: Method, results: Mapping[str, Result]) -> Job | None:
         """The run that a method needs next; None where there is none, or another method's first.
@@ -140,7 +136,9 @@ class Study:
         if rate is None and method.search_from is not None:
             tried = self.by_rate(method, results)
             best = min(tried, key=tried.__getitem__, default=method.search_from)
-            candidates = (best, best * SPACING, best / SPACING)
+            candidates = [best, best * SPACING, best / SPACING]
+            if tried and math.isinf(tried[best]):  # all broke: lower ones may not
+                candidates = [min(tried) / SPACING]
             return self.job(method, next(r for r in candidates if r not in tried), self.seeds[0])
         if rate is None:
             return None

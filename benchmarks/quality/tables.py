@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
+
+import demo_optax
+from lm.model import PRESETS, build
 
 from .study import FOLDER, Method, Result, Study
 
 ROOT = FOLDER.parents[1]
 PAGES = ("README.md", "docs/quality.md")
-DENSE = 32  # bits of an element that a dense all-reduce takes
 
 
 class Mean(NamedTuple):
@@ -90,7 +93,6 @@ def _row(
 def of_study(study: Study) -> str:
     """A table of all methods that have a result."""
     found = rows(study)
-    dense = max((row.bytes_per_step for row in found), default=0)
     heads = [
         "",
         "bytes per step",
@@ -105,14 +107,20 @@ def of_study(study: Study) -> str:
         cells = [
             row.method.name,
             f"{row.bytes_per_step:,.0f}",
-            f"{dense / row.bytes_per_step:,.0f}",
-            f"{row.rate:g}",
+            f"{dense_gradient(row.method) / row.bytes_per_step:,.0f}",
+            f"{row.rate:g}" + ("" if row.method.like is None else "*"),
             str(row.loss),
             "" if row.beside is None else row.beside.written("+.3f"),
             str(len(row.seeds)),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def dense_gradient(method: Method) -> int:
+    """Bytes of the float32 gradient that a dense all-reduce would send."""
+    preset = PRESETS[method.settings["preset"]]
+    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(preset, 0)[1]))
 
 
 def replaced(text: str, studies: Mapping[str, Study]) -> str:

@@ -8,12 +8,9 @@ It keeps to one core, so that as many run beside each other as there are cores.
 import json
 import math
 import os
-import pathlib
 import sys
 import time
 from importlib.metadata import version
-
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
 
 
 def main() -> None:

@@ -196,7 +196,8 @@ def main(arguments: list[str]) -> None:
     received, dense = received_bytes(compression, params, args.workers), dense_bytes(params)
     print(f"{args.preset or args.checkpoint}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
     print_bytes(params, setting)
-    print_index_bits(args.block_side**2)
+    if args.selection == "topk":
+        print_index_bits(args.block_side**2)
     method = "DeMo" if args.local_steps == 1 else "SparseLoCo"
     print_times(
         plan(
