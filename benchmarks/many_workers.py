@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    settings = [(1, None), (4, None), (1, 1), (1, 4), (4, 4), (4, 16), (64, 64)]
+    settings = [(1, None), (1, 1), (1, 4), (4, 16), (64, 64)]
     print(f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds", flush=True)
     for k, back in settings:
         exchange = "all-gather" if back is None else "two-phase"
