@@ -109,7 +109,7 @@ def _equations(jaxpr: core.Jaxpr):
             yield from _equations(inner)
 
 
-def varying_like(x: jax.Array, reference: jax.Array) -> jax.Array:
+def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
     """``x`` typed as varying over the axes of ``reference``, as a scan's first carry must be."""
     return as_varying(x, tuple(varying(reference)))
 
