@@ -130,7 +130,7 @@ def local_steps(
             displacement=axes.as_varying(
                 jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params), axis_name
             ),
-            inner=axes.as_varying(inner.init(params), axis_name),
+            inner=_typed_as_own(inner.init(params), axis_name),
             outer=outer.init(params),
         )
 
@@ -237,6 +237,17 @@ def own_parameters(params, opt_state):
 
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found[0].displacement), strict=True)
     return structure.unflatten([moved(x, d) for x, d in pairs])
+
+
+def _typed_as_own(state, axis_name: AxisName):
+    """Types a state as each worker's own, but for momenta, which type themselves."""
+
+    def is_momentum(x) -> bool:
+        return isinstance(x, DecoupledMomentumState)
+
+    return jax.tree.map(
+        lambda x: x if is_momentum(x) else axes.as_varying(x, axis_name), state, is_leaf=is_momentum
+    )
 
 
 def _paths(tree) -> list[str]:

@@ -44,7 +44,12 @@ def search(each, method, best, results=None):
 
 
 def small(**methods):
-    body = {"settings": {"steps": 4}, "seeds": [3, 4], "baseline": "a", "methods": methods}
+    body = {
+        "settings": {"preset": "nano", "steps": 4},
+        "seeds": [3, 4],
+        "baseline": "a",
+        "methods": methods,
+    }
     return study._study("small", body)
 
 
@@ -65,7 +70,7 @@ def test_a_method_takes_the_rate_of_another_once_that_is_found():
     _, results = search(each, each.methods["a"], 4)
     asked, _ = search(each, each.methods["b"], 1, results)
     assert [job[4:] for job in asked] == [(4.0, 3), (4.0, 4)]
-    assert asked[0].settings == {"steps": 4, "topk": 2}
+    assert asked[0].settings == {"preset": "nano", "steps": 4, "topk": 2}
 
 
 def test_a_run_that_broke_is_the_worst_rate():
@@ -107,7 +112,7 @@ def test_differences_are_paired_by_seed(monkeypatch):
     other = tables.rows(each)[1]
     assert other.loss.value == pytest.approx(1.8) and other.loss.error == pytest.approx(0.3)
     assert other.beside.value == pytest.approx(0.3) and other.beside.error == pytest.approx(0.2)
-    assert "| b | 1 | 1 | 2 | 1.800 ± 0.300 | +0.300 ± 0.200 | 2 |" in tables.of_study(each)
+    assert "| b | 1 | 327,680 | 2 | 1.800 ± 0.300 | +0.300 ± 0.200 | 2 |" in tables.of_study(each)
 
 
 @pytest.mark.parametrize("each, method", METHODS, ids=[f"{s.name}: {m.name}" for s, m in METHODS])
