@@ -69,7 +69,7 @@ class Method:
       lever: a name in `levers` and its options, or nothing.
       search_from: the learning rate that a search begins with; None where ``learning_rate`` is set.
       learning_rate: of all runs, for methods that are not searched for the best.
-      like: the method whose best rate this one takes, at another size or number of coefficients.
+      like: the method whose best rate this one takes.
     """
 
     name: str
