@@ -30,9 +30,9 @@ def exchange(
     """Gives every worker the mean of all workers' messages.
 
     No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
-    do not ascend within their block, or with a value or a block's energy that is not finite counts
-    as absent, on all workers alike that count the same steps. A worker whose count differs hears
-    itself alone.
+    do not ascend within their block or lie beyond it, or with a value or a block's energy that is
+    not finite counts as absent, on all workers alike that count the same steps. A worker whose
+    count differs hears itself alone.
 
     Args:
       plan: of the tensors, the same on all workers.

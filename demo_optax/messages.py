@@ -1,5 +1,6 @@
 """A worker's message in its packets: sealed by the sender, opened by whoever gets them."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values
 from demo_optax.averaging import decode
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compressed, Known, Plan, known_positions, packet, shares, sparse
+from demo_optax.compression.bins import Bins
 from demo_optax.compression.packet import Layout, Message, Opened, Origin
 from demo_optax.compression.runs import Run
 from demo_optax.metrics import Report
@@ -114,13 +116,13 @@ def joined(
     """
     share = shares.layout_of(layout, len(bodies))
     messages, counted, _ = decode(share, bodies, intact)
-    positions: list[Positions | Run] = []
+    positions: list[Positions | Run | Bins] = []
     values: list[Values] = []
     for section, at, where, value in zip(layout.sections, known, *messages, strict=True):
         sent = sparse.weighted(where, value, counted.astype(jnp.float32))
         if at is None:
             assert sent.positions is not None
-            at = shares.joined(sent.positions, section)
+            at = jax.tree.map(functools.partial(shares.joined, section=section), sent.positions)
         positions.append(at)
         values.append(shares.joined(sent.values, section))
     return Message(tuple(positions), tuple(values)), counted

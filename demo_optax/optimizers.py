@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -15,6 +16,7 @@ from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Mean
 from demo_optax.metrics import if_anyone_took_part
+from demo_optax.numerics import in_dtype_of, upcast
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -115,25 +117,33 @@ def demo(
 
 def demo_scaled(
     learning_rate: optax.ScalarOrSchedule,
-    compression: Compression = Compression(value_coding="int4"),
+    compression: Compression = Compression(32, value_coding="sign", selection="bins"),
     *,
     b2: ArrayLike = 0.95,
     eps: ArrayLike = 1e-8,
-    decay: ArrayLike = 0.95,
+    decay: ArrayLike = 0.98,
     weight_decay: ArrayLike = 0.0,
     mask: Mask = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""`demo` of gradients that each worker scales by their own second moment: where to begin.
+    r"""DeMo of gradients that each worker scales by their own second moment: where to begin.
 
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
-        m_i &\leftarrow \beta m_i + \eta_t\, T(g_i / (\sqrt{\hat v_i} + \epsilon))
+        m_i &\leftarrow \beta m_i + \eta_t\, T(g_i / (\sqrt{\hat v_i} + \epsilon)) \\
+        q_i &= \mathrm{select}(m_i), \quad m_i \leftarrow m_i - q_i \\
+        u &= T^{-1}(\textstyle\sum_i q_i) \\
+        x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u| / \mathrm{mean} |u|}
+        + \lambda x\big)
 
-    and on as in `demo`. Of a plain gradient the largest coefficients are those of a few large rows,
-    of a scaled one those that matter: that closed most of the gap to AdamW in our runs.
-    :math:`v_i`, bias-corrected to :math:`\hat v_i`, never travels. Begin with the learning rate of
-    a tuned AdamW, in proportion to 1 / width.
+    Of a plain gradient the largest coefficients are those of a few large rows, of a scaled one
+    those that matter; :math:`v_i`, bias-corrected to :math:`\hat v_i`, never travels. A
+    coefficient counts by how many workers sent it, where `demo` averages over these alone. And of
+    the sum the root is taken where `demo` takes the sign, so that elements of which little was
+    heard move less; the mean, over the elements of a tensor that are not zero, gives the steps the
+    mean square of signs. Where a worker's parameters are sharded it is that of a shard.
+    ``docs/quality.md`` has what each of these did in our runs. Begin with the learning rate of a
+    tuned AdamW, in proportion to 1 / width.
 
     Args:
       learning_rate, compression: a number or a schedule; what is sent of the momentum.
@@ -144,15 +154,15 @@ def demo_scaled(
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
-      >>> tx.update(jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params), params)[0]
+      >>> tx.update(jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params), params)[0].round(3)
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
-    return demo(
-        learning_rate,
+    return decoupled(
+        _step(_scale_by_signed_root(), learning_rate, weight_decay, mask),
         compression,
         decay=decay,
-        weight_decay=weight_decay,
-        mask=mask,
+        gradient_weight=learning_rate,
+        mean="workers",
         precondition=_scale_by_rms(b2, eps),
         axis_name=axis_name,
     )
@@ -291,3 +301,16 @@ def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransfo
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
     return optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
+
+
+def _scale_by_signed_root() -> optax.GradientTransformation:
+    """Each element's sign times the root of its magnitude, with the mean square of signs."""
+
+    def step(update):
+        u = upcast(update)
+        magnitude = jnp.abs(u)
+        mean = jnp.sum(magnitude) / jnp.maximum(jnp.count_nonzero(u), 1)
+        relative = magnitude / jnp.where(mean > 0, mean, 1.0)
+        return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
+
+    return optax.stateless_with_tree_map(lambda update, _: step(update))

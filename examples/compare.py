@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lm import config as configuration
 from lm.config import Config, Count
-from lm.recipes import OptimizerName
+from lm.recipes import RECIPES, OptimizerName
 from lm.report import console
 from lm.train import Trained, run_or_exit
 
@@ -35,7 +35,13 @@ class Comparison(Config):
 
 
 def main() -> None:
-    default = Comparison(steps=400, topk=64, evaluate_every=40, log_dir=Path("runs"))
+    default = Comparison(
+        steps=400,
+        selection="bins",
+        value_coding="sign",
+        evaluate_every=40,
+        log_dir=Path("runs"),
+    )
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or Path("runs")
     if config.optimizer == BASELINE or config.checkpoint_dir:
@@ -44,6 +50,8 @@ def main() -> None:
             f"last: choose another than {BASELINE}, and train_lm.py to use a --checkpoint-dir."
         )
     first = Config(**{each.name: getattr(config, each.name) for each in dataclasses.fields(Config)})
+    if not RECIPES[first.optimizer].compresses:
+        first = dataclasses.replace(first, selection="topk")
     baseline = dataclasses.replace(
         first,
         optimizer=BASELINE,

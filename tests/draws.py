@@ -27,6 +27,7 @@ compressions = st.builds(
     value_coding=values,
     transform=st.sampled_from(["dct", "hadamard", "randomized-dct", "identity"]),
     block_rule=rules,
+    selection=st.sampled_from(["topk", "bins"]),
 )
 
 

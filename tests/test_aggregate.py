@@ -117,3 +117,57 @@ def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed
         )
         for momentum, other in zip(state.momentum, permuted.momentum, strict=True):
             np.testing.assert_array_equal(np.asarray(momentum)[list(order)], other)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay):
+    """Five steps of its equations, with a schedule, in NumPy float64."""
+    shape, rate, decay, b2 = (8, 12), lambda step: 0.1 / (1 + step), 0.98, 0.95
+    compression = demo_optax.Compression(topk=3, block_side=4)
+    options = dict(eps=0.3, weight_decay=weight_decay, axis_name="data")  # without ties
+    tx = demo_optax.demo_scaled(rate, compression, **options)
+    rng = np.random.default_rng(0)
+    params = rng.normal(size=shape).astype(np.float32)
+    state = jax.vmap(lambda _: tx.init(jnp.asarray(params)), axis_name="data")(jnp.arange(WORKERS))
+    update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="data"))
+    sides, second = (4, 4), np.zeros((WORKERS, *shape))
+    momenta = [oracles.to_coefficients(np.zeros(shape), sides, oracles.dct)] * WORKERS
+    for step in range(5):
+        gradients = rng.normal(size=(WORKERS, *shape)).astype(np.float32)
+        second = b2 * second + (1 - b2) * np.square(gradients, dtype=np.float64)
+        scaled = gradients / (np.sqrt(second / (1 - b2 ** (step + 1))) + 0.3)
+        total = 0.0
+        for worker in range(WORKERS):
+            added = rate(step) * oracles.to_coefficients(scaled[worker], sides, oracles.dct)
+            momentum = decay * momenta[worker] + added
+            smallest = np.sort(np.abs(momentum), axis=-1)[..., -3:-2]
+            sent = np.where(np.abs(momentum) >= smallest, momentum, 0)
+            momenta[worker], total = momentum - sent, total + sent
+        u = oracles.to_tensor(total / WORKERS, shape, sides, oracles.inverse_dct)
+        expected = np.sign(u) * np.sqrt(np.abs(u) / np.abs(u).mean()) + weight_decay * params
+        updates, state = update(gradients, state, params)
+        np.testing.assert_allclose(updates[0], -rate(step) * expected, atol=2e-5)
+        np.testing.assert_array_equal(updates[0], updates[-1])
+
+
+def test_a_tensor_of_which_nothing_was_heard_does_not_move():
+    tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(topk=4))
+    params = {"heard": jnp.ones(3), "silent": jnp.ones((2, 2)), "empty": jnp.ones((0, 3))}
+    gradient = {"heard": jnp.ones(3), "silent": jnp.zeros((2, 2)), "empty": jnp.ones((0, 3))}
+    updates, _ = tx.update(gradient, tx.init(params), params)
+    np.testing.assert_allclose(updates["heard"], -0.1, rtol=1e-5)
+    np.testing.assert_array_equal(updates["silent"], 0.0)
+    assert updates["empty"].shape == (0, 3)
+
+
+def test_where_little_was_heard_the_mean_square_of_steps_is_that_of_signs():
+    compression = demo_optax.Compression(topk=5, block_side=64, transform="identity")
+    tx = demo_optax.demo_scaled(0.1, compression)
+    gradient = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    params = jnp.zeros((64, 64))
+    state = tx.init(params)
+    for scale in (1.0, 0.3):
+        updates, state = tx.update(jnp.asarray(scale * gradient**2), state, params)
+        moved = np.asarray(updates)[np.asarray(updates) != 0]
+        assert len(moved) == 5
+        np.testing.assert_allclose(np.square(moved).mean(), 0.1**2, rtol=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from tests import causes, model, workers
+from tests import model, raising, workers
 
 pytestmark = pytest.mark.usefixtures("annotations_unchecked")
 
@@ -267,8 +267,8 @@ def test_local_gradients_are_not_accused_where_their_preconditioned_ones_are_sig
 
 
 def test_every_message_shows_what_was_given_and_says_what_to_do():
-    messages = causes.collect()
-    missing = sorted(set(causes.raise_statements()) - set(messages))
+    messages = raising.collect()
+    missing = sorted(set(raising.raise_statements()) - set(messages))
     assert not missing, "no cause for these"
     for message in messages.values():
         assert not re.search(r"\{[a-z_]+(\[\d+\])?(![rs])?\}", message), f"not formatted: {message}"

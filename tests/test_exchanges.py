@@ -42,6 +42,9 @@ class Simulated:
             return (np.arange(k) * n // k + step) % n
         if self.compression.selection == "random-slicing":
             return (np.arange(k) + start_of_run(step, n)) % n
+        if self.compression.selection == "bins":
+            own = np.abs(x[block])
+            return np.array([b + k * np.argmax(own[b::k]) for b in range(k)])
         return np.sort(np.argsort(-np.abs(x[block]), kind="stable")[:k])
 
     def select(self, x, k, coding, step):
@@ -74,7 +77,7 @@ class Simulated:
         aggregate = values.sum(axis=0) / np.maximum(number, 1)
         if c.exchange == "two-phase":
             total = self.residual + aggregate
-            k = c.topk_back or (4 * c.topk if c.selection == "topk" else c.topk)
+            k = c.topk_back or (4 * c.topk if c.selection in ("topk", "bins") else c.topk)
             aggregate, _ = self.select(total, k, c.value_coding_back, step)
             self.residual = total - aggregate
         return aggregate
@@ -132,7 +135,10 @@ OWNERS = dict(exchange="two-phase", value_coding_back="float32")
 SETTINGS = [
     dict(**exchange, delay=delay, selection=selection, value_coding=coding)
     for exchange, delay, selection, coding in itertools.product(
-        [ALL, OWNERS], [0, 1], ["topk", "striding", "random-slicing"], ["float32", "bfloat16"]
+        [ALL, OWNERS],
+        [0, 1],
+        ["topk", "bins", "striding", "random-slicing"],
+        ["float32", "bfloat16"],
     )
 ]
 

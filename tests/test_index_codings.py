@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax.accounting import index_cost
+from demo_optax.compression import bins
 from demo_optax.compression import indices as codings
 
 pytestmark = pytest.mark.sweep
@@ -47,6 +48,22 @@ def words_by_hand(bits):
     bits = list(bits)
     bits += [0] * (-len(bits) % 32)
     return [sum(b << i for i, b in enumerate(bits[w : w + 32])) for w in range(0, len(bits), 32)]
+
+
+@pytest.mark.parametrize("n, k", [(17, 5), (512, 300), (1000, 33), (4096, 64), (6, 6)])
+def test_places_in_bins_are_fields_as_wide_as_the_deepest_bin_needs(n, k):
+    rng = np.random.default_rng(n)
+    places = rng.integers(0, -(-(n - np.arange(k)) // k), size=(3, k))
+    width = math.ceil(math.log2(math.ceil(n / k)))
+    expected = words_by_hand([int(p) >> b & 1 for p in places.ravel() for b in range(width)])
+    words = codings.encode(bins.Bins(jnp.asarray(places, jnp.int32)), n, "bins")
+    np.testing.assert_array_equal(words, np.array(expected, np.uint32))
+    found, inside = codings.decode(words, 3, n, k, "bins")
+    assert inside and found.positions.max() < n
+    np.testing.assert_array_equal(found.places, places)
+    if n % k:
+        beyond = bins.Bins(jnp.full((3, k), n // k, jnp.int32))  # of which the last bins have none
+        assert not codings.decode(codings.encode(beyond, n, "bins"), 3, n, k, "bins")[1]
 
 
 @pytest.mark.parametrize("coding", codings.INDEX_CODINGS)

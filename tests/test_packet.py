@@ -13,6 +13,7 @@ from demo_optax import Compression, wire
 from demo_optax.accounting import collectives
 from demo_optax.compression import compress, make_plan
 from demo_optax.compression import packet as packets
+from demo_optax.compression.bins import Bins
 from demo_optax.compression.values import VALUE_CODINGS
 from tests import model, oracles, workers
 
@@ -22,7 +23,10 @@ SHAPES = {"w": (40, 24), "b": (7,), "s": ()}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 WORKERS = 4
 DECAY = 0.9
-CODINGS = [Compression(topk=5, block_side=16, value_coding=values) for values in VALUE_CODINGS]
+CODINGS = [
+    *[Compression(topk=5, block_side=16, value_coding=values) for values in VALUE_CODINGS],
+    Compression(topk=5, block_side=16, value_coding="sign", selection="bins"),
+]
 SHARED = [
     Compression(topk=5, block_side=16, value_coding="int8", selection=selection)
     for selection in ("random", "random-slicing", "striding", "slicing")
@@ -102,7 +106,10 @@ def resealed(change, origin=OF_WORKER_2):
 
 
 SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
-LAYOUT = make_plan(Compression(topk=5, block_side=16, value_coding="int4"), SORTED_SHAPES).layout
+LAYOUTS = [
+    make_plan(Compression(5, 16, "int4", selection=selection), SORTED_SHAPES).layout
+    for selection in ("topk", "bins")
+]
 BY_COEFFICIENT = Compression(topk=5, block_side=16, index_coding="packed", value_coding="float32")
 LAYOUT_BY_COEFFICIENT = make_plan(BY_COEFFICIENT, SORTED_SHAPES).layout
 
@@ -179,17 +186,23 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
     assert not intact(word, bit.astype(np.uint32)).any()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["topk", "bins"])
 @settings(deadline=None, max_examples=60)
-@given(words=st.binary(min_size=4 * LAYOUT.words, max_size=4 * LAYOUT.words))
-def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(words):
+@given(data=st.data())
+def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(layout, data):
     """With a checksum that is right: every position that is accepted lies in its block."""
-    _, body, _ = packets.unseal(LAYOUT, jnp.asarray(np.frombuffer(words, np.uint32)), OF_WORKER_2)
-    message, valid = packets.decode(LAYOUT, body)
+    words = data.draw(st.binary(min_size=4 * layout.words, max_size=4 * layout.words))
+    _, body, _ = packets.unseal(layout, jnp.asarray(np.frombuffer(words, np.uint32)), OF_WORKER_2)
+    message, valid = packets.decode(layout, body)
     if valid:
-        for section, positions, values in zip(LAYOUT.sections, *message, strict=True):
+        for section, positions, values in zip(layout.sections, *message, strict=True):
             assert np.isfinite(values).all()
             if section.index_coding:
-                assert (np.diff(positions, axis=1) > 0).all()
+                if isinstance(positions, Bins):
+                    positions = positions.positions
+                    assert (np.asarray(positions) % section.k == np.arange(section.k)).all()
+                else:
+                    assert (np.diff(positions, axis=1) > 0).all()
                 assert int(positions.min()) >= 0 and int(positions.max()) < section.block_size
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
-from demo_optax.compression import selection, sparse
+from demo_optax.compression import bins, selection, sparse
 from tests import draws, model
 
 pytestmark = pytest.mark.sweep
@@ -92,6 +92,59 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
     np.testing.assert_allclose(in_turn, expected, atol=1e-6)
 
 
+def drawn_of_bins(seed, workers, blocks, n, k):
+    """As `drawn`, with a position in each bin."""
+    rng = np.random.default_rng(seed)
+    members = -(-(n - np.arange(k)) // k)
+    places = rng.integers(0, members, size=(workers, blocks, k)).astype(np.int32)
+    return places, places * k + np.arange(k), rng.normal(size=places.shape).astype(np.float32)
+
+
+@draws.examples(10)
+@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 3, 7, 8, 32]), ties=st.booleans())
+def test_the_largest_of_each_bin_is_chosen(seed, n, k, ties):
+    k = min(k, n)
+    x = np.random.default_rng(seed).normal(size=(3, n)).astype(np.float32)
+    x = np.round(x, 1) if ties else x
+    by_maximum = bins.largest(jnp.abs(jnp.asarray(x)), k)
+    for found in (by_maximum, selection.largest_of_bins(jnp.asarray(x), k)):
+        for b in range(k):
+            taken = np.take_along_axis(x, np.asarray(found.positions)[:, b : b + 1], 1)[:, 0]
+            np.testing.assert_array_equal(np.abs(taken), np.abs(x[:, b::k]).max(axis=1))
+            assert (np.asarray(found.positions)[:, b] % k == b).all()
+
+
+@pytest.mark.parametrize("mean", sparse.MEANS)
+@pytest.mark.parametrize("platform", ["here", "tpu"])
+@draws.examples(6)
+@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 7, 8]), workers=st.integers(1, 4))
+def test_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
+    places, positions, values = drawn_of_bins(seed, workers, 2, n, min(k, n))
+    counts = np.random.default_rng(seed).random(workers) < 0.7
+    x = np.random.default_rng(seed).normal(size=(2, n)).astype(np.float32)
+    own = bins.Bins(jnp.asarray(places[0]))
+    everyone = dense(positions, np.ones_like(values), n)[counts]
+    number = everyone.sum(axis=0) if mean == "senders" else counts.sum()
+    expected = dense(positions, values, n)[counts].sum(axis=0) / np.maximum(number, 1)
+    zeros = jnp.zeros((2, n))
+    with pytest.MonkeyPatch.context() as patch:
+        if platform == "tpu":
+            patch.setattr(jax.lax, "platform_dependent", on_a_tpu)
+        taken = selection.take(jnp.asarray(x), own)
+        added = sparse.add_at(jnp.asarray(x), own, jnp.asarray(values[0]))
+        damaged = bins.Bins(jnp.where(counts[:, None, None], places, 10**6))
+        sent = sparse.weighted(damaged, jnp.asarray(values), jnp.float32(counts))
+        at_once = sparse.mean_of_sent(zeros, sent, mean)
+        sums = sparse.Sums(zeros, zeros)
+        for part in range(workers):
+            sums = sparse.add_sent(sums, jax.tree.map(lambda y, i=part: y[i : i + 1], sent))
+        in_turn = sparse.mean_of_sums(sums, mean, jnp.float32(np.sum(counts)))
+    np.testing.assert_array_equal(taken, np.take_along_axis(x, positions[0], 1))
+    np.testing.assert_allclose(added, x + dense(positions, values, n)[0], atol=1e-6)
+    np.testing.assert_allclose(at_once, expected, atol=1e-6)
+    np.testing.assert_allclose(in_turn, expected, atol=1e-6)
+
+
 def trained(steps=3, **compression):
     compression = demo_optax.Compression(**{"topk": 5, "block_side": 16} | compression)
     momentum = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
@@ -104,23 +157,30 @@ def assert_replicas_are_identical(params):
         assert len({bytes(np.asarray(shard.data)) for shard in leaf.addressable_shards}) == 1
 
 
+@pytest.mark.parametrize("selection", ["topk", "bins"])
 @pytest.mark.parametrize("topk", [5, 40])
-def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(topk, monkeypatch):
-    expected = trained(topk=topk)
+def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(
+    topk, selection, monkeypatch
+):
+    expected = trained(topk=topk, selection=selection)
     monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-    ours = trained(topk=topk)
+    ours = trained(topk=topk, selection=selection)
     assert_replicas_are_identical(ours)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, ours, expected)
 
 
 @pytest.mark.parametrize("platform", ["here", "tpu"])
-def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(platform, monkeypatch):
+@pytest.mark.parametrize("selection", ["topk", "bins"])
+def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
+    selection, platform, monkeypatch
+):
     if platform == "tpu":
         monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-    expected = trained()
+    expected = trained(selection=selection)
     monkeypatch.setattr(sparse, "AT_ONCE", 15)  # three packets in a round, of eight
-    ours = trained()
+    monkeypatch.setattr(sparse, "BINS_AT_ONCE", 3)
+    ours = trained(selection=selection)
     assert_replicas_are_identical(ours)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, ours, expected)

@@ -1,4 +1,4 @@
-"""Trains what studies.yaml asks for and is not on file yet, and writes tables of what came of it.
+"""Trains what studies.yaml asks for and is not on file yet, and shows what came of it.
 
     python -m benchmarks.quality train [STUDY ...] [--only PATTERN ...] [--jobs 2]
     python -m benchmarks.quality show [STUDY ...]
@@ -6,7 +6,7 @@
 
 `train` appends a line of JSON to results/STUDY.jsonl for each run, and goes on from there when it
 is started again. `show` prints the tables, `write` puts them between their marks in the README and
-the documentation.
+the documentation, and draws the pictures beside them.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from . import tables
+from . import pictures, tables
 from .study import Job, Method, Result, Study, read
 
 console = Console()
@@ -54,7 +54,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Write:
-    """Puts tables between their marks."""
+    """Puts tables between their marks, and draws the pictures."""
 
 
 Command = (
@@ -67,7 +67,8 @@ Command = (
 def main(command: Command) -> None:
     studies = read()
     if isinstance(command, Write):
-        return tables.write(studies)
+        tables.write(studies)
+        return pictures.draw(studies)
     chosen = [studies[name] for name in command.studies or studies]
     if isinstance(command, Show):
         for study in chosen:

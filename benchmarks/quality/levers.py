@@ -17,6 +17,7 @@ import demo_optax
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax._local_steps import LocalStepsState
 from demo_optax.compression import Compression, make_plan
+from lm import recipes
 from lm.recipes import Settings
 
 AXIS = "data"
@@ -39,7 +40,11 @@ def with_base(base, settings: Settings, **options) -> optax.GradientTransformati
     """Another step behind the exchange; the learning rate is inside the momentum as well."""
     options = {"gradient_weight": settings.learning_rate} | options
     return demo_optax.decoupled(
-        optax.chain(base, optax.scale_by_learning_rate(settings.learning_rate)),
+        optax.chain(
+            base,
+            optax.add_decayed_weights(settings.weight_decay),
+            optax.scale_by_learning_rate(settings.learning_rate),
+        ),
         settings.compression,
         decay=settings.decay,
         precondition=scale_by_rms(0.95),
@@ -76,8 +81,9 @@ def ready_made(settings: Settings, make: str) -> optax.GradientTransformation:
     return optimizer(**settings._asdict(), precondition=scale_by_rms(0.95), axis_name=AXIS)
 
 
-def signs_of_blocks(settings: Settings, side: int = 64) -> optax.GradientTransformation:
+def signs_of_blocks(settings: Settings) -> optax.GradientTransformation:
     """Signs, in each block as large as its elements are beside those of the whole tensor."""
+    side = settings.compression.block_side
 
     def step(u):
         if u.ndim != 2:
@@ -100,13 +106,34 @@ def signs_of_blocks(settings: Settings, side: int = 64) -> optax.GradientTransfo
     return with_base(optax.stateless(lambda u, _: jax.tree.map(step, u)), settings)
 
 
-def normalised(settings: Settings) -> optax.GradientTransformation:
-    """Each tensor's aggregate, divided by its root mean square."""
+def powered(settings: Settings, power: float, **options) -> optax.GradientTransformation:
+    """Between the sign and the aggregate: each element to a power, with a root mean square of 1."""
 
     def step(u):
+        u = jnp.sign(u) * jnp.abs(u) ** power
         return u / (jnp.sqrt(jnp.mean(jnp.square(u))) + 1e-30)
 
-    return with_base(optax.stateless(lambda u, _: jax.tree.map(step, u)), settings)
+    return with_base(optax.stateless(lambda u, _: jax.tree.map(step, u)), settings, **options)
+
+
+def second_moment_behind(settings: Settings, b2: float, **options):
+    """Each element of the aggregate, divided by the root of its mean square over time."""
+    return with_base(scale_by_rms(b2), settings, **options)
+
+
+def as_it_is(settings: Settings, **options) -> optax.GradientTransformation:
+    """Steps by the aggregate, whose gradients weigh 1 in the momentum."""
+    return with_base(optax.identity(), settings, gradient_weight=1.0, **options)
+
+
+def cooled(settings: Settings, steps: int, make: str) -> optax.GradientTransformation:
+    """The rate falls to zero: that of the schedule, times the part of the steps that are left."""
+
+    def rate(step):
+        return settings.learning_rate(step) * (1.0 - step / steps)
+
+    own = settings._replace(learning_rate=rate)
+    return with_options(own) if make == "demo" else recipes.make(make, own, None)
 
 
 class SharedSecondMoment(NamedTuple):
@@ -277,7 +304,10 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         decay_from,
         ready_made,
         signs_of_blocks,
-        normalised,
+        powered,
+        second_moment_behind,
+        as_it_is,
+        cooled,
         shared_second_moment,
         scaled_coefficients,
         apart,

@@ -35,6 +35,9 @@ class Result(NamedTuple):
 
     Losses are in nats per held-out byte, ``evaluations`` pairs of a step and such a loss; bytes are
     those that a worker hands to the exchange, the mean over all steps; seconds those of a core.
+    ``residuals`` and ``sent_shares`` are pairs of a step and the mean since the pair before, of the
+    norm and the share in `demo_optax.ExchangeMetrics`; None where nothing is compressed, and in
+    runs from before they were recorded.
     """
 
     method: str
@@ -45,9 +48,10 @@ class Result(NamedTuple):
     loss: float | None
     bytes_per_step: float
     evaluations: list[tuple[int, float]]
-    sent_share: float | None
     seconds: float
     versions: dict[str, str]
+    residuals: list[tuple[int, float]] | None = None
+    sent_shares: list[tuple[int, float]] | None = None
 
     @property
     def key(self) -> str:
@@ -70,11 +74,13 @@ class Method:
       search_from: the learning rate that a search begins with; None where ``learning_rate`` is set.
       learning_rate: of all runs, for methods that are not searched for the best.
       like: the method whose best rate this one takes.
+      curve: what it is a point of in the picture.
     """
 
     name: str
     settings: Mapping[str, Any]
     lever: Mapping[str, Any]
+    curve: str
     search_from: float | None = None
     learning_rate: float | None = None
     like: str | None = None
@@ -164,8 +170,11 @@ def read(path: Path = STUDIES) -> dict[str, Study]:
 
 
 def _study(name: str, body: dict[str, Any]) -> Study:
-    common = body["settings"]
-    methods = {each: _method(each, common, own) for each, own in body["methods"].items()}
+    usual = body.get("lever", {})
+    methods = {
+        each: _method(each, body["settings"], {"lever": usual} | own)
+        for each, own in body["methods"].items()
+    }
     for method in methods.values():
         if method.like is not None and method.like not in methods:
             raise ValueError(f"{name}: {method.name} is like {method.like!r}, which is no method.")
@@ -180,5 +189,5 @@ def _method(name: str, common: dict[str, Any], own: dict[str, Any]) -> Method:
         rates["learning_rate"] = usual
     if sum(value is not None for value in rates.values()) != 1:
         raise ValueError(f"{name}: give one of search_from, learning_rate and like, not {rates}.")
-    lever = own.pop("lever", {})
-    return Method(name, common | own, lever, **rates)
+    lever, curve = own.pop("lever"), own.pop("curve", name)
+    return Method(name, common | own, lever, curve, **rates)

@@ -5,12 +5,15 @@
 It keeps to one core, so that as many run beside each other as there are cores.
 """
 
+import itertools
 import json
 import math
 import os
 import sys
+import tempfile
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 
 def main() -> None:
@@ -20,8 +23,6 @@ def main() -> None:
 
 def result_of(job: dict) -> dict:
     """As `study.Result` has it."""
-    import numpy as np
-
     from lm.config import Config
     from lm.report import console
     from lm.setup import prepare
@@ -30,19 +31,35 @@ def result_of(job: dict) -> dict:
     from . import levers
 
     console.quiet = True
-    config = Config(**job["settings"], learning_rate=job["learning_rate"], seed=job["seed"])
-    make = levers.maker(**job["lever"]) if job["lever"] else None
-    trained = train(prepare(config, make) if make else prepare(config))
-    shares = trained.log.sent_shares
+    own = {"learning_rate": job["learning_rate"], "seed": job["seed"]}
+    make = {"make_optimizer": levers.maker(**job["lever"])} if job["lever"] else {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(**job["settings"], **own, log_dir=Path(folder))
+        trained = train(prepare(config, **make))
+        lines = (Path(folder) / "steps.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    exchanged = [step for step in steps if step["exchange"] and step["packet_bytes"]]
+    ends = [at.step for at in trained.log.evaluations]
     return {
         **{name: job[name] for name in ("method", "settings", "lever", "learning_rate", "seed")},
         "loss": _rounded(trained.loss),
         "bytes_per_step": round(trained.log.bytes_per_step, 1),
         "evaluations": [(at.step, _rounded(at.loss)) for at in trained.log.evaluations],
-        "sent_share": _rounded(float(np.mean(shares))) if shares else None,
         "seconds": round(time.process_time()),
         "versions": {name: version(name) for name in ("jax", "optax", "flax")},
+        "residuals": _means(exchanged, "residual_norm", ends),
+        "sent_shares": _means(exchanged, "sent_share", ends),
     }
+
+
+def _means(steps: list[dict], name: str, ends: list[int]) -> list[tuple[int, float]] | None:
+    """Of a metric, since the end before and until each of these ends; None where there is none."""
+    found = []
+    for first, last in itertools.pairwise([0, *ends]):
+        values = [step["exchange"][name] for step in steps if first < step["number"] <= last]
+        if values and math.isfinite(mean := math.fsum(values) / len(values)):
+            found.append((last, float(f"{mean:.4g}")))
+    return found or None
 
 
 def _rounded(x: float) -> float | None:

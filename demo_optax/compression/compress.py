@@ -10,7 +10,8 @@ from jaxtyping import Array, Int32, PRNGKeyArray, UInt32
 
 from demo_optax.arrays import Coefficients, IntScalar
 from demo_optax.compression import packet, selection, shares
-from demo_optax.compression.packet import Layout, Message, Travelled
+from demo_optax.compression.bins import Bins
+from demo_optax.compression.packet import Layout, Message, Section, Travelled
 from demo_optax.compression.plan import Plan
 from demo_optax.compression.runs import Run
 from demo_optax.compression.settings import DRAW, ROUND, Compression
@@ -89,7 +90,7 @@ def compress_layout(
       owners: among whom the blocks are divided.
     """
     positions = tuple(
-        selection.top_k(m, section.k) if at is None else at
+        _chosen(section, m) if at is None else at
         for section, m, at in zip(layout.sections, momenta, known, strict=True)
     )
     values = tuple(selection.take(m, p) for m, p in zip(momenta, positions, strict=True))
@@ -106,3 +107,8 @@ def compress_layout(
     arrived = tuple(map(shares.joined, decoded.values, layout.sections))
     others = Message(positions, arrived)
     return Compressed(bodies, Message(positions, values), others)
+
+
+def _chosen(section: Section, momentum: Coefficients) -> Int32[Array, "_blocks _k"] | Bins:
+    choose = selection.largest_of_bins if section.index_coding == "bins" else selection.top_k
+    return choose(momentum, section.k)

@@ -7,6 +7,7 @@ packed     ``k ceil(log2 n)``                              the smallest ``k``
 elias-fano ``k l + k + ceil(n / 2**l) - 1``,               in between
            with ``l = floor(log2(n / k))``
 bitmap     ``n``                                           about a quarter of ``n`` and more
+bins       ``k ceil(log2(ceil(n / k)))``                   one coefficient of each of ``k`` bins
 ========== =============================================== ================================
 
 Elias-Fano sends the low ``l`` bits of each position as they are, and the high parts, which
@@ -22,13 +23,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32, UInt32
 
 from demo_optax.arrays import BoolScalar
+from demo_optax.compression.bins import Bins, place_bits
 from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
 
 IndexCoding = Literal["packed", "elias-fano", "bitmap"]
+PositionCoding = IndexCoding | Literal["bins"]
 INDEX_CODINGS = get_args(IndexCoding)
 
 
-def index_bits(n: int, k: int, coding: IndexCoding) -> int:
+def index_bits(n: int, k: int, coding: PositionCoding) -> int:
     """Bits for the positions of one block."""
     low, bitmap = _fields(n, k, coding)
     return k * low + bitmap
@@ -49,16 +52,17 @@ def entropy_bits(n: int, k: int) -> float:
     return math.log2(math.comb(n, k))
 
 
-def index_words(blocks: int, n: int, k: int, coding: IndexCoding) -> int:
+def index_words(blocks: int, n: int, k: int, coding: PositionCoding) -> int:
     """Words for the positions of some blocks."""
     low, bitmap = _fields(n, k, coding)
     return words_of(blocks * k, low) + blocks * (bitmap // 32) + words_of(blocks, bitmap % 32)
 
 
 def encode(
-    indices: Int32[Array, "blocks k"], n: int, coding: IndexCoding
+    chosen: Int32[Array, "blocks k"] | Bins, n: int, coding: PositionCoding
 ) -> UInt32[Array, "words"]:
-    """Packs indices, ascending in each block, into ``index_words`` words."""
+    """Packs indices, ascending in each block, or places in bins, into ``index_words`` words."""
+    indices = chosen.places if isinstance(chosen, Bins) else chosen
     _, k = indices.shape
     low_bits, size = _fields(n, k, coding)
     low = indices.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
@@ -70,17 +74,21 @@ def encode(
 
 
 def decode(
-    words: UInt32[Array, "words"], blocks: int, n: int, k: int, coding: IndexCoding
-) -> tuple[Int32[Array, "{blocks} {k}"], BoolScalar]:
+    words: UInt32[Array, "words"], blocks: int, n: int, k: int, coding: PositionCoding
+) -> tuple[Int32[Array, "{blocks} {k}"] | Bins, BoolScalar]:
     """Decodes untrusted words.
 
     Returns:
-      Indices, and whether they ascend in each block and lie in it.
+      Indices, and whether they ascend in each block and lie in it; or places in bins, and whether
+      they lie in the block.
     """
     low_bits, size = _fields(n, k, coding)
     for_low = words_of(blocks * k, low_bits)
     low, whole, rest = jnp.split(words, [for_low, for_low + blocks * (size // 32)])
     indices = unpack_bits(low, low_bits, blocks * k).reshape(blocks, k).astype(jnp.int32)
+    if coding == "bins":
+        found = Bins(indices)
+        return found, jnp.all(found.positions < n)
     complete = jnp.array(True)
     if size:
         bitmap = [whole.reshape(blocks, size // 32)]
@@ -93,17 +101,18 @@ def decode(
     return indices, complete & ascending & inside
 
 
-def _fields(n: int, k: int, coding: IndexCoding) -> tuple[int, int]:
+def _fields(n: int, k: int, coding: PositionCoding) -> tuple[int, int]:
     """``(bits of each low part, bits of the block's bitmap)``."""
     low = (n // k).bit_length() - 1
     return {
         "packed": ((n - 1).bit_length(), 0),
         "elias-fano": (low, k + -(-n >> low) - 1),
         "bitmap": (0, n),
+        "bins": (place_bits(n, k), 0),
     }[coding]
 
 
-def _shift(k: int, coding: IndexCoding) -> Int32[Array, "1 {k}"]:
+def _shift(k: int, coding: PositionCoding) -> Int32[Array, "1 {k}"]:
     """What Elias-Fano adds to high parts, so that equal ones set different bits; else zeros."""
     steps = jnp.arange(k, dtype=jnp.int32)[None]
     return steps if coding == "elias-fano" else jnp.zeros_like(steps)

@@ -20,8 +20,9 @@ from jaxtyping import Array, Bool, Float32, PRNGKeyArray, UInt32
 from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values
 from demo_optax.compression import indices as index_codings
 from demo_optax.compression import values as value_codings
+from demo_optax.compression.bins import Bins
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
-from demo_optax.compression.indices import IndexCoding
+from demo_optax.compression.indices import PositionCoding
 from demo_optax.compression.runs import Run
 from demo_optax.compression.values import Fields, ValueCoding
 
@@ -44,7 +45,7 @@ class Section:
     blocks: int
     block_size: int
     k: int
-    index_coding: IndexCoding | None
+    index_coding: PositionCoding | None
     value_coding: ValueCoding
 
     @property
@@ -89,7 +90,7 @@ class Message(NamedTuple):
       values: for each section.
     """
 
-    positions: tuple[Positions | Run, ...]
+    positions: tuple[Positions | Run | Bins, ...]
     values: tuple[Values, ...]
 
 
@@ -101,7 +102,7 @@ class Travelled(NamedTuple):
       values: for each section.
     """
 
-    positions: tuple[Positions | None, ...]
+    positions: tuple[Positions | Bins | None, ...]
     values: tuple[Values, ...]
 
 
@@ -142,10 +143,10 @@ def decode(layout: Layout, body: UInt32[Array, "words"]) -> tuple[Travelled, Boo
       body: as from `encode`.
 
     Returns:
-      What travelled, and whether every position ascends within its block and every
-      value is finite. Where not, positions may lie anywhere.
+      What travelled, and whether every position lies in its block, behind those before it or in
+      its bin, and every value is finite. Where not, positions may lie anywhere.
     """
-    all_positions: list[Positions | None] = []
+    all_positions: list[Positions | Bins | None] = []
     all_values: list[Values] = []
     valid = jnp.array(True)
     for section in layout.sections:
@@ -154,16 +155,15 @@ def decode(layout: Layout, body: UInt32[Array, "words"]) -> tuple[Travelled, Boo
         index_words, scale_words, value_words, body = jnp.split(
             body, [for_indices, for_indices + for_scales, for_indices + for_scales + for_values]
         )
-        positions = None
+        positions, inside = None, True
         if section.index_coding is not None:
-            positions, ascending = index_codings.decode(
+            positions, inside = index_codings.decode(
                 index_words, blocks, section.block_size, k, section.index_coding
             )
-            valid &= ascending
         scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)
         fields = unpack_bits(value_words, value_codings.value_bits(coding), blocks * k)
         values, finite = value_codings.decode(Fields(scales, fields.reshape(blocks, k)), coding)
-        valid &= finite
+        valid &= inside & finite
         all_positions.append(positions)
         all_values.append(values)
     return Travelled(tuple(all_positions), tuple(all_values)), valid

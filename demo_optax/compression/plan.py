@@ -178,10 +178,12 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
 def section_of(compression: Compression, blocks: int, block_size: int) -> Section:
     """The section of so many blocks of one size."""
     k = min(compression.topk, block_size)
-    travel = compression.selection == "topk" and k < block_size
     coding = compression.index_coding
-    if coding == "auto":
+    if compression.selection == "bins":
+        coding = "bins"
+    elif coding == "auto":
         coding = indices.cheapest(block_size, k)
+    travel = compression.positions_travel and k < block_size
     return Section(blocks, block_size, k, coding if travel else None, compression.value_coding)
 
 

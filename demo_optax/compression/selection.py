@@ -1,12 +1,13 @@
 """Which coefficients of each block are sent.
 
-``"topk"`` takes the largest, and their positions travel with them. The others take positions
-that every worker knows from the step alone (FlexDeMo, From et al., arXiv 2502.06728), so that
-none travel; the mean over the senders is then the mean over all workers.
+``"topk"`` takes the largest and ``"bins"`` the largest of each bin; their positions travel with
+them. The others take positions that every worker knows from the step alone (FlexDeMo, From et al.,
+arXiv 2502.06728), so that none travel; the mean over the senders is then the mean over all workers.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -15,10 +16,11 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
 
 from demo_optax.arrays import IntScalar
-from demo_optax.compression import runs
+from demo_optax.compression import bins, runs
+from demo_optax.compression.bins import Bins
 from demo_optax.compression.runs import Run
 
-Selection = Literal["topk", "random", "random-slicing", "striding", "slicing"]
+Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
 _STRANDS = 8
@@ -38,35 +40,65 @@ def top_k(coefficients: Float[Array, "blocks n"], k: int) -> Int32[Array, "block
     return jnp.sort(chosen, axis=-1)
 
 
+def largest_of_bins(coefficients: Float[Array, "blocks n"], k: int) -> Bins:
+    """The largest magnitude of each of ``k`` bins; of equal ones any."""
+    magnitudes = jnp.abs(coefficients.astype(jnp.float32))
+    at_once = functools.partial(bins.largest, k=k)
+    if magnitudes.shape[1] % (_STRANDS * k):  # strands would belong to several bins
+        return at_once(magnitudes)
+
+    def by_strands(magnitudes: Float32[Array, "blocks n"]) -> Bins:
+        chosen = _of_strands(magnitudes, lambda x: bins.largest(x, k).positions)
+        return Bins(chosen // k)
+
+    return jax.lax.platform_dependent(magnitudes, cpu=by_strands, default=at_once)
+
+
 def _by_kernel(magnitudes: Float32[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
     return jax.lax.top_k(magnitudes, k)[1]
 
 
 def _by_strands(magnitudes: Float32[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
-    """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole).
-
-    A strand is every ``n / 8``-th element. The ``k`` strands with the largest maxima hold the
-    ``k`` largest elements, so that two small selections are enough.
-    """
+    """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
     n = magnitudes.shape[1]
     if n % _STRANDS or n // _STRANDS < 4 * k:
         return _by_kernel(magnitudes, k)
-    width = n // _STRANDS
+    return _of_strands(magnitudes, functools.partial(_by_kernel, k=k))
+
+
+def _of_strands(
+    magnitudes: Float32[Array, "blocks n"],
+    largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
+) -> Int32[Array, "blocks _k"]:
+    """The positions of the largest, by two selections in rows that are shorter.
+
+    A strand is every ``n / 8``-th element. The strands with the largest maxima hold the largest
+    elements.
+    """
+    width = magnitudes.shape[1] // _STRANDS
     rows = [magnitudes[:, i * width : (i + 1) * width] for i in range(_STRANDS)]
-    strands = _by_kernel(functools.reduce(jnp.maximum, rows), k)
+    strands = largest(functools.reduce(jnp.maximum, rows))
     candidates = strands[:, None, :] + width * jnp.arange(_STRANDS, dtype=jnp.int32)[None, :, None]
     candidates = candidates.reshape(len(magnitudes), -1)
-    chosen = _by_kernel(take(magnitudes, candidates), k)
-    return take(candidates, chosen)
+    return take(candidates, largest(take(magnitudes, candidates)))
 
 
 def take(
-    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"] | Run
+    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"] | Run | Bins
 ) -> Shaped[Array, "blocks k"]:
     """The elements at these positions of each block."""
     if isinstance(positions, Run):
         return runs.take(blocks, positions)
-    return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
+    if isinstance(positions, Bins):
+        return jax.lax.platform_dependent(blocks, positions, tpu=bins.take, default=_take_by_gather)
+    return _take_by_gather(blocks, positions)
+
+
+def _take_by_gather(
+    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"] | Bins
+) -> Shaped[Array, "blocks k"]:
+    places = bins.in_block(positions)
+    return jnp.take_along_axis(blocks, places, axis=-1, mode="promise_in_bounds")
 
 
 def shared(

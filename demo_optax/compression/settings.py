@@ -60,12 +60,13 @@ class Compression:
         have taken fixed random signs, for shared positions), ``"random"`` (orthogonal matrices
         redrawn on each step) or ``"identity"``.
       block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
-      selection: ``"topk"``, or one that all workers know from the step, so that no positions
-        travel: ``"random"`` positions; ``"random-slicing"``, a run from a random position on, the
-        same in all blocks, which costs slices where others cost gathers and scatters and wants
-        ``transform="randomized-dct"``; FlexDeMo's ``"striding"`` and ``"slicing"``.
-      index_coding: of the positions, ``"packed"``, ``"elias-fano"`` or ``"bitmap"``; with
-        ``"auto"`` the smallest for each block size.
+      selection: ``"topk"``; ``"bins"``, the largest of each of ``topk`` bins, which costs no sort
+        and fewer bits (take powers of two); or one that all workers know from the step, so that no
+        positions travel: ``"random"`` positions; ``"random-slicing"``, a run from a random position
+        on, the same in all blocks, which costs slices where others cost gathers and scatters and
+        wants ``transform="randomized-dct"``; FlexDeMo's ``"striding"`` and ``"slicing"``.
+      index_coding: of the positions of ``"topk"``, ``"packed"``, ``"elias-fano"`` or ``"bitmap"``;
+        with ``"auto"`` the smallest for each block size.
       rounding: of the values, to the ``"nearest"`` or ``"stochastic"``.
       norm_limit: largest norm of a worker's message, as a multiple of the median of all workers'
         messages; what is more stays in its momentum. It bounds what one broken or malicious worker
@@ -116,6 +117,12 @@ class Compression:
         checks.one_of("block_rule", self.block_rule, BLOCK_RULES)
         checks.one_of("selection", self.selection, SELECTIONS)
         checks.one_of("index_coding", self.index_coding, ("auto", *INDEX_CODINGS))
+        if self.selection != "topk" and self.index_coding != "auto":
+            raise ValueError(
+                f"index_coding={self.index_coding!r} is for selection='topk': with "
+                f"selection={self.selection!r} positions have one coding, or do not travel. "
+                "Leave it out."
+            )
         checks.one_of("rounding", self.rounding, ROUNDINGS)
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
@@ -132,14 +139,19 @@ class Compression:
             )
         if self.topk_back is not None:
             checks.static_integer("topk_back", self.topk_back, at_least=1)
-            if self.selection != "topk":
+            if not self.positions_travel:
                 raise ValueError(
-                    f"topk_back={self.topk_back} is for selection='topk': with "
+                    f"topk_back={self.topk_back} is for selection='topk' and 'bins': with "
                     f"selection={self.selection!r} owners send back the {self.topk} coefficients "
                     "that were sent to them. Leave it out."
                 )
         if self.value_coding_back is not None:
             checks.one_of("value_coding_back", self.value_coding_back, VALUE_CODINGS)
+
+    @property
+    def positions_travel(self) -> bool:
+        """Whether each worker sends the positions of its own coefficients."""
+        return self.selection in ("topk", "bins")
 
     @property
     def coordinates(self) -> Coordinates:
@@ -150,7 +162,7 @@ class Compression:
     @property
     def way_back(self) -> "Compression":
         """How owners compress what they send back."""
-        four_times = 4 * self.topk if self.selection == "topk" else self.topk
+        four_times = 4 * self.topk if self.positions_travel else self.topk
         return dataclasses.replace(
             self,
             topk=self.topk_back or four_times,

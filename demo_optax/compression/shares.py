@@ -1,7 +1,9 @@
 """The blocks of a packet divided among owners: each owns an equal run of every section's blocks."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
@@ -24,9 +26,9 @@ def layout_of(layout: Layout, owners: int) -> Layout:
 
 def divided(message: Travelled, owners: int) -> Travelled:
     """A message's part for each owner; padding sends zeros."""
-    positions = [None if p is None else divided_rows(p, owners) for p in message.positions]
+    positions = jax.tree.map(functools.partial(divided_rows, owners=owners), message.positions)
     values = [divided_rows(v, owners, "constant") for v in message.values]
-    return Travelled(tuple(positions), tuple(values))
+    return Travelled(positions, tuple(values))
 
 
 def joined(parts: Divided, section: Section) -> Shaped[Array, "_blocks _k"]:

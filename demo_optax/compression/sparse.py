@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from demo_optax.arrays import FloatScalar
-from demo_optax.compression import runs
+from demo_optax.compression import bins, runs
+from demo_optax.compression.bins import Bins
 from demo_optax.compression.runs import Run
 from demo_optax.compression.transforms import product
 
@@ -22,10 +23,11 @@ MEANS = get_args(Mean)
 Dense = Float[Array, "blocks n"]
 Positions = Int32[Array, "blocks k"]
 Values = Float[Array, "blocks k"]
-AllPositions = Int32[Array, "workers blocks k"]
+AllPositions = Int32[Array, "workers blocks k"] | Bins
 AllValues = Float32[Array, "workers blocks k"]
 
 AT_ONCE = 64  # coefficients of a block of all workers that are compared with each other
+BINS_AT_ONCE = 16  # workers whose places in the same bins are compared
 _LANES = 128  # of a TPU's vectors: narrower arrays are padded to them in memory
 _MOST_COMPARISONS = 16  # of each element; beyond, a product costs less
 
@@ -62,16 +64,26 @@ def weighted(
     """Untrusted messages times their weights; those of weight 0 send zeros."""
     factors = weights[:, None, None]
     counted = factors > 0
-    if positions is not None:
+    if isinstance(positions, Bins):
+        positions = Bins(jnp.where(counted, positions.places, 0))
+    elif positions is not None:
         first = jnp.arange(positions.shape[2], dtype=positions.dtype)[None, None]
         positions = jnp.where(counted, positions, first)
     return Sent(positions, jnp.where(counted, values * factors, 0), counted)
 
 
-def add_at(blocks: Dense, positions: Positions | Run, values: Values) -> Dense:
+def add_at(blocks: Dense, positions: Positions | Run | Bins, values: Values) -> Dense:
     """Adds values to blocks, at positions unique in each."""
     if isinstance(positions, Run):
         return runs.add(blocks, positions, values.astype(blocks.dtype))
+    if isinstance(positions, Bins):
+        return jax.lax.platform_dependent(
+            blocks,
+            positions,
+            values.astype(blocks.dtype),
+            cpu=_add_by_scatter,
+            default=bins.add,
+        )
     compare = positions.shape[1] <= _MOST_COMPARISONS
     return jax.lax.platform_dependent(
         blocks,
@@ -90,6 +102,9 @@ def mean_of_sent(zeros: Dense, sent: Sent, mean: Mean) -> Dense:
     positions = sent.positions
     if mean == "workers" or positions is None or len(sent.values) == 1:  # both are the same
         number = jnp.sum(sent.counted, dtype=jnp.float32)
+    elif isinstance(positions, Bins):
+        equal = (positions.places[:, None] == positions.places[None]) & sent.counted[:, None]
+        number = jnp.sum(equal, axis=0, dtype=jnp.float32)
     else:
         positions = _blocks_last(jnp.where(sent.counted, positions, -1))
         equal = positions[:, None] == positions[None]
@@ -120,20 +135,27 @@ def _add_all(blocks: Dense, positions: AllPositions | None, values: AllValues) -
         return blocks + jnp.sum(values, axis=0)
 
     def by_scatter(blocks: Dense, positions: AllPositions, values: AllValues) -> Dense:
-        def add(blocks: Dense, worker: tuple[Positions, Values]) -> tuple[Dense, None]:
+        def add(blocks: Dense, worker: tuple[Positions | Bins, Values]) -> tuple[Dense, None]:
             return _add_by_scatter(blocks, *worker), None
 
         return jax.lax.scan(add, blocks, (positions, values))[0]
 
-    def by_product(blocks: Dense, positions: AllPositions, values: AllValues) -> Dense:
+    if isinstance(positions, Bins):
+        return jax.lax.platform_dependent(
+            blocks, positions, values, cpu=by_scatter, default=bins.add_all
+        )
+
+    def by_product(
+        blocks: Dense, positions: Int32[Array, "workers blocks k"], values: AllValues
+    ) -> Dense:
         return _add_by_product(blocks, _blocks_last(positions).T, _blocks_last(values).T)
 
     return jax.lax.platform_dependent(blocks, positions, values, tpu=by_product, default=by_scatter)
 
 
-def _add_by_scatter(blocks: Dense, positions: Positions, values: Values) -> Dense:
-    rows = jnp.arange(len(blocks))[:, None]
-    return blocks.at[rows, positions].add(values, unique_indices=True, mode="promise_in_bounds")
+def _add_by_scatter(blocks: Dense, positions: Positions | Bins, values: Values) -> Dense:
+    rows, places = jnp.arange(len(blocks))[:, None], bins.in_block(positions)
+    return blocks.at[rows, places].add(values, unique_indices=True, mode="promise_in_bounds")
 
 
 def _add_by_comparison(blocks: Dense, positions: Positions, values: Values) -> Dense:

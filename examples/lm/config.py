@@ -93,8 +93,8 @@ class Config:
     transform: TransformName = "dct"
     """Of the blocks, in whose coefficients the momentum is stored."""
     selection: Selection = "topk"
-    """Which coefficients: the largest, or some that every worker knows from the step, whose
-    positions do not travel (docs/settings.md says when)."""
+    """Which coefficients: the largest, the largest of each of --topk bins, or some that every
+    worker knows from the step, whose positions do not travel (docs/settings.md says when)."""
     exchange: Exchange = "all-gather"
     """all-gather: every worker gets all packets. two-phase: each averages a share of the blocks and
     sends that to all, traffic that does not grow with the workers."""

@@ -1,0 +1,87 @@
+"""Pictures of what came of the studies, for the documentation."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from .study import Study
+from .tables import ROOT, rows
+
+FOLDER = ROOT / "docs"
+MARKERS = "os^vDP*X<>h"
+
+
+def draw(studies: Mapping[str, Study]) -> None:
+    """Draws all of them anew."""
+    with plt.style.context({"axes.spines.top": False, "axes.spines.right": False}):
+        loss_against_bytes(studies["tiny"], FOLDER / "quality_bytes.png")
+        over_steps(studies["small"], FOLDER / "quality_steps.png")
+
+
+def loss_against_bytes(study: Study, path: Path) -> None:
+    """Each method a point, with its standard error; those of one curve are joined."""
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=150)
+    found = sorted(rows(study), key=lambda row: row.method.curve)
+    for (name, points), style in zip(
+        itertools.groupby(found, key=lambda row: row.method.curve), _styles(), strict=False
+    ):
+        points = sorted(points, key=lambda row: row.bytes_per_step)
+        axes.errorbar(
+            [row.bytes_per_step for row in points],
+            [row.loss.value for row in points],
+            [row.loss.error or 0.0 for row in points],
+            label=name,
+            capsize=2,
+            **style,
+        )
+    axes.set(xscale="log", xlabel="bytes that a worker hands to the exchange, per step")
+    axes.set_ylabel("held-out loss, nats per byte")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _styles() -> Iterator[dict[str, Any]]:
+    for n in itertools.count():
+        yield {"color": f"C{n % 10}", "marker": MARKERS[n % len(MARKERS)], "linewidth": 1}
+
+
+def over_steps(study: Study, path: Path) -> None:
+    """Loss, its difference from the baseline, residual norm and sent share over the steps."""
+    results = study.results()
+    if not results:
+        return
+    figure, ((losses, differences), (residuals, shares)) = plt.subplots(
+        2, 2, figsize=(9, 6), dpi=150, sharex=True, layout="constrained"
+    )
+    first = {
+        name: found[study.seeds[0]]
+        for name, method in study.methods.items()
+        if study.seeds[0] in (found := study.of_method(method, results))
+    }
+    baseline = dict(first[study.baseline].evaluations) if study.baseline in first else {}
+    for (name, result), style in zip(first.items(), _styles(), strict=False):
+        style |= {"markersize": 3}
+        _line(losses, result.evaluations, style, label=name)
+        if baseline and name != study.baseline:
+            both = [(at, loss, baseline.get(at)) for at, loss in result.evaluations]
+            apart = [(at, a - b) for at, a, b in both if a is not None and b is not None]
+            _line(differences, apart, style)
+        _line(residuals, result.residuals or [], style)
+        _line(shares, result.sent_shares or [], style)
+    losses.legend(frameon=False)
+    losses.set_ylabel("held-out loss, nats per byte")
+    differences.set_ylabel(f"the same beside {study.baseline}")
+    differences.axhline(0.0, color="grey", linewidth=0.5)
+    residuals.set(ylabel="norm of what stays in a momentum", xlabel="steps", ylim=(0, None))
+    shares.set(ylabel="share of the energy that is sent", xlabel="steps", ylim=(0, None))
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _line(axes: Axes, pairs: list[tuple[int, float]], style: dict[str, Any], **options) -> None:
+    axes.plot([at for at, _ in pairs], [value for _, value in pairs], **style, **options)
