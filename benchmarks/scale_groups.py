@@ -31,7 +31,14 @@ GROUPS = (1, 2, 4, 16, 64)
 def momenta_of_a_run(optimizer: OptimizerName, topk: int) -> list[list[jax.Array]]:
     """For each of two workers the momenta of all parameters."""
     run = prepare(
-        Config(optimizer=optimizer, topk=topk, value_coding="int4", workers=2, steps=STEPS)
+        Config(
+            optimizer=optimizer,
+            selection="topk",
+            topk=topk,
+            value_coding="int4",
+            workers=2,
+            steps=STEPS,
+        )
     )
     step = demo_optax.make_train_step(run.loss_fn, run.tx, run.mesh, clip_norm=1.0)
     params, state = run.params, demo_optax.init_opt_state(run.tx, run.params, run.mesh)

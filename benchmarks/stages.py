@@ -1,6 +1,6 @@
 """Where an optimizer step's time goes: nanoseconds per parameter of each stage, on one device.
 
-    python benchmarks/stages.py [--topk 8] [--value-coding int4]
+    python benchmarks/stages.py [--topk 8] [--value-coding int4] [--selection bins]
 
 The last column is what one more worker's packet costs everyone.
 """
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--value-coding", nargs="+", default=["float32", "int4"])
+    parser.add_argument("--selection", default="topk")
     args = parser.parse_args()
 
     tensors = jax.tree.leaves(transformer_params(args.layers, args.width))
@@ -51,7 +52,8 @@ def main() -> None:
     print(" " * 14 + "".join(f"{name:>10}" for name in names))
     for k in args.topk:
         for values in args.value_coding:
-            plan = make_plan(demo_optax.Compression(topk=k, value_coding=values), shapes)
+            compression = demo_optax.Compression(k, value_coding=values, selection=args.selection)
+            plan = make_plan(compression, shapes)
 
             def transform(blocks, plan=plan):
                 return [x.reshape(len(x), -1) for x in plan.transform(blocks, zero)[0]]
@@ -64,7 +66,7 @@ def main() -> None:
                 sent = messages.outgoing(plan, compressed, report, jnp.array(True), zero, None)
                 last = metrics.before_the_first()
                 with mock.patch.object(wire, "gather", gather):
-                    return exchange_packets(plan, sent, (), zero, None, "senders", last)
+                    return exchange_packets(plan, sent, (), last, zero, None, "senders")
 
             blocks = jax.jit(plan.blocks)(tensors)
             coefficients = jax.jit(transform)(blocks)

@@ -82,6 +82,7 @@ def main() -> None:
             baseline = None
             for coding in codings:
                 config = Config(
+                    selection="topk",
                     value_coding=coding,
                     topk=k,
                     steps=study.steps,

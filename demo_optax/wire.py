@@ -23,11 +23,13 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
             gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, packet.size)
 
-    def gathered_flat(x):
-        # As rows of a matrix, XLA would make an all-reduce of it for 64 TPUs.
-        return jax.lax.all_gather(x, axis_name, tiled=True, to="invarying").reshape(-1, x.size)
+    def gathered_in_a_row(x):
+        # As rows of a matrix, or joined to what made it, XLA makes an all-reduce of it for 64 TPUs.
+        row = jax.lax.optimization_barrier(x[None])
+        row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
+        return row.reshape(-1, x.size)
 
-    return _once(gathered_flat, packet, axis_name)
+    return _once(gathered_in_a_row, packet, axis_name)
 
 
 def deal(

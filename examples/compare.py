@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lm import config as configuration
 from lm.config import Config, Count
-from lm.recipes import RECIPES, OptimizerName
+from lm.recipes import OptimizerName
 from lm.report import console
 from lm.train import Trained, run_or_exit
 
@@ -37,8 +37,6 @@ class Comparison(Config):
 def main() -> None:
     default = Comparison(
         steps=400,
-        selection="bins",
-        value_coding="sign",
         evaluate_every=40,
         log_dir=Path("runs"),
     )
@@ -50,8 +48,6 @@ def main() -> None:
             f"last: choose another than {BASELINE}, and train_lm.py to use a --checkpoint-dir."
         )
     first = Config(**{each.name: getattr(config, each.name) for each in dataclasses.fields(Config)})
-    if not RECIPES[first.optimizer].compresses:
-        first = dataclasses.replace(first, selection="topk")
     baseline = dataclasses.replace(
         first,
         optimizer=BASELINE,
@@ -62,7 +58,7 @@ def main() -> None:
         exchange="all-gather",
         topk_back=None,
         delay=0,
-        selection="topk",
+        selection=None,
     )
     seeds = range(config.seed, config.seed + config.seeds)
     compared: Runs = {

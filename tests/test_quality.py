@@ -215,6 +215,13 @@ def test_pages_say_what_was_found():
     assert "<!-- study tiny -->" in (ROOT / "README.md").read_text()
 
 
+def test_methods_do_not_lean_on_defaults_that_may_change():
+    for study_of, method in METHODS:
+        sends = {"selection", "topk", "value_coding", "decay"}
+        if method.settings.get("optimizer", "demo") == "demo" and method.name != "Muon":
+            assert sends <= set(method.settings), (study_of.name, method.name)
+
+
 def test_every_result_is_of_a_method_of_its_study():
     for each in STUDIES.values():
         methods = [(dict(m.settings), dict(m.lever)) for m in each.methods.values()]

@@ -12,6 +12,7 @@ import yaml
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER / "studies.yaml"
 SPACING = 2.0
+KINDS = "kinds"  # of methods, for studies to refer to
 
 
 class Job(NamedTuple):
@@ -166,7 +167,8 @@ def read(path: Path = STUDIES) -> dict[str, Study]:
     Raises:
       ValueError: a method has no learning rate, or more than one way to get it.
     """
-    return {name: _study(name, body) for name, body in yaml.safe_load(path.read_text()).items()}
+    bodies = yaml.safe_load(path.read_text())
+    return {name: _study(name, body) for name, body in bodies.items() if name != KINDS}
 
 
 def _study(name: str, body: dict[str, Any]) -> Study:

@@ -84,17 +84,19 @@ class Config:
     """Decoupled weight decay; by default what suits the optimizer."""
     clip_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """Largest norm of each worker's own gradient."""
-    topk: Count = 32
-    """Coefficients that are sent of each block."""
+    topk: Count | None = None
+    """Coefficients that are sent of each block, by default 32."""
     block_side: Annotated[int, Field(ge=1, le=2**12)] = 64
     """Elements per side of a block."""
-    value_coding: ValueCoding = "int4"
-    """Coding of the values that are sent; benchmarks/value_codings.py compares them."""
+    value_coding: ValueCoding | None = None
+    """Coding of the values that are sent, by default sign for demo and int4 for the others;
+    benchmarks/value_codings.py compares them."""
     transform: TransformName = "dct"
     """Of the blocks, in whose coefficients the momentum is stored."""
-    selection: Selection = "topk"
-    """Which coefficients: the largest, the largest of each of --topk bins, or some that every
-    worker knows from the step, whose positions do not travel (docs/settings.md says when)."""
+    selection: Selection | None = None
+    """Which coefficients: topk the largest, bins the largest of each of --topk bins; the others are
+    known to every worker from the step, so that their positions do not travel (docs/settings.md
+    says when). By default bins for demo and topk for the others."""
     exchange: Exchange = "all-gather"
     """all-gather: every worker gets all packets. two-phase: each averages a share of the blocks and
     sends that to all, traffic that does not grow with the workers."""

@@ -22,6 +22,8 @@ OptimizerName = Literal[
 ]
 
 LOCAL_STEPS = 20
+FOUR_BITS = demo_optax.Compression(32, value_coding="int4")
+ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
 
 
 class Settings(NamedTuple):
@@ -36,16 +38,16 @@ class Settings(NamedTuple):
 class Recipe(NamedTuple):
     """Default learning rate, momentum decay and weight decay, and what makes the optimizer.
 
-    With an ``outer`` optimizer it is that of each worker's local steps. Those that do not compress
-    all-reduce whole gradients, or differences of parameters.
+    With an ``outer`` optimizer it is that of each worker's local steps. Those without a default
+    ``compression`` all-reduce whole gradients, or differences of parameters.
     """
 
     learning_rate: float
     decay: float
     weight_decay: float
     make: Callable[[Settings], optax.GradientTransformation]
+    compression: demo_optax.Compression | None = FOUR_BITS
     outer: Callable[[Settings], optax.GradientTransformation] | None = None
-    compresses: bool = True
 
 
 def _decoupled(optimizer, settings: Settings, **options) -> optax.GradientTransformation:
@@ -79,15 +81,15 @@ def _sparseloco(settings: Settings) -> optax.GradientTransformation:
 
 
 RECIPES: dict[OptimizerName, Recipe] = {
-    "demo": Recipe(3e-3, 0.98, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled)),
+    "demo": Recipe(3e-3, 0.98, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled), ONE_BIT),
     "demo-paper": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
     "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
     "demo-muon": Recipe(1e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
-    "diloco": Recipe(3e-3, 0.9, 0.1, _adamw, _diloco, compresses=False),
-    "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, _sparseloco),
-    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compresses=False),
+    "diloco": Recipe(3e-3, 0.9, 0.1, _adamw, None, _diloco),
+    "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco),
+    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, None),
 }
 
 

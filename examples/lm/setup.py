@@ -1,6 +1,7 @@
 """Everything that a run needs, made from its configuration before anything is trained."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ SIMULATED_WORKERS = 8
 SIMULATED_AT_MOST = 256  # devices of a process: JAX needs seconds for them
 WARMUP_STEPS = 50
 TUNED_WIDTH = PRESETS["tiny"].width
+COMPRESSION = (  # settings that are called alike
+    *("topk", "block_side", "value_coding", "transform", "selection"),
+    *("exchange", "topk_back", "delay", "norm_limit"),
+)
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
 
 MakeOptimizer = Callable[[OptimizerName, Settings, int | None], optax.GradientTransformation]
@@ -85,17 +90,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         learning_rate=schedule(peak, config.warmup_steps or WARMUP_STEPS, config.steps),
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
-        compression=demo_optax.Compression(
-            config.topk,
-            config.block_side,
-            config.value_coding,
-            transform=config.transform,
-            selection=config.selection,
-            norm_limit=config.norm_limit,
-            exchange=config.exchange,
-            topk_back=config.topk_back,
-            delay=config.delay,
-        ),
+        compression=compression(config),
     )
     tx = make_optimizer(config.optimizer, settings, config.local_steps)
     train_step = demo_optax.make_train_step(
@@ -154,6 +149,13 @@ def architecture(config: Config, vocabulary: int) -> Preset:
 
 def default(given: float | None, otherwise: float) -> float:
     return otherwise if given is None else given
+
+
+def compression(config: Config) -> demo_optax.Compression:
+    """Of the settings, and for the rest what suits the optimizer."""
+    usual = RECIPES[config.optimizer].compression or demo_optax.Compression()
+    given = {name: getattr(config, name) for name in COMPRESSION}
+    return dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
 
 
 def make_mesh(config: Config) -> Mesh:

@@ -89,8 +89,8 @@ def _require_agreement(config: Config) -> None:
             f"--topk-back {config.topk_back} is what owners send back, whom --exchange all-gather "
             "does not know: leave it out, or set --exchange two-phase."
         )
-    sends_packets = RECIPES[config.optimizer].compresses
-    for name, usual in (("exchange", "all-gather"), ("delay", 0), ("selection", "topk")):
+    sends_packets = RECIPES[config.optimizer].compression
+    for name, usual in (("exchange", "all-gather"), ("delay", 0), ("selection", None)):
         if not sends_packets and getattr(config, name) != usual:
             raise ValueError(
                 f"--{name} {getattr(config, name)} is for optimizers that send packets: "
