@@ -21,7 +21,7 @@ from lm.setup import prepare
 
 
 def optimizer(dtype: str, decay: float, learning_rate: float) -> optax.GradientTransformation:
-    """The trainer's default recipe, with a momentum stored in this dtype."""
+    """DeMo of scaled gradients as in version 0.1, with a momentum stored in this dtype."""
     return demo_optax.decoupled(
         optax.chain(optax.scale_by_sign(), optax.scale_by_learning_rate(learning_rate)),
         demo_optax.Compression(topk=32, value_coding="int4"),

@@ -104,7 +104,7 @@ def average(
       largest: norm that counts of a message; what is longer is scaled down to it.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that take part.
     """
-    workers, at_once = len(bodies), _workers_at_once(layout, mean)
+    workers, at_once = len(bodies), _workers_at_once(layout)
     pairs = list(zip(layout.sections, known, strict=True))
 
     def zeros(blocks: int, size: int) -> Coefficients:
@@ -142,15 +142,15 @@ def average(
     return Average(placed(means), weights)
 
 
-def _workers_at_once(layout: Layout, mean: Mean) -> int:
-    """Packets to decode together: few where their positions are compared with each other.
+def _workers_at_once(layout: Layout) -> int:
+    """Packets to decode together: few where their positions travel.
 
     Otherwise as many as have no more values than all blocks have coefficients.
     """
     if any(s.index_coding == "bins" for s in layout.sections):
         return sparse.BINS_AT_ONCE
     travelling = [s.k for s in layout.sections if s.index_coding is not None]
-    if travelling and mean == "senders":
+    if travelling:
         return max(sparse.AT_ONCE // max(travelling), 1)
     dense = sum(s.blocks * s.block_size for s in layout.sections)
     return max(dense // max(sum(s.blocks * s.k for s in layout.sections), 1), 1)

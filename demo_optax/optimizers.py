@@ -133,15 +133,16 @@ def demo_scaled(
         m_i &\leftarrow \beta m_i + \eta_t\, T(g_i / (\sqrt{\hat v_i} + \epsilon)) \\
         q_i &= \mathrm{select}(m_i), \quad m_i \leftarrow m_i - q_i \\
         u &= T^{-1}(\textstyle\sum_i q_i) \\
-        x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u| / \mathrm{mean} |u|}
+        x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
         + \lambda x\big)
 
     Of a plain gradient the largest coefficients are those of a few large rows, of a scaled one
     those that matter; :math:`v_i`, bias-corrected to :math:`\hat v_i`, never travels. A
     coefficient counts by how many workers sent it, where `demo` averages over these alone. And of
     the sum the root is taken where `demo` takes the sign, so that elements of which little was
-    heard move less; the mean, over the elements of a tensor that are not zero, gives the steps the
-    mean square of signs. Where a worker's parameters are sharded it is that of a shard.
+    heard move less. :math:`\Sigma u^2 / \Sigma |u|` is a tensor's mean magnitude, each weighted by
+    itself: a step's root mean square is at most the learning rate, whatever share of a tensor is
+    still heard of. Where a worker's parameters are sharded the sums are those of a shard.
     ``docs/quality.md`` has what each of these did in our runs. Begin with the learning rate of a
     tuned AdamW, in proportion to 1 / width.
 
@@ -304,13 +305,20 @@ def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
 
 
 def _scale_by_signed_root() -> optax.GradientTransformation:
-    """Each element's sign times the root of its magnitude, with the mean square of signs."""
+    """Each element's sign times the root of its magnitude, in units of a tensor's mean magnitude.
+
+    The mean is weighted by the magnitudes themselves, so that elements of which nothing is heard
+    any more do not make the others' steps longer. By Cauchy and Schwarz the mean square of the
+    steps is at most that of signs.
+    """
 
     def step(update):
         u = upcast(update)
+        largest = jnp.max(jnp.abs(u), initial=0.0)
+        u /= jnp.where(largest > 0, largest, 1.0)
         magnitude = jnp.abs(u)
-        mean = jnp.sum(magnitude) / jnp.maximum(jnp.count_nonzero(u), 1)
-        relative = magnitude / jnp.where(mean > 0, mean, 1.0)
+        mean = jnp.sum(jnp.square(u)) / jnp.where(largest > 0, jnp.sum(magnitude), 1.0)
+        relative = magnitude / jnp.where(largest > 0, mean, 1.0)
         return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
 
     return optax.stateless_with_tree_map(lambda update, _: step(update))

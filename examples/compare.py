@@ -35,11 +35,7 @@ class Comparison(Config):
 
 
 def main() -> None:
-    default = Comparison(
-        steps=400,
-        evaluate_every=40,
-        log_dir=Path("runs"),
-    )
+    default = Comparison(steps=400, evaluate_every=40, log_dir=Path("runs"))
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or Path("runs")
     if config.optimizer == BASELINE or config.checkpoint_dir:
@@ -59,6 +55,8 @@ def main() -> None:
         topk_back=None,
         delay=0,
         selection=None,
+        topk=None,
+        value_coding=None,
     )
     seeds = range(config.seed, config.seed + config.seeds)
     compared: Runs = {

@@ -1,6 +1,7 @@
 """The studies: what is trained next, and whether the documents tell what was found."""
 
 import dataclasses
+import inspect
 import math
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import demo_optax
 from benchmarks.quality import __main__ as main
 from benchmarks.quality import levers, pictures, study, tables
 from lm.config import Config
-from lm.recipes import Settings
+from lm.recipes import RECIPES, Settings
 from lm.validation import require_sensible
 from tests import model
 
@@ -197,19 +198,6 @@ def test_levers_are_optimizers_that_differ_from_demo(lever):
     assert (apart < 1e-6) == (lever == {"name": "with_options", "mean": "senders"})
 
 
-def test_the_lever_that_won_is_demo_scaled():
-    """Not to the bit: two programs round differently."""
-    settings = Settings(
-        optax.linear_schedule(0.05, 0.01, 5), 0.9, 0.0, demo_optax.Compression(4, 8)
-    )
-    won = {"name": "powered", "power": 0.5, "mean": "workers"}
-    assert any(method.lever == won for method in STUDIES["levers"].methods.values())
-    lever, *_ = model.train(levers.maker(**won)("demo", settings, None), 5)
-    ours, *_ = model.train(demo_optax.demo_scaled(**settings._asdict(), axis_name="data"), 5)
-    for name in ours:
-        np.testing.assert_allclose(lever[name], ours[name], atol=1e-5)
-
-
 def test_pages_say_what_was_found():
     assert tables.check(STUDIES) == [], "run python -m benchmarks.quality write"
     assert "<!-- study tiny -->" in (ROOT / "README.md").read_text()
@@ -217,9 +205,16 @@ def test_pages_say_what_was_found():
 
 def test_methods_do_not_lean_on_defaults_that_may_change():
     for study_of, method in METHODS:
-        sends = {"selection", "topk", "value_coding", "decay"}
-        if method.settings.get("optimizer", "demo") == "demo" and method.name != "Muon":
-            assert sends <= set(method.settings), (study_of.name, method.name)
+        sends = RECIPES[method.settings["optimizer"]].compression is not None
+        stated = {"selection", "topk", "value_coding", "decay"} if sends else set()
+        assert stated <= set(method.settings), (study_of.name, method.name)
+
+
+def test_the_trainer_trains_what_the_library_recommends():
+    given = inspect.signature(demo_optax.demo_scaled).parameters
+    recipe = RECIPES["demo"]
+    assert recipe.compression == given["compression"].default
+    assert (recipe.decay, recipe.weight_decay) == (given["decay"].default, 0.0)
 
 
 def test_every_result_is_of_a_method_of_its_study():

@@ -38,7 +38,7 @@ class Result(NamedTuple):
     those that a worker hands to the exchange, the mean over all steps; seconds those of a core.
     ``residuals`` and ``sent_shares`` are pairs of a step and the mean since the pair before, of the
     norm and the share in `demo_optax.ExchangeMetrics`; None where nothing is compressed, and in
-    runs from before they were recorded.
+    runs from before they were recorded, as is ``commit``, that of the checkout that was run.
     """
 
     method: str
@@ -53,6 +53,7 @@ class Result(NamedTuple):
     versions: dict[str, str]
     residuals: list[tuple[int, float]] | None = None
     sent_shares: list[tuple[int, float]] | None = None
+    commit: str | None = None
 
     @property
     def key(self) -> str:

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -47,9 +48,17 @@ def result_of(job: dict) -> dict:
         "evaluations": [(at.step, _rounded(at.loss)) for at in trained.log.evaluations],
         "seconds": round(time.process_time()),
         "versions": {name: version(name) for name in ("jax", "optax", "flax")},
+        "commit": commit(),
         "residuals": _means(exchanged, "residual_norm", ends),
         "sent_shares": _means(exchanged, "sent_share", ends),
     }
+
+
+def commit() -> str | None:
+    """Of the checkout that this runs from, with "-dirty" behind it where files have changed."""
+    describe = ("git", "describe", "--always", "--dirty", "--abbrev=12")
+    found = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return found.stdout.strip() or None
 
 
 def _means(steps: list[dict], name: str, ends: list[int]) -> list[tuple[int, float]] | None:

@@ -4,8 +4,8 @@
 
 A section holds the blocks of one shape of all tensors, in the order of the plan: fields of a fixed
 number of bits, packed without gaps, each kind from a whole word on. The layout follows from shapes
-and settings alone. The length is a multiple of 128 words, without which a TPU would make an
-all-reduce of the all-gather.
+and settings alone. The length is a multiple of 128 words, without which XLA makes an all-reduce of
+the all-gather for TPUs.
 """
 
 import dataclasses

@@ -26,8 +26,8 @@ Values = Float[Array, "blocks k"]
 AllPositions = Int32[Array, "workers blocks k"] | Bins
 AllValues = Float32[Array, "workers blocks k"]
 
-AT_ONCE = 64  # coefficients of a block of all workers that are compared with each other
-BINS_AT_ONCE = 16  # workers whose places in the same bins are compared
+AT_ONCE = 64  # coefficients of a block that are compared, or in one product, of all workers
+BINS_AT_ONCE = 16  # workers whose values of the same bins are added in one unrolled loop
 _LANES = 128  # of a TPU's vectors: narrower arrays are padded to them in memory
 _MOST_COMPARISONS = 16  # of each element; beyond, a product costs less
 

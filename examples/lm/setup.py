@@ -27,10 +27,6 @@ SIMULATED_WORKERS = 8
 SIMULATED_AT_MOST = 256  # devices of a process: JAX needs seconds for them
 WARMUP_STEPS = 50
 TUNED_WIDTH = PRESETS["tiny"].width
-COMPRESSION = (  # settings that are called alike
-    *("topk", "block_side", "value_coding", "transform", "selection"),
-    *("exchange", "topk_back", "delay", "norm_limit"),
-)
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
 
 MakeOptimizer = Callable[[OptimizerName, Settings, int | None], optax.GradientTransformation]
@@ -154,7 +150,17 @@ def default(given: float | None, otherwise: float) -> float:
 def compression(config: Config) -> demo_optax.Compression:
     """Of the settings, and for the rest what suits the optimizer."""
     usual = RECIPES[config.optimizer].compression or demo_optax.Compression()
-    given = {name: getattr(config, name) for name in COMPRESSION}
+    given = {
+        "topk": config.topk,
+        "block_side": config.block_side,
+        "value_coding": config.value_coding,
+        "transform": config.transform,
+        "selection": config.selection,
+        "norm_limit": config.norm_limit,
+        "exchange": config.exchange,
+        "topk_back": config.topk_back,
+        "delay": config.delay,
+    }
     return dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
 
 

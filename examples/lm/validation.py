@@ -90,10 +90,12 @@ def _require_agreement(config: Config) -> None:
             "does not know: leave it out, or set --exchange two-phase."
         )
     sends_packets = RECIPES[config.optimizer].compression
-    for name, usual in (("exchange", "all-gather"), ("delay", 0), ("selection", None)):
-        if not sends_packets and getattr(config, name) != usual:
+    usual = {"exchange": "all-gather", "delay": 0}
+    for name in ("exchange", "delay", "selection", "topk", "value_coding"):
+        if not sends_packets and getattr(config, name) != usual.get(name):
             raise ValueError(
-                f"--{name} {getattr(config, name)} is for optimizers that send packets: "
+                f"--{name.replace('_', '-')} {getattr(config, name)} is for optimizers that send "
+                f"packets: "
                 f"{config.optimizer} all-reduces whole gradients. Leave it out, or choose another "
                 "--optimizer."
             )
