@@ -77,6 +77,7 @@ def update(optimizer: str, args):
     momentum = demo_optax.decoupled_momentum(0.95, compression, axis_name="data")
     tx = {
         "demo": optax.chain(momentum, optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3)),
+        "demo_scaled": demo_optax.demo_scaled(1e-3, compression, axis_name="data"),
         "adamw": optax.chain(demo_optax.mean_over_workers("data"), optax.adamw(1e-3)),
     }[optimizer]
     params = transformer_shapes(args.layers, args.width)
@@ -147,7 +148,8 @@ def main() -> None:
     parser.add_argument("--exchange", default="all-gather")
     parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--chips", type=int, default=8, choices=TPU_SLICES)
-    parser.add_argument("--optimizers", nargs="+", default=["adamw", "demo"])
+    kinds = ("adamw", "demo", "demo_scaled")
+    parser.add_argument("--optimizers", nargs="+", default=["adamw", "demo"], choices=kinds)
     parser.add_argument("--hlo", help="a file for the optimised HLO of the last program")
     args = parser.parse_args()
     # Before JAX is imported: the topology is found all the same.

@@ -1,6 +1,7 @@
 """What one optimizer step costs on one device: nanoseconds per parameter, beside optax.adamw.
 
     python benchmarks/step_cost.py [--layers 4] [--topk 8 32]
+    python benchmarks/step_cost.py --optimizer demo_scaled --selection bins --value-coding sign
 
 Only the ratios mean something on a shared machine; each is a median of steps run in turn.
 """
@@ -44,6 +45,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--optimizer", choices=("demo", "demo_scaled"), default="demo")
+    parser.add_argument("--block-side", type=int, default=64)
     parser.add_argument("--value-coding", default="float32")
     parser.add_argument("--selection", default="topk")
     parser.add_argument("--transform", default="dct")
@@ -52,9 +55,11 @@ def main() -> None:
 
     params = transformer_params(args.layers, args.width)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    settings = {name: getattr(args, name) for name in ("value_coding", "selection", "transform")}
+    names = "block_side", "value_coding", "selection", "transform"
+    settings = {name: getattr(args, name) for name in names}
+    make = getattr(demo_optax, args.optimizer)
     optimizers = {"optax.adamw": optax.adamw(1e-3)} | {
-        f"demo, topk={k}": demo_optax.demo(1e-3, demo_optax.Compression(k, **settings))
+        f"{args.optimizer}, topk={k}": make(1e-3, demo_optax.Compression(k, **settings))
         for k in args.topk
     }
     runs = {}

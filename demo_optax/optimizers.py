@@ -314,11 +314,10 @@ def _scale_by_signed_root() -> optax.GradientTransformation:
 
     def step(update):
         u = upcast(update)
-        largest = jnp.max(jnp.abs(u), initial=0.0)
-        u /= jnp.where(largest > 0, largest, 1.0)
         magnitude = jnp.abs(u)
-        mean = jnp.sum(jnp.square(u)) / jnp.where(largest > 0, jnp.sum(magnitude), 1.0)
-        relative = magnitude / jnp.where(largest > 0, mean, 1.0)
+        total, squares = jnp.sum(magnitude), jnp.sum(jnp.square(u))
+        mean = squares / jnp.where(total > 0, total, 1.0)
+        relative = magnitude / jnp.where(mean > 0, mean, 1.0)
         return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
 
     return optax.stateless_with_tree_map(lambda update, _: step(update))

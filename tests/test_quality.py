@@ -184,17 +184,26 @@ def test_the_trainer_takes_every_method(each, method):
     require_sensible(Config(**method.settings, learning_rate=0.1))
 
 
-@pytest.mark.parametrize(
-    "lever", {str(dict(m.lever)): m.lever for _, m in METHODS if m.lever}.values(), ids=str
-)
-def test_levers_are_optimizers_that_differ_from_demo(lever):
+def trained(make):
     settings = Settings(
         optax.linear_schedule(0.05, 0.01, 11), 0.9, 0.0, demo_optax.Compression(4, 8)
     )
-    first, *_ = model.train(levers.demo(settings), 11)
-    params, *_ = model.train(levers.maker(**lever)("demo", settings, None), 11)
+    return model.train(make("demo", settings, None), 11)[0]
+
+
+@pytest.fixture(scope="module")
+def params_of_demo():
+    return trained(levers.maker("with_options"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "lever", {str(dict(m.lever)): m.lever for _, m in METHODS if m.lever}.values(), ids=str
+)
+def test_levers_are_optimizers_that_differ_from_demo(lever, params_of_demo):
+    params = trained(levers.maker(**lever))
     assert model.loss(params, model.batch(0)) < model.loss(model.init(), model.batch(0))
-    apart = max(float(np.max(np.abs(first[name] - params[name]))) for name in first)
+    apart = max(float(np.max(np.abs(first - params[x]))) for x, first in params_of_demo.items())
     assert (apart < 1e-6) == (lever == {"name": "with_options", "mean": "senders"})
 
 
