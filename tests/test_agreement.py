@@ -108,7 +108,7 @@ def ends(folder, second, **environment):
             [
                 "--workers is 2 on process 0, 4 on process 1",
                 "--sequence-length is 64 on process 0, 16 on process 1",
-                "--topk is 32 on process 0, 8 on process 1",
+                "--topk is None on process 0, 8 on process 1",
                 "saved on process 0, other on process 1",
             ],
         ),
