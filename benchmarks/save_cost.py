@@ -11,8 +11,6 @@ import tempfile
 import time
 from unittest import mock
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +21,7 @@ from demo_optax.checkpoint.leaves import by_path
 
 
 def main():
+    jax.config.update("jax_num_cpu_devices", 2)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=30, help="in millions")
     parser.add_argument("--repeats", type=int, default=7)

@@ -14,7 +14,7 @@ CASES = {
     ("step_cost.py", *SMALL, "--rounds", "1", "--topk", "4"): r"^demo, topk=4 +\d+\.\d\d ns",
     ("stages.py", *SMALL, "--topk", "4", "--selection", "bins"): r"^k=4 +int4( +-?\d+\.\d{3}){6}$",
     ("many_workers.py", "--workers", "16", "--steps", "2", "--seeds", "2"): r"\d\.\d{3} ± \d",
-    ("save_cost.py", "--parameters", "1", "--repeats", "1"): r"\d%",
+    ("save_cost.py", "--parameters", "3", "--repeats", "1"): r"\d%",
     ("momentum_dtype.py", "--steps", "2", "--seeds", "2", "--decay", "0.95"): r"\d\.\d{3}",
     ("value_codings.py", "--steps", "2", "--seeds", "2", "--topk", "4", "--values", "sign"): (
         r"sign.*\d\.\d{3}"

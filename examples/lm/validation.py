@@ -6,7 +6,7 @@ from pathlib import Path
 import pydantic
 from etils import epath
 
-from .config import PROFILE_BEHIND, Config
+from .config import DEFAULT, PROFILE_BEHIND, Config
 from .recipes import RECIPES, steps_of_a_round
 
 _RANGES = pydantic.TypeAdapter(Config)
@@ -89,15 +89,13 @@ def _require_agreement(config: Config) -> None:
             f"--topk-back {config.topk_back} is what owners send back, whom --exchange all-gather "
             "does not know: leave it out, or set --exchange two-phase."
         )
-    sends_packets = RECIPES[config.optimizer].compression
-    usual = {"exchange": "all-gather", "delay": 0}
+    sends_packets = RECIPES[config.optimizer].compression is not None
     for name in ("exchange", "delay", "selection", "topk", "value_coding"):
-        if not sends_packets and getattr(config, name) != usual.get(name):
+        if not sends_packets and getattr(config, name) != getattr(DEFAULT, name):
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(config, name)} is for optimizers that send "
-                f"packets: "
-                f"{config.optimizer} all-reduces whole gradients. Leave it out, or choose another "
-                "--optimizer."
+                f"packets: {config.optimizer} all-reduces whole gradients. Leave it out, or choose "
+                "another --optimizer."
             )
     for name in ("topk", "topk_back"):
         number = getattr(config, name) or 0
