@@ -20,6 +20,7 @@ def draw(studies: Mapping[str, Study]) -> None:
     with plt.style.context({"axes.spines.top": False, "axes.spines.right": False}):
         loss_against_bytes(studies["tiny"], FOLDER / "quality_bytes.png")
         over_steps(studies["small"], FOLDER / "quality_steps.png")
+        over_steps(studies["long"], FOLDER / "quality_long.png")
 
 
 def loss_against_bytes(study: Study, path: Path) -> None:
