@@ -1,6 +1,7 @@
 """Eight simulated devices for all tests, and no silent broadcasting between ranks."""
 
 import collections
+import gc
 import os
 import zlib
 
@@ -29,6 +30,12 @@ def pytest_configure(config):
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+def pytest_collection_finish():
+    """Tracing makes many objects and few cycles; the search for these took a seventh of the CPU."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(tryfirst=True)
