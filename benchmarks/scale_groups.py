@@ -57,7 +57,7 @@ def lost(values: jax.Array, coding: codings.ValueCoding, group: int) -> float:
     return float(jnp.sum((grouped - decoded) ** 2) / jnp.sum(grouped**2))
 
 
-def main(optimizer: OptimizerName = "demo") -> None:
+def main(optimizer: OptimizerName = "demo-scaled") -> None:
     for k in (8, 32):
         sent = []
         for momenta in momenta_of_a_run(optimizer, k):

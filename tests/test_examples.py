@@ -53,7 +53,7 @@ def test_the_papers_run_is_a_file():
     assert config.steps * config.batch_size * config.sequence_length == pytest.approx(
         1e11, rel=1e-3
     )
-    assert (config.optimizer, config.preset, config.topk) == ("demo-paper", "300m", 32)
+    assert (config.optimizer, config.preset, config.topk) == ("demo", "300m", 32)
 
 
 def test_every_flag_is_explained(capsys):

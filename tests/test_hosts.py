@@ -66,7 +66,7 @@ def parameters(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["demo-sgd", "demo"])
+@pytest.mark.parametrize("optimizer", ["demo-sgd", "demo-scaled"])
 def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
     common = ["--optimizer", optimizer, "--value-coding", "float32", "--workers", 4, "--steps", 6]
     results = []
@@ -80,7 +80,7 @@ def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
     for other in results[1:]:
         close = np.isclose(other, results[0], rtol=1e-5, atol=1e-7)
         # A sign may turn where an update is within rounding of zero.
-        assert close.mean() > (0.999 if optimizer == "demo" else 1.0 - 1e-12)
+        assert close.mean() > (0.999 if optimizer == "demo-scaled" else 1.0 - 1e-12)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_second_interrupt_stops_at_once(processes, tmp_path):
     """While the first step is compiled."""
     folder, log = tmp_path / "run", tmp_path / "log"
     run = start(processes, "--workers", 2, *ENDLESS, "--checkpoint-dir", folder, log=log)
-    for shown in ("optimizer demo", "Saves and stops"):
+    for shown in ("optimizer", "Saves and stops"):
         wait_for(functools.partial(find, shown, log), log, run)
         run.send_signal(signal.SIGINT)
     assert run.wait(10) == 130, log.read_text()
@@ -180,7 +180,7 @@ def test_twenty_kills_at_random_moments_lose_at_most_an_interval(tmp_path, capsy
     for number in range(21):
         last = (saved(folder) or [0])[-1]
         run = start(2, *arguments, log=log)
-        going_on = r"going on after step (\d+)" if number else "optimizer demo"
+        going_on = r"going on after step (\d+)" if number else "optimizer"
         resumed = wait_for(functools.partial(find, going_on, log), log, run)
         if number:
             assert int(resumed[1]) == last

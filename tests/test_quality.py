@@ -188,7 +188,7 @@ def trained(make):
     settings = Settings(
         optax.linear_schedule(0.05, 0.01, 11), 0.9, 0.0, demo_optax.Compression(4, 8)
     )
-    return model.train(make("demo", settings, None), 11)[0]
+    return model.train(make("demo-scaled", settings, None), 11)[0]
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_methods_do_not_lean_on_defaults_that_may_change():
 
 def test_the_trainer_trains_what_the_library_recommends():
     given = inspect.signature(demo_optax.demo_scaled).parameters
-    recipe = RECIPES["demo"]
+    recipe = RECIPES["demo-scaled"]
     assert recipe.compression == given["compression"].default
     assert (recipe.decay, recipe.weight_decay) == (given["decay"].default, 0.0)
 

@@ -287,12 +287,12 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
     losses = re.search(r"loss on held-out.*?([\d.]+) ± ([\d.]+)", shown)
     assert losses and float(losses[2]) > 0
     seeds = [
-        yaml.safe_load((tmp_path / "demo" / folder / "config.yaml").read_text())["seed"]
+        yaml.safe_load((tmp_path / "demo-scaled" / folder / "config.yaml").read_text())["seed"]
         for folder in (".", "seed-1")
     ]
     assert seeds == [0, 1]
     assert (tmp_path / "loss_against_bytes.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("demo", "adamw"):
+    for name in ("demo-scaled", "adamw"):
         assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["optimizer"] == name
 
 

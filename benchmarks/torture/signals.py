@@ -74,7 +74,7 @@ def signalled(folder: pathlib.Path, sent: Sent) -> str:
     before = newest(folder / "saved")
     with started(folder, sent.processes, *PATIENT) as trainer:
         if sent.phase != PREPARING:
-            trainer.wait_for("optimizer demo")
+            trainer.wait_for("optimizer")
         if sent.phase == LATER:
             trainer.wait_until(lambda: newest(folder / "saved") > before)
         time.sleep(sent.seconds)

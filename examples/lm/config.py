@@ -35,11 +35,11 @@ class Config:
     config: Path | None = None
     """YAML file with any of these settings, `steps: 300` for --steps 300. What the command line
     says comes first."""
-    optimizer: OptimizerName = "demo"
-    """demo: DeMo with locally scaled gradients. demo-paper: DeMo as published. demo-*: decoupled
-    momentum before other steps. diloco, sparseloco: AdamW on each worker for itself, and at the end
-    of each round an exchange, dense or sparse, of how far they came. adamw: ordinary data
-    parallelism with a dense all-reduce."""
+    optimizer: OptimizerName = "demo-scaled"
+    """demo-scaled: DeMo of gradients that each worker scales. demo: DeMo as published. demo-sgd and
+    the like: decoupled momentum before other steps. diloco, sparseloco: AdamW on each worker for
+    itself, and at the end of each round an exchange, dense or sparse, of how far they came. adamw:
+    ordinary data parallelism with a dense all-reduce."""
     preset: PresetName = "tiny"
     """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two; nano is
     for trying out the machinery."""

@@ -10,8 +10,8 @@ import optax
 import demo_optax
 
 OptimizerName = Literal[
+    "demo-scaled",
     "demo",
-    "demo-paper",
     "demo-sgd",
     "demo-adamw",
     "demo-signum",
@@ -81,8 +81,10 @@ def _sparseloco(settings: Settings) -> optax.GradientTransformation:
 
 
 RECIPES: dict[OptimizerName, Recipe] = {
-    "demo": Recipe(3e-3, 0.98, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled), ONE_BIT),
-    "demo-paper": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
+    "demo-scaled": Recipe(
+        3e-3, 0.98, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled), ONE_BIT
+    ),
+    "demo": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
     "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
