@@ -1,5 +1,6 @@
 """The example as several processes: equal to one, and none the worse for being killed."""
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -24,11 +25,25 @@ NANO = ["--preset", "nano", *TEXT, "--batch-size", "12", "--warmup-steps", "2"]
 ENDLESS = ["--steps", "1000000", "--evaluate-every", "1000000", "--checkpoint-every", str(EVERY)]
 
 
-def start(processes, *arguments, log):
-    """The launcher, with its output going to a file."""
-    command = [*LAUNCH, "-n", str(processes), "--", *NANO, *map(str, arguments)]
-    with log.open("w") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+@pytest.fixture
+def start():
+    """Starts the launcher, with its output going to a file; nothing of it outlives the test."""
+    runs = []
+
+    def start(processes, *arguments, log):
+        command = [*LAUNCH, "-n", str(processes), "--", *NANO, *map(str, arguments)]
+        with log.open("w") as output:
+            run = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
 
 
 def wait_for(found, log, process, seconds=120):
@@ -67,7 +82,7 @@ def parameters(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["demo-sgd", "demo-scaled"])
-def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
+def test_the_same_run_on_one_process_or_four(start, optimizer, tmp_path):
     common = ["--optimizer", optimizer, "--value-coding", "float32", "--workers", 4, "--steps", 6]
     results = []
     for processes in (1, 2, 4):
@@ -85,7 +100,7 @@ def test_the_same_run_on_one_process_or_four(optimizer, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_sigterm_saves_and_the_same_command_goes_on(processes, tmp_path):
+def test_sigterm_saves_and_the_same_command_goes_on(start, processes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*ENDLESS, "--workers", 2, "--checkpoint-dir", folder]
     run = start(processes, *arguments, log=log)
@@ -104,7 +119,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(processes, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_signals_before_the_first_step_of_a_resumed_run(processes, tmp_path):
+def test_signals_before_the_first_step_of_a_resumed_run(start, processes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     common = ["--workers", 2, "--checkpoint-dir", folder]
     run = start(processes, *common, "--steps", 4, log=log)
@@ -123,7 +138,7 @@ def test_signals_before_the_first_step_of_a_resumed_run(processes, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_second_interrupt_stops_at_once(processes, tmp_path):
+def test_a_second_interrupt_stops_at_once(start, processes, tmp_path):
     """While the first step is compiled."""
     folder, log = tmp_path / "run", tmp_path / "log"
     run = start(processes, "--workers", 2, *ENDLESS, "--checkpoint-dir", folder, log=log)
@@ -137,7 +152,7 @@ def test_a_second_interrupt_stops_at_once(processes, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupt_of_one_process_stops_both(tmp_path):
+def test_an_interrupt_of_one_process_stops_both(start, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     run = start(2, "--workers", 2, *ENDLESS, "--checkpoint-dir", folder, log=log)
     wait_for(lambda: saved(folder), log, run)
@@ -149,7 +164,7 @@ def test_an_interrupt_of_one_process_stops_both(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_of_four_is_killed_and_three_go_on(tmp_path):
+def test_one_of_four_is_killed_and_three_go_on(start, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*ENDLESS, "--peer-timeout", 20, "--checkpoint-dir", folder]
     run = start(4, "--workers", 4, *arguments, log=log)
@@ -171,7 +186,7 @@ def test_one_of_four_is_killed_and_three_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments_lose_at_most_an_interval(tmp_path, capsys):
+def test_twenty_kills_at_random_moments_lose_at_most_an_interval(start, tmp_path, capsys):
     """An interval is from one complete checkpoint to the next, which is written in between."""
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*ENDLESS, "--workers", 2, "--peer-timeout", 20, "--checkpoint-dir", folder]
