@@ -1,6 +1,5 @@
 """The example as several processes: equal to one, and none the worse for being killed."""
 
-import contextlib
 import functools
 import os
 import pathlib
@@ -33,17 +32,15 @@ def start():
     def start(processes, *arguments, log):
         command = [*LAUNCH, "-n", str(processes), "--", *NANO, *map(str, arguments)]
         with log.open("w") as output:
-            run = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        runs.append(run)
-        return run
+            runs.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        return runs[-1]
 
     yield start
     for run in runs:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+        if run.poll() is None:
+            subprocess.run(["pkill", "-KILL", "-P", str(run.pid)], check=False)
+            run.kill()
+            run.wait()
 
 
 def wait_for(found, log, process, seconds=120):
