@@ -25,6 +25,7 @@ from demo_optax.optimizers import demo_muon as demo_muon
 from demo_optax.optimizers import demo_scaled as demo_scaled
 from demo_optax.optimizers import demo_sgd as demo_sgd
 from demo_optax.optimizers import demo_signum as demo_signum
+from demo_optax.optimizers import scale_by_signed_root as scale_by_signed_root
 from demo_optax.parallel import Drift as Drift
 from demo_optax.parallel import TrainMetrics as TrainMetrics
 from demo_optax.parallel import WorkerGradients as WorkerGradients

@@ -159,7 +159,7 @@ def demo_scaled(
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
     return decoupled(
-        _step(_scale_by_signed_root(), learning_rate, weight_decay, mask),
+        _step(scale_by_signed_root(), learning_rate, weight_decay, mask),
         compression,
         decay=decay,
         gradient_weight=learning_rate,
@@ -304,12 +304,18 @@ def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
     return optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
 
 
-def _scale_by_signed_root() -> optax.GradientTransformation:
+def scale_by_signed_root() -> optax.GradientTransformation:
     """Each element's sign times the root of its magnitude, in units of a tensor's mean magnitude.
 
-    The mean is weighted by the magnitudes themselves, so that elements of which nothing is heard
-    any more do not make the others' steps longer. By Cauchy and Schwarz the mean square of the
-    steps is at most that of signs.
+    The step of `demo_scaled`, to put behind `decoupled_momentum` in a chain of your own. The mean
+    is weighted by the magnitudes themselves, so that elements of which nothing is heard any more
+    do not make the others' steps longer. By Cauchy and Schwarz the mean square of the steps is at
+    most that of signs.
+
+    Example:
+      >>> tx, params = scale_by_signed_root(), jax.numpy.ones(3)
+      >>> tx.update(jax.numpy.array([4.0, -1.0, 0.0]), tx.init(params))[0].round(3)
+      Array([ 1.085, -0.542,  0.   ], dtype=float32)
     """
 
     def step(update):

@@ -89,14 +89,14 @@ class Config:
     block_side: Annotated[int, Field(ge=1, le=2**12)] = 64
     """Elements per side of a block."""
     value_coding: ValueCoding | None = None
-    """Coding of the values that are sent, by default sign for demo and int4 for the others;
-    benchmarks/value_codings.py compares them."""
+    """Coding of the values that are sent, by default sign for demo-scaled, float32 for demo and
+    int4 for the others; benchmarks/value_codings.py compares them."""
     transform: TransformName = "dct"
     """Of the blocks, in whose coefficients the momentum is stored."""
     selection: Selection | None = None
     """Which coefficients: topk the largest, bins the largest of each of --topk bins; the others are
     known to every worker from the step, so that their positions do not travel (docs/settings.md
-    says when). By default bins for demo and topk for the others."""
+    says when). By default bins for demo-scaled and topk for the others."""
     exchange: Exchange = "all-gather"
     """all-gather: every worker gets all packets. two-phase: each averages a share of the blocks and
     sends that to all, traffic that does not grow with the workers."""

@@ -22,6 +22,7 @@ OptimizerName = Literal[
 ]
 
 LOCAL_STEPS = 20
+PUBLISHED = demo_optax.Compression(32)
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4")
 ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
 
@@ -84,7 +85,7 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-scaled": Recipe(
         3e-3, 0.98, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled), ONE_BIT
     ),
-    "demo": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo)),
+    "demo": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo), PUBLISHED),
     "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
