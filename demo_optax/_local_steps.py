@@ -93,8 +93,9 @@ def local_steps(
         clip with ``make_train_step(clip_norm=...)``.
       outer: any optax optimizer that exchanges over ``axis_name``.
       every: inner steps of a round, :math:`H`.
-      reset_inner: whether each round begins with a fresh inner state, counts of learning-rate
-        schedules excepted. By default it goes on, as published.
+      reset_inner: whether each round begins with a fresh inner state, counts of
+        ``optax.scale_by_learning_rate`` excepted (not those of ``optax.inject_hyperparams``). By
+        default it goes on, as published.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Returns:

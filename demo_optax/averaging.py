@@ -160,7 +160,8 @@ def shortened(
     norms: Float32[Array, "*shape"], largest: Float32[Array, "..."]
 ) -> Float32[Array, "*shape"]:
     """The part of messages of these norms that counts, from 0 to 1 whatever is said."""
-    return jnp.where(norms > largest, jnp.maximum(largest, 0.0) / norms, 1.0)
+    limit = jnp.maximum(largest, 0.0)
+    return jnp.where(norms > limit, limit / norms, 1.0)
 
 
 def largest_norm(packets: Opened, limit: float | None) -> FloatScalar:

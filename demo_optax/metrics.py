@@ -178,7 +178,7 @@ def _fingerprint(arrays: Iterable[Tensor]) -> FloatScalar:
         scrambled = jax.lax.iota(jnp.uint32, x.size) * jnp.uint32(0x9E3779B9) >> 20
         weights = 1.0 + scrambled.astype(jnp.float32) / 4096
         total += jnp.sum(weights * x.reshape(-1).astype(jnp.float32))
-    return total
+    return jnp.where(jnp.isfinite(total), total, 0.0)  # a precondition may mend what is not
 
 
 def exchange_metrics(opt_state) -> ExchangeMetrics | None:
@@ -250,8 +250,9 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
     can: they carry a fingerprint of each worker's gradient, and workers with different data never
     have the very same. And a worker that skips a step which the others take, as
     ``optax.apply_if_finite`` lets it, hears nobody from then on. The check costs nothing on the
-    device. Call it after the first step and now and then: in a million steps, fingerprints may be
-    equal by chance.
+    device. Call it after the first exchange, which is on the second step with a delay and at
+    the end of the first round with local steps, and now and then: in a million steps, fingerprints
+    may be equal by chance.
 
     Args:
       metrics: of a step; under ``pmap`` and ``vmap`` with their axis of workers.

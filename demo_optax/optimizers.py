@@ -271,7 +271,8 @@ def demo_muon(
     """Decoupled momentum before Muon's orthogonalised step.
 
     Matrices step by the aggregate with its singular values set to about 1, as
-    ``optax.contrib.muon`` does it; all else is divided by the root of its second moment.
+    ``optax.contrib.muon`` does it; all else is divided by the root of its second moment. Leave
+    matrices whole: of sharded ones each shard would be made orthogonal by itself.
 
     Args:
       learning_rate, compression: a number or a schedule; what is sent of the momentum.

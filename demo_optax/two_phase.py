@@ -77,7 +77,7 @@ def two_phase(
 
     Whether a packet counts is decided once, by the owner that it is for, which tells everybody.
     Where an owner's packet is damaged, its residual stays as it was, and what was sent to it stays
-    with the senders.
+    with the senders. On a step on which no worker takes part nothing changes.
     """
     workers, own = len(sent), axes.index(axis_name)
     every = jnp.arange(workers, dtype=jnp.int32)
@@ -116,21 +116,25 @@ def two_phase(
 
     reports, limits, heard = jnp.split(found.numbers, [_REPORT, _REPORT + 1], axis=1)
     heard = _as_bits(heard, workers) & intact[:, None]
+    counted = heard.any(axis=0) & intact
+    anyone = counted.any()  # else the step is none, and what the owners owe waits
     of_owners = shortened(norm_of(owns[:, -1]), limits[:, 0])
-    delivered = jnp.where(heard[:, own], of_owners, 0.0)
+    delivered = jnp.where(heard[:, own] & anyone, of_owners, 0.0)
+    values = [jnp.where(anyone, v, 0.0) for v in message.values]
     sections = list(zip(plan.layout.sections, share.sections, strict=True))
     zeros = [
         axes.varying_like(jnp.zeros((s.blocks, s.block_size), jnp.float32), packets)
         for s, _ in sections
     ]
+    sends = intact[own] & anyone
     kept = zip(totals, *compressed.decoded, owed, strict=True)
     return Aggregate(
-        list(map(add_at, zeros, *message)),
+        list(map(add_at, zeros, message.positions, values)),
         [jnp.repeat(delivered, part.blocks)[: s.blocks, None] for s, part in sections],
-        tuple(jnp.where(intact[own], add_at(total, p, -v), old) for total, p, v, old in kept),
+        tuple(jnp.where(sends, add_at(total, p, -v), old) for total, p, v, old in kept),
         metrics.summarise(
             Report(*reports.T),
-            heard.any(axis=0) & intact,
+            counted,
             jnp.where(intact, packets[:, 0], 0),
             last,
         ),

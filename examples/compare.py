@@ -20,6 +20,7 @@ from lm.config import Config, Count
 from lm.recipes import OptimizerName
 from lm.report import console
 from lm.train import Trained, run_or_exit
+from lm.validation import OF_PACKETS
 
 BASELINE: OptimizerName = "adamw"
 COLOURS = ("#1b6ca8", "#c8553d")
@@ -51,12 +52,7 @@ def main() -> None:
         decay=None,
         weight_decay=None,
         local_steps=None,
-        exchange="all-gather",
-        topk_back=None,
-        delay=0,
-        selection=None,
-        topk=None,
-        value_coding=None,
+        **{name: getattr(configuration.DEFAULT, name) for name in OF_PACKETS},
     )
     seeds = range(config.seed, config.seed + config.seeds)
     compared: Runs = {

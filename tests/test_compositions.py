@@ -106,6 +106,23 @@ def test_multi_steps_are_one_step_of_the_mean_and_keep_the_fields_of_optax():
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_worker_sits_out_a_round_of_which_one_call_is_not_finite(broken):
+    mesh = workers.mesh_of(WORKERS)
+    tx = demo_optax.multi_steps(DEMO, 2)
+    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    for call in range(6):
+        batch = model.batch(call)
+        if call == broken:
+            batch["x"] = batch["x"].copy()
+            batch["x"][-1] = np.nan  # of the last worker
+        params, state, metrics = step(params, state, batch)
+        if call % 2:
+            assert metrics.exchange.participants == WORKERS - (call == 1)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
 def test_multi_steps_of_optax_exchange_under_vmap():
     tx = optax.MultiSteps(DEMO, 2)
     params = model.init()

@@ -213,6 +213,23 @@ def test_nothing_is_lost_between_workers_and_owners(
 
 
 @pytest.mark.parametrize("delay", [0, 1])
+def test_on_a_step_of_nobody_owners_keep_what_they_owe(delay):
+    compression = demo_optax.Compression(4, SIDE, exchange="two-phase", topk_back=4, delay=delay)
+    tx = momentum(compression, "senders", 1.0)
+    update, state = started(tx, 4, np.zeros((SIDE, 3 * SIDE), np.float32))
+    drawn = np.random.default_rng(0).normal(size=(4, SIDE, 3 * SIDE)).astype(np.float32)
+    for _ in range(3):
+        _, state = update(drawn, state)
+    for _ in range(1 + delay):  # with a delay the last packets arrive first
+        before = state
+        updates, state = update(np.full_like(drawn, np.nan), state)
+    assert np.all(state.metrics.participants == 0) and np.any(before.residual[0])
+    assert not np.any(updates)
+    jax.tree.map(np.testing.assert_array_equal, state.residual, before.residual)
+    jax.tree.map(np.testing.assert_array_equal, state.momentum, before.momentum)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("transform", ["dct", "random"])
 def test_what_is_owed_arrives_in_any_basis(transform, delay):
     compression = demo_optax.Compression(

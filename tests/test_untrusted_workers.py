@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import wire
+from demo_optax import averaging, wire
 from demo_optax.compression import packet
 from tests import workers
 
@@ -173,3 +173,10 @@ def test_a_limit_that_is_not_reached_changes_no_bit():
 def test_limits_that_cannot_be_are_refused(limit):
     with pytest.raises((ValueError, TypeError), match="norm_limit"):
         demo_optax.Compression(norm_limit=limit)
+
+
+@pytest.mark.parametrize("limit", [-1e30, -1.0, 0.0, 1.0, np.inf])
+@pytest.mark.parametrize("norm", [0.0, 1e-30, 1.0, 3e38])
+def test_a_part_of_a_message_counts_from_none_to_all_whatever_is_said(norm, limit):
+    part = averaging.shortened(jnp.float32(norm), jnp.float32(limit))
+    assert part == (1.0 if norm <= max(limit, 0.0) else max(limit, 0.0) / np.float32(norm))

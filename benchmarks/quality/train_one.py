@@ -55,10 +55,17 @@ def result_of(job: dict) -> dict:
 
 
 def commit() -> str | None:
-    """Of the checkout that this runs from, with "-dirty" behind it where files have changed."""
-    describe = ("git", "describe", "--always", "--dirty", "--abbrev=12")
-    found = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return found.stdout.strip() or None
+    """Of the checkout that this runs from; "-dirty" where more than results have changed."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parents[2], capture_output=True, text=True
+        )
+        return run.stdout.strip()
+
+    found = git("rev-parse", "--short=12", "HEAD")
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/quality/results")
+    return f"{found}-dirty" if found and changed else found or None
 
 
 def _means(steps: list[dict], name: str, ends: list[int]) -> list[tuple[int, float]] | None:

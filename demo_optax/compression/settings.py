@@ -76,8 +76,8 @@ class Compression:
       exchange: ``"all-gather"`` gives every worker all packets, traffic that grows with their
         number. In ``"two-phase"`` each worker owns an equal share of the blocks: it averages what
         the others send of these, and sends the mean back, compressed as well; what that leaves out
-        stays with the owner for the next steps. The traffic is that of two packets, whatever the
-        number of workers.
+        stays with the owner for the next steps. The traffic is that of a packet and of all owners'
+        together, which hardly grow with the number of workers.
       topk_back: coefficients of each block that an owner sends back; four times ``topk`` by
         default, and with shared positions the very same.
       value_coding_back: of the values that it sends back; ``value_coding`` by default.

@@ -123,7 +123,9 @@ def make_train_step(
       placed. The step has ``lower`` as jitted functions have, and may be called inside ``jax.jit``
       and ``jax.lax.scan``.
 
-      If no worker has a finite gradient, the parameters stay as they are.
+      If no worker takes part in an exchange, since no gradient was finite, the parameters stay as
+      they are: with a delay one step later. Optimizers behind `mean_over_workers` get zeros then,
+      and may still move by their own momentum and weight decay.
 
     Raises:
       ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made

@@ -19,10 +19,11 @@ from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax._local_steps import LocalStepsState
 from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
+from demo_optax.numerics import all_finite
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, layout_of, require_plain
 
-PROTECT_THEMSELVES = DecoupledMomentumState, LocalStepsState
+KNOW_WHAT_IS_FINITE = DecoupledMomentumState, LocalStepsState, optax.MultiStepsState
 """States that know what to do about a gradient that is not finite."""
 
 
@@ -140,18 +141,27 @@ def stack_workers(
             copied_axes = varying_axes - set(shards.axes_of(spec)) - worker_axes
             return shards.from_first(x, tuple(sorted(copied_axes)))
 
-        def keep(new, old, stacked):
-            if isinstance(new, PROTECT_THEMSELVES):
-                return jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
-            return jnp.where(finite, new, old)[None] if stacked else new
+        def keep(new, old, stacked, finite):
+            def each(new, old, stacked):
+                if not isinstance(new, KNOW_WHAT_IS_FINITE):
+                    return jnp.where(finite, new, old)[None] if stacked else new
+                kept = jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
+                if isinstance(new, optax.MultiStepsState):
+                    # What was accumulated mutes the worker when it is to be exchanged.
+                    inner = new.inner_opt_state, old.inner_opt_state, stacked.inner_opt_state
+                    sound = finite & all_finite(old.acc_grads)
+                    kept = kept._replace(inner_opt_state=keep(*inner, sound))
+                return kept
+
+            return jax.tree.map(
+                each, new, old, stacked, is_leaf=lambda x: isinstance(x, KNOW_WHAT_IS_FINITE)
+            )
 
         updates = jax.tree.map(unless_frozen, updates, layout.variation.frozen)
         updates = jax.tree.map(in_common, updates, layout.variation.updates, layout.params)
         new = shards.metrics_of_worker(new, old, sharded)
         new = jax.tree.map(in_common, new, layout.variation.state, layout.state)
-        return updates, jax.tree.map(
-            keep, new, old, stacked, is_leaf=lambda x: isinstance(x, PROTECT_THEMSELVES)
-        )
+        return updates, keep(new, old, stacked, finite)
 
     return Stacked(init_fn, update_fn)
 

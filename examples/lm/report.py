@@ -54,6 +54,7 @@ class Log:
         self.bytes_per_token, self.packet_bytes = bytes_per_token, 0
         self.first_step_seconds = self.other_steps_seconds = 0.0
         self.sent_shares: list[float] = []
+        self.checked = False
         self.evaluations: list[Point] = []
         self.start = self.done = start
         self.bar = progress.Progress(
@@ -97,8 +98,9 @@ class Log:
         exchanged = bool(np.asarray(metrics.exchanged))
         loss /= self.bytes_per_token
         if metrics.exchange is not None:
-            if self.done == self.start:
+            if exchanged and exchange["participants"] and not self.checked:
                 demo_optax.check_metrics(metrics.exchange)
+                self.checked = True
             if exchanged:
                 self.sent_shares.append(exchange["sent_share"])
         self.packet_bytes = metrics.packet_bytes

@@ -9,6 +9,19 @@ from etils import epath
 from .config import DEFAULT, PROFILE_BEHIND, Config
 from .recipes import RECIPES, steps_of_a_round
 
+OF_PACKETS = (
+    "exchange",
+    "delay",
+    "selection",
+    "topk",
+    "topk_back",
+    "value_coding",
+    "transform",
+    "block_side",
+    "norm_limit",
+)
+"""Settings that only optimizers which send packets know."""
+
 _RANGES = pydantic.TypeAdapter(Config)
 
 
@@ -90,13 +103,23 @@ def _require_agreement(config: Config) -> None:
             "does not know: leave it out, or set --exchange two-phase."
         )
     sends_packets = RECIPES[config.optimizer].compression is not None
-    for name in ("exchange", "delay", "selection", "topk", "value_coding"):
+    for name in OF_PACKETS:
         if not sends_packets and getattr(config, name) != getattr(DEFAULT, name):
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(config, name)} is for optimizers that send "
                 f"packets: {config.optimizer} all-reduces whole gradients. Leave it out, or choose "
                 "another --optimizer."
             )
+    if config.optimizer == "sparseloco" and config.transform != DEFAULT.transform:
+        raise ValueError(
+            f"--transform {config.transform} is for momenta, where --optimizer sparseloco sends "
+            "parts of parameters as they are: leave it out."
+        )
+    if config.optimizer == "demo-muon" and config.fsdp > 1:
+        raise ValueError(
+            f"--fsdp {config.fsdp} cuts the matrices into parts, each of which --optimizer "
+            "demo-muon would make orthogonal by itself: leave one of the two."
+        )
     for name in ("topk", "topk_back"):
         number = getattr(config, name) or 0
         if number > config.block_side**2:
