@@ -315,8 +315,9 @@ def scale_by_signed_root() -> optax.GradientTransformation:
 
     Example:
       >>> tx, params = scale_by_signed_root(), jax.numpy.ones(3)
-      >>> tx.update(jax.numpy.array([4.0, -1.0, 0.0]), tx.init(params))[0].round(3)
-      Array([ 1.085, -0.542,  0.   ], dtype=float32)
+      >>> steps, _ = tx.update(jax.numpy.array([4.0, -1.0, 0.0]), tx.init(params))
+      >>> [round(float(x), 3) for x in steps]
+      [1.085, -0.542, 0.0]
     """
 
     def step(update):
