@@ -34,7 +34,6 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     """Tracing makes many objects and few cycles; the search for these took a seventh of the CPU."""
-    gc.freeze()
     gc.set_threshold(100_000, 20, 100)
 
 
