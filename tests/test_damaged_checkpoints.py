@@ -1,5 +1,6 @@
 """Checkpoints that were damaged on disk, and folders that cannot be written: found, and said."""
 
+import errno
 import os
 import pathlib
 import random
@@ -287,6 +288,24 @@ def test_a_save_that_fails_is_an_error_in_a_line_and_the_next_one_is_tried(tmp_p
         saves(checkpointer, 3, wait=True)
         assert checkpointer.latest == 3
     assert is_run(restored(tmp_path / "run", step=3), 2)
+
+
+def test_a_failed_save_that_still_removes_its_files_stops_no_other(tmp_path, monkeypatch):
+    """TensorStore's writes go on after Orbax gave up, and take their lock files away."""
+    (tmp_path / "run" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+    remaining = [errno.ENOENT, errno.ENOTEMPTY]
+    remove = shutil.rmtree
+
+    def disturbed(path, *args, **kwargs):
+        if remaining:
+            raise OSError(remaining.pop(), "disturbed", "manifest.ocdbt.__lock")
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", disturbed)
+    with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
+        saves(checkpointer, 3, wait=True)
+    assert not remaining and {path.name for path in (tmp_path / "run").iterdir()} == {"3"}
+    assert is_run(restored(tmp_path / "run"), 2)
 
 
 def refuse(path, *_, **__):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from demo_optax.checkpoint.quiet import in_a_line, sweep, unawaited
 try:
     from etils import epath
     from orbax.checkpoint import v1 as orbax
+    from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 except ImportError as error:
     raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
 
@@ -56,6 +58,17 @@ def set_aside(directory: str, step: int) -> None:
     if aside.exists():
         aside.rmtree()
     (folder / str(step)).rename(aside)
+
+
+def remove_unfinished(directory: str) -> None:
+    """Removes what failed saves left, out of which TensorStore may still be taking files."""
+    for _ in range(50):
+        try:
+            for path in epath.Path(directory).glob(f"*{TMP_DIR_SUFFIX}*"):
+                path.rmtree()
+            return
+        except OSError:
+            time.sleep(0.1)
 
 
 def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, dict]:

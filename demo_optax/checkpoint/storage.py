@@ -209,10 +209,11 @@ class Checkpointer:
 
     def _writer(self) -> orbax.training.Checkpointer:
         """Orbax for a folder in which nothing is half written or known to be damaged."""
-        if self._damaged and jax.process_index() == 0:
+        if jax.process_index() == 0:
             for step in self._damaged:
                 reading.set_aside(self._directory, step)
-        multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+            reading.remove_unfinished(self._directory)
+        multihost_utils.sync_global_devices("only checkpoints are left")
         self._damaged.clear()
         latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
         return orbax.training.Checkpointer(
