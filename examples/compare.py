@@ -61,7 +61,7 @@ def main() -> None:
     }
     picture = folder / "loss_against_bytes.png"
     draw(compared, picture)
-    console.print(table(compared))
+    console.print(table(compared, rings=config.exchange == "all-gather"))
     console.print(f"loss against bytes sent: {picture}", soft_wrap=True)
 
 
@@ -73,7 +73,8 @@ def of_its_own(config: Config, folder: Path, seed: int) -> Config:
     return dataclasses.replace(config, log_dir=folder, seed=seed)
 
 
-def table(compared: Runs) -> Table:
+def table(compared: Runs, rings: bool) -> Table:
+    """With ``rings``, where a packet goes to all others, also what crosses each link."""
     firsts = {name: runs[0].log for name, runs in compared.items()}
     packets = {name: log.bytes_per_step / 1e6 for name, log in firsts.items()}
     smallest = min(packets.values())
@@ -81,18 +82,19 @@ def table(compared: Runs) -> Table:
     # As rings: packets of all others come by, a dense all-reduce passes the gradient nearly twice.
     rounds = dict.fromkeys(compared, workers - 1)
     rounds |= dict.fromkeys((BASELINE, "diloco"), 2 * (workers - 1) / workers)
+    over_links = f"over each link of a ring of {workers}, MB per step"
     rows = {
         "loss on held-out text, nats per byte": lambda name, log: mean(compared[name]),
         "each worker's packet or gradient, MB per step": lambda name, log: f"{packets[name]:.4g}",
         "the same, relative": lambda name, log: f"{packets[name] / smallest:.3g}",
         "in all steps, MB": lambda name, log: f"{log.megabytes:,.4g}",
-        f"over each link of a ring of {workers}, MB per step": lambda name, log: (
-            f"{packets[name] * rounds[name]:.4g}"
-        ),
+        over_links: lambda name, log: f"{packets[name] * rounds[name]:.4g}",
         "steps": lambda name, log: f"{log.done}",
         "seconds per step": lambda name, log: f"{1 / (log.steps_per_second or np.nan):.3f}",
     }
     made = Table("", *compared)
+    if not rings:
+        del rows[over_links]
     for title, cell in rows.items():
         made.add_row(title, *(cell(name, log) for name, log in firsts.items()))
     if len(compared[BASELINE]) > 1:
