@@ -38,7 +38,7 @@ def demo(settings: Settings, scale=None, **options) -> optax.GradientTransformat
 
 def with_base(base, settings: Settings, **options) -> optax.GradientTransformation:
     """Another step behind the exchange; the learning rate is inside the momentum as well."""
-    options = {"gradient_weight": settings.learning_rate} | options
+    common = {"gradient_weight": settings.learning_rate, "precondition": scale_by_rms(0.95)}
     return demo_optax.decoupled(
         optax.chain(
             base,
@@ -47,9 +47,8 @@ def with_base(base, settings: Settings, **options) -> optax.GradientTransformati
         ),
         settings.compression,
         decay=settings.decay,
-        precondition=scale_by_rms(0.95),
         axis_name=AXIS,
-        **options,
+        **common | options,
     )
 
 

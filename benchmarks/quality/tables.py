@@ -52,6 +52,7 @@ class Row(NamedTuple):
       bytes_per_step: that a worker hands to the exchange.
       loss: at the end, nats per held-out byte; not finite where a run broke.
       beside: its difference from the baseline, seed by seed.
+      beside_first: that of the first seed alone, on which all methods can be compared.
     """
 
     method: Method
@@ -60,6 +61,7 @@ class Row(NamedTuple):
     bytes_per_step: float
     loss: Mean
     beside: Mean | None
+    beside_first: Mean | None
 
 
 def rows(study: Study) -> list[Row]:
@@ -78,15 +80,20 @@ def _row(
     study: Study, method: Method, found: Mapping[int, Result], baseline: Mapping[int, Result]
 ) -> Row:
     one = next(iter(found.values()))
-    common = sorted(found.keys() & baseline.keys())
-    beside = [found[s].comparable_loss - baseline[s].comparable_loss for s in common]
+
+    def beside(seeds) -> Mean | None:
+        common = sorted(found.keys() & baseline.keys() & set(seeds))
+        apart = [found[s].comparable_loss - baseline[s].comparable_loss for s in common]
+        return mean(apart) if common and method.name != study.baseline else None
+
     return Row(
         method,
         one.learning_rate,
         sorted(found),
         one.bytes_per_step,
         mean([result.comparable_loss for result in found.values()]),
-        mean(beside) if common and method.name != study.baseline else None,
+        beside(study.seeds),
+        beside(study.seeds[:1]),
     )
 
 
@@ -101,6 +108,7 @@ def of_study(study: Study) -> str:
         "loss",
         f"beside {study.baseline}",
         "seeds",
+        f"beside, seed {study.seeds[0]}",
     ]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in found:
@@ -110,11 +118,16 @@ def of_study(study: Study) -> str:
             f"{dense_gradient(row.method) / row.bytes_per_step:,.0f}",
             f"{row.rate:g}" + ("" if row.method.like is None else "*"),
             str(row.loss),
-            "" if row.beside is None else row.beside.written("+.3f"),
+            _difference(row.beside),
             str(len(row.seeds)),
+            _difference(row.beside_first),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _difference(found: Mean | None) -> str:
+    return "" if found is None else found.written("+.3f")
 
 
 def dense_gradient(method: Method) -> int:
