@@ -143,8 +143,8 @@ def demo_scaled(
     heard move less. :math:`\Sigma u^2 / \Sigma |u|` is a tensor's mean magnitude, each weighted by
     itself: a step's root mean square is at most the learning rate, whatever share of a tensor is
     still heard of. Where a worker's parameters are sharded the sums are those of a shard.
-    ``docs/quality.md`` has what each of these did in our runs. Begin with the learning rate of a
-    tuned AdamW, in proportion to 1 / width.
+    ``docs/quality.md`` has what each of these did in our runs. Begin with the learning rate of an
+    AdamW that was tuned for the same model.
 
     Args:
       learning_rate, compression: a number or a schedule; what is sent of the momentum.

@@ -114,7 +114,10 @@ def test_differences_are_paired_by_seed(monkeypatch):
     other = tables.rows(each)[1]
     assert other.loss.value == pytest.approx(1.8) and other.loss.error == pytest.approx(0.3)
     assert other.beside.value == pytest.approx(0.3) and other.beside.error == pytest.approx(0.2)
-    assert "| b | 1 | 327,680 | 2 | 1.800 ± 0.300 | +0.300 ± 0.200 | 2 | +0.500 |" in tables.of_study(each)
+    assert (
+        "| b | 1 | 327,680 | 2 | 1.800 ± 0.300 | +0.300 ± 0.200 | 2 | +0.500 |"
+        in tables.of_study(each)
+    )
 
 
 @pytest.mark.slow

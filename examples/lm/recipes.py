@@ -90,7 +90,7 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
     "demo-muon": Recipe(1e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
-    "diloco": Recipe(3e-3, 0.9, 0.1, _adamw, compression=None, outer=_diloco),
+    "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, compression=None, outer=_diloco),
     "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco),
     "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compression=None),
 }
