@@ -13,6 +13,8 @@ from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.numerics import all_finite, choose, upcast
 
+_SCHEDULES = (optax.ScaleByScheduleState, type(optax.add_decayed_weights(lambda _: 0.0).init(())))
+
 
 class LocalStepsState(NamedTuple):
     """State of `local_steps`, as one worker sees it.
@@ -94,8 +96,8 @@ def local_steps(
       outer: any optax optimizer that exchanges over ``axis_name``.
       every: inner steps of a round, :math:`H`.
       reset_inner: whether each round begins with a fresh inner state, counts of
-        ``optax.scale_by_learning_rate`` excepted (not those of ``optax.inject_hyperparams``). By
-        default it goes on, as published.
+        ``optax.scale_by_learning_rate`` and of a weight decay's schedule excepted (not those of
+        ``optax.inject_hyperparams``). By default it goes on, as published.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Returns:
@@ -103,8 +105,8 @@ def local_steps(
       Extra arguments go to both optimizers.
 
     Raises:
-      ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges; the
-        gradient is not local; there are no parameters.
+      ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges,
+        or holds a decoupled momentum; the gradient is not local; there are no parameters.
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_; Sarfi et al.,
@@ -126,12 +128,19 @@ def local_steps(
 
     def init_fn(params):
         params = unboxed(params)
+        inner_state = inner.init(params)
+        if _nodes(inner_state, DecoupledMomentumState):
+            raise ValueError(
+                "the state of inner holds a DecoupledMomentumState ('decoupled_momentum'), but "
+                "each worker takes its inner steps by itself: put it into outer, which exchanges, "
+                "and leave another optimizer in inner."
+            )
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             displacement=axes.as_varying(
                 jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params), axis_name
             ),
-            inner=_typed_as_own(inner.init(params), axis_name),
+            inner=_typed_as_own(inner_state, axis_name),
             outer=outer.init(params),
         )
 
@@ -182,11 +191,9 @@ def local_steps(
         goes_on = axes.on_all_devices(all_finite(floats) & (not reset_inner), axis_name)
 
         def leaf(old, new):
-            return old if isinstance(old, optax.ScaleByScheduleState) else choose(goes_on, old, new)
+            return old if isinstance(old, _SCHEDULES) else choose(goes_on, old, new)
 
-        return jax.tree.map(
-            leaf, inner_state, fresh, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState)
-        )
+        return jax.tree.map(leaf, inner_state, fresh, is_leaf=lambda x: isinstance(x, _SCHEDULES))
 
     def own_kept(arrives, new, old):
         """A new outer state; what a worker has of its own stays where it sends nothing."""
@@ -257,7 +264,13 @@ def _paths(tree) -> list[str]:
 
 def has_exchanged(opt_state) -> BoolScalar:
     """Whether the update that gave this state was the last of its round, or all are."""
-    counting = _nodes(opt_state, LocalStepsState) + _nodes(opt_state, optax.MultiStepsState)
+    rounds = _nodes(opt_state, LocalStepsState)
+    outside = jax.tree.map(
+        lambda x: x.outer if isinstance(x, LocalStepsState) else x,
+        opt_state,
+        is_leaf=lambda x: isinstance(x, LocalStepsState),
+    )
+    counting = rounds + _nodes(outside, optax.MultiStepsState)
     return jnp.all(jnp.array([x.mini_step == 0 for x in counting], bool))
 
 

@@ -16,7 +16,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
-from demo_optax.checkpoint import elastic, storage
+from demo_optax.checkpoint import description, elastic, reading, storage
 from tests import model, workers
 
 LIBRARY = pathlib.Path(demo_optax.__file__).parent
@@ -28,6 +28,7 @@ OWED = {"[0].residual[0]": np.ones((2, 1, 4))}
 BY_OWNERS = {
     "momenta": {"w": {"coordinates": {}, "shape": [4], "shards": [1]}},
     "beside": {"[0].residual[0]": {"shape": [2, 1, 4], "parts": 1}},
+    "devices": {"w": [[]]},
 }
 
 
@@ -185,7 +186,7 @@ def restore(params=None, tx=DEMO, **arguments):
 def restore_another_format():
     with tempfile.TemporaryDirectory() as folder:
         with (
-            mock.patch.object(storage, "FORMAT", 1),
+            mock.patch.object(description, "FORMAT", 1),
             checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer,
         ):
             checkpointer.save(3, model.init(), state_of(2))
@@ -222,6 +223,21 @@ def restore_damaged(restore):
         pathlib.Path(folder, "3", "extra", "_strings.json").write_text('{"[\'tree\']":"abd"}')
         with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
             restore(checkpointer)
+
+
+def read_without_memory():
+    with mock.patch.object(reading, "_metadata", side_effect=MemoryError("not today")):
+        reading.description_of("run", 3)
+
+
+def clear_up_without_rights():
+    with mock.patch.object(reading, "_set_aside", side_effect=PermissionError(13, "not here")):
+        reading.clear_up("run", [3])
+
+
+def restore_a_flat_vector_elsewhere():
+    old, new = ({"shape": None, "coordinates": {"transform": name}} for name in ("dct", "identity"))
+    elastic._require_same_coordinates("[0].momentum", old, new)
 
 
 def checkpoints_in_a_file():
@@ -290,6 +306,7 @@ RAISED = [
     lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
     lambda: elastic.exchanged_before(OWED, BY_OWNERS, {}, {"beside": {}}),
     lambda: elastic.exchanged_before(OWED, BY_OWNERS, OWED, BY_OWNERS | {"momenta": {}}),
+    lambda: elastic.exchanged_before(OWED, BY_OWNERS, OWED, BY_OWNERS | {"devices": {"w": [[0]]}}),
     lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.0),
     lambda: demo_optax.demo(1e-3, decay="0.9"),
@@ -352,7 +369,10 @@ RAISED = [
     lambda: demo_optax.init_opt_state(asking_for_more(), model.init(), two()),
     # local steps
     lambda: ALONE_LOCALLY.update(model.init(), ALONE_LOCALLY.init(model.init())),
-    lambda: demo_optax.init_opt_state(local_steps(DEMO, DEMO), model.init(), two()),
+    lambda: demo_optax.init_opt_state(
+        local_steps(demo_optax.mean_over_workers("data"), DEMO), model.init(), two()
+    ),
+    lambda: local_steps(ALONE, DEMO).init(model.init()),
     local_steps_of_a_part,
     # drift
     differing_replicas,
@@ -368,6 +388,9 @@ RAISED = [
     load_params_of_no_run,
     lambda: restore_damaged(lambda checkpointer: checkpointer.restore(model.init(), "")),
     lambda: restore_damaged(lambda checkpointer: checkpointer._read(3, model.init(), "")),
+    read_without_memory,
+    clear_up_without_rights,
+    restore_a_flat_vector_elsewhere,
     checkpoints_in_a_file,
     lambda: save_where_a_file_is(wait=True),
     lambda: save_where_a_file_is(wait=False),

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import checkpoint
-from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
+from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint, reading
 from demo_optax.checkpoint.digests import digests
 from tests import model, workers
 
@@ -219,9 +219,13 @@ def test_files_that_are_missing(saved, tmp_path):
 def destroyed(saved, folder, *steps):
     shutil.copytree(saved, folder)
     for step in steps:
-        for path in files_of(folder / str(step)):
-            path.write_bytes(path.read_bytes()[:20])
+        destroy(folder / str(step))
     return folder
+
+
+def destroy(folder):
+    for path in files_of(folder):
+        path.write_bytes(path.read_bytes()[:20])
 
 
 def test_none_that_is_intact_is_one_error(saved, tmp_path):
@@ -252,6 +256,56 @@ def test_a_run_that_fell_back_saves_again(saved, tmp_path):
         checkpointer.save(2, *run, extra)
     assert {path.name for path in folder.iterdir()} == {"1", "2", "2.damaged"}
     assert is_run(restored(folder), 2)
+
+
+def test_a_run_that_goes_back_after_saving_sets_the_damaged_step_aside(tmp_path):
+    with Checkpointer(tmp_path, TX, workers.mesh_of(2)) as checkpointer:
+        for step in (1, 2):
+            saves(checkpointer, step, wait=True)
+        destroy(tmp_path / "2")
+        with pytest.warns(UserWarning, match="newer ones are damaged: step 2: "):
+            assert checkpointer.restore(model.init(), EXTRA).step == 1
+        saves(checkpointer, 2, wait=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "2.damaged"}
+
+
+def test_setting_aside_may_fail_once(saved, tmp_path, monkeypatch):
+    folder = destroyed(saved, tmp_path / "run", 2)
+    shutil.copytree(folder / "2", folder / "3")
+    rename = os.rename
+
+    def fails_on_2(path, *args, **kwargs):
+        if pathlib.Path(path).name == "2":
+            raise OSError(errno.EIO, "no luck", path)
+        rename(path, *args, **kwargs)
+
+    with Checkpointer(folder, TX, workers.mesh_of(2)) as checkpointer:
+        with pytest.warns(UserWarning, match="newer ones are damaged"):
+            checkpointer.restore(model.init(), EXTRA)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "rename", fails_on_2)
+            with pytest.raises(OSError, match=r"step 4 could not be saved in .*no luck"):
+                saves(checkpointer, 4, wait=True)
+        saves(checkpointer, 4, wait=True)
+    assert {path.name for path in folder.iterdir()} == {"1", "2.damaged", "3.damaged", "4"}
+
+
+def test_want_of_memory_is_no_damage(saved, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+
+    def refuse_memory(*_):
+        raise MemoryError("not today")
+
+    with Checkpointer(folder, TX, workers.mesh_of(2)) as checkpointer:
+        with monkeypatch.context() as broken:
+            broken.setattr(reading, "_load", refuse_memory)
+            with pytest.raises(OSError, match="step 2 could not be read: not today") as error:
+                checkpointer.restore(model.init(), EXTRA)
+            assert "\n" not in str(error.value)
+        assert is_run(checkpointer.restore(model.init(), EXTRA), 2)
+        saves(checkpointer, 3, wait=True)
+    assert {path.name for path in folder.iterdir()} == {"1", "2", "3"}
 
 
 def test_junk_in_the_folder_is_ignored(saved, tmp_path):

@@ -200,6 +200,63 @@ def test_what_is_owed_is_not_lost_silently(tmp_path):
         Trained(optimizer("two-phase", 0, transform="identity"), 4).restored(tmp_path)
 
 
+def on_eight(exchange, delay, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
+    """Two workers of four devices; what a device keeps lies in the order of the mesh's axes."""
+    trained = Trained(optimizer(exchange, delay), 2)
+    trained.mesh, trained.specs = jax.make_mesh((2, 2, 2), ("data", *names)), {"v": P(), "w": cut}
+    options = {"param_specs": trained.specs}
+    trained.state = demo_optax.init_opt_state(trained.tx, trained.params, trained.mesh, **options)
+    trained.step = demo_optax.make_train_step(loss, trained.tx, trained.mesh, **options)
+    return trained
+
+
+@pytest.mark.parametrize(
+    "others", [{"names": ("tensor", "fsdp")}, {"cut": P("tensor", "fsdp")}], ids=str
+)
+def test_what_devices_keep_is_not_given_to_others(others, tmp_path):
+    for way in BOTH[:2]:
+        trained = on_eight(*way).run(range(3))
+        with trained.checkpointer(tmp_path / way[0]) as checkpointer:
+            checkpointer.save(3, trained.params, trained.state, wait=True)
+    with pytest.raises(ValueError, match="restore it with the old"):
+        on_eight("two-phase", 0, **others).restored(tmp_path / "two-phase")
+    restored = on_eight("all-gather", 1, **others).restored(tmp_path / "all-gather")
+    assert_same(trained.state[0].momentum, restored.state[0].momentum)
+    assert np.any(trained.state[0].waiting) and not np.any(restored.state[0].waiting)
+
+
+@pytest.mark.parametrize(
+    "others", [{"selection": "slicing"}, {"selection": "striding"}, {"seed": 1}, {}], ids=str
+)
+def test_a_waiting_packet_is_read_with_the_positions_that_it_was_sent_with(others, tmp_path):
+    settings = {"selection": "random"}
+    trained = Trained(optimizer("all-gather", 1, **settings), 4).run(range(3))
+    with trained.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, trained.params, trained.state, wait=True)
+    restored = Trained(optimizer("all-gather", 1, **settings | others), 4).restored(tmp_path)
+    assert np.any(restored.state[0].waiting)
+    restored.run([3])
+    assert int(restored.metrics.exchange.participants) == (0 if others else 4)
+
+
+@pytest.mark.parametrize("transform", ["dct", "hadamard"])
+def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(transform, tmp_path):
+    def flat(transform):
+        compression = demo_optax.Compression(4, 8, transform=transform)
+        link = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
+        return optax.chain(optax.flatten(link), optax.scale(-1e-2))
+
+    trained = Trained(flat("dct"), 4).run(range(3))
+    with trained.checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, trained.params, trained.state, wait=True)
+    other = Trained(flat(transform), 4)
+    if transform == "dct":
+        assert_same(other.restored(tmp_path).state, trained.state)
+    else:
+        with pytest.raises(ValueError, match="restore it with the old settings"):
+            other.restored(tmp_path)
+
+
 @pytest.mark.parametrize("exchange, delay", BOTH)
 def test_a_run_of_one_gather_goes_on_in_another_way(exchange, delay, tmp_path):
     trained = Trained(optimizer("all-gather", 0), 4).run(range(3))

@@ -198,6 +198,23 @@ def test_a_round_that_was_begun_longer_ends_at_once():
     assert int(state.mini_step) == 0
 
 
+def test_inner_steps_may_accumulate():
+    inner = demo_optax.multi_steps(optax.sgd(0.1), 2)
+    _, state, seen = train(local(dense(), inner=inner, every=4), (0, 8))
+    assert [bool(metrics.exchanged) for metrics in seen] == 2 * [False, False, False, True]
+    assert state.inner.gradient_step.tolist() == 4 * [4]
+
+
+def test_schedules_go_on_where_a_round_begins_with_a_fresh_state():
+    inner = optax.chain(
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(optax.linear_schedule(0.1, 0.0, 8)),
+        optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 8)),
+    )
+    _, state, _ = train(local(dense(), inner=inner, every=2, reset_inner=True), (0, 5))
+    assert [set(x.count.tolist()) for x in state.inner] == [{1}, {5}, {5}]
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     tx, mesh = BOTH[name], workers.mesh_of(4)
@@ -206,8 +223,8 @@ def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     start = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
 
     @jax.jit
-    def a_round(params, state):
-        return jax.lax.scan(lambda carry, batch: (step(*carry, batch)[:2], ()), start, batches)[0]
+    def a_round(*carry):
+        return jax.lax.scan(lambda carry, batch: (step(*carry, batch)[:2], ()), carry, batches)[0]
 
     assert_same(a_round(*start), train(tx, (0, 3))[:2])
 

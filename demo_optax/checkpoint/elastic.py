@@ -44,7 +44,9 @@ def converted(
         if differs and x.ndim and len(x) > workers:
             x = redistribute(x, workers)
         old, new = (momenta["momenta"].get(name) for momenta in (saved, description))
-        if old and new and old["shape"] == new["shape"]:
+        if old and new and old["shape"] == new["shape"] is None:
+            _require_same_coordinates(name, old, new)
+        elif old and new and old["shape"] == new["shape"]:
             before, after, shape = _coordinates(old), _coordinates(new), tuple(new["shape"])
             if not same_numbers(before, after, shape):
                 step = max(int(state[new["count"]]) - 1, 0)
@@ -71,6 +73,15 @@ def converted(
     return result
 
 
+def _require_same_coordinates(name: str, old: dict, new: dict) -> None:
+    if old["coordinates"] != new["coordinates"]:
+        raise ValueError(
+            f"the momentum{name} of the checkpoint is of tensors that optax.flatten made one, with "
+            f"{old['coordinates']}, and cannot be carried over to {new['coordinates']}: restore it "
+            "with the old settings."
+        )
+
+
 def exchanged_before(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
     """What an exchange keeps beside the momenta, for the workers that are wanted.
 
@@ -85,7 +96,7 @@ def exchanged_before(state: dict, saved: dict, wanted: dict, description: dict) 
             "but the optimizer knows no owners: restore it with exchange='two-phase'."
         )
     if owed and (
-        saved["momenta"] != description["momenta"]
+        any(saved[of] != description[of] for of in ("momenta", "devices"))
         or any(before[name]["parts"] != now[name]["parts"] for name in owed)
     ):
         raise ValueError(

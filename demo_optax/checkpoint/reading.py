@@ -1,10 +1,11 @@
 """Reading what was stored, and believing it only if its digests say that it is what was saved."""
 
+import errno
 import os
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -25,8 +26,20 @@ except ImportError as error:
 
 T = TypeVar("T")
 
-FORMAT = 4
+FORMAT = 5
 """Of what is saved; another one for each change of what the numbers of a state mean."""
+
+
+_OF_THE_MACHINE = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
+_ERRNO_OF_THE_MACHINE = {
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
 
 
 class DamagedCheckpoint(ValueError):
@@ -51,16 +64,39 @@ def steps_in(directory: str) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
 
 
-def set_aside(directory: str, step: int) -> None:
+def clear_up(directory: str, damaged: Iterable[int]) -> None:
+    """Sets damaged steps aside and removes what failed saves left; one process does, for all.
+
+    Raises:
+      OSError: it could not be done, on whichever process.
+    """
+    reason = ""
+    if jax.process_index() == 0:
+        try:
+            for step in damaged:
+                _set_aside(directory, step)
+            _remove_unfinished(directory)
+        except Exception as error:
+            reason = in_a_line(error)
+    if _worst(int(bool(reason))):
+        raise OSError(
+            f"the first process could not clear up {directory}: {reason or 'it says why'}. Make "
+            "the folder writable for it."
+        )
+
+
+def _set_aside(directory: str, step: int) -> None:
     """Renames a step's folder, so that it is none; what it holds is left to be looked at."""
     folder = epath.Path(directory)
     aside = folder / f"{step}.damaged"
+    if not (folder / str(step)).exists():
+        return
     if aside.exists():
         aside.rmtree()
     (folder / str(step)).rename(aside)
 
 
-def remove_unfinished(directory: str) -> None:
+def _remove_unfinished(directory: str) -> None:
     """Removes what failed saves left, out of which TensorStore may still be taking files."""
     for _ in range(50):
         try:
@@ -244,19 +280,47 @@ def _difference(loaded: dict, saved: dict[str, dict]) -> str:
 
 
 def _read(step: int, read: Callable[[], T]) -> T:
-    """What is read, if every process can."""
+    """What is read, if every process can.
+
+    Raises:
+      OSError: a process has no memory, no permission or no connection, whatever the file holds.
+      DamagedCheckpoint: what was read makes no sense, or is not there.
+    """
+    innocent = False
     try:
         with unawaited():
             result, reason = [read()], ""
     except Exception as error:
         result, reason = [], in_a_line(error)
+        innocent = _is_of_the_machine(error)
     if reason:
         sweep()
-    _agree(step, reason)
+    _agree(step, reason, innocent)
     return result[0]
 
 
-def _agree(step: int, reason: str) -> None:
+def _agree(step: int, reason: str, innocent: bool = False) -> None:
     """Processes go on together, where none has a reason not to, or none does."""
-    if not np.all(multihost_utils.process_allgather(np.array(not reason))):
+    worst = _worst(2 * innocent or int(bool(reason)))
+    if worst == 2:
+        raise OSError(
+            f"step {step} could not be read: {reason or 'another process says why'}. That says "
+            "nothing against the checkpoint, which stays as it is. Restore again when it is mended."
+        )
+    if worst:
         raise DamagedCheckpoint(f"step {step}: {reason or 'another process cannot read it'}")
+
+
+def _worst(code: int) -> int:
+    """The largest of all processes."""
+    return int(np.max(multihost_utils.process_allgather(np.array(code))))
+
+
+def _is_of_the_machine(error: BaseException | None) -> bool:
+    while error is not None:
+        states = any(state in str(error) for state in _OF_THE_MACHINE)
+        number = getattr(error, "errno", None)
+        if states or isinstance(error, MemoryError) or number in _ERRNO_OF_THE_MACHINE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

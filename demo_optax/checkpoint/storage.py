@@ -7,22 +7,17 @@ carried over through parameter space. Nothing is ever filled with zeros or cut o
 """
 
 import contextlib
-import dataclasses
 import os
 import warnings
 from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import keystr
 
 from demo_optax import checks
-from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.axes import AxisName
-from demo_optax.boxes import unboxed
-from demo_optax.checkpoint import reading
+from demo_optax.checkpoint import description, reading
 from demo_optax.checkpoint.digests import digests, like, sealed
 from demo_optax.checkpoint.elastic import converted
 from demo_optax.checkpoint.leaves import beside, by_path, from_paths
@@ -193,12 +188,12 @@ class Checkpointer:
             "extra": beside(step, extra),
         }
         described = {part: digests(x) for part, x in leaves.items()}
-        description = self._description(params, opt_state) | {"leaves": described}
+        meaning = self._described(params, opt_state) | {"leaves": described}
         try:
             if self._orbax is None:
                 self._orbax = self._writer()
             started = self._orbax.save_checkpointables_async(
-                step, leaves, force=True, custom_metadata=sealed(description)
+                step, leaves, force=True, custom_metadata=sealed(meaning)
             )
         except Exception as error:
             return self._failed(step, error)
@@ -209,11 +204,7 @@ class Checkpointer:
 
     def _writer(self) -> orbax.training.Checkpointer:
         """Orbax for a folder in which nothing is half written or known to be damaged."""
-        if jax.process_index() == 0:
-            for step in self._damaged:
-                reading.set_aside(self._directory, step)
-            reading.remove_unfinished(self._directory)
-        multihost_utils.sync_global_devices("only checkpoints are left")
+        reading.clear_up(self._directory, self._damaged)
         self._damaged.clear()
         latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
         return orbax.training.Checkpointer(
@@ -270,6 +261,7 @@ class Checkpointer:
           ValueError: the checkpoint is not one of this model, optimizer or ``extra``; there are
             checkpoints, but none of this step.
           DamagedCheckpoint: that of the step is damaged, or all are. A ValueError.
+          OSError: a process could not read it, for want of memory, permission or connection.
           UserWarning: newer checkpoints are damaged, and the next save sets them aside, as
             ``<step>.damaged``. Or a momentum is carried over to other blocks, another
             transform or other shards.
@@ -289,6 +281,8 @@ class Checkpointer:
             lambda step: self._read(step, params, extra),
         )
         self._damaged |= set(damaged)
+        if damaged:
+            self.close()  # a new writer sets them aside
         self._last = found.step
         return found
 
@@ -308,11 +302,11 @@ class Checkpointer:
             self._tx, params, self._mesh, self._axis_name, self._param_specs
         )
         placed_state = by_path(self._placed(wanted, of_state))
-        description = self._description(params, wanted)
-        exact = all(saved.get(name, {}) == value for name, value in description.items())
+        meaning = self._described(params, wanted)
+        exact = all(saved.get(name, {}) == value for name, value in meaning.items())
         needed, there = placed_state, held["opt_state"]
         if not exact:
-            of_exchange = {**saved.get("beside", {}), **description["beside"]}
+            of_exchange = {**saved.get("beside", {}), **meaning["beside"]}
             needed, there = (_without(of_exchange, leaves) for leaves in (needed, there))
         require_same("optimizer state", needed, there, shapes=exact)
         specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
@@ -324,12 +318,17 @@ class Checkpointer:
         loaded = reading.load(self._directory, step, wanted_leaves, held)
         state = loaded["opt_state"]
         if not exact:
-            state = converted(state, saved, placed_state, description, self._axis_name)
+            state = converted(state, saved, placed_state, meaning, self._axis_name)
         return Checkpoint(
             step,
             from_paths(loaded["params"], self._placed(params, specs)),
             from_paths(state, self._placed(wanted, of_state)),
             from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
+        )
+
+    def _described(self, params, opt_state) -> dict:
+        return description.of_state(
+            self._tx, params, opt_state, self._mesh, self._axis_name, self._param_specs
         )
 
     def _placed(self, tree, specs):
@@ -341,51 +340,9 @@ class Checkpointer:
 
         return jax.tree.map(place, tree, specs)
 
-    def _description(self, params, opt_state) -> dict:
-        """What a momentum's numbers mean, in JSON."""
-        specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
-        tensors = {
-            path: (x.shape, shards.counts(x.shape, spec, self._mesh))
-            for (path, x), spec in zip(
-                jax.tree.leaves_with_path(unboxed(params)), jax.tree.leaves(specs), strict=True
-            )
-        }
-        momenta = {}
-        for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=_is_momentum):
-            if _is_momentum(node):
-                for inside, _ in jax.tree.leaves_with_path(node.momentum):
-                    if inside not in tensors:  # as where optax.flatten made one vector of all
-                        continue
-                    shape, counts = tensors[inside]
-                    momenta[f"{keystr(path)}.momentum{keystr(inside)}"] = {
-                        "coordinates": dataclasses.asdict(node.coordinates),
-                        "shape": list(shape),
-                        "shards": list(counts),
-                        "count": f"{keystr(path)}.count",
-                    }
-        of_state = layout.state_specs(
-            self._tx, params, self._mesh, self._axis_name, self._param_specs
-        )
-        leaves, spec_at = (dict(jax.tree.leaves_with_path(tree)) for tree in (opt_state, of_state))
-        beside = {}
-        for path in layout.paths_of_devices(opt_state):
-            shape = leaves[path].shape
-            parts = shards.counts(shape, spec_at[path], self._mesh)[1]
-            beside[keystr(path)] = {"shape": list(shape), "parts": parts}
-        return {
-            "format": FORMAT,
-            "workers": self._workers,
-            "momenta": momenta,
-            "beside": beside,
-        }
-
 
 def _without(names, leaves: dict) -> dict:
     return {name: x for name, x in leaves.items() if name not in names}
-
-
-def _is_momentum(x) -> bool:
-    return isinstance(x, DecoupledMomentumState)
 
 
 def _require_format(saved: dict) -> None:

@@ -40,6 +40,8 @@ class Section:
       k: how many of them are sent.
       index_coding: of their positions; None where every worker knows them.
       value_coding: of their values.
+      draw: what positions that every worker knows follow from, a selection and a seed; None of
+        others. It is no part of the layout, but packets that wait must not be read with another.
     """
 
     blocks: int
@@ -47,6 +49,7 @@ class Section:
     k: int
     index_coding: PositionCoding | None
     value_coding: ValueCoding
+    draw: tuple[str, int] | None = None
 
     @property
     def parts(self) -> tuple[int, int, int]:

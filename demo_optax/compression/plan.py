@@ -183,8 +183,12 @@ def section_of(compression: Compression, blocks: int, block_size: int) -> Sectio
         coding = "bins"
     elif coding == "auto":
         coding = indices.cheapest(block_size, k)
-    travel = compression.positions_travel and k < block_size
-    return Section(blocks, block_size, k, coding if travel else None, compression.value_coding)
+    if k == block_size:
+        return Section(blocks, block_size, k, None, compression.value_coding)
+    if compression.positions_travel:
+        return Section(blocks, block_size, k, coding, compression.value_coding)
+    draw = compression.selection, compression.seed
+    return Section(blocks, block_size, k, None, compression.value_coding, draw)
 
 
 def _concatenated(arrays: Iterable[Tensor], axis: int = 0) -> Tensor:
