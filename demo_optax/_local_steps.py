@@ -13,8 +13,6 @@ from demo_optax.axes import AxisName
 from demo_optax.boxes import unboxed
 from demo_optax.numerics import all_finite, choose, upcast
 
-_SCHEDULES = (optax.ScaleByScheduleState, type(optax.add_decayed_weights(lambda _: 0.0).init(())))
-
 
 class LocalStepsState(NamedTuple):
     """State of `local_steps`, as one worker sees it.
@@ -190,10 +188,13 @@ def local_steps(
         floats = [x for x in jax.tree.leaves(inner_state) if jnp.issubdtype(x.dtype, jnp.floating)]
         goes_on = axes.on_all_devices(all_finite(floats) & (not reset_inner), axis_name)
 
-        def leaf(old, new):
-            return old if isinstance(old, _SCHEDULES) else choose(goes_on, old, new)
+        scheduled = optax.add_decayed_weights(optax.constant_schedule(0.0))
+        schedules = optax.ScaleByScheduleState, type(scheduled.init(()))
 
-        return jax.tree.map(leaf, inner_state, fresh, is_leaf=lambda x: isinstance(x, _SCHEDULES))
+        def leaf(old, new):
+            return old if isinstance(old, schedules) else choose(goes_on, old, new)
+
+        return jax.tree.map(leaf, inner_state, fresh, is_leaf=lambda x: isinstance(x, schedules))
 
     def own_kept(arrives, new, old):
         """A new outer state; what a worker has of its own stays where it sends nothing."""

@@ -48,6 +48,13 @@ def test_import_brings_nothing_that_is_optional():
     assert not {"flax", "orbax", "rich", "tyro", "grain", "matplotlib"} & set(shown)
 
 
+def test_import_starts_no_devices():
+    """Or settings that users make behind their imports would come too late."""
+    later = "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
+    imports = "import jax, demo_optax, demo_optax.accounting, demo_optax.checkpoint"
+    assert run("-c", f"{imports}; jax.config.update('jax_platforms', 'cpu'); {later}") == "3\n"
+
+
 def test_versions_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == PROJECT["version"]
