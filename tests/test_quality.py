@@ -212,7 +212,11 @@ def test_levers_are_optimizers_that_differ_from_demo(lever, params_of_demo):
 
 def test_pages_say_what_was_found():
     assert tables.check(STUDIES) == [], "run python -m benchmarks.quality write"
-    assert "<!-- study tiny -->" in (ROOT / "README.md").read_text()
+    assert "<!-- study tiny: " in (ROOT / "README.md").read_text()
+    some = tables.replaced("<!-- study tiny: Muon; DeMo, k = ? -->\n<!-- end -->", STUDIES)
+    assert [line.split(" | ")[0] for line in some.splitlines()[3:-1]] == [
+        "| Muon", "| DeMo, k = 8", "| DeMo, k = 4",
+    ]  # fmt: skip
 
 
 def test_methods_do_not_lean_on_defaults_that_may_change():

@@ -1,8 +1,9 @@
 """Tables of what came of the studies, in Markdown, and where they stand in the documentation."""
 
+import fnmatch
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,9 +98,13 @@ def _row(
     )
 
 
-def of_study(study: Study) -> str:
-    """A table of all methods that have a result."""
-    found = rows(study)
+def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
+    """A table of the methods that have a result and a name like one of these patterns."""
+
+    def is_wanted(row: Row) -> bool:
+        return any(fnmatch.fnmatch(row.method.name, pattern) for pattern in patterns)
+
+    found = list(filter(is_wanted, rows(study)))
     heads = [
         "",
         "bytes per step",
@@ -137,16 +142,21 @@ def dense_gradient(method: Method) -> int:
 
 
 def replaced(text: str, studies: Mapping[str, Study]) -> str:
-    """A page with today's tables between their marks, ``<!-- study NAME -->`` and ``<!-- end -->``.
+    """A page with today's tables between their marks.
+
+    These are ``<!-- study NAME -->``, or ``<!-- study NAME: PATTERN; PATTERN -->`` for some of its
+    methods, and ``<!-- end -->``.
 
     Raises:
       KeyError: a mark names no study.
     """
 
     def table(mark: re.Match) -> str:
-        return f"{mark[1]}\n{of_study(studies[mark[2]])}\n{mark[3]}"
+        patterns = mark[3].split("; ") if mark[3] else ("*",)
+        return f"{mark[1]}\n{of_study(studies[mark[2]], patterns)}\n{mark[4]}"
 
-    return re.sub(r"(<!-- study (\w+) -->).*?(<!-- end -->)", table, text, flags=re.DOTALL)
+    marks = r"(<!-- study (\w+)(?:: (.*?))? -->).*?(<!-- end -->)"
+    return re.sub(marks, table, text, flags=re.DOTALL)
 
 
 def write(studies: Mapping[str, Study]) -> None:
