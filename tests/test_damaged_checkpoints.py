@@ -274,8 +274,8 @@ def test_setting_aside_may_fail_once(saved, tmp_path, monkeypatch):
     shutil.copytree(folder / "2", folder / "3")
     rename = os.rename
 
-    def fails_on_2(path, *args, **kwargs):
-        if pathlib.Path(path).name == "2":
+    def fails_on_3(path, *args, **kwargs):
+        if pathlib.Path(path).name == "3":
             raise OSError(errno.EIO, "no luck", path)
         rename(path, *args, **kwargs)
 
@@ -283,7 +283,7 @@ def test_setting_aside_may_fail_once(saved, tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match="newer ones are damaged"):
             checkpointer.restore(model.init(), EXTRA)
         with monkeypatch.context() as broken:
-            broken.setattr(os, "rename", fails_on_2)
+            broken.setattr(os, "rename", fails_on_3)
             with pytest.raises(OSError, match=r"step 4 could not be saved in .*no luck"):
                 saves(checkpointer, 4, wait=True)
         saves(checkpointer, 4, wait=True)
