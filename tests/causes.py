@@ -1,8 +1,6 @@
 """A cause for every ``raise`` of the library."""
 
-import importlib.util
 import pathlib
-import sys
 import tempfile
 from unittest import mock
 
@@ -13,35 +11,18 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import checkpoint
 from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
-from demo_optax.checkpoint import description, elastic, reading, storage
-from tests import model, workers
+from tests import causes_of_checkpoints, model, workers
+from tests.causes_in_common import DEMO, state_of, two, without
 
-LIBRARY = pathlib.Path(demo_optax.__file__).parent
-DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
 ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
 DELAYED = demo_optax.demo(1e-3, demo_optax.Compression(4, 8, delay=1))
-OWED = {"[0].residual[0]": np.ones((2, 1, 4))}
-BY_OWNERS = {
-    "momenta": {"w": {"coordinates": {}, "shape": [4], "shards": [1]}},
-    "beside": {"[0].residual[0]": {"shape": [2, 1, 4], "parts": 1}},
-    "devices": {"w": [[]]},
-}
-
-
-def two():
-    return workers.mesh_of(2)
 
 
 def inner():
     return jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
-
-
-def state_of(workers_number):
-    return demo_optax.init_opt_state(DEMO, model.init(), workers.mesh_of(workers_number))
 
 
 def step_of(*args, **options):
@@ -108,13 +89,6 @@ def state_unlike_any_parameter():
     demo_optax.init_opt_state(tx, {"w": jnp.ones((8, 6))}, inner(), "data", P(None, "fsdp"))
 
 
-def save_twice():
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):
-            with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
-                checkpointer.save(3, model.init(), state_of(2))
-
-
 MASK = {"hidden": True, "out": True, "bias": False}
 
 
@@ -175,112 +149,6 @@ def local_steps_of_a_part():
     step_of(tx, two())(model.init(), state, model.batch(0))
 
 
-def restore(params=None, tx=DEMO, **arguments):
-    with tempfile.TemporaryDirectory() as folder:
-        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
-            checkpointer.save(3, model.init(), state_of(2))
-        with checkpoint.Checkpointer(folder, tx, two()) as checkpointer:
-            checkpointer.restore(params or model.init(), **arguments)
-
-
-def restore_another_format():
-    with tempfile.TemporaryDirectory() as folder:
-        with (
-            mock.patch.object(description, "FORMAT", 1),
-            checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer,
-        ):
-            checkpointer.save(3, model.init(), state_of(2))
-        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
-            checkpointer.restore(model.init())
-
-
-def restore_another_preconditioner(block_side):
-    """Of the same tree, with leaves of another shape; in the same blocks or in others."""
-
-    def scale(size):
-        return optax.GradientTransformation(
-            lambda params: jnp.zeros(size), lambda g, s, p=None: (g, s)
-        )
-
-    tx = [
-        demo_optax.demo(
-            1.0, demo_optax.Compression(block_side=side), axis_name="data", precondition=scale(size)
-        )
-        for side, size in ((8, 2), (block_side, 3))
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        with checkpoint.Checkpointer(folder, tx[0], two()) as checkpointer:
-            state = demo_optax.init_opt_state(tx[0], model.init(), two())
-            checkpointer.save(3, model.init(), state)
-        with checkpoint.Checkpointer(folder, tx[1], two()) as checkpointer:
-            checkpointer.restore(model.init())
-
-
-def restore_damaged(restore):
-    with tempfile.TemporaryDirectory() as folder:
-        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
-            checkpointer.save(3, model.init(), state_of(2), extra="abc")
-        pathlib.Path(folder, "3", "extra", "_strings.json").write_text('{"[\'tree\']":"abd"}')
-        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
-            restore(checkpointer)
-
-
-def read_without_memory():
-    with mock.patch.object(reading, "_metadata", side_effect=MemoryError("not today")):
-        reading.description_of("run", 3)
-
-
-def clear_up_without_rights():
-    with mock.patch.object(reading, "_set_aside", side_effect=PermissionError(13, "not here")):
-        reading.clear_up("run", [3])
-
-
-def restore_a_flat_vector_elsewhere():
-    old, new = ({"shape": None, "coordinates": {"transform": name}} for name in ("dct", "identity"))
-    elastic._require_same_coordinates("[0].momentum", old, new)
-
-
-def checkpoints_in_a_file():
-    with tempfile.NamedTemporaryFile() as file:
-        checkpoint.Checkpointer(file.name, DEMO, two())
-
-
-def save_where_a_file_is(wait):
-    with tempfile.TemporaryDirectory() as folder:
-        checkpointer = checkpoint.Checkpointer(f"{folder}/run", DEMO, two())
-        pathlib.Path(folder, "run").rmdir()
-        pathlib.Path(folder, "run").touch()
-        with mock.patch.object(checkpointer, "_writer", unchecked(folder)):
-            checkpointer.save(4, model.init(), state_of(2), wait=wait)
-        checkpointer.close()
-
-
-def unchecked(folder):
-    """Orbax for a folder that is gone by the time it writes in the background."""
-
-    def writer():
-        found = storage.orbax.training.Checkpointer(f"{folder}/other")
-        return mock.Mock(wraps=found, wait=mock.Mock(side_effect=OSError("full")))
-
-    return writer
-
-
-def load_params_of_no_run():
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.load_params(folder)
-
-
-def without(name, action):
-    with mock.patch.dict(sys.modules, {name: None}):
-        action()
-
-
-def import_checkpoint():
-    path = LIBRARY / "checkpoint" / "reading.py"
-    spec = importlib.util.spec_from_file_location("without_orbax", path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 def count_integers():
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "integers.npz"
@@ -304,9 +172,6 @@ RAISED = [
     lambda: demo_optax.Compression(selection="bins", index_coding="bitmap"),
     lambda: demo_optax.Compression(selection="random", exchange="two-phase", topk_back=8),
     lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
-    lambda: elastic.exchanged_before(OWED, BY_OWNERS, {}, {"beside": {}}),
-    lambda: elastic.exchanged_before(OWED, BY_OWNERS, OWED, BY_OWNERS | {"momenta": {}}),
-    lambda: elastic.exchanged_before(OWED, BY_OWNERS, OWED, BY_OWNERS | {"devices": {"w": [[0]]}}),
     lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.0),
     lambda: demo_optax.demo(1e-3, decay="0.9"),
@@ -377,24 +242,6 @@ RAISED = [
     # drift
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
-    # checkpoints
-    save_twice,
-    lambda: restore(step=2),
-    lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO)),
-    lambda: restore(model.init() | {"bias": jnp.ones(7)}),
-    restore_another_format,
-    lambda: restore_another_preconditioner(8),
-    lambda: restore_another_preconditioner(4),
-    load_params_of_no_run,
-    lambda: restore_damaged(lambda checkpointer: checkpointer.restore(model.init(), "")),
-    lambda: restore_damaged(lambda checkpointer: checkpointer._read(3, model.init(), "")),
-    read_without_memory,
-    clear_up_without_rights,
-    restore_a_flat_vector_elsewhere,
-    checkpoints_in_a_file,
-    lambda: save_where_a_file_is(wait=True),
-    lambda: save_where_a_file_is(wait=False),
-    lambda: without("orbax.checkpoint", import_checkpoint),
     # accounting
     lambda: demo_optax.accounting.plan(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
@@ -403,4 +250,5 @@ RAISED = [
     count_integers,
     lambda: models.checkpoint_shapes("no/such/folder"),
     lambda: without("orbax", lambda: models.checkpoint_shapes(".")),
+    *causes_of_checkpoints.RAISED,
 ]

@@ -1,0 +1,24 @@
+"""What causes of errors have in common."""
+
+import pathlib
+import sys
+from unittest import mock
+
+import demo_optax
+from tests import model, workers
+
+LIBRARY = pathlib.Path(demo_optax.__file__).parent
+DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
+
+
+def two():
+    return workers.mesh_of(2)
+
+
+def state_of(workers_number):
+    return demo_optax.init_opt_state(DEMO, model.init(), workers.mesh_of(workers_number))
+
+
+def without(name, action):
+    with mock.patch.dict(sys.modules, {name: None}):
+        action()

@@ -1,0 +1,155 @@
+"""Causes for every ``raise`` of the checkpoints."""
+
+import importlib.util
+import pathlib
+import tempfile
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import demo_optax
+from demo_optax import checkpoint
+from demo_optax.checkpoint import description, elastic, reading, storage
+from tests import model
+from tests.causes_in_common import DEMO, LIBRARY, state_of, two, without
+
+OWED = {"[0].residual[0]": np.ones((2, 1, 4))}
+BY_OWNERS = {
+    "momenta": {"w": {"coordinates": {}, "shape": [4], "shards": [1]}},
+    "beside": {"[0].residual[0]": {"shape": [2, 1, 4], "parts": 1}},
+    "devices": {"w": [[]]},
+}
+
+
+def save_twice():
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+                checkpointer.save(3, model.init(), state_of(2))
+
+
+def restore(params=None, tx=DEMO, **arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            checkpointer.save(3, model.init(), state_of(2))
+        with checkpoint.Checkpointer(folder, tx, two()) as checkpointer:
+            checkpointer.restore(params or model.init(), **arguments)
+
+
+def restore_another_format():
+    with tempfile.TemporaryDirectory() as folder:
+        with (
+            mock.patch.object(description, "FORMAT", 1),
+            checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer,
+        ):
+            checkpointer.save(3, model.init(), state_of(2))
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            checkpointer.restore(model.init())
+
+
+def restore_another_preconditioner(block_side):
+    """Of the same tree, with leaves of another shape; in the same blocks or in others."""
+
+    def scale(size):
+        return optax.GradientTransformation(
+            lambda params: jnp.zeros(size), lambda g, s, p=None: (g, s)
+        )
+
+    tx = [
+        demo_optax.demo(
+            1.0, demo_optax.Compression(block_side=side), axis_name="data", precondition=scale(size)
+        )
+        for side, size in ((8, 2), (block_side, 3))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpointer(folder, tx[0], two()) as checkpointer:
+            state = demo_optax.init_opt_state(tx[0], model.init(), two())
+            checkpointer.save(3, model.init(), state)
+        with checkpoint.Checkpointer(folder, tx[1], two()) as checkpointer:
+            checkpointer.restore(model.init())
+
+
+def restore_damaged(restore):
+    with tempfile.TemporaryDirectory() as folder:
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            checkpointer.save(3, model.init(), state_of(2), extra="abc")
+        pathlib.Path(folder, "3", "extra", "_strings.json").write_text('{"[\'tree\']":"abd"}')
+        with checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer:
+            restore(checkpointer)
+
+
+def read_without_memory():
+    with mock.patch.object(reading, "_metadata", side_effect=MemoryError("not today")):
+        reading.description_of("run", 3)
+
+
+def clear_up_without_rights():
+    with mock.patch.object(reading, "_set_aside", side_effect=PermissionError(13, "not here")):
+        reading.clear_up("run", [3])
+
+
+def restore_a_flat_vector_elsewhere():
+    old, new = ({"shape": None, "coordinates": {"transform": name}} for name in ("dct", "identity"))
+    elastic._require_same_coordinates("[0].momentum", old, new)
+
+
+def checkpoints_in_a_file():
+    with tempfile.NamedTemporaryFile() as file:
+        checkpoint.Checkpointer(file.name, DEMO, two())
+
+
+def save_where_a_file_is(wait):
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = checkpoint.Checkpointer(f"{folder}/run", DEMO, two())
+        pathlib.Path(folder, "run").rmdir()
+        pathlib.Path(folder, "run").touch()
+        with mock.patch.object(checkpointer, "_writer", unchecked(folder)):
+            checkpointer.save(4, model.init(), state_of(2), wait=wait)
+        checkpointer.close()
+
+
+def unchecked(folder):
+    """Orbax for a folder that is gone by the time it writes in the background."""
+
+    def writer():
+        found = storage.orbax.training.Checkpointer(f"{folder}/other")
+        return mock.Mock(wraps=found, wait=mock.Mock(side_effect=OSError("full")))
+
+    return writer
+
+
+def load_params_of_no_run():
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.load_params(folder)
+
+
+def import_checkpoint():
+    path = LIBRARY / "checkpoint" / "reading.py"
+    spec = importlib.util.spec_from_file_location("without_orbax", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+RAISED = [
+    lambda: elastic.exchanged_before(OWED, BY_OWNERS, {}, {"beside": {}}),
+    lambda: elastic.exchanged_before(OWED, BY_OWNERS, OWED, BY_OWNERS | {"momenta": {}}),
+    lambda: elastic.exchanged_before(OWED, BY_OWNERS, OWED, BY_OWNERS | {"devices": {"w": [[0]]}}),
+    save_twice,
+    lambda: restore(step=2),
+    lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO)),
+    lambda: restore(model.init() | {"bias": jnp.ones(7)}),
+    restore_another_format,
+    lambda: restore_another_preconditioner(8),
+    lambda: restore_another_preconditioner(4),
+    load_params_of_no_run,
+    lambda: restore_damaged(lambda checkpointer: checkpointer.restore(model.init(), "")),
+    lambda: restore_damaged(lambda checkpointer: checkpointer._read(3, model.init(), "")),
+    read_without_memory,
+    clear_up_without_rights,
+    restore_a_flat_vector_elsewhere,
+    checkpoints_in_a_file,
+    lambda: save_where_a_file_is(wait=True),
+    lambda: save_where_a_file_is(wait=False),
+    lambda: without("orbax.checkpoint", import_checkpoint),
+]

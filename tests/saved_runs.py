@@ -1,0 +1,56 @@
+"""Two runs that no other is like, and their checkpoints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import demo_optax
+from demo_optax.checkpoint import Checkpointer
+from tests import model, workers
+
+TX = demo_optax.demo(1e-2, demo_optax.Compression(4, 8), axis_name="data")
+EXTRA = {"key": jax.random.key(5), "windows": 3, "note": "abc", "table": np.arange(3), "on": True}
+
+
+def run_of(step):
+    """Parameters, state and extra that no other step has, of momenta that differ by worker."""
+    numbers = np.random.default_rng(step)
+    state = demo_optax.init_opt_state(TX, model.init(), workers.mesh_of(2))
+
+    def another(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jax.device_put(numbers.normal(size=x.shape).astype(x.dtype), x.sharding)
+
+    return jax.tree.map(another, (model.init(), state)), EXTRA | {"windows": 100 * step}
+
+
+RUNS = {step: run_of(step) for step in (1, 2)}
+
+
+def restored(folder, **options):
+    with Checkpointer(folder, TX, workers.mesh_of(2)) as checkpointer:
+        return checkpointer.restore(model.init(), EXTRA, **options)
+
+
+def is_run(found, step):
+    """Whether what was found is that step's, to the last bit."""
+    run, extra = RUNS[step]
+    ours = jax.tree.leaves(((found.params, found.opt_state), found.extra))
+    theirs = jax.tree.leaves((run, extra))
+
+    def data(x):
+        x = (
+            jax.random.key_data(x)
+            if isinstance(x, jax.Array) and x.dtype == EXTRA["key"].dtype
+            else x
+        )
+        return np.asarray(x)
+
+    pairs = [(data(a), data(b)) for a, b in zip(ours, theirs, strict=True)]
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def saves(checkpointer, step, **options):
+    run, extra = RUNS[2]
+    checkpointer.save(step, *run, extra, **options)
