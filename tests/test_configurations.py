@@ -118,6 +118,8 @@ WORDS = [
     ("--optimizer demo-muon --workers 4 --fsdp 2", "would make orthogonal by itself"),
     ("--optimizer diloco --exchange two-phase", "--exchange two-phase is for optimizers that"),
     ("--exchange two-phase --topk-back 5000", "--topk-back 5000 is more than a block has"),
+    ("--topk-back 64", "--topk-back 64 is for what owners send back"),
+    ("--value-coding-back int4", "--value-coding-back int4 is for what owners send back"),
     ("--steps 0 --seed -1", "--steps 0 must be greater than or equal to 1; --seed -1"),
     # Text and tokenizer
     ("--text missing", "--text missing cannot be read (FileNotFoundError: there is no"),

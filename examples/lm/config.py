@@ -102,6 +102,8 @@ class Config:
     sends that to all, traffic that does not grow with the workers."""
     topk_back: Count | None = None
     """Coefficients of each block that are sent back in two phases, by default four times --topk."""
+    value_coding_back: ValueCoding | None = None
+    """How the values that are sent back travel, by default as --value-coding has it."""
     delay: Literal[0, 1] = 0
     """1: packets are exchanged while the next step computes its gradient."""
     norm_limit: Annotated[float, Field(ge=1, lt=float("inf"))] | None = 10.0

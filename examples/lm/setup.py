@@ -159,6 +159,7 @@ def compression(config: Config) -> demo_optax.Compression:
         "norm_limit": config.norm_limit,
         "exchange": config.exchange,
         "topk_back": config.topk_back,
+        "value_coding_back": config.value_coding_back,
         "delay": config.delay,
     }
     return dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})

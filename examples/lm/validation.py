@@ -16,6 +16,7 @@ OF_PACKETS = (
     "topk",
     "topk_back",
     "value_coding",
+    "value_coding_back",
     "transform",
     "block_side",
     "norm_limit",
@@ -97,11 +98,13 @@ def _require_agreement(config: Config) -> None:
             f"--steps {config.steps} end inside a round of --local-steps {every}, whose end alone "
             f"exchanges: choose a multiple, such as {config.steps - config.steps % every + every}."
         )
-    if config.topk_back and config.exchange != "two-phase":
-        raise ValueError(
-            f"--topk-back {config.topk_back} is what owners send back, whom --exchange all-gather "
-            "does not know: leave it out, or set --exchange two-phase."
-        )
+    for name in ("topk_back", "value_coding_back"):
+        if getattr(config, name) and config.exchange != "two-phase":
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(config, name)} is for what owners send back, "
+                "whom --exchange all-gather does not know: leave it out, or set --exchange "
+                "two-phase."
+            )
     sends_packets = RECIPES[config.optimizer].compression is not None
     for name in OF_PACKETS:
         if not sends_packets and getattr(config, name) != getattr(DEFAULT, name):
