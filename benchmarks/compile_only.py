@@ -71,13 +71,14 @@ def update(optimizer: str, args):
         value_coding=args.value_coding,
         selection=args.selection,
         transform=args.transform,
-        exchange=args.exchange,
-        delay=args.delay,
     )
-    momentum = demo_optax.decoupled_momentum(0.95, compression, axis_name="data")
+    kinds = {"all-gather": demo_optax.AllGather, "two-phase": demo_optax.TwoPhase}
+    exchange = kinds[args.exchange]("data")
+    exchange = demo_optax.Delayed(exchange) if args.delay else exchange
+    momentum = demo_optax.decoupled_momentum(0.95, compression, exchange=exchange)
     tx = {
         "demo": optax.chain(momentum, optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3)),
-        "demo_scaled": demo_optax.demo_scaled(1e-3, compression, axis_name="data"),
+        "demo_scaled": demo_optax.demo_scaled(1e-3, compression, exchange=exchange),
         "adamw": optax.chain(demo_optax.mean_over_workers("data"), optax.adamw(1e-3)),
     }[optimizer]
     params = transformer_shapes(args.layers, args.width)
@@ -145,8 +146,8 @@ def main() -> None:
     parser.add_argument("--value-coding", default="int4")
     parser.add_argument("--selection", default="topk")
     parser.add_argument("--transform", default="dct")
-    parser.add_argument("--exchange", default="all-gather")
-    parser.add_argument("--delay", type=int, default=0)
+    parser.add_argument("--exchange", default="all-gather", choices=("all-gather", "two-phase"))
+    parser.add_argument("--delay", type=int, default=0, choices=(0, 1))
     parser.add_argument("--chips", type=int, default=8, choices=TPU_SLICES)
     kinds = ("adamw", "demo", "demo_scaled")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "demo"], choices=kinds)

@@ -34,11 +34,11 @@ def loss_fn(params, chosen):
     return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS[chosen]).mean()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def last_loss(compression, workers, steps, rate, key):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def last_loss(compression, exchange, workers, steps, rate, key):
     """The loss on held-out digits, mean of the last ten steps."""
     schedule = optax.cosine_decay_schedule(rate, steps)
-    tx = demo_optax.demo_signum(schedule, compression, decay=0.9, axis_name="workers")
+    tx = demo_optax.demo_signum(schedule, compression, decay=0.9, exchange=exchange)
     params = init(jax.random.fold_in(key, 0))
     everyone = jnp.arange(workers)
 
@@ -69,17 +69,20 @@ def main() -> None:
     settings = [(1, None), (1, 1), (1, 4), (4, 16), (64, 64)]
     print(f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds", flush=True)
     for k, back in settings:
-        exchange = "all-gather" if back is None else "two-phase"
-        compression = demo_optax.Compression(
-            k, SIDE, value_coding="int4", exchange=exchange, topk_back=back
+        compression = demo_optax.Compression(k, SIDE, value_coding="int4")
+        exchange = demo_optax.AllGather("workers")
+        if back is not None:
+            exchange = demo_optax.TwoPhase("workers", topk_back=back)
+        run = functools.partial(
+            last_loss, compression, exchange, args.workers, args.steps, args.rate
         )
-        run = functools.partial(last_loss, compression, args.workers, args.steps, args.rate)
         losses = np.array([run(jax.random.key(seed)) for seed in range(args.seeds)])
         error = losses.std(ddof=1) / np.sqrt(args.seeds)
+        kind = "all-gather" if back is None else "two-phase"
         name = f"k = {k}" if back is None else f"k = {k}, {back} back"
         got = k * (args.workers - 1) if back is None else k + back
         print(
-            f"{exchange:10} {name:16} {losses.mean():.3f} ± {error:.3f}  {got:5} coefficients",
+            f"{kind:10} {name:16} {losses.mean():.3f} ± {error:.3f}  {got:5} coefficients",
             flush=True,
         )
 

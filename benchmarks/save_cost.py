@@ -17,7 +17,7 @@ import numpy as np
 
 import demo_optax
 from demo_optax.checkpoint import Checkpointer, storage
-from demo_optax.checkpoint.leaves import by_path
+from demo_optax.checkpoint.description import by_path
 
 
 def main():

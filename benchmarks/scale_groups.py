@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax.compression import selection
 from demo_optax.compression import values as codings
+from demo_optax.compression.top_k import TopK
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm.config import Config
@@ -64,7 +64,8 @@ def main(optimizer: OptimizerName = "demo-scaled") -> None:
             # Of matrices in 64x64 blocks nothing that is stored is padding.
             matrices = [x.reshape(-1, 4096) for x in momenta if x.shape[-1] == 4096]
             blocks = jnp.concatenate(matrices)
-            sent.append(selection.take(blocks, selection.top_k(blocks, k)))
+            selector = TopK(blocks.shape[1], k)
+            sent.append(selector.take(blocks, selector.select(blocks)))
         print(f"k = {k}: bits per value, and energy lost, with one scale for so many blocks")
         print(f"{'':8}" + "".join(f"{group:>18}" for group in GROUPS))
         for coding in ("int8", "int4", "int2", "sign"):

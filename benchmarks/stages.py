@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from step_cost import transformer_params
 
 import demo_optax
-from demo_optax import messages, metrics, wire
-from demo_optax._exchange import exchange as exchange_packets
-from demo_optax.compression import compress, make_plan
+from demo_optax import metrics
+from demo_optax.compression import make_plan, packet
+from demo_optax.exchange import Sent, collectives
 
 PACKETS = 64, 96  # of which the difference tells what one more costs
 
@@ -45,46 +45,74 @@ def main() -> None:
 
     tensors = jax.tree.leaves(transformer_params(args.layers, args.width))
     count = sum(x.size for x in tensors)
-    shapes = tuple(x.shape for x in tensors)
-    zero = jnp.int32(0)
     print(f"{count / 1e6:.1f}M parameters on {jax.devices()[0].device_kind}; ns per parameter")
     names = "blocks", "transform", "compress", "exchange", "inverse", "one more"
     print(" " * 14 + "".join(f"{name:>10}" for name in names))
     for k in args.topk:
         for values in args.value_coding:
             compression = demo_optax.Compression(k, value_coding=values, selection=args.selection)
-            plan = make_plan(compression, shapes)
-
-            def transform(blocks, plan=plan):
-                return [x.reshape(len(x), -1) for x in plan.transform(blocks, zero)[0]]
-
-            def exchange(compressed, packets=1, plan=plan):
-                def gather(packet, _):
-                    return jnp.broadcast_to(packet, (packets, packet.size))
-
-                report = metrics.Report(*jnp.ones(len(metrics.Report._fields)))
-                sent = messages.outgoing(plan, compressed, report, jnp.array(True), zero, None)
-                last = metrics.before_the_first()
-                with mock.patch.object(wire, "gather", gather):
-                    return exchange_packets(plan, sent, (), last, zero, None, "senders")
-
-            blocks = jax.jit(plan.blocks)(tensors)
-            coefficients = jax.jit(transform)(blocks)
-            message = jax.jit(lambda x, plan=plan: compress(plan, x, zero, zero))(coefficients)
-            stages = [
-                nanoseconds(plan.blocks, tensors),
-                nanoseconds(transform, blocks),
-                nanoseconds(lambda x, plan=plan: compress(plan, x, zero, zero), coefficients),
-                nanoseconds(exchange, message),
-                nanoseconds(lambda x, plan=plan: plan.tensors(plan.inverse(x, zero)), coefficients),
-            ]
-            few, many = [
-                nanoseconds(functools.partial(exchange, packets=n), message) for n in PACKETS
-            ]
-            stages.append((many - few) / (PACKETS[1] - PACKETS[0]))
+            times = stages(compression, tensors)
             print(
-                f"k={k:<3} {values:8}" + "".join(f"{s / count:10.3f}" for s in stages), flush=True
+                f"k={k:<3} {values:8}" + "".join(f"{t / count:10.3f}" for t in times), flush=True
             )
+
+
+def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> list[float]:
+    """Nanoseconds of each stage, in the order of the table."""
+    plan = make_plan(compression, tuple(x.shape for x in tensors), jax.default_backend())
+    zero, own = jnp.int32(0), jnp.zeros(1, jnp.int32)
+    shared = plan.rows_per_part(plan.shared_positions(zero))
+
+    def by_part(fn, *arguments):
+        return [fn(part, *own) for part, *own in zip(plan.parts, *arguments, strict=True)]
+
+    def blocks_of(tensors):
+        return by_part(lambda part, own: part.blocks(own), plan.per_part(tensors))
+
+    def transform(blocks):
+        found = by_part(lambda part, own: part.transform(own, zero), blocks)
+        return [[x.reshape(len(x), -1) for x in part] for part in found]
+
+    def compress(coefficients):
+        def select(part, own, at):
+            return part.select(part.split(own), at)
+
+        selected = plan.join(by_part(select, coefficients, shared))
+        return packet.encode(plan.sections, selected)
+
+    def exchange(encoded, packets=1):
+        fields, message = encoded
+        by_all_gather = demo_optax.AllGather()
+
+        def gather(packet, _):
+            return jnp.broadcast_to(packet, (packets, packet.size))
+
+        header = packet.Header(*[jnp.uint32(0)] * 3, *[jnp.float32(0)] * 4)
+        origin = packet.Origin(zero, own)
+        layout = by_all_gather.layout(plan)
+        built = packet.build(layout, header, fields, message, jnp.array(True), origin)
+        sent = Sent(built, message, jnp.float32(1), zero)
+        with mock.patch.object(collectives, "gather", gather):
+            found = by_all_gather.exchange(plan, sent, (), metrics.init_metrics(), "senders")
+        return found._replace(mean=[x.dense() for x in found.mean])
+
+    def inverse(coefficients):
+        return by_part(
+            lambda part, own: part.to_tensors(part.inverse(own, zero)), coefficients
+        )
+
+    blocks = jax.jit(blocks_of)(tensors)
+    coefficients = jax.jit(transform)(blocks)
+    encoded = jax.jit(compress)(coefficients)
+    few, many = [nanoseconds(functools.partial(exchange, packets=n), encoded) for n in PACKETS]
+    return [
+        nanoseconds(blocks_of, tensors),
+        nanoseconds(transform, blocks),
+        nanoseconds(compress, coefficients),
+        nanoseconds(exchange, encoded),
+        nanoseconds(inverse, coefficients),
+        (many - few) / (PACKETS[1] - PACKETS[0]),
+    ]
 
 
 if __name__ == "__main__":

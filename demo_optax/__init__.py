@@ -4,17 +4,19 @@ from importlib.metadata import version
 
 from demo_optax._decoupled_momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momentum
-from demo_optax._local_steps import LocalStepsState as LocalStepsState
-from demo_optax._local_steps import local_steps as local_steps
-from demo_optax._local_steps import own_parameters as own_parameters
-from demo_optax._multi_steps import multi_steps as multi_steps
+from demo_optax._rounds import LocalStepsState as LocalStepsState
+from demo_optax._rounds import local_steps as local_steps
+from demo_optax._rounds import multi_steps as multi_steps
+from demo_optax._rounds import own_parameters as own_parameters
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
 from demo_optax.accounting import reference_bytes as reference_bytes
 from demo_optax.axes import AxisName as AxisName
 from demo_optax.compression import Compression as Compression
-from demo_optax.compression import Mean as Mean
-from demo_optax.data_parallel import mean_over_workers as mean_over_workers
+from demo_optax.exchange import AllGather as AllGather
+from demo_optax.exchange import Delayed as Delayed
+from demo_optax.exchange import Exchange as Exchange
+from demo_optax.exchange import TwoPhase as TwoPhase
 from demo_optax.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax.metrics import check_metrics as check_metrics
 from demo_optax.metrics import exchange_metrics as exchange_metrics
@@ -25,6 +27,7 @@ from demo_optax.optimizers import demo_muon as demo_muon
 from demo_optax.optimizers import demo_scaled as demo_scaled
 from demo_optax.optimizers import demo_sgd as demo_sgd
 from demo_optax.optimizers import demo_signum as demo_signum
+from demo_optax.optimizers import mean_over_workers as mean_over_workers
 from demo_optax.optimizers import scale_by_signed_root as scale_by_signed_root
 from demo_optax.parallel import Drift as Drift
 from demo_optax.parallel import TrainMetrics as TrainMetrics

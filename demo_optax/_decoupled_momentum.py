@@ -1,7 +1,6 @@
 """Decoupled momentum (DeMo) as an optax gradient transformation: the algorithm on one page."""
 
-import functools
-from collections.abc import Sequence
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,26 +9,23 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from demo_optax import axes, checks, messages, metrics, state_checks, two_phase
-from demo_optax._exchange import exchange
-from demo_optax.arrays import BoolScalar, Coefficients, IntScalar
-from demo_optax.averaging import Aggregate
-from demo_optax.axes import AxisName
-from demo_optax.boxes import unboxed
-from demo_optax.compression import Compression, Plan, compress, make_plan
-from demo_optax.compression.packet import Message
-from demo_optax.compression.settings import STORE, Coordinates
-from demo_optax.compression.sparse import MEANS, Mean, add_at
-from demo_optax.messages import Packets
-from demo_optax.metrics import ExchangeMetrics
-from demo_optax.numerics import (
-    all_finite,
-    choose,
+from demo_optax import axes, checks, metrics, participation
+from demo_optax.arrays import (
+    IntScalar,
     in_dtype_of,
-    restart_blocks,
     round_stochastically,
+    unboxed,
     widest,
 )
+from demo_optax.axes import AxisName
+from demo_optax.compression import Compression, Coordinates, Plan, make_plan, packet
+from demo_optax.compression.packet import Origin
+from demo_optax.compression.plan import Part, in_turn
+from demo_optax.compression.settings import BlockSides
+from demo_optax.compression.transforms import STORE
+from demo_optax.exchange import AllGather, Exchange, Sent
+from demo_optax.exchange.protocol import MEANS, Mean, own_numbers
+from demo_optax.metrics import ExchangeMetrics
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -41,11 +37,9 @@ class DecoupledMomentumState(NamedTuple):
         coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
-      residual: for each shape of blocks, what this worker has yet to send of those that it owns,
-        ``(blocks / workers, n)`` float32; empty unless the exchange has two phases.
-      waiting: uint32, the packets of the last step, where the exchange is delayed; each worker its
-        own. The momentum still holds what they carry.
+      exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
       coordinates: static, what the numbers of the momentum are coefficients of.
+      sides: static, of each tensor's blocks.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,9 +52,11 @@ class DecoupledMomentumState(NamedTuple):
     momentum: optax.Updates
     precondition: optax.OptState
     metrics: ExchangeMetrics
-    residual: tuple[Coefficients, ...]
-    waiting: Packets | tuple[()]
+    exchange: Any
     coordinates: Coordinates
+    sides: BlockSides
+
+    handles_nonfinite = True
 
 
 def decoupled_momentum(
@@ -68,6 +64,7 @@ def decoupled_momentum(
     compression: Compression = Compression(),
     *,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
     gradient_weight: optax.ScalarOrSchedule | None = None,
     mean: Mean = "senders",
     subtraction_factor: ArrayLike = 1.0,
@@ -89,16 +86,19 @@ def decoupled_momentum(
     next transformation of the chain. What is subtracted is what the others decode: rounding by
     the value coding stays in the momentum.
 
-    A worker whose gradient or preconditioner is infinite or NaN sends nothing on that step and
-    keeps momentum and preconditioner as they were. If no worker is left, the update is zero. A
-    packet that arrives damaged counts on no worker, and its sender keeps all of it in the momentum.
-    A block of the momentum, or a leaf of the preconditioner, that is damaged itself starts again.
+    A worker whose gradient is infinite or NaN sends nothing on that step, and its momentum and
+    preconditioner stay as they were. If no worker is left, the update is zero. A packet that
+    arrives damaged counts on no worker, and its sender keeps all of it in the momentum. A block of
+    the momentum, or a leaf of the preconditioner, that is not finite starts again.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
       compression: transform, blocks, number of coefficients and their coding.
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
-        tuple of names for workers along several axes; None for a single worker.
+        tuple of names for workers along several axes; None for a single worker. Short for
+        ``exchange=AllGather(axis_name)``.
+      exchange: how the messages travel: `demo_optax.AllGather`, `demo_optax.TwoPhase` or
+        `demo_optax.Delayed`.
       gradient_weight: :math:`w`, a number or a schedule of the step. ``1 - decay`` by default
         (the second version); the first version has the learning rate here.
       mean: for each coefficient over the ``"senders"`` that sent it (the published code), or
@@ -144,22 +144,20 @@ def decoupled_momentum(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
             f"{compression!r}."
         )
+    exchange = exchange_of(axis_name, exchange)
+    axis_name = exchange.axis_name
     checks.in_interval("decay", decay, "[0, 1)")
     checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
+    if gradient_weight is not None:
+        checks.rate("gradient_weight", gradient_weight)
     checks.one_of("mean", mean, MEANS)
     checks.static_dtype("momentum_dtype", momentum_dtype)
     coordinates = compression.coordinates
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
-    def beside_the_momentum(plan):
-        return {
-            "residual": two_phase.before_the_first(plan, axis_name),
-            "waiting": messages.before_the_first(plan, axis_name),
-        }
-
     def init_fn(params) -> Any:  # optax's type for states knows no static nodes
-        state_checks.floating_leaves(params)
-        plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
+        checks.floating_leaves(params)
+        plan = make_plan(compression, _shapes(params), axes.platform())
 
         def zeros(param):
             shape = coordinates.geometry(param.shape).stored_shape
@@ -169,122 +167,138 @@ def decoupled_momentum(
             count=jnp.zeros((), jnp.int32),
             momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
             precondition=axes.as_varying(precondition.init(params), axis_name),
-            metrics=metrics.before_the_first(),
-            **beside_the_momentum(plan),
+            metrics=metrics.init_metrics(),
+            exchange=exchange.init(plan),
             coordinates=coordinates,
+            sides=BlockSides(tuple(geometry.sides for geometry in plan.geometries)),
         )
 
-    def weight(step):
-        if gradient_weight is None:
-            return 1 - decay
-        return gradient_weight(step) if callable(gradient_weight) else gradient_weight
-
-    def rounded(momenta, step, worker):
-        key = jax.random.fold_in(compression.key(step, STORE), worker)
-        for number, m in enumerate(momenta):
-            yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
+    def weight_at(step):
+        weight = 1 - decay if gradient_weight is None else gradient_weight
+        return checks.at_step("gradient_weight", weight, step)
 
     def plan_of(updates, state) -> Plan:
-        plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(updates)))
-        expected = jax.eval_shape(lambda: beside_the_momentum(plan))
-        state_checks.usable(updates, state, expected, plan, axis_name)
+        plan = make_plan(compression, _shapes(updates), axes.platform())
+        checks.local_gradient(updates, axis_name)
+        kept = jax.eval_shape(lambda: exchange.init(plan))
+        checks.gradient_fits_state(updates, state, coordinates, plan.geometries, kept)
         return plan
 
-    def settle(plan, state, momenta, sent, step) -> tuple[list[Coefficients], Aggregate]:
-        # Exchange: mean(q_1, ..., q_N)
-        past = state.residual, state.metrics
-        aggregate = exchange(plan, sent.packets, *past, step, axis_name, mean)
-
-        # Subtract: m <- m - alpha q
-        factors = [jnp.asarray(subtraction_factor) * part for part in aggregate.delivered]
-        return _subtract(momenta, sent.message, factors), aggregate
-
     def update_fn(updates, state, params=None, **extra_args) -> Any:
-        plan, gradient, unflatten = plan_of(updates, state), *_flattened(updates)
-        step, worker, w = state.count, axes.index(axis_name), weight(state.count)
-        like = updates if params is None else params
-        past = _restart_leaves(state.precondition, precondition.init(like))
+        plan, step, last = plan_of(updates, state), state.count, state.metrics
+        participates = participation.decide(updates, axis_name, extra_args)
+        participates &= participation.settings_are_finite(weight_at(step), decay)
+
+        # Precondition: each worker's own second moment, or nothing
+        fresh = precondition.init(updates if params is None else params)
+        past = participation.reset_nonfinite_leaves(state.precondition, fresh)
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
-        momenta, aggregate = plan.stacked(jax.tree.leaves(state.momentum)), None
 
-        # A delayed exchange is that of the last step's packets, and comes first.
-        if compression.delay:
-            sent = messages.reread(plan, state.waiting, step - 1, axis_name)
-            momenta, aggregate = settle(plan, state, momenta, sent, step - 1)
+        def accumulate_and_select(part: Part, after, gradient, stored, shared):
+            # Transform: c = T(g)
+            coefficients = part.transform(part.blocks(after(gradient)), step)
 
-        # Accumulate: m <- beta m + w T(g)
-        coefficients, arrived = plan.transform(plan.blocks(jax.tree.leaves(local)), step)
-        sound = all_finite((arrived * jnp.square(w), decay, preconditioned))
-        momenta = _accumulate(sound, decay, plan.rebased(momenta, step), w, coefficients)
-        momenta, sums = restart_blocks(momenta)
+            # Accumulate: m <- beta m + w c
+            momenta = part.rebase(part.momenta(stored), step)
+            new = accumulate(momenta, part.split(coefficients), participates, weight_at(step))
+            momenta, health = participation.reset_nonfinite_blocks(new)
 
-        # Compress: q = top_k(m)
-        compressed = compress(plan, momenta, step, worker, messages.owners_of(plan, axis_name))
-        report = metrics.report(gradient, *sums, compressed, subtraction_factor, state.metrics)
-        outgoing = messages.outgoing(plan, compressed, report, sound, step, axis_name)
-        if aggregate is None:
-            momenta, aggregate = settle(plan, state, momenta, outgoing, step)
+            # Select: q = top_k(m)
+            selected = part.select(momenta, shared)
+            return (momenta, selected, health), selected.values
 
-        # Inverse: u = T^-1 mean(q_1, ..., q_N)
-        means = plan.tensors(plan.inverse(aggregate.coefficients, step - compression.delay))
-        return unflatten(map(in_dtype_of, means, gradient)), DecoupledMomentumState(
-            count=jnp.asarray(optax.safe_increment(step)),
-            momentum=_flattened(state.momentum)[1](rounded(plan.stored(momenta), step, worker)),
-            precondition=choose(sound, preconditioned, past),
-            metrics=aggregate.metrics,
-            residual=aggregate.residual,
-            waiting=outgoing.packets if compression.delay else (),
-            coordinates=coordinates,
+        shared = plan.rows_per_part(plan.shared_positions(step))
+        tensors = plan.per_part(local), plan.per_part(state.momentum)
+        momenta, selected, health = in_turn(accumulate_and_select, plan.parts, *tensors, shared)
+
+        # Encode: the packets, and what the others decode of them
+        selected = plan.join(selected)
+        fields, message = packet.encode(plan.sections, selected)
+        factor = jnp.where(participates, subtraction_factor, 0.0)
+        header = metrics.header_of(updates, health, selected, message, factor, last)
+        origin = Origin(step, own_numbers(exchange.owners(), axis_name))
+        layout = exchange.layout(plan)
+        packets = packet.build(layout, header, fields, message, participates, origin)
+
+        # Exchange: mean(q_1, ..., q_N)
+        sent = Sent(packets, message, factor, step)
+        aggregate = exchange.exchange(plan, sent, state.exchange, last, mean)
+
+        def subtract(part: Part, after, momenta, taken):
+            # Subtract: m <- m - alpha q
+            for message, own in zip(aggregate.taken, after(taken), strict=True):
+                momenta = part.subtract(momenta, own, step, message.delay)
+            stored = part.stored(momenta)
+            return (stored,), stored
+
+        def invert(part: Part, after, mean):
+            # Inverse: u = T^-1 mean(q_1, ..., q_N)
+            coefficients = [x.dense() for x in after(mean)]
+            tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
+            return (tensors,), tensors
+
+        taken = [plan.rows_per_part(t.rows()) for t in aggregate.taken]
+        (stored,) = in_turn(subtract, plan.parts, momenta, list(zip(*taken, strict=True)))
+        means = plan.rows_per_part(aggregate.mean, axis=1)
+        (tensors,) = in_turn(invert, plan.parts, means)
+
+        return _as_tree(updates, map(in_dtype_of, _joined(tensors), jax.tree.leaves(updates))), (
+            DecoupledMomentumState(
+                count=jnp.asarray(optax.safe_increment(step)),
+                momentum=_as_tree(state.momentum, rounded(_joined(stored), step)),
+                precondition=participation.choose(participates, preconditioned, past),
+                metrics=aggregate.metrics,
+                exchange=aggregate.state,
+                coordinates=coordinates,
+                sides=state.sides,
+            )
         )
+
+    def accumulate(momenta, coefficients, participates, weight):
+        """In the shape of the coefficients, so that XLA fuses it with the product they are of."""
+
+        def add(
+            m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]
+        ) -> Float[Array, "blocks n"]:
+            dtype = widest(m.dtype, c.dtype)
+            old = m.reshape(c.shape).astype(dtype)
+            new = decay * old + weight * c.astype(dtype)
+            return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
+
+        return jax.tree.map(add, momenta, coefficients)
+
+    def rounded(momenta, step):
+        key = jax.random.fold_in(compression.key(step, STORE), axes.index(axis_name))
+        for number, m in enumerate(momenta):
+            yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _flattened(tree):
-    """Its leaves, and what makes such a tree of others."""
-    leaves, structure = jax.tree.flatten(tree)
-    return leaves, functools.partial(jax.tree.unflatten, structure)
+def exchange_of(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
+    """The exchange of an optimizer that was given an axis name, an exchange or neither."""
+    if exchange is None:
+        return AllGather(axis_name)
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            "exchange must be an exchange such as demo_optax.AllGather('data'), "
+            f"not {exchange!r}."
+        )
+    if axis_name is not None and axis_name != exchange.axis_name:
+        raise ValueError(
+            f"axis_name={axis_name!r} and exchange={exchange} name different axes: leave out "
+            "axis_name, which is short for exchange=AllGather(axis_name)."
+        )
+    return exchange
 
 
-def _restart_leaves(state, fresh):
-    """A state whose leaves start again where they hold anything infinite or NaN."""
-
-    def leaf(x, anew):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return jnp.where(jnp.isfinite(x).all(), x, in_dtype_of(anew, x))
-
-    return jax.tree.map(leaf, state, fresh)
+def _shapes(tree) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.shape for x in jax.tree.leaves(tree))
 
 
-def _accumulate(
-    sound: BoolScalar,
-    decay: ArrayLike,
-    momenta: Sequence[Coefficients],
-    weight: ArrayLike,
-    coefficients: Sequence[Float[Array, "_blocks _columns _rows"]],
-) -> list[Coefficients]:
-    """Computes ``decay * m + weight * c``; where the step is not sound, ``m`` stays.
-
-    In the shape of the coefficients, so that XLA fuses it with the product they come from.
-    """
-
-    def add(
-        m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]
-    ) -> Float[Array, "blocks n"]:
-        dtype = widest(m.dtype, c.dtype)
-        old = m.reshape(c.shape).astype(dtype)
-        new = decay * old + weight * c.astype(dtype)
-        return jnp.where(sound, new.astype(dtype), old).reshape(m.shape)
-
-    return [add(m, c) for m, c in zip(momenta, coefficients, strict=True)]
+def _as_tree(like, leaves):
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _subtract(
-    momenta: Sequence[Coefficients],
-    message: Message,
-    factors: Sequence[Float[Array, "_blocks 1"]],
-) -> list[Coefficients]:
-    """Computes ``m - f q``, with a factor for each block."""
-    groups = zip(momenta, *message, factors, strict=True)
-    return [add_at(m, positions, -f * values) for m, positions, values, f in groups]
+def _joined(per_part):
+    return itertools.chain.from_iterable(per_part)

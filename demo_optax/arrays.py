@@ -1,17 +1,88 @@
-"""Types of arrays that recur, as jaxtyping writes them: dtype and named dimensions.
+"""Types of arrays that recur, the dtypes to compute and store them in, and Flax's boxes around them.
 
-A name that begins with ``_`` may stand for another length in each array of a list. The tests check
-all annotations with beartype; otherwise nothing is checked.
+A dimension whose name begins with ``_`` may have another length in each array of a list. The tests
+check all annotations with beartype.
 """
 
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, UInt32
 
 IntScalar = Int32[Array, ""]
 FloatScalar = Float32[Array, ""]
 BoolScalar = Bool[Array, ""]
+WordScalar = UInt32[Array, ""]
 
-Positions = Int32[Array, "_blocks _k"]
-Values = Float32[Array, "_blocks _k"]
+Positions = Int32[Array, "_blocks _places"]
+Values = Float[Array, "_blocks _k"]
 Coefficients = Float[Array, "_blocks _n"]
 Blocks = Float[Array, "_blocks *_sides"]
 Tensor = Float[Array, "..."]
+
+
+def energy(arrays: Iterable[Tensor]) -> FloatScalar:
+    """Sum of squares over all arrays; finite only where every element is."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
+    return sum(squares, jnp.zeros((), jnp.float32))
+
+
+def in_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """A sum of finite terms, at float32's largest number where it ends beyond."""
+    return jnp.minimum(x, jnp.finfo(jnp.float32).max).astype(jnp.float32)
+
+
+def in_dtype_of(x: Array, reference: Array) -> Array:
+    """``x`` in the dtype of another array."""
+    return x if x.dtype == reference.dtype else x.astype(reference.dtype)
+
+
+def widest(*dtypes: DTypeLike) -> np.dtype:
+    """The widest of some floating dtypes, float32 at least."""
+    every = [jnp.dtype(dtype) for dtype in (jnp.float32, *dtypes)]
+    return max(every, key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def upcast(x: Tensor) -> Tensor:
+    """``x`` in the dtype to compute in: float32 at least."""
+    return x.astype(widest(x.dtype))
+
+
+def round_stochastically(
+    x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray
+) -> Float[Array, "*shape"]:
+    """``x`` in a narrower dtype, at one of its two neighbours there, with the mean ``x``.
+
+    Rounding to the nearest would swallow every change of less than half a step.
+    """
+    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        return x.astype(dtype)
+    largest = min(jnp.finfo(dtype).max, jnp.finfo(x.dtype).max, key=float).astype(x.dtype)
+    nearest = jnp.clip(x, -largest, largest).astype(dtype)
+    error = x - nearest.astype(x.dtype)
+    other = jnp.nextafter(nearest, jnp.copysign(jnp.inf, error).astype(dtype))
+    step = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))
+    away = jax.random.uniform(key, x.shape, x.dtype) * step < jnp.abs(error)
+    return jnp.where(away, other, nearest)
+
+
+def unboxed(tree):
+    """The tree with each of Flax's boxes replaced by the array that it holds.
+
+    ``nn.Partitioned`` and ``nnx.Variable`` carry how a parameter is partitioned. A momentum has
+    another shape and must not inherit that.
+    """
+
+    def content(x):
+        leaves = jax.tree.leaves(x)
+        return leaves[0] if _is_box(x) and len(leaves) == 1 else x
+
+    return jax.tree.map(content, tree, is_leaf=_is_box)
+
+
+def _is_box(x) -> bool:
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(x).__mro__}
+    return bool(names & {"flax.AxisMetadata", "flax.Variable"})

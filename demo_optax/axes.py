@@ -34,7 +34,13 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
             f"axis_name is the list {axis_name}: several axes are named by a tuple, "
             f"axis_name={tuple(axis_name)}."
         )
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    every = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if wrong := [name for name in every if not isinstance(name, str)]:
+        raise TypeError(
+            f"axis_name must be the name of an axis, a tuple of names or None, not {wrong[0]!r}: "
+            "name the mesh's axis of the workers, as in axis_name='data'."
+        )
+    return every
 
 
 def manual_names(axis_name: AxisName) -> tuple[str, ...]:
@@ -114,7 +120,7 @@ def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> j
     return as_varying(x, tuple(varying(reference)))
 
 
-def branches_alike(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
+def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
     """Branches of a ``jax.lax.cond``, whose results vary wherever those of either do."""
     types = [jax.eval_shape(fn, *args) for fn in (one, other)]
     over = jax.tree.map(lambda x, y: varying(x) | varying(y), *types)
@@ -131,6 +137,12 @@ def on_all_devices(condition: jax.Array, axis_name: AxisName) -> jax.Array:
     """Whether a condition holds on all devices of this worker, where types tell these apart."""
     inner = tuple(sorted(varying(condition) - set(names(axis_name))))
     return jax.lax.pmin(condition.astype(jnp.int32), inner) > 0 if inner else condition
+
+
+def platform() -> str:
+    """The platform that this trace is for: that of the mesh in context, else JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device and device.platform) or jax.default_backend()
 
 
 def size(axis_name: AxisName) -> int:

@@ -1,4 +1,7 @@
-"""Checks of settings. Each message says what was given, what is expected and what to change."""
+"""Checks of settings, parameters, gradients and states.
+
+Each message says what was given, what is expected and what to change.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,6 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+
+from demo_optax import axes
+from demo_optax.arrays import unboxed
+from demo_optax.axes import AxisName
+
+LARGEST_RATE = 1e9
+"""Of learning rates and weights: beyond, the energies of messages leave float32."""
 
 
 def static_integer(name: str, value: Any, *, at_least: int) -> None:
@@ -57,3 +67,111 @@ def one_of(name: str, value: object, choices: Collection[Any]) -> None:
     """Requires one of some names."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def rate(name: str, value: Any) -> None:
+    """Requires a number from 0 to `LARGEST_RATE`, or a schedule; traced values pass."""
+    if callable(value) or isinstance(value, Tracer):
+        return
+    is_array = isinstance(value, (jax.Array, np.ndarray)) and not np.ndim(value)
+    in_interval(name, float(value) if is_array else value, f"[0, {LARGEST_RATE:g}]")
+
+
+def at_step(name: str, value: Any, step: jax.Array) -> Any:
+    """A number, or a schedule's value at a step, which must be a scalar."""
+    value = value(step) if callable(value) else value
+    if np.ndim(value):
+        raise ValueError(
+            f"{name} must be one number at each step, but its schedule returns an array of shape "
+            f"{np.shape(value)}: return a scalar. For rates of their own use optax.partition."
+        )
+    return value
+
+
+def floating_leaves(params) -> None:
+    """Requires real floating-point leaves."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        dtype = jnp.result_type(leaf)
+        if not hasattr(leaf, "shape") or not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"parameter{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and dtype "
+                f"{dtype}, but decoupled momentum takes arrays of real floating-point numbers "
+                "only. Leave other leaves out with optax.masked or optax.partition, or by "
+                "splitting the model "
+                "(flax.nnx.split(model, flax.nnx.Param, ...))."
+            )
+
+
+def local_gradient(updates, axis_name: AxisName) -> None:
+    """Refuses gradients that are the same on all workers, where the types can tell."""
+    axes.size(axis_name)
+    if axis_name is None or not axes.types_are_tracked(axis_name):
+        return
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        missing = [name for name in axes.names(axis_name) if name not in axes.varying(leaf)]
+        if missing:
+            raise ValueError(
+                f"the gradient{jax.tree_util.keystr(path)} is not local: its type "
+                f"{jax.typeof(leaf)} says that it is the same on all workers of axis "
+                f"{missing[0]!r}, so it was summed over them already. jax.grad does so by "
+                "itself inside jax.shard_map for parameters that are replicated. Take gradients "
+                f"with demo_optax.local_value_and_grad(loss_fn, {missing[0]!r}), or call "
+                f"jax.lax.pcast(params, {missing[0]!r}, to='varying') before jax.grad."
+            )
+
+
+def gradient_fits_state(updates, state, coordinates, geometries, kept) -> None:
+    """Requires a gradient of the tree, and in the blocks, that the state was made for.
+
+    Args:
+      updates: the gradient.
+      state: a `demo_optax.DecoupledMomentumState`.
+      coordinates: in which the optimizer stores momenta.
+      geometries: blocks of each leaf of the gradient.
+      kept: shapes of what the exchange is to keep.
+    """
+    given: Any = jax.tree.structure(unboxed(updates))
+    expected: Any = jax.tree.structure(state.momentum)
+    if given != expected:
+        raise ValueError(
+            f"the gradient's tree is not the one that the state was made for: {given} was given, "
+            f"the state has {expected}. Make the state anew from the parameters that are trained "
+            "now, or pass the gradient of those that it was made for."
+        )
+    if state.coordinates != coordinates:
+        raise ValueError(
+            f"the state's momentum is stored as {state.coordinates}, but the optimizer was "
+            f"made for {coordinates}: go back to the old settings, make the state anew, or "
+            "convert it with demo_optax.checkpoint, which carries a momentum over when it restores."
+        )
+    leaves = zip(
+        jax.tree.leaves_with_path(updates),
+        jax.tree.leaves(state.momentum),
+        geometries,
+        state.sides.of_leaves or [x.sides for x in geometries],
+        strict=True,
+    )
+    for (path, gradient), stored, geometry, sides in leaves:
+        name, shape = jax.tree_util.keystr(path), geometry.stored_shape
+        if stored.shape == shape and sides == geometry.sides:
+            continue
+        if stored.shape[1:] == shape:
+            raise ValueError(
+                f"the momentum of gradient{name} has shape {stored.shape}: {shape} behind an "
+                f"axis of {stored.shape[0]} workers. One worker's own momentum is expected here. "
+                "Wrap the optimizer with demo_optax.stack_workers, which takes the worker axis "
+                "off inside the step, or use demo_optax.make_train_step."
+            )
+        raise ValueError(
+            f"the state does not match: gradient{name} of shape {gradient.shape} is compressed in "
+            f"blocks of {geometry.sides} and needs a momentum of shape {shape}, but the state "
+            f"has {stored.shape} in blocks of {sides}. The parameters or the settings changed "
+            "since the state was made: go back to the old ones, or make the state anew."
+        )
+    has, needs = ([x.shape for x in jax.tree.leaves(tree)] for tree in (state.exchange, kept))
+    if has != needs or jax.tree.structure(state.exchange) != jax.tree.structure(kept):
+        raise ValueError(
+            f"the state's exchange has the shapes {has}, but this exchange needs {needs}: the "
+            "exchange, topk, codings or the number of workers changed since the state was made. Go "
+            "back to the old ones, make the state anew, or convert it with demo_optax.checkpoint."
+        )

@@ -1,6 +1,6 @@
-"""What a step tells: the numbers in every packet, the metrics made of them, and their check."""
+"""What a step tells: the header of every packet, the metrics made of headers, and their check."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,10 +9,17 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from demo_optax.arrays import FloatScalar, IntScalar, Tensor
-from demo_optax.compression import Compressed
-from demo_optax.compression.bits import checksum
-from demo_optax.numerics import energy
+from demo_optax.arrays import (
+    FloatScalar,
+    IntScalar,
+    Tensor,
+    WordScalar,
+    energy,
+    in_float32,
+    unboxed,
+)
+from demo_optax.compression.bits import checksum, to_words
+from demo_optax.compression.packet import Header, Message
 
 
 class ExchangeMetrics(NamedTuple):
@@ -52,29 +59,7 @@ class ExchangeMetrics(NamedTuple):
     residual_norm: Float32[Array, "..."]
 
 
-class Report(NamedTuple):
-    """What a worker's packet tells of its step: scalars, or with an axis of all workers.
-
-    A packet in which one is not finite does not count.
-
-    Attributes:
-      fingerprint: differs where gradients do.
-      momentum: energy (sum of squares) of the momentum before anything was taken out.
-      sent: the part of it that the others get: what was selected, less rounding errors.
-      residual: energy of the momentum afterwards.
-      restarted: number of its blocks that started again from zero.
-      received: 24 bits of the digest of the packets that it got until the step before.
-    """
-
-    fingerprint: Float32[Array, "..."]
-    momentum: Float32[Array, "..."]
-    sent: Float32[Array, "..."]
-    residual: Float32[Array, "..."]
-    restarted: Float32[Array, "..."]
-    received: Float32[Array, "..."]
-
-
-def before_the_first() -> ExchangeMetrics:
+def init_metrics() -> ExchangeMetrics:
     """Metrics of a state that has exchanged nothing yet."""
     zero = jnp.zeros((), jnp.float32)
     none = jnp.zeros((), jnp.int32)
@@ -89,45 +74,45 @@ def before_the_first() -> ExchangeMetrics:
     )
 
 
-def report(
-    gradient: Sequence[Tensor],
-    momentum: FloatScalar,
-    restarted: IntScalar,
-    compressed: Compressed,
-    subtraction_factor: ArrayLike,
+def header_of(
+    gradient,
+    health: Sequence[tuple[FloatScalar, IntScalar]],
+    selected: Message,
+    sent: Message,
+    factor: ArrayLike,
     last: ExchangeMetrics,
-) -> Report:
-    """Reports a worker's step.
+) -> Header:
+    """What a worker's packets say of its step, but for the energy of their message.
 
     Args:
-      gradient: its leaves, as they came; a first row of each is read.
-      momentum: its energy before anything is taken out.
-      restarted: blocks that started again from zero.
-      compressed: what the worker sends.
-      subtraction_factor: part of it that leaves the momentum.
+      gradient: as it came; a first row of each leaf is read.
+      health: of some parts of the momentum, the energy before anything is taken out and the number
+        of blocks that started again from zero.
+      selected: the coefficients that were chosen.
+      sent: the same, with the values that the others decode.
+      factor: part of what is sent that leaves the momentum.
       last: metrics of its last step.
     """
 
     def rest(factor):
-        pairs = zip(compressed.selected.values, compressed.decoded.values, strict=True)
+        pairs = zip(selected.values, sent.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    # Sums over many sound blocks may still end beyond float32.
-    largest = jnp.finfo(jnp.float32).max
-    momentum = jnp.minimum(momentum, largest)
-    selected = jnp.minimum(energy(compressed.selected.values), largest)
-    return Report(
-        fingerprint=_fingerprint([jnp.atleast_1d(x)[:1] for x in gradient]),
+    momentum, restarted = (sum(parts) for parts in zip(*health, strict=True))
+    momentum, chosen = in_float32(momentum), in_float32(energy(selected.values))
+    return Header(
+        fingerprint=_fingerprint([jnp.atleast_1d(x)[:1] for x in jax.tree.leaves(gradient)]),
+        received=last.received,
+        restarted=restarted.astype(jnp.uint32),
         momentum=momentum,
-        sent=selected - rest(1.0),
-        residual=jnp.maximum(momentum - selected, 0.0) + rest(subtraction_factor),
-        restarted=restarted.astype(jnp.float32),
-        received=(last.received >> 8).astype(jnp.float32),
+        sent=chosen - rest(1.0),
+        residual=jnp.maximum(momentum - chosen, 0.0) + rest(factor),
+        message=jnp.zeros((), jnp.float32),
     )
 
 
 def summarise(
-    reports: Report,
+    headers: Header,
     counted: Bool[Array, "workers"],
     checksums: UInt32[Array, "workers"],
     last: ExchangeMetrics,
@@ -135,19 +120,19 @@ def summarise(
     """The metrics of a step.
 
     Args:
-      reports: of all workers.
+      headers: of all workers' packets.
       counted: whether they took part.
-      checksums: as the packets that were got state them; 0 where one did not count.
+      checksums: as the packets that were received state them; 0 where one did not count.
       last: metrics of the step before.
     """
 
     def total(energies):
         return jnp.sum(jnp.where(counted, energies, 0.0))
 
-    def equal(x):
-        """Whether all that counted are, and the number that they are."""
-        smallest = jnp.min(jnp.where(counted, x, jnp.inf))
-        largest = jnp.max(jnp.where(counted, x, -jnp.inf))
+    def equal(digests):
+        """Whether all participants report one value, and that value."""
+        smallest = jnp.min(jnp.where(counted, digests, jnp.uint32(0xFFFFFFFF)))
+        largest = jnp.max(jnp.where(counted, digests, jnp.uint32(0)))
         return smallest >= largest, largest
 
     received = last.received  # a single worker has nobody to tell
@@ -155,30 +140,29 @@ def summarise(
         received = checksum(jnp.append(checksums, received))
     participants = jnp.sum(counted, dtype=jnp.int32)
     heard = jnp.maximum(participants, 1).astype(jnp.float32)
-    momentum, sent = total(reports.momentum), total(reports.sent)
-    same, fingerprint = equal(reports.fingerprint)
+    momentum, sent = total(headers.momentum), total(headers.sent)
+    same, fingerprint = equal(headers.fingerprint)
     return ExchangeMetrics(
         participants=participants,
-        agreed=equal(reports.received)[0],
+        agreed=equal(headers.received)[0],
         received=received,
         identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
-        restarted=total(reports.restarted).astype(jnp.int32),
-        residual_norm=jnp.sqrt(total(reports.residual) / heard),
+        restarted=jnp.sum(jnp.where(counted, headers.restarted, 0)).astype(jnp.int32),
+        residual_norm=jnp.sqrt(total(headers.residual) / heard),
     )
 
 
-def _fingerprint(arrays: Iterable[Tensor]) -> FloatScalar:
-    """A weighted sum. Norms would not do, since clipping makes them equal.
+def _fingerprint(arrays: Sequence[Tensor]) -> WordScalar:
+    """A hash of the bits; 0 where all are zeros.
 
-    Nor would preconditioned gradients: on a first step those are hardly more than signs.
+    Of gradients as they came: clipped ones have equal norms, and preconditioned ones are hardly
+    more than signs on a first step.
     """
-    total = jnp.zeros((), jnp.float32)
-    for x in arrays:
-        scrambled = jax.lax.iota(jnp.uint32, x.size) * jnp.uint32(0x9E3779B9) >> 20
-        weights = 1.0 + scrambled.astype(jnp.float32) / 4096
-        total += jnp.sum(weights * x.reshape(-1).astype(jnp.float32))
-    return jnp.where(jnp.isfinite(total), total, 0.0)  # a precondition may mend what is not
+    if not arrays:
+        return jnp.zeros((), jnp.uint32)
+    words = jnp.concatenate([to_words(x.astype(jnp.float32)).reshape(-1) for x in arrays])
+    return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
 
 
 def exchange_metrics(opt_state) -> ExchangeMetrics | None:
@@ -211,16 +195,7 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
 def all_metrics(opt_state) -> list[ExchangeMetrics]:
     """The metrics of each decoupled momentum in a state."""
     leaves = jax.tree.leaves(opt_state, is_leaf=_is_metrics)
-    return [leaf for leaf in leaves if _is_metrics(leaf)]
-
-
-def if_anyone_took_part(updates, opt_state):
-    """The updates; zeros on a step on which no worker took part in any exchange."""
-    exchanges = all_metrics(opt_state)
-    if not exchanges:
-        return updates
-    any_did = jnp.any(jnp.array([m.participants > 0 for m in exchanges]))
-    return jax.tree.map(lambda u: jnp.where(any_did, u, jnp.zeros_like(u)), updates)
+    return [_unwrapped(leaf) for leaf in leaves if _is_metrics(leaf)]
 
 
 def of_worker(x: ExchangeMetrics, sharded: tuple[str, ...]) -> ExchangeMetrics:
@@ -240,10 +215,18 @@ def of_worker(x: ExchangeMetrics, sharded: tuple[str, ...]) -> ExchangeMetrics:
 
 
 def _is_metrics(x) -> bool:
-    return isinstance(x, ExchangeMetrics)
+    """Whether it holds metrics; in an ``nnx.State`` these are a mapping of their fields."""
+    fields = set(ExchangeMetrics._fields)
+    return isinstance(x, ExchangeMetrics) or (isinstance(x, Mapping) and set(x) == fields)
 
 
-def check_metrics(metrics: ExchangeMetrics) -> None:
+def _unwrapped(x) -> ExchangeMetrics:
+    """Metrics of arrays, whatever Flax wraps around them."""
+    fields = x._asdict() if isinstance(x, ExchangeMetrics) else dict(x)
+    return ExchangeMetrics(**unboxed(fields))
+
+
+def check_metrics(metrics: ExchangeMetrics | None) -> None:
     """Raises where a step's metrics show that workers share a gradient, or that replicas differ.
 
     Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
@@ -266,6 +249,12 @@ def check_metrics(metrics: ExchangeMetrics) -> None:
       >>> state = demo_optax.demo(1e-3).init(jnp.ones(3))
       >>> check_metrics(exchange_metrics(state))
     """
+    if not isinstance(metrics, ExchangeMetrics):
+        raise TypeError(
+            f"check_metrics takes the metrics of an exchange, not {metrics!r}: pass metrics.exchange "
+            "of a train step, or demo_optax.exchange_metrics(opt_state). That is None where the "
+            "state holds no decoupled momentum."
+        )
     if np.any(metrics.identical):
         raise ValueError(
             f"all {int(np.max(metrics.participants))} workers have the very same gradient: their "

@@ -1,4 +1,4 @@
-"""Decoupled momentum in front of any optax optimizer, and ready-made ones.
+"""Decoupled momentum in front of any optax optimizer, ready-made optimizers, and their baseline.
 
 The aggregate is a momentum already: the ready-made bases keep no first moment of their own.
 """
@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from demo_optax import checks, participation
 from demo_optax._decoupled_momentum import decoupled_momentum
+from demo_optax.arrays import in_dtype_of, upcast
 from demo_optax.axes import AxisName
-from demo_optax.compression import Compression, Mean
-from demo_optax.metrics import if_anyone_took_part
-from demo_optax.numerics import in_dtype_of, upcast
+from demo_optax.compression import Compression
+from demo_optax.exchange import Exchange
+from demo_optax.exchange.protocol import Mean
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -32,13 +34,14 @@ def decoupled(
     momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.chain(decoupled_momentum(...), base)``: the base steps by the exchanged aggregate.
 
     It takes the worker's local gradient; its state is ``(DecoupledMomentumState, that of base)``.
     Give the base no momentum of its own (``optax.adamw(..., b1=0.0)``): a second one behind the
-    exchange made training much worse in our runs. On a step on which no worker took part, the
-    updates are zero; the base alone would still let weights decay.
+    exchange made training much worse in our runs. On a step on which no worker took part the
+    updates are zero and the base's state stays, but for the counts of its schedules.
 
     Args:
       base: any optax optimizer.
@@ -50,7 +53,9 @@ def decoupled(
       momentum_dtype: of the stored momentum.
       precondition: a transformation of the local gradient, before the momentum; its state stays
         with the worker.
-      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+      axis_name: the workers' axis, a tuple of axes, or None for a single worker; short for
+        ``exchange=AllGather(axis_name)``.
+      exchange: how the messages travel.
 
     Example:
       >>> tx = decoupled(optax.adafactor(1e-3), Compression(topk=8), decay=0.95)
@@ -66,14 +71,21 @@ def decoupled(
         momentum_dtype=momentum_dtype,
         precondition=precondition,
         axis_name=axis_name,
+        exchange=exchange,
     )
-    chain = optax.chain(momentum, base)
+    base = optax.with_extra_args_support(base)
+
+    def init_fn(params):
+        return momentum.init(params), base.init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        updates, state = chain.update(updates, state, params, **extra_args)
-        return if_anyone_took_part(updates, state), state
+        aggregate, own = momentum.update(updates, state[0], params, **extra_args)
+        updates, new = base.update(aggregate, state[1], params, **extra_args)
+        participants = own.metrics.participants
+        updates, new = participation.step_of_base(participants, updates, new, state[1])
+        return updates, (own, new)
 
-    return optax.GradientTransformationExtraArgs(chain.init, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def demo(
@@ -85,6 +97,7 @@ def demo(
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DeMo as first published: the sign of the aggregate is the step.
 
@@ -103,7 +116,7 @@ def demo(
       weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it is for.
       precondition: a transformation of the local gradient, before the momentum, whose state stays
         with its worker. `demo_scaled` divides by the root of its second moment.
-      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+      axis_name, exchange: the workers' axis or axes; or how the messages travel.
 
     Example:
       >>> tx, params = demo(0.1, Compression(topk=4)), jax.numpy.ones(3)
@@ -112,7 +125,9 @@ def demo(
     """
     base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
     in_front = functools.partial(decoupled, decay=decay, gradient_weight=learning_rate)
-    return in_front(base, compression, precondition=precondition, axis_name=axis_name)
+    return in_front(
+        base, compression, precondition=precondition, axis_name=axis_name, exchange=exchange
+    )
 
 
 def demo_scaled(
@@ -125,6 +140,7 @@ def demo_scaled(
     weight_decay: ArrayLike = 0.0,
     mask: Mask = None,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""DeMo of gradients that each worker scales by their own second moment: where to begin.
 
@@ -151,7 +167,7 @@ def demo_scaled(
       b2, eps: decay of the second moment; what is added to its root.
       decay: momentum decay in [0, 1).
       weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+      axis_name, exchange: the workers' axis or axes; or how the messages travel.
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
@@ -166,6 +182,7 @@ def demo_scaled(
         mean="workers",
         precondition=_scale_by_rms(b2, eps),
         axis_name=axis_name,
+        exchange=exchange,
     )
 
 
@@ -178,6 +195,7 @@ def demo_sgd(
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decoupled momentum in the place of SGD's: the aggregate itself is the step.
 
@@ -188,7 +206,8 @@ def demo_sgd(
       learning_rate, compression: a number or a schedule; what is sent of the momentum.
       decay: momentum decay in [0, 1).
       weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
+      precondition: what is done to local gradients first.
+      axis_name, exchange: the workers' axis or axes; or how the messages travel.
 
     Example:
       >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jax.numpy.ones(3)
@@ -196,7 +215,14 @@ def demo_sgd(
       Array([-1., -2.,  3.], dtype=float32)
     """
     base = _step(optax.identity(), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
+    return decoupled(
+        base,
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_adamw(
@@ -210,6 +236,7 @@ def demo_adamw(
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled momentum in the place of AdamW's first moment.
 
@@ -221,13 +248,21 @@ def demo_adamw(
       b2, eps: decay of the second moment; what is added to its root.
       decay: momentum decay in [0, 1).
       weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
+      precondition: what is done to local gradients first.
+      axis_name, exchange: the workers' axis or axes; or how the messages travel.
 
     Example:
       >>> tx = demo_adamw(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
     base = _step(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
+    return decoupled(
+        base,
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_signum(
@@ -239,6 +274,7 @@ def demo_signum(
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The sign of the aggregate is the step, as in Signum (version 2 of the paper, section 3).
 
@@ -248,13 +284,21 @@ def demo_signum(
       learning_rate, compression: a number or a schedule; what is sent of the momentum.
       decay: momentum decay in [0, 1).
       weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
+      precondition: what is done to local gradients first.
+      axis_name, exchange: the workers' axis or axes; or how the messages travel.
 
     Example:
       >>> tx = demo_signum(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
     base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
+    return decoupled(
+        base,
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_muon(
@@ -267,6 +311,7 @@ def demo_muon(
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
+    exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled momentum before Muon's orthogonalised step.
 
@@ -279,7 +324,8 @@ def demo_muon(
       b2: decay of the second moment of parameters that are not matrices.
       decay: momentum decay in [0, 1).
       weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition, axis_name: what is done to local gradients first; the workers' axis or axes.
+      precondition: what is done to local gradients first.
+      axis_name, exchange: the workers' axis or axes; or how the messages travel.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
@@ -292,17 +338,41 @@ def demo_muon(
     parts: Any = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
     direction = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
     base = _step(direction, learning_rate, weight_decay, mask)
-    return decoupled(base, compression, decay=decay, precondition=precondition, axis_name=axis_name)
+    return decoupled(
+        base,
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
+    checks.rate("learning_rate", learning_rate)
+    checks.rate("weight_decay", weight_decay)
     none = isinstance(weight_decay, (int, float)) and weight_decay == 0  # which needs no parameters
     decayed = optax.identity() if none else optax.add_decayed_weights(weight_decay, mask)
     return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
 
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
-    return optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
+    """``optax.scale_by_rms`` with a second moment in float32 or wider.
+
+    In bfloat16 a moment with a decay of 0.999 would never fall again.
+    """
+    checks.in_interval("b2", b2, "[0, 1)")
+    checks.in_interval("eps", eps, "[0, inf)")
+    rms = optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
+
+    def update_fn(updates, state, params=None):
+        del params
+        scaled, state = rms.update(jax.tree.map(upcast, updates), state)
+        return jax.tree.map(in_dtype_of, scaled, updates), state
+
+    return optax.GradientTransformation(
+        lambda params: rms.init(jax.tree.map(upcast, params)), update_fn
+    )
 
 
 def scale_by_signed_root() -> optax.GradientTransformation:
@@ -329,3 +399,34 @@ def scale_by_signed_root() -> optax.GradientTransformation:
         return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
 
     return optax.stateless_with_tree_map(lambda update, _: step(update))
+
+
+def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+    """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
+
+    In front of any optax optimizer it gives the baseline that DeMo is compared with, on the same
+    train step. The mean is over the workers whose gradient is finite, whose number takes four more
+    bytes; where there are none, it is zero.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = optax.chain(mean_over_workers("data"), optax.sgd(1.0))
+      >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(jnp.array([1.0, 3.0]))
+      Array([-2., -2.], dtype=float32)
+    """
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        checks.local_gradient(updates, axis_name)
+        if axis_name is None:
+            return updates, state
+        participates = participation.decide(updates, axis_name, extra_args)
+        heard = jnp.maximum(jax.lax.psum(participates.astype(jnp.float32), axis_name), 1.0)
+
+        def mean(g):
+            total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), axis_name)
+            return (upcast(total) / heard).astype(g.dtype)
+
+        return jax.tree.map(mean, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)

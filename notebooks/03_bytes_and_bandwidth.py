@@ -18,7 +18,6 @@
 # parameter: shapes are enough.
 
 # %%
-import dataclasses
 import math
 
 import jax
@@ -68,7 +67,7 @@ plt.show()
 # %% [markdown]
 # ## Seconds per step over a link
 #
-# A step computes, then exchanges. `plan` takes both collectives as rings: an all-reduce moves about
+# A step computes, then exchanges. `step_times` takes both collectives as rings: an all-reduce moves about
 # twice the gradient over every link, whatever the number of workers; an all-gather moves the packets
 # of all others. Say a step computes for one second:
 
@@ -80,8 +79,10 @@ SETTINGS = {
 }
 
 
-def plan(workers, bandwidth, latency=0.02, compute_time=1.0):
-    return demo_optax.accounting.plan(shapes, SETTINGS, workers, bandwidth, latency, compute_time)
+def step_times(workers, bandwidth, latency=0.02, compute_time=1.0):
+    return demo_optax.accounting.step_times(
+        shapes, SETTINGS, workers, bandwidth, latency, compute_time
+    )
 
 
 bandwidths = np.logspace(6.5, 11, 60)
@@ -89,7 +90,7 @@ palette = ["#8c2f1b", "#c8553d", "#174a74", "#1b6ca8", "#6db4e0"]
 
 
 def draw_seconds(ax, workers, latency=0.02, compute_time=1.0):
-    times = [plan(workers, b, latency, compute_time) for b in bandwidths]
+    times = [step_times(workers, b, latency, compute_time) for b in bandwidths]
     for name, colour in zip(times[0], palette, strict=True):
         ax.plot(bandwidths, [t[name].step for t in times], color=colour, label=name)
     ax.set(xscale="log", yscale="log", xlabel="bandwidth, bits per second")
@@ -111,7 +112,7 @@ plt.show()
 # %%
 print(f"{'':22}{'workers':>8}{'MB sent':>10}{'s/step at 1 Gbit/s':>20}{'hides above':>16}")
 for workers in (4, 64, 1024):
-    for name, time in plan(workers, 1e9, latency=0.0).items():
+    for name, time in step_times(workers, 1e9, latency=0.0).items():
         print(
             f"{name:22}{workers:8}{time.wire / 1e6:10,.1f}{time.step:20.2f}"
             f"{time.hiding_bandwidth / 1e9:11.3f} Gbit/s"
@@ -127,24 +128,22 @@ for workers in (4, 64, 1024):
 # sharding), and workers are few again.
 
 # %%
-GATHER = demo_optax.Compression(topk=32, value_coding="int4")
-OWNERS = dataclasses.replace(GATHER, exchange="two-phase")
-WAYS = {
-    "one all-gather": (GATHER, 1),
-    "two phases": (OWNERS, 1),
-    "two phases, delayed": (dataclasses.replace(OWNERS, delay=1), 1),
-    "SparseLoCo, two phases": (
-        dataclasses.replace(OWNERS, topk=64, value_coding="int2", transform="identity"),
-        30,
-    ),
+SENT = demo_optax.Compression(topk=32, value_coding="int4")
+SENT_OF_A_ROUND = demo_optax.Compression(topk=64, value_coding="int2", transform="identity")
+GATHER, OWNERS = demo_optax.AllGather("data"), demo_optax.TwoPhase("data")
+WAYS = {  # what is sent, how it travels, and the steps of a round
+    "one all-gather": (SENT, GATHER, 1),
+    "two phases": (SENT, OWNERS, 1),
+    "two phases, delayed": (SENT, demo_optax.Delayed(OWNERS), 1),
+    "SparseLoCo, two phases": (SENT_OF_A_ROUND, OWNERS, 30),
 }
 many = np.unique(np.logspace(np.log10(2), np.log10(4096), 24).astype(int))
 
 
-def speedups(compression, local_steps):
+def speedups(compression, exchange, local_steps):
     def speedup(workers, bandwidth):
-        times = demo_optax.accounting.plan(
-            shapes, compression, workers, bandwidth, 0.0, 1.0, local_steps
+        times = demo_optax.accounting.step_times(
+            shapes, (compression, exchange), workers, bandwidth, 0.0, 1.0, local_steps
         )
         return times["AdamW, bfloat16"].step / times["DeMo"].step
 

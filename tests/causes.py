@@ -18,7 +18,9 @@ from tests.causes_in_common import DEMO, state_of, two, without
 
 ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
-DELAYED = demo_optax.demo(1e-3, demo_optax.Compression(4, 8, delay=1))
+DELAYED = demo_optax.demo(
+    1e-3, demo_optax.Compression(4, 8), exchange=demo_optax.Delayed(demo_optax.AllGather())
+)
 
 
 def inner():
@@ -149,6 +151,19 @@ def local_steps_of_a_part():
     step_of(tx, two())(model.init(), state, model.batch(0))
 
 
+def donated_parameters():
+    step = step_of(DEMO, two())
+    params = jax.device_put(model.init(), jax.NamedSharding(two(), P()))
+    step(params, state_of(2), model.batch(0))
+    step(params, state_of(2), model.batch(0))
+
+
+def state_of_other_blocks():
+    other = demo_optax.demo(1e-3, demo_optax.Compression(4, 4), axis_name="data")
+    state = demo_optax.init_opt_state(other, model.init(), two())
+    step_of(DEMO, two())(model.init(), state, model.batch(0))
+
+
 def count_integers():
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "integers.npz"
@@ -167,10 +182,16 @@ RAISED = [
     lambda: demo_optax.Compression(topk=2.5),
     lambda: demo_optax.Compression(topk=jnp.array(3)),
     lambda: demo_optax.Compression(value_coding="float7"),
-    lambda: demo_optax.Compression(delay=2),
-    lambda: demo_optax.Compression(topk_back=8),
-    lambda: demo_optax.Compression(selection="bins", index_coding="bitmap"),
-    lambda: demo_optax.Compression(selection="random", exchange="two-phase", topk_back=8),
+    lambda: demo_optax.Delayed(demo_optax.Delayed(demo_optax.AllGather())),
+    lambda: demo_optax.demo(1e-3, exchange="two-phase"),
+    lambda: demo_optax.demo(1e-3, axis_name="rows", exchange=demo_optax.AllGather("data")),
+    lambda: demo_optax.demo(
+        1e-3,
+        demo_optax.Compression(4, 8, selection="random"),
+        exchange=demo_optax.TwoPhase(topk_back=8),
+    ).init(model.init()),
+    lambda: demo_optax.demo(lambda step: jnp.ones(3)).update(model.init(), ALONE.init(model.init())),
+    lambda: demo_optax.AllGather(3),
     lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
     lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.0),
@@ -239,11 +260,16 @@ RAISED = [
     ),
     lambda: local_steps(ALONE, DEMO).init(model.init()),
     local_steps_of_a_part,
-    # drift
+    lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
+    lambda: step_of(DEMO, two())(state_of(2), model.init(), model.batch(0)),
+    donated_parameters,
+    state_of_other_blocks,
+    lambda: demo_optax.check_metrics(None),
+    # replicas
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
     # accounting
-    lambda: demo_optax.accounting.plan(model.init(), demo_optax.Compression(), 0, 1e9),
+    lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     unknown_groups,
     lambda: command.quantity("bandwidth")("fast"),

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from demo_optax.compression import bits, selection, sparse
+from demo_optax.compression import bits, sparse
+from demo_optax.compression.top_k import TopK
 
 BLOCKS, POSITIONS, VALUES = jnp.ones((2, 8)), jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3))
 
@@ -13,10 +14,10 @@ BLOCKS, POSITIONS, VALUES = jnp.ones((2, 8)), jnp.zeros((2, 3), jnp.int32), jnp.
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: sparse.add_at(BLOCKS, POSITIONS, VALUES[:1]),  # blocks of another number
-        lambda: sparse.add_at(BLOCKS, POSITIONS.astype(jnp.float32), VALUES),
-        lambda: selection.top_k(BLOCKS[0], 3),  # one block, without its axis
-        lambda: jax.jit(sparse.add_at)(BLOCKS, POSITIONS[:, :2], VALUES),  # of tracers as well
+        lambda: sparse.add(BLOCKS, POSITIONS, VALUES[:1]),  # blocks of another number
+        lambda: sparse.add(BLOCKS, POSITIONS.astype(jnp.float32), VALUES),
+        lambda: TopK(8, 3).select(BLOCKS[0]),  # one block, without its axis
+        lambda: jax.jit(sparse.add)(BLOCKS, POSITIONS[:, :2], VALUES),  # of tracers as well
         lambda: bits.pack_bits(jnp.zeros(3, jnp.int32), 4),
     ],
 )

@@ -1,4 +1,4 @@
-"""What an exchange keeps beside the momenta: sharded, saved, and divided among other workers."""
+"""What an exchange keeps beside the momenta: sharded, saved, put back, and divided anew."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,22 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
+from demo_optax.compression import make_plan
+from demo_optax.compression.packet import Origin
+from demo_optax.exchange.delayed import decode_pending
+from demo_optax.exchange.protocol import Taken, own_numbers
 
 pytestmark = pytest.mark.sweep
 
 SHAPES = {"v": (30,), "w": (32, 24)}
 SPECS = {"v": P(), "w": P("fsdp")}
-BOTH = [("two-phase", 0), ("all-gather", 1), ("two-phase", 1)]
+EXCHANGES = {
+    "all-gather": demo_optax.AllGather("data"),
+    "two-phase": demo_optax.TwoPhase("data"),
+    "delayed": demo_optax.Delayed(demo_optax.AllGather("data")),
+    "delayed two-phase": demo_optax.Delayed(demo_optax.TwoPhase("data")),
+}
+KEEPING = ["two-phase", "delayed", "delayed two-phase"]
 
 
 def mesh_of(*sizes):
@@ -24,11 +34,18 @@ def mesh_of(*sizes):
     return jax.make_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))])
 
 
-def optimizer(exchange, delay, **settings):
-    compression = demo_optax.Compression(
-        topk=4, block_side=8, value_coding="int4", exchange=exchange, delay=delay, **settings
+def optimizer(exchange, subtraction_factor=1.0, **settings):
+    settings = {"topk": 4, "block_side": 8, "value_coding": "int4"} | settings
+    return optax.chain(
+        demo_optax.decoupled_momentum(
+            0.9,
+            demo_optax.Compression(**settings),
+            exchange=EXCHANGES[exchange],
+            subtraction_factor=subtraction_factor,
+        ),
+        optax.scale_by_sign(),
+        optax.scale(-1e-2),
     )
-    return demo_optax.demo_signum(1e-2, compression, decay=0.9, axis_name="data")
 
 
 def loss(params, batch):
@@ -63,15 +80,52 @@ class Trained:
         self.params, self.state = found.params, found.opt_state
         return self
 
+    def saved(self, folder):
+        with self.checkpointer(folder) as checkpointer:
+            checkpointer.save(int(self.state[0].count), self.params, self.state, wait=True)
+        return self
+
+
+def with_pending(trained, exchange):
+    """Momenta with the pending messages in them, put back by each device itself."""
+    specs = demo_optax.state_specs(
+        trained.tx, trained.params, trained.mesh, param_specs=trained.specs
+    )[0]
+
+    def put_back(state):
+        plan = make_plan(state.exchange.format.compression, state.exchange.format.shapes)
+        (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted
+        origin = Origin(state.count - 1, own_numbers(len(packets), "data"))
+        message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
+        taken = Taken(message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])
+        leaves, found = jax.tree.leaves(state.momentum), []
+        for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
+            own = part.momenta([x[0] for x in leaves[slice(*part.tensors)]])
+            added = [(at, -values, factors) for at, values, factors in rows]
+            found += [x[None] for x in part.stored(part.subtract(own, added, 0, delay=0))]
+        return jax.tree.unflatten(jax.tree.structure(state.momentum), found)
+
+    return jax.shard_map(
+        put_back, mesh=trained.mesh, in_specs=(specs,), out_specs=specs.momentum, check_vma=False
+    )(trained.state[0])
+
+
+def assert_nothing_pending(state):
+    assert not np.any(state.exchange.pending) and not np.any(state.exchange.subtracted)
+
+
+def assert_close(one, other):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, other)
+
 
 def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("exchange, delay", BOTH)
-def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, delay, sizes):
-    trained = Trained(optimizer(exchange, delay), *sizes).run([0])
+@pytest.mark.parametrize("exchange", KEEPING)
+def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
+    trained = Trained(optimizer(exchange), *sizes).run([0])
     first = float(trained.metrics.loss.mean())
     trained.run(range(1, 60))
     assert demo_optax.check_replicas(trained.params, trained.mesh) == ()
@@ -82,11 +136,9 @@ def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, delay, sizes)
 
 @pytest.mark.parametrize("every", [1, 3], ids="{} local steps".format)
 @pytest.mark.parametrize("selection", ["topk", "random", "slicing"])
-@pytest.mark.parametrize("exchange, delay", [("all-gather", 0), *BOTH])
-def test_replicas_are_identical_after_200_steps_in_every_combination(
-    exchange, delay, selection, every
-):
-    tx = optimizer(exchange, delay, selection=selection)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_replicas_are_identical_after_200_steps_in_every_combination(exchange, selection, every):
+    tx = optimizer(exchange, selection=selection)
     if every > 1:
         tx = demo_optax.local_steps(optax.sgd(1e-2), tx, every, axis_name="data")
     trained = Trained(tx, 8)
@@ -107,12 +159,11 @@ def test_replicas_are_identical_after_200_steps_in_every_combination(
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("exchange, delay", BOTH)
-def test_a_saved_run_goes_on_to_the_same_bits(exchange, delay, sizes, tmp_path):
-    tx = optimizer(exchange, delay)
+@pytest.mark.parametrize("exchange", KEEPING)
+def test_a_saved_run_goes_on_to_the_same_bits(exchange, sizes, tmp_path):
+    tx = optimizer(exchange)
     straight = Trained(tx, *sizes).run(range(5))
-    with straight.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(5, straight.params, straight.state, wait=True)
+    straight.saved(tmp_path)
     restored = Trained(tx, *sizes).restored(tmp_path)
     assert_same(straight.state, restored.state)
     assert_same(straight.run(range(5, 8)).params, restored.run(range(5, 8)).params)
@@ -120,20 +171,19 @@ def test_a_saved_run_goes_on_to_the_same_bits(exchange, delay, sizes, tmp_path):
 
 def owed(state, inner):
     """What all owners have yet to send, in the order of the blocks, of each device inside them."""
+    kept = state[0].exchange
     return [
         np.swapaxes(np.asarray(x).reshape(len(x), inner, -1, x.shape[2]), 0, 1).reshape(
             inner, -1, x.shape[2]
         )
-        for x in state[0].residual
+        for x in getattr(kept, "inner", kept).residual
     ]
 
 
 @pytest.mark.parametrize("before, after", [((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))], ids=str)
 def test_other_workers_own_what_was_owed(before, after, tmp_path):
-    tx = optimizer("two-phase", 1)
-    trained = Trained(tx, *before).run(range(5))
-    with trained.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(5, trained.params, trained.state, wait=True)
+    tx = optimizer("delayed two-phase")
+    trained = Trained(tx, *before).run(range(5)).saved(tmp_path)
     restored = Trained(tx, *after).restored(tmp_path)
     inner = before[1] if len(before) > 1 else 1
     for old, new in zip(owed(trained.state, inner), owed(restored.state, inner), strict=True):
@@ -141,16 +191,26 @@ def test_other_workers_own_what_was_owed(before, after, tmp_path):
         np.testing.assert_array_equal(old[:, :size], new[:, :size])
         assert not old[:, size:].any() and not new[:, size:].any()
     assert any(x.any() for x in owed(restored.state, inner))
-    means = [s[0].momentum["w"].mean(0) for s in (trained.state, restored.state)]
-    np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-7)
-    assert not np.any(restored.state[0].waiting)
+    momenta = with_pending(trained, "delayed two-phase"), restored.state[0].momentum
+    assert_close(*(jax.tree.map(lambda x: np.mean(x, 0), m) for m in momenta))
+    assert_nothing_pending(restored.state)
     restored.run(range(5, 8))
     assert demo_optax.check_replicas(restored.params, restored.mesh) == ()
 
 
+def test_residuals_go_to_owners_inside_of_a_delay_and_back(tmp_path):
+    trained = Trained(optimizer("two-phase"), 4).run(range(3)).saved(tmp_path / "there")
+    delayed = Trained(optimizer("delayed two-phase"), 4).restored(tmp_path / "there")
+    delayed.saved(tmp_path / "back")
+    back = Trained(optimizer("two-phase"), 4).restored(tmp_path / "back")
+    for restored in (delayed, back):
+        assert_same(owed(trained.state, 1), owed(restored.state, 1))
+        assert_same(trained.state[0].momentum, restored.state[0].momentum)
+
+
 def test_devices_that_hold_the_same_owe_it_once(tmp_path):
     """Parameters are whole on both devices of each worker."""
-    tx = optimizer("two-phase", 0)
+    tx = optimizer("two-phase")
 
     def on(workers):
         trained = Trained(tx, workers)
@@ -159,9 +219,7 @@ def test_devices_that_hold_the_same_owe_it_once(tmp_path):
         trained.step = demo_optax.make_train_step(loss, tx, trained.mesh)
         return trained
 
-    trained = on(4).run(range(4))
-    with trained.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(4, trained.params, trained.state, wait=True)
+    trained = on(4).run(range(4)).saved(tmp_path)
     restored = on(2).restored(tmp_path)
     for old, new in zip(owed(trained.state, 1), owed(restored.state, 1), strict=True):
         size = min(old.shape[1], new.shape[1])
@@ -170,13 +228,13 @@ def test_devices_that_hold_the_same_owe_it_once(tmp_path):
 
 class Net(NamedTuple):
     main: jax.Array
-    waiting: jax.Array
+    pending: jax.Array
     residual: list
 
 
 def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
     params = Net(jnp.ones((16, 8)), jnp.ones((8, 8)), [jnp.ones((8, 8))])
-    tx, four, two = optimizer("all-gather", 0), mesh_of(4), mesh_of(2)
+    tx, four, two = optimizer("all-gather"), mesh_of(4), mesh_of(2)
     state = demo_optax.init_opt_state(tx, params, four)
     filled = jax.tree.map(jnp.ones_like, state[0].momentum)
     state = (state[0]._replace(momentum=filled), *state[1:])
@@ -191,18 +249,16 @@ def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
 
 
 def test_what_is_owed_is_not_lost_silently(tmp_path):
-    trained = Trained(optimizer("two-phase", 0), 4).run(range(3))
-    with trained.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, trained.params, trained.state, wait=True)
-    with pytest.raises(ValueError, match="restore it with exchange='two-phase'"):
-        Trained(optimizer("all-gather", 0), 4).restored(tmp_path)
+    trained = Trained(optimizer("two-phase"), 4).run(range(3)).saved(tmp_path)
+    with pytest.raises(ValueError, match=r"restore it with exchange=TwoPhase"):
+        Trained(optimizer("all-gather"), 4).restored(tmp_path)
     with pytest.raises(ValueError, match="restore it with the old"):
-        Trained(optimizer("two-phase", 0, transform="identity"), 4).restored(tmp_path)
+        Trained(optimizer("two-phase", transform="identity"), 4).restored(tmp_path)
 
 
-def on_eight(exchange, delay, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
+def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
     """Two workers of four devices; what a device keeps lies in the order of the mesh's axes."""
-    trained = Trained(optimizer(exchange, delay), 2)
+    trained = Trained(optimizer(exchange), 2)
     trained.mesh, trained.specs = jax.make_mesh((2, 2, 2), ("data", *names)), {"v": P(), "w": cut}
     options = {"param_specs": trained.specs}
     trained.state = demo_optax.init_opt_state(trained.tx, trained.params, trained.mesh, **options)
@@ -214,55 +270,123 @@ def on_eight(exchange, delay, names=("fsdp", "tensor"), cut=P("fsdp", "tensor"))
     "others", [{"names": ("tensor", "fsdp")}, {"cut": P("tensor", "fsdp")}], ids=str
 )
 def test_what_devices_keep_is_not_given_to_others(others, tmp_path):
-    for way in BOTH[:2]:
-        trained = on_eight(*way).run(range(3))
-        with trained.checkpointer(tmp_path / way[0]) as checkpointer:
-            checkpointer.save(3, trained.params, trained.state, wait=True)
-    with pytest.raises(ValueError, match="restore it with the old"):
-        on_eight("two-phase", 0, **others).restored(tmp_path / "two-phase")
-    restored = on_eight("all-gather", 1, **others).restored(tmp_path / "all-gather")
-    assert_same(trained.state[0].momentum, restored.state[0].momentum)
-    assert np.any(trained.state[0].waiting) and not np.any(restored.state[0].waiting)
+    for exchange in ("two-phase", "delayed", "delayed two-phase"):
+        trained = on_eight(exchange).run(range(3)).saved(tmp_path / exchange)
+        if exchange != "delayed":
+            with pytest.raises(ValueError, match="restore it with the old"):
+                on_eight(exchange, **others).restored(tmp_path / exchange)
+            continue
+        restored = on_eight(exchange, **others).restored(tmp_path / exchange)
+        assert np.any(trained.state[0].exchange.pending)
+        assert_nothing_pending(restored.state)
+        assert_close(with_pending(trained, exchange), restored.state[0].momentum)
 
 
-@pytest.mark.parametrize(
-    "others", [{"selection": "slicing"}, {"selection": "striding"}, {"seed": 1}, {}], ids=str
-)
-def test_a_waiting_packet_is_read_with_the_positions_that_it_was_sent_with(others, tmp_path):
-    settings = {"selection": "random"}
-    trained = Trained(optimizer("all-gather", 1, **settings), 4).run(range(3))
-    with trained.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, trained.params, trained.state, wait=True)
-    restored = Trained(optimizer("all-gather", 1, **settings | others), 4).restored(tmp_path)
-    assert np.any(restored.state[0].waiting)
-    restored.run([3])
-    assert int(restored.metrics.exchange.participants) == (0 if others else 4)
+CHANGES = {
+    "exchange": dict(exchange="all-gather"),
+    "topk": dict(topk=2),
+    "value coding": dict(value_coding="bfloat16"),
+    "seed": dict(seed=1),
+    "slicing": dict(selection="slicing"),
+    "striding": dict(selection="striding"),
+}
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("selection", ["topk", "random"])
+def test_pending_messages_go_back_into_the_momentum(selection, factor, change, sizes, tmp_path):
+    settings = dict(exchange="delayed", subtraction_factor=factor, selection=selection)
+    trained = Trained(optimizer(**settings), *sizes).run(range(3)).saved(tmp_path)
+    pending = jax.tree.map(np.subtract, with_pending(trained, "delayed"), trained.state[0].momentum)
+    assert all(map(np.any, jax.tree.leaves(pending)))
+    same = Trained(optimizer(**settings), *sizes).restored(tmp_path)
+    assert_same(trained.state, same.state)
+    assert int(same.run([3]).metrics.exchange.participants) == sizes[0]
+
+    restored = Trained(optimizer(**settings | CHANGES[change]), *sizes).restored(tmp_path)
+    assert_close(with_pending(trained, "delayed"), restored.state[0].momentum)
+    if change != "exchange":
+        assert_nothing_pending(restored.state)
+    restored.run(range(3, 5))
+    assert int(restored.metrics.exchange.participants) == sizes[0]
+
+
+@pytest.mark.parametrize("exchange", ["delayed", "delayed two-phase"])
+@pytest.mark.parametrize("one, other", [("dct", "random"), ("random", "identity")])
+def test_pending_messages_go_back_before_another_transform(one, other, exchange, tmp_path):
+    """In the basis of the step in which they were sent, which is redrawn; and back again."""
+    first, second = (optimizer(exchange, transform=name) for name in (one, other))
+    trained = Trained(first, 2).run(range(3))
+    if exchange != "delayed":  # owners must have sent everything
+        kept = trained.state[0].exchange
+        inner = jax.tree.map(jnp.zeros_like, kept.inner)
+        momentum = trained.state[0]._replace(exchange=kept._replace(inner=inner))
+        trained.state = (momentum, *trained.state[1:])
+    trained.saved(tmp_path / "there")
+    with pytest.warns(UserWarning, match="carried over"):
+        there = Trained(second, 2).restored(tmp_path / "there")
+    assert_nothing_pending(there.state)
+    there.saved(tmp_path / "back")
+    with pytest.warns(UserWarning, match="carried over"):
+        back = Trained(first, 2).restored(tmp_path / "back")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        with_pending(trained, exchange),
+        back.state[0].momentum,
+    )
+
+
+def test_a_narrow_momentum_gets_its_message_back(tmp_path):
+    """Everything is sent, so that nothing is left of the momentum but the packets."""
+
+    def tx(exchange):
+        link = demo_optax.decoupled_momentum(
+            0.9,
+            demo_optax.Compression(64, 8, "bfloat16"),
+            exchange=exchange,
+            momentum_dtype="bfloat16",
+        )
+        return optax.chain(link, optax.scale(-1e-2))
+
+    trained = Trained(tx(EXCHANGES["delayed"]), 4).run([0]).saved(tmp_path)
+    restored = Trained(tx(EXCHANGES["all-gather"]), 4).restored(tmp_path)
+    gradients = [
+        jax.grad(loss)({n: jnp.ones(shape) for n, shape in SHAPES.items()}, rows)
+        for rows in np.split(batch(0), 4)
+    ]
+    assert trained.state[0].momentum["w"].dtype == jnp.bfloat16
+    for name in SHAPES:
+        energies = [0.01 * np.sum(np.square(g[name])) for g in gradients]
+        found = np.asarray(restored.state[0].momentum[name], np.float32).reshape(4, -1)
+        np.testing.assert_allclose(np.sum(found**2, 1), energies, rtol=2e-2)
 
 
 @pytest.mark.parametrize("transform", ["dct", "hadamard"])
-def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(transform, tmp_path):
-    def flat(transform):
-        compression = demo_optax.Compression(4, 8, transform=transform)
-        link = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
+@pytest.mark.parametrize("exchange", ["all-gather", "delayed"])
+def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transform, tmp_path):
+    def flat(exchange, transform="dct"):
+        compression = demo_optax.Compression(64, 8, transform=transform)
+        link = demo_optax.decoupled_momentum(0.9, compression, exchange=EXCHANGES[exchange])
         return optax.chain(optax.flatten(link), optax.scale(-1e-2))
 
-    trained = Trained(flat("dct"), 4).run(range(3))
-    with trained.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, trained.params, trained.state, wait=True)
-    other = Trained(flat(transform), 4)
-    if transform == "dct":
-        assert_same(other.restored(tmp_path).state, trained.state)
-    else:
+    trained = Trained(flat(exchange), 4).run([0]).saved(tmp_path)
+    if transform != "dct":
         with pytest.raises(ValueError, match="restore it with the old settings"):
-            other.restored(tmp_path)
+            Trained(flat(exchange, transform), 4).restored(tmp_path)
+        return
+    assert_same(Trained(flat(exchange), 4).restored(tmp_path).state, trained.state)
+    if exchange == "delayed":
+        restored = Trained(flat("all-gather"), 4).restored(tmp_path)
+        assert_close(with_pending(trained, exchange), restored.state[0].momentum)
+        assert np.any(restored.state[0].momentum)
 
 
-@pytest.mark.parametrize("exchange, delay", BOTH)
-def test_a_run_of_one_gather_goes_on_in_another_way(exchange, delay, tmp_path):
-    trained = Trained(optimizer("all-gather", 0), 4).run(range(3))
-    with trained.checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, trained.params, trained.state, wait=True)
-    restored = Trained(optimizer(exchange, delay), 4).restored(tmp_path)
+@pytest.mark.parametrize("exchange", KEEPING)
+def test_a_run_of_one_gather_goes_on_in_another_way(exchange, tmp_path):
+    trained = Trained(optimizer("all-gather"), 4).run(range(3)).saved(tmp_path)
+    restored = Trained(optimizer(exchange), 4).restored(tmp_path)
     assert_same(trained.state[0].momentum, restored.state[0].momentum)
     restored.run(range(3, 6))
     assert int(restored.metrics.exchange.participants) == 4

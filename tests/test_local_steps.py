@@ -205,16 +205,6 @@ def test_inner_steps_may_accumulate():
     assert state.inner.gradient_step.tolist() == 4 * [4]
 
 
-def test_schedules_go_on_where_a_round_begins_with_a_fresh_state():
-    inner = optax.chain(
-        optax.scale_by_adam(),
-        optax.add_decayed_weights(optax.linear_schedule(0.1, 0.0, 8)),
-        optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 8)),
-    )
-    _, state, _ = train(local(dense(), inner=inner, every=2, reset_inner=True), (0, 5))
-    assert [set(x.count.tolist()) for x in state.inner] == [{1}, {5}, {5}]
-
-
 @pytest.mark.parametrize("name", BOTH)
 def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     tx, mesh = BOTH[name], workers.mesh_of(4)

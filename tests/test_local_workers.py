@@ -102,13 +102,6 @@ def test_an_inner_state_that_is_not_finite_begins_again_with_the_round():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
 
-def test_each_round_may_begin_with_a_fresh_inner_state_but_for_its_schedule():
-    _, state, _ = train(local(dense(), reset_inner=True), (0, 6))
-    adam = optax.tree.get(state.inner, "ScaleByAdamState")
-    assert_same(adam, jax.tree.map(jnp.zeros_like, adam))
-    assert optax.tree.get(state.inner, "ScaleByScheduleState").count.tolist() == [6, 6, 6, 6]
-
-
 @pytest.mark.parametrize("name", BOTH)
 def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(name, tmp_path):
     tx, mesh = BOTH[name], workers.mesh_of(4)

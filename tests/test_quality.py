@@ -189,7 +189,11 @@ def test_the_trainer_takes_every_method(each, method):
 
 def trained(make):
     settings = Settings(
-        optax.linear_schedule(0.05, 0.01, 11), 0.9, 0.0, demo_optax.Compression(4, 8)
+        optax.linear_schedule(0.05, 0.01, 11),
+        0.9,
+        0.0,
+        demo_optax.Compression(4, 8),
+        demo_optax.AllGather("data"),
     )
     return model.train(make("demo-scaled", settings, None), 11)[0]
 

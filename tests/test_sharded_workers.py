@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import wire
-from demo_optax.wire import gather
+from demo_optax.exchange import collectives
+from demo_optax.exchange.collectives import gather
 from tests import model
 
 pytestmark = pytest.mark.sweep
@@ -248,7 +248,7 @@ def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
         hit = jax.lax.axis_index("fsdp") == 1
         return packets.at[1, 7].add(hit.astype(packets.dtype))
 
-    monkeypatch.setattr(wire, "gather", damaged)
+    monkeypatch.setattr(collectives, "gather", damaged)
     mesh = mesh_of(2, 2)
     values, state, metrics, _ = train(mesh, SPECS, **WAYS[way])
     assert metrics.exchange.participants == 1

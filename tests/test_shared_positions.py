@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import demo_optax
-from demo_optax.compression import known_positions, make_plan, runs, selection
+from demo_optax.compression import make_plan
+from demo_optax.compression.shared import SharedRun
 from tests import model
 
 pytestmark = pytest.mark.sweep
@@ -23,11 +24,12 @@ def test_a_run_goes_on_at_the_front(n, k):
     blocks, values = (rng.normal(size=(3, size)).astype(np.float32) for size in (n, k))
     for start in range(n if k < n else 1):
         places = (start + np.arange(k)) % n
-        run = runs.Run(jnp.int32(start), k)
-        np.testing.assert_array_equal(selection.take(jnp.asarray(blocks), run), blocks[:, places])
+        run, starts = SharedRun(n, k, "slicing", 0, 0), jnp.full((3, 1), start, jnp.int32)
+        taken = run.take(jnp.asarray(blocks), starts)
+        np.testing.assert_array_equal(taken, blocks[:, places])
         added = blocks.copy()
         added[:, places] += values
-        ours = runs.add(jnp.asarray(blocks), run, jnp.asarray(values))
+        ours = run.add(jnp.asarray(blocks), starts, jnp.asarray(values))
         np.testing.assert_array_equal(ours, added)
 
 
@@ -37,8 +39,8 @@ def visits(name, n, k, steps):
     plan = make_plan(compression, ((n,),))
 
     def taken(step):
-        (known,) = known_positions(compression, plan.layout, step)
-        return selection.take(jnp.arange(n)[None], known)[0]
+        (known,) = plan.shared_positions(step)
+        return plan.sections[0].selector.take(jnp.arange(n)[None], known)[0]
 
     return np.bincount(np.ravel(jax.vmap(taken)(jnp.arange(steps))), minlength=n)
 
@@ -57,10 +59,10 @@ def test_random_draws_visit_every_coefficient_about_equally_often(name):
     assert np.abs(visits(name, n, k, steps) - expected).max() < 5 * math.sqrt(expected)
 
 
-def program(**settings):
+def program(exchange, **settings):
     """Of a step of eight workers, as XLA takes it, and as it is optimised for the CPU."""
     compression = demo_optax.Compression(6, 8, "sign", **settings)
-    tx = demo_optax.demo(1e-3, compression, decay=0.9, axis_name="data")
+    tx = demo_optax.demo(1e-3, compression, decay=0.9, exchange=exchange)
     mesh, params = jax.make_mesh((model.WORKERS,), ("data",)), model.init()
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(model.loss, tx, mesh)
@@ -68,7 +70,7 @@ def program(**settings):
     return lowered.as_text() + lowered.compile().as_text()
 
 
-@pytest.mark.parametrize("exchange", ["all-gather", "two-phase"])
+@pytest.mark.parametrize("exchange", [demo_optax.AllGather("data"), demo_optax.TwoPhase("data")])
 def test_runs_need_no_sort_and_no_scatter(exchange):
     shared = dict(transform="randomized-dct", exchange=exchange)
     assert not SLOW.findall(program(selection="random-slicing", **shared))

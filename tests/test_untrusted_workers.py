@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import averaging, wire
+from demo_optax.exchange import averaging, collectives
 from demo_optax.compression import packet
 from tests import workers
 
@@ -19,9 +19,10 @@ PARAMS = {"w": np.zeros((16, 8), np.float32), "b": np.zeros(16, np.float32)}
 EVERYTHING = demo_optax.Compression(topk=64, block_side=8, transform="identity")
 
 
-def momentum(compression=EVERYTHING, **options):
+def momentum(compression=EVERYTHING, norm_limit=None, **options):
+    exchange = demo_optax.AllGather("data", norm_limit=norm_limit)
     return demo_optax.decoupled_momentum(
-        0.5, compression, gradient_weight=1.0, axis_name="data", **options
+        0.5, compression, gradient_weight=1.0, exchange=exchange, **options
     )
 
 
@@ -49,7 +50,7 @@ def stacked_state(tx):
 @pytest.mark.parametrize("receiver", [0, 3])
 def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(monkeypatch, receiver):
     """The step itself cannot tell: that worker misses a packet which the others get."""
-    tx, plain = momentum(), wire.gather
+    tx, plain = momentum(), collectives.gather
 
     def damaged(words, axis_name):
         here = jax.lax.axis_index(axis_name) == receiver
@@ -58,7 +59,7 @@ def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(mon
 
     update, update_damaged = every_worker(tx), every_worker(tx)
     _, state = update(gradients(0), stacked_state(tx))
-    monkeypatch.setattr(wire, "gather", damaged)
+    monkeypatch.setattr(collectives, "gather", damaged)
     updates, state = update_damaged(gradients(1), state)
     others = [i for i in range(WORKERS) if i != receiver]
     assert np.any(updates["w"][receiver] != updates["w"][others[0]])
@@ -101,8 +102,7 @@ def norm_of(gradient, worker):
 @pytest.mark.parametrize("alpha", [1.0, 0.6])
 @pytest.mark.parametrize("mean", ["senders", "workers"])
 def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
-    compression = demo_optax.Compression(64, 8, transform="identity", norm_limit=2.0)
-    tx = momentum(compression, subtraction_factor=alpha, mean=mean)
+    tx = momentum(norm_limit=2.0, subtraction_factor=alpha, mean=mean)
     sizes = [1.0, 1e9, 1.1, 0.9, 30.0]
     gradient = gradients(0, sizes)
     specs = demo_optax.state_specs(tx, PARAMS, workers.mesh_of(WORKERS))
@@ -122,8 +122,7 @@ def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
 
 
 def test_of_two_workers_the_smaller_sets_the_limit():
-    compression = demo_optax.Compression(64, 8, transform="identity", norm_limit=4.0)
-    tx = momentum(compression)
+    tx = momentum(norm_limit=4.0)
     gradient = {n: g[:2] for n, g in gradients(0, [1.0, 1e12, 1.0]).items()}
     updates, _ = workers.update_of(tx, PARAMS, 2)(gradient, workers.init(tx, PARAMS, 2), PARAMS)
     total = np.sqrt(sum(np.sum(np.square(u, dtype=np.float64)) for u in updates.values()))
@@ -135,14 +134,15 @@ def test_of_two_workers_the_smaller_sets_the_limit():
 @pytest.mark.parametrize("size", [1e17, 1e30, 3e38])
 def test_liars_whose_norm_is_beyond_float32_are_not_heard(monkeypatch, size, limit, topk):
     """Two workers send well-formed packets of huge values and tell a small energy."""
-    compression = demo_optax.Compression(topk, 8, norm_limit=limit)
-    tx = optax.chain(momentum(compression), optax.scale_by_adam(), optax.sgd(1e-3))
+    compression = demo_optax.Compression(topk, 8)
+    tx = optax.chain(momentum(compression, limit), optax.scale_by_adam(), optax.sgd(1e-3))
     plain = packet.encode
 
-    def encode(layout, message, key=None):
+    def encode(sections, message):
         lies = jax.lax.axis_index("data") >= WORKERS - 2
         values = [jnp.where(lies, jnp.float32(size), v) for v in message.values]
-        return plain(layout, message._replace(values=tuple(values)), key)
+        fields, _ = plain(sections, message._replace(values=tuple(values)))
+        return fields, plain(sections, message)[1]
 
     monkeypatch.setattr(packet, "encode", encode)
     update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
@@ -157,7 +157,7 @@ def test_liars_whose_norm_is_beyond_float32_are_not_heard(monkeypatch, size, lim
 
 def test_a_limit_that_is_not_reached_changes_no_bit():
     free, limited = (
-        momentum(demo_optax.Compression(4, 8, "int4", norm_limit=limit)) for limit in (None, 10.0)
+        momentum(demo_optax.Compression(4, 8, "int4"), limit) for limit in (None, 10.0)
     )
     states = [workers.init(tx, PARAMS, WORKERS) for tx in (free, limited)]
     steps = [workers.update_of(tx, PARAMS, WORKERS) for tx in (free, limited)]
@@ -172,11 +172,11 @@ def test_a_limit_that_is_not_reached_changes_no_bit():
 @pytest.mark.parametrize("limit", [0.5, np.inf, "3"])
 def test_limits_that_cannot_be_are_refused(limit):
     with pytest.raises((ValueError, TypeError), match="norm_limit"):
-        demo_optax.Compression(norm_limit=limit)
+        demo_optax.AllGather("data", norm_limit=limit)
 
 
 @pytest.mark.parametrize("limit", [-1e30, -1.0, 0.0, 1.0, np.inf])
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1.0, 3e38])
 def test_a_part_of_a_message_counts_from_none_to_all_whatever_is_said(norm, limit):
-    part = averaging.shortened(jnp.float32(norm), jnp.float32(limit))
+    part = averaging.clip_factor(jnp.float32(norm), jnp.float32(limit))
     assert part == (1.0 if norm <= max(limit, 0.0) else max(limit, 0.0) / np.float32(norm))

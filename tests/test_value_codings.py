@@ -1,6 +1,5 @@
 """Value codings against NumPy, and the properties that error feedback rests on."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -19,13 +18,6 @@ LEVELS = {
     "int4": np.arange(-7, 8),
     "int2": np.array([-3, -2, 2, 3]),
     "sign": np.array([-1, 1]),
-    "float8": np.unique(
-        [
-            x
-            for x in np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
-            if np.isfinite(x)
-        ]
-    ),
 }
 
 blocks = hnp.arrays(
@@ -35,8 +27,8 @@ blocks = hnp.arrays(
 )
 
 
-def roundtrip(values, coding, key=None):
-    fields = codings.encode(jnp.asarray(values), coding, key)
+def roundtrip(values, coding):
+    fields = codings.encode(jnp.asarray(values), coding)
     decoded, sound = codings.decode(fields, coding)
     assert sound
     assert int(fields.values.max()) < 2 ** codings.value_bits(coding)
@@ -65,7 +57,7 @@ def test_quantised_values_are_the_nearest_level_times_a_coarse_scale(coding, val
         best = np.abs(levels[:, None] - row.astype(float)).min(axis=0)
         assert (error <= best * (1 + 1e-5) + 1e-6 * scale).all()
         largest = np.abs(row).max()
-        if coding in ("int8", "int4", "float8") and scale > 0:
+        if coding in ("int8", "int4") and scale > 0:
             assert largest <= levels.max() <= 1.26 * largest  # nothing is clipped, little wasted
 
 
@@ -76,25 +68,6 @@ def test_what_stays_has_no_more_energy_than_what_was_there(coding, values):
     values = values.astype(float)
     left = values - roundtrip(values, coding)[0]
     assert (left**2).sum() <= 1.1 * (values**2).sum() + 1e-30
-
-
-@pytest.mark.parametrize("coding", ["bfloat16", "float8", "int8", "int4", "int2", "sign"])
-def test_stochastic_rounding_is_reproducible_and_right_on_average(coding):
-    values = np.linspace(-1.0, 1.0, 41, dtype=np.float32)[None] * 0.9
-    key = jax.random.key(3)
-    np.testing.assert_array_equal(
-        roundtrip(values, coding, key)[0], roundtrip(values, coding, key)[0]
-    )
-    draws = jax.vmap(
-        lambda k: codings.decode(codings.encode(jnp.asarray(values), coding, k), coding)[0]
-    )(jax.random.split(key, 4000))
-    low, high = np.array(draws).min(), np.array(draws).max()
-    inside = (values[0] >= low) & (values[0] <= high)
-    spread = np.array(draws).std(axis=0)[0][inside]
-    error = np.abs(np.array(draws).mean(axis=0)[0] - values[0])[inside]
-    assert inside.sum() >= 15
-    assert (error <= 5 * spread / np.sqrt(4000) + 1e-6).all()
-    assert spread.max() > 0
 
 
 @pytest.mark.parametrize("coding", QUANTISED)

@@ -219,7 +219,7 @@ def test_nnx_model_trains_by_split_and_merge():
 OWN = {
     "demo_scaled": demo_optax.demo_scaled(1e-3, SMALL, axis_name="data"),
     "owners, delayed": demo_optax.demo(
-        1e-3, dataclasses.replace(SMALL, exchange="two-phase", delay=1), axis_name="data"
+        1e-3, SMALL, exchange=demo_optax.Delayed(demo_optax.TwoPhase("data"))
     ),
     "local steps": demo_optax.local_steps(
         optax.adam(1e-2), demo_optax.demo_sgd(1.0, SMALL, axis_name="data"), 2, axis_name="data"

@@ -15,8 +15,8 @@ import optax
 
 import demo_optax
 from demo_optax._decoupled_momentum import DecoupledMomentumState
-from demo_optax._local_steps import LocalStepsState
-from demo_optax.compression import Compression, make_plan
+from demo_optax._rounds import LocalStepsState
+from demo_optax.compression import Compression, Plan, make_plan
 from lm import recipes
 from lm.recipes import Settings
 
@@ -31,9 +31,8 @@ def maker(name: str, **options: Any) -> Callable[..., optax.GradientTransformati
 
 def demo(settings: Settings, scale=None, **options) -> optax.GradientTransformation:
     """DeMo with scaled gradients, with settings that the trainer has no flag for."""
-    return demo_optax.demo(
-        **settings._asdict(), precondition=scale or scale_by_rms(0.95), axis_name=AXIS, **options
-    )
+    precondition = scale or scale_by_rms(0.95)
+    return demo_optax.demo(**settings._asdict(), precondition=precondition, **options)
 
 
 def with_base(base, settings: Settings, **options) -> optax.GradientTransformation:
@@ -47,7 +46,7 @@ def with_base(base, settings: Settings, **options) -> optax.GradientTransformati
         ),
         settings.compression,
         decay=settings.decay,
-        axis_name=AXIS,
+        exchange=settings.exchange,
         **common | options,
     )
 
@@ -69,15 +68,15 @@ def decay_from(settings: Settings, first: float, last: float, steps: int):
         return 1.0 - (1.0 - first) ** (1.0 - done) * (1.0 - last) ** done
 
     own = settings._asdict() | {"decay": decay}
-    static = ("compression", "axis_name", "precondition", "mask")
+    static = ("compression", "exchange", "precondition", "mask")
     make = optax.inject_hyperparams(demo_optax.demo, static_args=static)
-    return make(**own, precondition=scale_by_rms(0.95), axis_name=AXIS)
+    return make(**own, precondition=scale_by_rms(0.95))
 
 
 def ready_made(settings: Settings, make: str) -> optax.GradientTransformation:
     """``demo_muon``, ``demo_adamw``, ``demo_sgd``, ``demo_signum`` behind scaled gradients."""
     optimizer = getattr(demo_optax, make)
-    return optimizer(**settings._asdict(), precondition=scale_by_rms(0.95), axis_name=AXIS)
+    return optimizer(**settings._asdict(), precondition=scale_by_rms(0.95))
 
 
 def signs_of_blocks(settings: Settings) -> optax.GradientTransformation:
@@ -174,32 +173,45 @@ def scaled_coefficients(settings: Settings, of: str, b2: float = 0.95):
         return make_plan(own, tuple(x.shape for x in jax.tree.leaves(tree)))
 
     def coefficients(updates):
+        """For each part of the plan those of each shape of blocks."""
         plan = plan_of(updates)
-        found, _ = plan.transform(plan.blocks(jax.tree.leaves(updates)), jnp.int32(0))
-        return plan, [x.reshape(len(x), -1) for x in found]
+        found = [
+            part.transform(part.blocks(own), jnp.int32(0))
+            for part, own in zip(plan.parts, plan.per_part(updates), strict=True)
+        ]
+        return plan, [[x.reshape(len(x), -1) for x in part] for part in found]
 
     def energy(x):
         squares = jnp.square(x)
         return squares if of == "coefficient" else squares.mean(axis=1, keepdims=True)
 
     def init(params):
-        shapes = jax.eval_shape(lambda p: [energy(x) for x in coefficients(p)[1]], params)
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        shapes = jax.eval_shape(lambda p: jax.tree.map(energy, coefficients(p)[1]), params)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return SharedSecondMoment(jnp.zeros((), jnp.int32), zeros)
 
     def update(updates, state, params=None):
         del params
         plan, found = coefficients(updates)
         count = state.count + 1
-        nu = [b2 * v + (1 - b2) * energy(x) for v, x in zip(state.nu, found, strict=True)]
+        nu = jax.tree.map(lambda v, x: b2 * v + (1 - b2) * energy(x), state.nu, found)
         correction = 1 - b2**count
-        scaled = [x / (jnp.sqrt(v / correction) + 1e-8) for x, v in zip(found, nu, strict=True)]
-        tensors = plan.tensors(plan.inverse(scaled, jnp.int32(0)))
+        scaled = jax.tree.map(lambda x, v: x / (jnp.sqrt(v / correction) + 1e-8), found, nu)
+        tensors = tensors_of(plan, scaled, jnp.int32(0))
         return jax.tree.unflatten(jax.tree.structure(updates), tensors), SharedSecondMoment(
             count, nu
         )
 
     return demo(settings, optax.GradientTransformation(init, update))
+
+
+def tensors_of(plan: Plan, coefficients, step) -> list[jax.Array]:
+    """All tensors, of the coefficients of each part's blocks."""
+    return [
+        tensor
+        for part, own in zip(plan.parts, coefficients, strict=True)
+        for tensor in part.to_tensors(part.inverse(own, step))
+    ]
 
 
 def apart(settings: Settings, topk: int | None = None) -> optax.GradientTransformation:
@@ -253,7 +265,7 @@ def error_feedback_21(settings: Settings, eta: float = 0.1) -> optax.GradientTra
         gradient_weight=1.0,
         mean="workers",
         precondition=optax.GradientTransformation(init, update),
-        axis_name=AXIS,
+        exchange=settings.exchange,
     )
 
 
@@ -273,9 +285,13 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
         )
         leaves, structure = jax.tree.flatten(params)
         plan = make_plan(coordinates, tuple(x.shape for x in leaves))
-        blocks = plan.inverse(plan.stacked(jax.tree.leaves(found.momentum)), found.count)
+        momenta = [
+            [jnp.concatenate(pieces) for pieces in part.momenta(own)]
+            for part, own in zip(plan.parts, plan.per_part(found.momentum), strict=True)
+        ]
         rate = settings.learning_rate(found.count)
-        ahead = [jnp.sign(x) * rate if sign else x for x in plan.tensors(blocks)]
+        tensors = tensors_of(plan, momenta, found.count)
+        ahead = [jnp.sign(x) * rate if sign else x for x in tensors]
         return structure.unflatten([-fraction * x for x in ahead])
 
     def init(params):

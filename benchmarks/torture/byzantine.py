@@ -99,22 +99,25 @@ BOUNDS: dict[str, Callable[[dict, float], str]] = {
 
 
 def optimizer(name: str, norm_limit: float | None):
-    compression = demo_optax.Compression(8, 16, norm_limit=norm_limit)
-    return OPTIMIZERS[name](RATE, compression, decay=DECAY, axis_name=AXIS)
+    exchange = demo_optax.AllGather(AXIS, norm_limit)
+    compression = demo_optax.Compression(8, 16)
+    return OPTIMIZERS[name](RATE, compression, decay=DECAY, exchange=exchange)
 
 
 @functools.cache
 def step_of(name: str, norm_limit: float | None) -> Callable:
     """Every worker's update and state; how many lie, and how much, are arguments."""
-    tx, plain = optimizer(name, norm_limit), packet.encode
+    tx, plain = optimizer(name, norm_limit), packet.build
 
     def step(gradient, state, liars, size):
-        def encode(layout, message, key=None):
+        def build(layout, header, fields, sent, *rest):
+            """Says the energy of what is sent, and seals other values."""
             lies = jax.lax.axis_index(AXIS) >= WORKERS - liars
-            values = tuple(jnp.where(lies, size, v) for v in message.values)
-            return plain(layout, message._replace(values=values), key)
+            values = tuple(jnp.where(lies, size, v) for v in sent.values)
+            fields, _ = packet.encode(layout.sections, sent._replace(values=values))
+            return plain(layout, header, fields, sent, *rest)
 
-        with mock.patch.object(packet, "encode", encode):
+        with mock.patch.object(packet, "build", build):
             update = functools.partial(tx.update, params=PARAMS)
             return jax.vmap(update, axis_name=AXIS)(gradient, state)
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax import wire
 from demo_optax.compression import make_plan, packet
 from demo_optax.compression.packet import Origin
+from demo_optax.exchange import collectives
 
 from .outcomes import Try
 from .workers import AXIS, DECAY, PARAMS, WORKERS, aggregate_bound, gradients, norms, start
@@ -32,6 +32,7 @@ EACH = 2000
 AT_ONCE = 250  # tries of one scene
 CODINGS = ("float32", "int4")
 LIMIT = 10.0
+EXCHANGE = demo_optax.AllGather(AXIS, norm_limit=LIMIT)
 BEFORE = 3  # steps that are recorded, up to the one in which a packet is replaced
 EVERYBODY = -1
 LARGEST_HEARD = 1.8e19  # norm whose square is beyond float32
@@ -92,17 +93,17 @@ def run(count: int, seed: int) -> Iterator[Try]:
 
 
 def compression(coding: str) -> demo_optax.Compression:
-    return demo_optax.Compression(8, 16, coding, norm_limit=LIMIT)
+    return demo_optax.Compression(8, 16, coding)
 
 
 def optimizer(coding: str):
     """Its update is the aggregate itself, but for the sign."""
-    return demo_optax.demo_sgd(1.0, compression(coding), decay=DECAY, axis_name=AXIS)
+    return demo_optax.demo_sgd(1.0, compression(coding), decay=DECAY, exchange=EXCHANGE)
 
 
 def step(tx, gradient, state, forged: Forged | None = None):
     """Every worker's update, state and what it received, of which a packet may be replaced."""
-    plain = wire.gather
+    plain = collectives.gather
 
     def one(gradient, state):
         heard = []
@@ -118,7 +119,7 @@ def step(tx, gradient, state, forged: Forged | None = None):
                 heard[0] = jnp.where(own == forged.receiver, changed, heard[0])
             return heard[0]
 
-        with mock.patch.object(wire, "gather", gather):
+        with mock.patch.object(collectives, "gather", gather):
             updates, state = tx.update(gradient, state, PARAMS)
         return updates, state, heard[0]
 
@@ -231,15 +232,17 @@ def huge(coding: str, scene: Scene, count: int, rng: np.random.Generator) -> For
 @functools.cache
 def forger(coding: str) -> Callable:
     """Makes each value of a packet as large as is asked for, and tells the norm that it had."""
-    layout = make_plan(compression(coding), tuple(x.shape for x in PARAMS.values())).layout
+    plan = make_plan(compression(coding), tuple(x.shape for x in PARAMS.values()))
+    layout = EXCHANGE.layout(plan)
 
     def forge(words, size, sender):
-        origin = Origin(jnp.int32(BEFORE - 1), sender)
-        numbers, body, _ = packet.unseal(layout, words, origin)
-        message, _ = packet.decode(layout, body)
+        origin = Origin(jnp.int32(BEFORE - 1), sender[None])
+        opened = packet.open_heads(layout, words[None], origin)[0]
+        decoded, _ = packet.decode(layout, words[None])
+        header, message = jax.tree.map(lambda x: x[0], (opened, decoded))
         values = tuple(jnp.where(v < 0, -size, size) for v in message.values)
-        body = packet.encode(layout, message._replace(values=values))
-        return packet.seal(layout, numbers, body, jnp.array(True), origin)
+        fields, _ = packet.encode(layout.sections, message._replace(values=values))
+        return packet.build(layout, header, fields, message, jnp.array(True), origin)[0]
 
     return jax.jit(jax.vmap(forge))
 

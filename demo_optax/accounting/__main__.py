@@ -14,24 +14,22 @@ from demo_optax.accounting import (
     dense_bytes,
     index_cost,
     packet_bytes,
-    plan,
     received_bytes,
     reference_bytes,
+    step_times,
 )
 from demo_optax.accounting.models import PRESETS, checkpoint_shapes, preset_shapes
 from demo_optax.compression import Compression
 from demo_optax.compression.blocks import BLOCK_RULES
 from demo_optax.compression.selection import SELECTIONS
-from demo_optax.compression.settings import EXCHANGES
 from demo_optax.compression.values import VALUE_CODINGS
+from demo_optax.exchange import AllGather, Delayed, Exchange, TwoPhase
 
 TOPKS = (1, 2, 4, 8, 16, 32, 64)
 UNITS = {
     "bandwidth": {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9, "Tbit": 1e12},
     "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0},
 }
-
-
 EXAMPLES = {"bandwidth": "1Gbit", "time": "50ms"}
 
 
@@ -57,56 +55,41 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m demo_optax.accounting",
-        description=__doc__,
-        formatter_class=Help,
+        prog="python -m demo_optax.accounting", description=__doc__, formatter_class=Help
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=PRESETS, help="one of the paper's models")
     model.add_argument("--checkpoint", help="an Orbax checkpoint, or an .npz file")
-    parser.add_argument("--topk", type=int, default=32, help="coefficients sent of each block")
-    parser.add_argument(
-        "--value-coding", choices=VALUE_CODINGS, default="float32", help="on the wire"
-    )
-    parser.add_argument(
-        "--selection", choices=SELECTIONS, default="topk", help="of the coefficients"
-    )
-    parser.add_argument("--block-side", type=int, default=64, help="elements per side of a block")
-    parser.add_argument(
-        "--block-rule", choices=BLOCK_RULES, default="pad", help="at a tensor's edges"
-    )
-    parser.add_argument("--workers", type=int, default=64, help="that exchange")
-    parser.add_argument(
-        "--bandwidth",
-        type=quantity("bandwidth"),
-        default="1Gbit",
-        help=f"of each worker's link, a second: {', '.join(UNITS['bandwidth'])}",
-    )
-    parser.add_argument(
-        "--latency",
-        type=quantity("time"),
-        default="1ms",
-        help=f"of one round of the exchange: {', '.join(UNITS['time'])}",
-    )
-    parser.add_argument(
-        "--compute-time",
-        type=quantity("time"),
-        default="1s",
-        help="of a step without its exchange, in the same units",
-    )
-    parser.add_argument(
-        "--exchange", choices=EXCHANGES, default="all-gather", help="of the packets"
-    )
-    parser.add_argument(
-        "--topk-back", type=int, help="that owners send back in two phases; None: 4 times --topk"
-    )
-    parser.add_argument(
-        "--delay", type=int, choices=(0, 1), default=0, help="of the exchange, in steps"
-    )
-    parser.add_argument(
-        "--local-steps", type=int, default=1, help="of each worker, for one exchange"
-    )
-    return parser.parse_args(arguments)
+
+    def add(name: str, default, meaning: str, **options) -> None:
+        parser.add_argument(f"--{name}", default=default, help=meaning, **options)
+
+    bandwidth, time = quantity("bandwidth"), quantity("time")
+    rates, units = (", ".join(UNITS[kind]) for kind in UNITS)
+    add("topk", 32, "coefficients sent of each block", type=int)
+    add("value-coding", "float32", "of the values in a packet", choices=VALUE_CODINGS)
+    add("selection", "topk", "of the coefficients", choices=SELECTIONS)
+    add("block-side", 64, "elements per side of a block", type=int)
+    add("block-rule", "pad", "at a tensor's edges", choices=BLOCK_RULES)
+    add("workers", 64, "number of workers", type=int)
+    add("bandwidth", "1Gbit", f"of each worker's link, a second: {rates}", type=bandwidth)
+    add("latency", "1ms", f"of one round of the exchange: {units}", type=time)
+    add("compute-time", "1s", "of a step without its exchange, in the same units", type=time)
+    add("exchange", "all-gather", "of the packets", choices=("all-gather", "two-phase"))
+    add("topk-back", None, "that owners send back in two phases; None: 4 times --topk", type=int)
+    add("delay", 0, "of the exchange, in steps", type=int, choices=(0, 1))
+    add("local-steps", 1, "of each worker, for one exchange", type=int)
+    args = parser.parse_args(arguments)
+    if args.topk_back is not None and args.exchange != "two-phase":
+        parser.error("--topk-back is for --exchange two-phase: leave it out, or add that")
+    return args
+
+
+def exchange_of(args: argparse.Namespace) -> Exchange:
+    """The exchange that the arguments describe."""
+    two_phase = args.exchange == "two-phase"
+    exchange = TwoPhase("data", topk_back=args.topk_back) if two_phase else AllGather("data")
+    return Delayed(exchange) if args.delay else exchange
 
 
 def megabytes(size: float) -> str:
@@ -184,44 +167,35 @@ def main(arguments: list[str]) -> None:
         block_side=args.block_side,
         block_rule=args.block_rule,
     )
-    compression = Compression(
-        topk=args.topk,
-        exchange=args.exchange,
-        topk_back=args.topk_back,
-        delay=args.delay,
-        **setting,
-    )
+    compression, exchange = Compression(topk=args.topk, **setting), exchange_of(args)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-    packet = packet_bytes(compression, params, workers=args.workers)
-    received, dense = received_bytes(compression, params, args.workers), dense_bytes(params)
+    packet = packet_bytes(compression, params, workers=args.workers, exchange=exchange)
+    received = received_bytes(compression, params, args.workers, exchange)
     print(f"{args.preset or args.checkpoint}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
     print_bytes(params, setting)
     if args.selection == "topk":
         print_index_bits(args.block_side**2)
     method = "DeMo" if args.local_steps == 1 else "SparseLoCo"
-    print_times(
-        plan(
-            params,
-            {f"{method}, k={args.topk}, {args.value_coding}": compression},
-            args.workers,
-            args.bandwidth,
-            args.latency,
-            args.compute_time,
-            args.local_steps,
-        ),
+    times = step_times(
+        params,
+        {f"{method}, k={args.topk}, {args.value_coding}": (compression, exchange)},
         args.workers,
+        args.bandwidth,
+        args.latency,
         args.compute_time,
+        args.local_steps,
     )
+    print_times(times, args.workers, args.compute_time)
     if args.local_steps > 1:
         print(
-            f"Means over a round of {args.local_steps} steps, at whose end each worker sends "
-            f"{packet:,} bytes."
+            f"Means over a round of {args.local_steps} steps. Each worker sends {packet:,} bytes "
+            "at its end."
         )
     sent, received = packet / args.local_steps, received / args.local_steps
     print(
         f"k={args.topk} with {args.value_coding} values: {sent:,.0f} bytes a step, "
-        f"{dense / sent:.0f} times less than a dense float32 gradient. Each of {args.workers} "
-        f"workers gets {received:,.0f} bytes a step."
+        f"{dense_bytes(params) / sent:.0f} times less than a dense float32 gradient. "
+        f"Each of {args.workers} workers gets {received:,.0f} bytes a step."
     )
 
 

@@ -42,7 +42,7 @@ class Collective(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
     def crosses(self, mesh: Mesh, axis_name: AxisName) -> bool:
-        """Whether anything is sent from one worker along ``axis_name`` to another."""
+        """Whether workers along ``axis_name`` send anything to each other."""
         places = np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))
         along = [places[tuple(mesh.shape).index(name)] for name in axes.names(axis_name)]
         return any(len({tuple(x[i] for x in along) for i in group}) > 1 for group in self.groups)
@@ -76,7 +76,7 @@ def collectives(hlo: str) -> list[Collective]:
             shapes = shapes[:1] if kind == "collective-permute" else shapes[: len(shapes) // 2]
             share = 1
         operands = round(share * sum(map(_bytes, shapes)))
-        # What a TPU runs in the background is written for its start, its course and its end.
+        # TPU programs write an asynchronous collective three times, with one channel.
         channel = _CHANNEL.search(line) if in_background else None
         found[f"{kind} {channel[0]}" if channel else line] = Collective(
             kind, shapes[0]["dtype"], operands, groups
@@ -85,10 +85,9 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
-    """For each collective of the entry computation, the arguments that it has to wait for.
+    """For each collective of the entry computation, the arguments that it depends on.
 
-    A compiler can let a collective run beside whatever needs other arguments: one that does not
-    wait for the batch may overlap with the gradient.
+    A collective that does not depend on the batch may overlap with the gradient.
 
     Args:
       hlo: optimised HLO.
@@ -99,11 +98,11 @@ def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
     Example:
       >>> arguments_behind('''
       ... ENTRY %main {
-      ...   %p = u32[128] parameter(0), metadata={op_name="state.waiting"}
+      ...   %p = u32[128] parameter(0), metadata={op_name="state.pending"}
       ...   %q = f32[8] parameter(1), metadata={op_name="gradient"}
       ...   %a = u32[1024] all-gather(%p), replica_groups={{0,1}}
       ... }''')
-      [('%a', frozenset({'state.waiting'}))]
+      [('%a', frozenset({'state.pending'}))]
     """
     found: dict[str, frozenset[str]] = {}
     collective = []
@@ -115,7 +114,7 @@ def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
             named = re.search(r'op_name="([^"]*)"', text)
             found[name] = frozenset([named[1] if named else number[1]])
             continue
-        # Instructions stand behind their operands; what follows these names computations.
+        # Operands come before their instruction; after them the line names computations.
         operands = re.findall(r"%[\w.-]+", _ATTRIBUTES.split(text)[0])
         found[name] = frozenset().union(*[found.get(operand, frozenset()) for operand in operands])
         if _INSTRUCTION.search(line) or name.startswith("%async-collective-start"):
@@ -140,7 +139,7 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if "replica_groups={}" in line or "replica_groups" not in line:
         return (tuple(range(devices)),)
     raise ValueError(
-        "this collective names its groups of devices in a way that is not known here; please "
+        "this collective's groups of devices are in a notation that is not known here; please "
         f"report it with the version of JAX: {line.strip()}"
     )
 

@@ -1,6 +1,7 @@
-"""Bytes on the wire, from shapes alone."""
+"""Bytes on the wire and seconds per step, from shapes alone."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -8,13 +9,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from demo_optax import axes, two_phase
+from demo_optax import axes, checks
 from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
-from demo_optax.compression import Compression, indices, make_plan
+from demo_optax.compression import Compression, make_plan
 from demo_optax.compression.blocks import block_geometry
+from demo_optax.compression.top_k import TopK, entropy_bits, index_bits
+from demo_optax.exchange import AllGather, Exchange
+from demo_optax.exchange.protocol import Traffic
 from demo_optax.parallel import shards
-from demo_optax.parallel.layout import layout_of
+from demo_optax.parallel.layout import find_layout
 
 
 def packet_bytes(
@@ -24,11 +28,12 @@ def packet_bytes(
     mesh: Mesh | AbstractMesh | None = None,
     param_specs=None,
     workers: int = 1,
+    exchange: Exchange | None = None,
 ) -> int:
     """Bytes that each worker hands to the collectives of one update, with local steps of a round.
 
-    Read from the program that the update traces to, so that any optax chain can be asked;
-    nothing is computed or allocated.
+    Reads them from the program that the update traces to, so that any optax chain can be asked.
+    Computes and allocates nothing.
 
     Args:
       tx_or_compression: an optax transformation, or a compression alone.
@@ -38,12 +43,13 @@ def packet_bytes(
         ``jax.sharding.AbstractMesh``. The optimizer must then exchange over ``axis_name``.
       param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker.
         Each device sends a packet of its own shards; those that hold the same send parts of one.
-      workers: how many there are, where no mesh says it. An exchange in two phases depends on it.
+      workers: their number, where no mesh gives it. `demo_optax.TwoPhase` depends on it.
+      exchange: of a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
       Bytes: the packet's size for `decoupled_momentum`, the dense gradient's for
-      `mean_over_workers`, 0 for an optimizer of a single worker (``axis_name=None``). Of a worker
-      with several devices, what all of them send together.
+      `mean_over_workers`, 0 for an optimizer of a single worker (``axis_name=None``). For a worker
+      with several devices, the sum over its devices.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,20 +59,17 @@ def packet_bytes(
     """
     if mesh is None and param_specs is not None:
         raise ValueError(
-            f"param_specs={param_specs} say how a worker's devices share its parameters, but how "
-            "many there are only the mesh does: give mesh as well."
+            f"param_specs={param_specs} say how a worker's devices share its parameters, but only "
+            "the mesh says how many devices there are: give mesh as well."
         )
-    if mesh is not None:
-        tx = tx_or_compression
-        if isinstance(tx, Compression):
-            tx = decoupled_momentum(compression=tx, axis_name=axis_name)
-        each = layout_of(tx, params, mesh, axis_name, param_specs).variation.sent
-        return each * mesh.size // shards.num_workers(mesh, axis_name)
     if isinstance(tx_or_compression, Compression):
-        plan = make_plan(tx_or_compression, tuple(x.shape for x in jax.tree.leaves(params)))
-        if tx_or_compression.exchange == "two-phase":
-            return 4 * sum(two_phase.words(plan, workers))
-        return 4 * plan.layout.words
+        exchange = exchange or AllGather(axis_name)
+        if mesh is None:
+            return _traffic(tx_or_compression, params, workers, exchange).sent
+        tx_or_compression = decoupled_momentum(compression=tx_or_compression, exchange=exchange)
+    if mesh is not None:
+        sent = find_layout(tx_or_compression, params, mesh, axis_name, param_specs).sent
+        return sent * mesh.size // shards.num_workers(mesh, axis_name)
     tx = optax.with_extra_args_support(tx_or_compression)
 
     def update():
@@ -80,31 +83,31 @@ def packet_bytes(
     return axes.bytes_handed_over(program, axis_name)
 
 
-def received_bytes(compression: Compression, params, workers: int) -> float:
-    """Bytes that each worker gets over its link in one exchange.
-
-    All packets but its own; in two phases the parts of packets that concern its share of the
-    blocks, and the other owners' packets, whose sum does not grow with the number of workers.
+def received_bytes(
+    compression: Compression, params, workers: int, exchange: Exchange | None = None
+) -> float:
+    """Bytes that each worker gets from the others in one exchange.
 
     Args:
       compression: what is sent.
       params: arrays or shapes of the parameters.
-      workers: how many there are.
+      workers: their number.
+      exchange: how it travels; `demo_optax.AllGather` by default, which brings all other packets.
 
     Example:
-      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> import demo_optax, jax, jax.numpy as jnp
       >>> params = jax.ShapeDtypeStruct((4096, 16384), jnp.float32)
-      >>> gather = Compression(topk=8, value_coding="int4")
-      >>> owners = dataclasses.replace(gather, exchange="two-phase")
-      >>> [round(received_bytes(c, params, 64) / 1e6, 1) for c in (gather, owners)]
+      >>> compression = Compression(topk=8, value_coding="int4")
+      >>> exchanges = demo_optax.AllGather("data"), demo_optax.TwoPhase("data")
+      >>> [round(received_bytes(compression, params, 64, e) / 1e6, 1) for e in exchanges]
       [16.7, 1.1]
     """
-    others = workers - 1
-    if compression.exchange == "two-phase":
-        plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
-        dealt, gathered = two_phase.words(plan, workers)
-        return 4 * (dealt / workers + gathered) * others
-    return packet_bytes(compression, params) * others
+    return _traffic(compression, params, workers, exchange or AllGather()).received
+
+
+def _traffic(compression: Compression, params, workers: int, exchange: Exchange) -> Traffic:
+    plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
+    return exchange.traffic(plan, workers)
 
 
 def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
@@ -156,12 +159,120 @@ class IndexCost(NamedTuple):
 
 
 def index_cost(n: int, k: int) -> IndexCost:
-    """Bits per position for ``k`` of ``n`` coefficients, by the coding that ``"auto"`` takes.
+    """Bits per position for ``k`` of ``n`` coefficients, by the coding with the fewest.
 
     Example:
       >>> cost = index_cost(4096, 8)
       >>> cost.coding, cost.bits, round(cost.bound, 2)
       ('elias-fano', 10.875, 10.09)
     """
-    coding = indices.cheapest(n, k)
-    return IndexCost(coding, indices.index_bits(n, k, coding) / k, indices.entropy_bits(n, k) / k)
+    coding = TopK(n, k).coding
+    return IndexCost(coding, index_bits(n, k, coding) / k, entropy_bits(n, k) / k)
+
+
+class StepTime(NamedTuple):
+    """One step of all workers over one kind of link; with local steps the mean over a round.
+
+    Attributes:
+      packet: bytes that each worker contributes to an exchange.
+      wire: bytes that cross each worker's link, in each direction.
+      transfer: seconds that they take at the link's bandwidth.
+      waiting: seconds of latency.
+      step: seconds of the whole step: compute plus transfer plus waiting, or the longer of compute
+        and exchange where the exchange is delayed.
+      hiding_bandwidth: bits per second above which transfer and waiting take no longer than the
+        compute, so that an exchange that overlaps with it costs nothing; infinite where the
+        latency alone takes longer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+      >>> time = step_times(params, Compression(topk=8), workers=2, bandwidth=1e8)["DeMo"]
+      >>> time.packet == time.wire, f"{time.transfer:.4f} s"
+      (True, '0.0035 s')
+    """
+
+    packet: int
+    wire: int
+    transfer: float
+    waiting: float
+    step: float
+    hiding_bandwidth: float
+
+
+Setting = Compression | tuple[Compression, Exchange]
+
+
+def step_times(
+    params,
+    compression: Setting | Mapping[str, Setting],
+    workers: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    compute_time: float = 0.0,
+    local_steps: int = 1,
+) -> dict[str, StepTime]:
+    """Seconds per step of ordinary data parallelism and of DeMo, over the same link.
+
+    All collectives are taken as rings. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N`` over
+    each link in ``2 (N-1)`` rounds. What an exchange sends is its own ``traffic``: an all-gather of
+    packets of ``B`` bytes sends ``B (N-1)`` in ``N-1`` rounds, two phases send
+    ``B (N-1)/N`` each. A delayed exchange overlaps with the compute of the next step, except at the
+    end of a round of local steps.
+
+    Args:
+      params: arrays or shapes of the parameters.
+      compression: one setting, or several by name: a compression, or a pair of a compression and
+        an exchange; `demo_optax.AllGather` by default.
+      workers: ``N``.
+      bandwidth: of each worker's link, bits per second.
+      latency: seconds per round.
+      compute_time: seconds of a step without any exchange.
+      local_steps: steps of a round, which ends with one exchange (`demo_optax.local_steps`).
+
+    Returns:
+      A `StepTime` for ``"AdamW, float32"`` and ``"AdamW, bfloat16"`` (a dense all-reduce of the
+      gradient in these dtypes, on every step), for the same with local steps, ``"DiLoCo, ..."``, if
+      there are any, and for each setting.
+
+    Raises:
+      ValueError: a number is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+      >>> small = Compression(topk=8, value_coding="int4")
+      >>> times = step_times(params, small, 16, 1e9, compute_time=0.1)
+      >>> {name: round(time.step, 3) for name, time in times.items()}
+      {'AdamW, float32': 0.352, 'AdamW, bfloat16': 0.226, 'DeMo': 0.102}
+    """
+    if workers < 1 or bandwidth <= 0 or latency < 0 or compute_time < 0:
+        raise ValueError(
+            "Give step_times workers >= 1, bandwidth > 0 (bits per second), latency >= 0 and "
+            f"compute_time >= 0 (seconds), not {workers}, {bandwidth}, {latency}, {compute_time}."
+        )
+    checks.static_integer("local_steps", local_steps, at_least=1)
+
+    def time(traffic: Traffic, steps: int) -> StepTime:
+        wire = traffic.received / steps
+        transfer, waiting = 8 * wire / bandwidth, traffic.rounds * latency / steps
+        spare = compute_time - waiting
+        hiding = 8 * wire / spare if spare > 0 else math.inf
+        exchange = transfer + waiting
+        overlaps = traffic.overlaps and steps == 1
+        step = max(compute_time, exchange) if overlaps else compute_time + exchange
+        return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
+
+    times, others = {}, workers - 1
+    for method, steps in {"AdamW": 1, "DiLoCo": local_steps}.items():
+        for dtype, size in (("float32", 4), ("bfloat16", 2)):
+            if method == "AdamW" or steps > 1:
+                dense = dense_bytes(params, size)
+                ring = Traffic(dense, 2 * dense * others / workers, 2 * others)
+                times[f"{method}, {dtype}"] = time(ring, steps)
+    for name, setting in (
+        compression if isinstance(compression, Mapping) else {"DeMo": compression}
+    ).items():
+        setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
+        times[name] = time(_traffic(setting, params, workers, exchange), local_steps)
+    return times

@@ -1,20 +1,27 @@
-"""What the numbers of a saved state mean, in JSON: by it a restore sees what has changed."""
+"""What a saved state is: its leaves by their paths, and in JSON what their numbers mean."""
 
 import dataclasses
+import json
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
-from jax.tree_util import keystr
+from jax.tree_util import GetAttrKey, keystr
 
+from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
-from demo_optax.boxes import unboxed
-from demo_optax.checkpoint.reading import FORMAT
+from demo_optax.exchange.delayed import DelayedState
 from demo_optax.parallel import layout, shards
 
+FORMAT = 6
+"""Of what is saved; another one for each change of what the numbers of a state mean."""
 
-def of_state(
+
+def describe(
     tx: optax.GradientTransformation,
     params,
     opt_state,
@@ -22,54 +29,104 @@ def of_state(
     axis_name: AxisName,
     param_specs,
 ) -> dict:
-    """Describes a state, of arrays or shapes.
+    """Describes a state, of arrays or shapes. A restore compares it with the state it needs.
 
     Returns:
-      ``format`` and the number of ``workers``; for each of the ``momenta`` its coordinates, and the
-      shape and the shards of its parameter, None and none where ``optax.flatten`` made one vector
-      of all; what an exchange keeps ``beside`` them on each device; and, where it does, along which
-      of a worker's ``devices`` each parameter is cut.
+      ``format``; the number of ``workers``; for each `DecoupledMomentumState`, by its path:
+
+      * ``coordinates`` of its momentum;
+      * ``momenta``: for each leaf its ``name``, and the ``shape`` and the ``shards`` along every
+        dimension of its parameter (None and none where ``optax.flatten`` made one vector of all);
+        ``cuts`` lists the inner axes that cut each dimension;
+      * ``kept``: for each leaf of the exchange's state its ``name``, its ``shape`` and the
+        ``axes`` inside a worker, ``[number, size]``, along which the devices hold their own;
+      * ``pending``: the format of the pending packets of a delayed exchange, or None.
+
+      Numbers of inner axes count those of the mesh that cut a parameter. They matter only where an
+      exchange keeps something, and are left out elsewhere.
     """
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    spec_of = list(zip(_leaves(unboxed(params)), jax.tree.leaves(specs), strict=True))
-    tensors = {path: (x.shape, shards.counts(x.shape, spec, mesh)) for (path, x), spec in spec_of}
-    momenta = {}
-    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=_is_momentum):
-        if _is_momentum(node):
-            for inside, _ in _leaves(node.momentum):
-                shape, counts = tensors.get(inside, (None, ()))
-                momenta[f"{keystr(path)}.momentum{keystr(inside)}"] = {
-                    "coordinates": dataclasses.asdict(node.coordinates),
-                    "shape": shape and list(shape),
-                    "shards": list(counts),
-                    "count": f"{keystr(path)}.count",
-                }
-    state_specs = layout.state_specs(tx, params, mesh, axis_name, param_specs)
-    leaves, spec_at = dict(_leaves(opt_state)), dict(_leaves(state_specs))
-    beside = {}
-    for path in layout.paths_of_devices(opt_state):
-        shape = leaves[path].shape
-        parts = shards.counts(shape, spec_at[path], mesh)[1]
-        beside[keystr(path)] = {"shape": list(shape), "parts": parts}
-    cut = {name for _, spec in spec_of for name in shards.axes_of(spec)}
+    pairs = list(zip(_leaves(unboxed(params)), jax.tree.leaves(specs), strict=True))
+    spec_of = {path: (x.shape, spec) for (path, x), spec in pairs}
+    cut = {name for _, spec in pairs for name in shards.axes_of(spec)}
     inner = [name for name in mesh.axis_names if name in cut]
-    cuts = {keystr(path): _cuts(spec, inner) for (path, _), spec in spec_of}
-    return {
+    state_specs = layout.state_specs(tx, params, mesh, axis_name, param_specs)
+    placed = dict(_leaves(state_specs))
+
+    def momentum(path, kept) -> dict:
+        shape, spec = spec_of.get(path, (None, ()))
+        cuts = [[inner.index(name) for name in axes.names(entry)] for entry in spec]
+        return {
+            "shape": shape,
+            "shards": () if shape is None else shards.counts(shape, spec, mesh),
+            "cuts": [*cuts, *[[]] * (len(shape or ()) - len(cuts))] if kept else [],
+        }
+
+    def state(path, node) -> dict:
+        kept = {}
+        for inside, x in _leaves(node.exchange):
+            name = (*path, GetAttrKey("exchange"), *inside)
+            over = [axis for axis in shards.axes_of(placed[name]) if axis in inner]
+            # A delayed exchange keeps the same as the exchange inside of it, and more.
+            tail = [key for key in inside if key != GetAttrKey("inner")]
+            kept[keystr(tail)] = {
+                "name": keystr(name),
+                "shape": x.shape,
+                "axes": [(inner.index(axis), mesh.shape[axis]) for axis in over],
+            }
+        momenta = [
+            {"name": f"{keystr(path)}.momentum{keystr(inside)}", **momentum(inside, kept)}
+            for inside, _ in _leaves(node.momentum)
+        ]
+        delayed = isinstance(node.exchange, DelayedState)
+        return {
+            "coordinates": dataclasses.asdict(node.coordinates),
+            "momenta": momenta,
+            "kept": kept,
+            "pending": dataclasses.asdict(node.exchange.format) if delayed else None,
+        }
+
+    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=_is_momentum)
+    described = {
         "format": FORMAT,
         "workers": shards.num_workers(mesh, axis_name),
-        "momenta": momenta,
-        "beside": beside,
-        "devices": cuts if beside else {},
+        "states": {keystr(path): state(path, node) for path, node in nodes if _is_momentum(node)},
     }
+    return json.loads(json.dumps(described))
 
 
-def _cuts(spec, inner: list[str]) -> list[list[int]]:
-    """Along which of the inner axes, by their numbers, each dimension is cut."""
-    names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    cuts = [[inner.index(name) for name in of_dim if name is not None] for of_dim in names]
-    while cuts and not cuts[-1]:
-        cuts.pop()
-    return cuts
+def names_kept(described: dict) -> set[str]:
+    """The names of the leaves that exchanges keep."""
+    states = described["states"].values()
+    return {kept["name"] for state in states for kept in state["kept"].values()}
+
+
+def by_path(tree) -> dict:
+    """The leaves of a tree, less those without elements, which Orbax cannot save."""
+    leaves = ((keystr(path), _storable(x)) for path, x in _leaves(tree))
+    return {name: x for name, x in leaves if 0 not in np.shape(x)}
+
+
+def from_paths(leaves: dict, like):
+    """A tree like another one, of leaves by their paths."""
+
+    def leaf(path, x):
+        if 0 in np.shape(x):
+            return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
+        return _like(leaves[keystr(path)], x)
+
+    return jax.tree.map_with_path(leaf, like)
+
+
+def extra_by_path(step: int, extra) -> dict:
+    """The leaves of what is saved beside parameters and state: the step, and the user's tree."""
+
+    def plain(x):
+        x = _storable(x)
+        return np.asarray(x) if isinstance(x, jax.Array) else x
+
+    # Orbax warns of a tree without any array, so the step is one.
+    return by_path({"step": np.asarray(step), "tree": jax.tree.map(plain, extra)})
 
 
 def _leaves(tree) -> list[tuple]:
@@ -78,3 +135,28 @@ def _leaves(tree) -> list[tuple]:
 
 def _is_momentum(x) -> bool:
     return isinstance(x, DecoupledMomentumState)
+
+
+def _is_key(x) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _storable(x):
+    """Random keys as their numbers; all else as it is."""
+    if not _is_key(x):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.random.key_data(x)
+    numbers = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
+
+
+def _like(x, original):
+    """What was stored, as the kind of value that is wanted."""
+    if _is_key(original):
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), original.dtype)))
+    if not hasattr(original, "dtype"):
+        return type(original)(x)
+    if isinstance(original, jax.Array):
+        return jnp.asarray(x, original.dtype)
+    return x if x.dtype == original.dtype else x.astype(original.dtype)

@@ -3,16 +3,24 @@
 import itertools
 import math
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from demo_optax import axes
+from demo_optax.arrays import widest
 from demo_optax.axes import AxisName
-from demo_optax.compression import Compression, Plan, make_plan
+from demo_optax.checkpoint.description import names_kept
+from demo_optax.compression import Compression, make_plan
 from demo_optax.compression.blocks import BlockGeometry
+from demo_optax.compression.packet import Layout, Origin
+from demo_optax.compression.plan import Part
 from demo_optax.compression.settings import Coordinates
+from demo_optax.exchange.delayed import decode_pending
+from demo_optax.exchange.protocol import Taken
 from demo_optax.parallel import shards
 
 Shape = tuple[int, ...]
@@ -20,9 +28,7 @@ Placed = tuple[Coordinates, Shape]
 """Coordinates, and the number of shards along every dimension, whose blocks end where they end."""
 
 
-def converted(
-    state: dict, saved: dict, wanted: dict, description: dict, axis_name: AxisName
-) -> dict:
+def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name: AxisName) -> dict:
     """Arrays on the mesh, from a state in memory that other workers or settings have left.
 
     Args:
@@ -32,28 +38,26 @@ def converted(
       description: of the state that is wanted.
       axis_name: the workers' axis, or axes.
     """
+    state = {**state, **put_back_pending(state, saved)}
+    state |= divide_residuals(state, saved, wanted, description)
+    before, now, kept = _momenta(saved), _momenta(description), names_kept(description)
+    workers, worker_axes = description["workers"], set(axes.names(axis_name))
     carried_over, result = [], {}
-    workers = description["workers"]
-    state = {**state, **exchanged_before(state, saved, wanted, description)}
     for name, target in wanted.items():
         x = np.asarray(state[name])
-        if name in description["beside"]:
-            result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
-            continue
-        differs = set(axes.names(axis_name)) & set(shards.axes_of(target.sharding.spec))
-        if differs and x.ndim and len(x) > workers:
+        differs = worker_axes & set(shards.axes_of(target.sharding.spec))
+        stacked = bool(differs) and x.ndim > 0 and name not in kept
+        if stacked and len(x) > workers:
             x = redistribute(x, workers)
-        old, new = (momenta["momenta"].get(name) for momenta in (saved, description))
-        if old and new and old["shape"] == new["shape"] is None:
+        old, new = before.get(name), now.get(name)
+        if old and new and old.shape == new.shape is None:
             _require_same_coordinates(name, old, new)
-        elif old and new and old["shape"] == new["shape"]:
-            before, after, shape = _coordinates(old), _coordinates(new), tuple(new["shape"])
-            if not same_numbers(before, after, shape):
-                step = max(int(state[new["count"]]) - 1, 0)
-                tensors = [to_parameters(own, before, shape, step) for own in x]
-                x = np.stack([from_parameters(tensor, after, step) for tensor in tensors])
-                carried_over.append(name)
-        if differs and x.ndim:
+        elif old and new and old.shape == new.shape and not _same_numbers(old, new):
+            step = max(int(state[new.count]) - 1, 0)
+            tensors = [to_parameters(own, old.placed, new.shape, step) for own in x]
+            x = np.stack([from_parameters(tensor, new.placed, step) for tensor in tensors])
+            carried_over.append(name)
+        if stacked:
             x = redistribute(x, workers)
         if x.shape != target.shape:
             raise ValueError(
@@ -73,51 +77,132 @@ def converted(
     return result
 
 
-def _require_same_coordinates(name: str, old: dict, new: dict) -> None:
-    if old["coordinates"] != new["coordinates"]:
+class Momentum(NamedTuple):
+    """How a leaf of a momentum was described.
+
+    Attributes:
+      count: path of the number of updates so far.
+      placed: its coordinates and shards.
+      shape: of its parameter; None where ``optax.flatten`` made one vector of all.
+    """
+
+    count: str
+    placed: Placed
+    shape: Shape | None
+
+
+def _momenta(described: dict) -> dict[str, Momentum]:
+    return {
+        leaf["name"]: Momentum(
+            f"{path}.count",
+            (Coordinates(**state["coordinates"]), tuple(leaf["shards"])),
+            None if leaf["shape"] is None else tuple(leaf["shape"]),
+        )
+        for path, state in described["states"].items()
+        for leaf in state["momenta"]
+    }
+
+
+def _require_same_coordinates(name: str, old: Momentum, new: Momentum) -> None:
+    if old.placed != new.placed:
         raise ValueError(
             f"the momentum{name} of the checkpoint is of tensors that optax.flatten made one, with "
-            f"{old['coordinates']}, and cannot be carried over to {new['coordinates']}: restore it "
-            "with the old settings."
+            f"{old.placed[0]}, and cannot be carried over to {new.placed[0]}: restore it with the "
+            "old settings."
         )
 
 
-def exchanged_before(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
-    """What an exchange keeps beside the momenta, for the workers that are wanted.
+def put_back_pending(state: dict, saved: dict) -> dict:
+    """The momenta, with the messages put back that left them in packets that are still pending."""
+    found: dict[str, np.ndarray] = {}
+    for path, described in saved["states"].items():
+        if not described["pending"]:
+            continue
+        kept = described["kept"]
+        packets, factors = (state[kept[name]["name"]] for name in (".pending", ".subtracted"))
+        sizes = dict(kept[".pending"]["axes"])
+        packets = np.asarray(packets).reshape(
+            len(packets), math.prod(sizes.values()), -1, packets.shape[-1]
+        )
+        decode = _decoder(described["pending"], packets.shape[2])
+        step = np.int32(state[f"{path}.count"]) - 1
+        for worker, device in np.ndindex(packets.shape[:2]):
+            place = dict(zip(sizes, np.unravel_index(device, tuple(sizes.values())), strict=True))
+            own = decode(packets[worker, device], np.int32(worker), step, factors[worker])
+            for leaf, x in zip(described["momenta"], own, strict=True):
+                cut = set(itertools.chain.from_iterable(leaf["cuts"]))
+                if not x.size or any(place[axis] for axis in sizes.keys() - cut):
+                    continue  # another device of the worker holds the same
+                name, where = leaf["name"], [worker]
+                for axes_of_dim, size in zip(leaf["cuts"], x.shape, strict=False):
+                    number = 0
+                    for axis in axes_of_dim:
+                        number = number * sizes[axis] + place[axis]
+                    where.append(slice(number * size, (number + 1) * size))
+                if name not in found:
+                    found[name] = np.array(state[name], widest(state[name].dtype))
+                found[name][tuple(where)] += x
+    return found
 
-    Packets that wait are left out: the momenta still hold what they carry. What owners have yet to
-    send is divided among the new owners.
+
+def _decoder(packet_format: dict, owners: int) -> Callable:
+    """What a device's pending packets add to the momenta of its tensors, as these are stored."""
+    shapes = tuple(map(tuple, packet_format["shapes"]))
+    plan = make_plan(Compression(**packet_format["compression"]), shapes)
+    layout = Layout(plan.sections, packet_format["extra"], packet_format["multiple"]).share(owners)
+
+    def decode(packets, worker, step, factor):
+        numbers = worker * owners + jnp.arange(owners, dtype=jnp.int32)
+        message = decode_pending(plan, layout, packets, Origin(step, numbers))
+        taken = Taken(message, [jnp.full((s.blocks, 1), -factor) for s in plan.sections])
+        stored = []
+        for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
+            zeros = part.momenta([jnp.zeros(x.stored_shape) for x in part.geometries])
+            stored += part.stored(part.subtract(zeros, rows, step, delay=0))
+        return stored
+
+    return jax.jit(decode)
+
+
+def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
+    """What exchanges keep, for the workers that are wanted.
+
+    Divides what owners have yet to send among the new owners. All else starts from zero.
     """
-    before, now = saved.get("beside", {}), description["beside"]
-    owed = [name for name in before if not name.endswith(".waiting") and np.any(state[name])]
-    if lost := [name for name in owed if name not in now]:
-        raise ValueError(
-            f"the optimizer state{lost[0]} of the checkpoint holds what owners have yet to send, "
-            "but the optimizer knows no owners: restore it with exchange='two-phase'."
-        )
-    if owed and (
-        any(saved[of] != description[of] for of in ("momenta", "devices"))
-        or any(before[name]["parts"] != now[name]["parts"] for name in owed)
-    ):
-        raise ValueError(
-            f"the optimizer state{owed[0]} of the checkpoint holds what owners have yet to send, "
-            "in blocks or shards that are not those of the optimizer now: restore it with the old "
-            "ones."
-        )
-    result = {name: np.zeros(wanted[name].shape, wanted[name].dtype) for name in now}
-    for name in owed:
-        parts = before[name]["parts"]
-        result[name] = divided_anew(np.asarray(state[name]), wanted[name].shape, parts)
+    names = names_kept(description)
+    result = {name: np.zeros(wanted[name].shape, wanted[name].dtype) for name in names}
+    for path, before in saved["states"].items():
+        now = description["states"].get(path, {"kept": {}})
+        for key, leaf in before["kept"].items():
+            x = np.asarray(state[leaf["name"]])
+            if key in (".pending", ".subtracted") or not x.any():
+                continue
+            if key not in now["kept"]:
+                raise ValueError(
+                    f"the optimizer state{leaf['name']} of the checkpoint holds what owners have "
+                    "yet to send, but the optimizer's exchange has no owners: restore it with "
+                    "exchange=TwoPhase(...)."
+                )
+            to = now["kept"][key]
+            same = all(before[of] == now[of] for of in ("coordinates", "momenta"))
+            if not same or leaf["axes"] != to["axes"]:
+                raise ValueError(
+                    f"the optimizer state{leaf['name']} of the checkpoint holds what owners have "
+                    "yet to send, in blocks or shards that are not those of the optimizer now: "
+                    "restore it with the old ones."
+                )
+            parts = math.prod(size for _, size in leaf["axes"])
+            result[to["name"]] = divide_among(x, wanted[to["name"]].shape, parts)
     return result
 
 
-def divided_anew(x: np.ndarray, shape: Shape, parts: int) -> np.ndarray:
-    """Rows of owners' shares ``(owners, parts * share, n)`` for other owners.
+def divide_among(x: np.ndarray, shape: Shape, parts: int) -> np.ndarray:
+    """Divides the rows of owners' shares ``(owners, parts * share, n)`` among other owners.
 
-    Those of each shard inside the owners follow one another; what is over holds zeros.
+    Each of the parts, a device inside every owner, keeps its own rows. Zeros pad the last shares.
 
     Example:
-      >>> divided_anew(np.array([[[1], [2]], [[3], [0]]]), (3, 1, 1), parts=1).ravel().tolist()
+      >>> divide_among(np.array([[[1], [2]], [[3], [0]]]), (3, 1, 1), parts=1).ravel().tolist()
       [1, 2, 3]
     """
     rows = np.swapaxes(x.reshape(len(x), parts, -1, x.shape[2]), 0, 1)
@@ -128,16 +213,12 @@ def divided_anew(x: np.ndarray, shape: Shape, parts: int) -> np.ndarray:
     return np.swapaxes(rows.reshape(parts, shape[0], share, -1), 0, 1).reshape(shape)
 
 
-def _coordinates(momentum: dict) -> Placed:
-    return Coordinates(**momentum["coordinates"]), tuple(momentum["shards"])
-
-
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     """Entries ``(workers, ...)`` for another number of workers; their mean stays the same.
 
-    Neighbours are merged by their mean where the old number is a multiple of the new, entries are
-    copied where it is the other way round, and otherwise all get the mean of all. Of what is not
-    floating, such as counters, the first of those that are merged is kept.
+    Where the old number is a multiple of the new, neighbours are merged to their mean. Where the
+    new is a multiple of the old, entries are copied. Otherwise all workers get the mean of all. Of
+    integers, such as counters, the first of those that are merged is kept.
 
     Example:
       >>> redistribute(np.array([1.0, 3.0, 5.0, 7.0]), 2)
@@ -158,50 +239,52 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     return np.repeat(merged, workers // groups, axis=0)
 
 
-def same_numbers(one: Placed, other: Placed, shape: Shape) -> bool:
-    """Whether a tensor's coefficients are the same numbers in both coordinates."""
+def _same_numbers(old: Momentum, new: Momentum) -> bool:
+    """Whether the tensor's coefficients are the same numbers in both coordinates and shards."""
 
-    def blocks(coordinates, counts):
-        geometry = coordinates.geometry(_part(shape, counts))
+    def blocks(momentum: Momentum):
+        (coordinates, counts), shape = momentum.placed, momentum.shape
+        geometry = coordinates.geometry(_shard_shape(shape, counts))
         starts = [
             [shard * dim + start for shard in range(count) for start in range(0, dim, side)]
             for dim, side, count in zip(geometry.shape, geometry.sides, counts, strict=True)
         ]
         return coordinates.transform, coordinates.seed, geometry.sides, starts
 
-    return blocks(*one) == blocks(*other)
+    return blocks(old) == blocks(new)
 
 
 def to_parameters(coefficients: np.ndarray, placed: Placed, shape: Shape, step: int) -> np.ndarray:
     """The tensor ``shape`` whose coefficients these are, after the update of ``step``."""
-    plan, counts = _plan_of_a_shard(placed, shape), placed[1]
-    result = np.zeros(shape, np.float32)
-    for stored, elements in _shards(plan.geometries[0], counts):
-        part = jnp.asarray(coefficients[stored], jnp.float32)
-        (result[elements],) = plan.tensors(plan.inverse(plan.stacked([part]), jnp.int32(step)))
+    part, result = _part_of_shard(placed, shape), np.zeros(shape, np.float32)
+    for stored, elements in _shards(part.geometries[0], placed[1]):
+        pieces = part.momenta([jnp.asarray(coefficients[stored], jnp.float32)])
+        blocks = part.inverse(list(map(jnp.concatenate, pieces)), jnp.int32(step))
+        (result[elements],) = part.to_tensors(blocks)
     return result
 
 
 def from_parameters(tensor: np.ndarray, placed: Placed, step: int) -> np.ndarray:
     """Its coefficients, float32, as they stand after the update of ``step``."""
-    plan, counts = _plan_of_a_shard(placed, tensor.shape), placed[1]
-    (geometry,) = plan.geometries
+    part, counts = _part_of_shard(placed, tensor.shape), placed[1]
+    (geometry,) = part.geometries
     grid = [n * count for n, count in zip(geometry.grid, counts, strict=True)]
     result = np.zeros((*grid, geometry.block_size), np.float32)
     for stored, elements in _shards(geometry, counts):
-        blocks = plan.blocks([jnp.asarray(tensor[elements], jnp.float32)])
-        coefficients, _ = plan.transform(blocks, jnp.int32(step))
-        (result[stored],) = plan.stored([x.reshape(len(x), -1) for x in coefficients])
+        blocks = part.blocks([jnp.asarray(tensor[elements], jnp.float32)])
+        coefficients = part.transform(blocks, jnp.int32(step))
+        pieces = part.split([x.reshape(len(x), -1) for x in coefficients])
+        (result[stored],) = part.stored(pieces)
     return result
 
 
-def _plan_of_a_shard(placed: Placed, shape: Shape) -> Plan:
+def _part_of_shard(placed: Placed, shape: Shape) -> Part:
     coordinates, counts = placed
-    return make_plan(Compression(**vars(coordinates)), (_part(shape, counts),))
+    (part,) = make_plan(Compression(**vars(coordinates)), (_shard_shape(shape, counts),)).parts
+    return part
 
 
-def _part(shape: Shape, counts: Shape) -> Shape:
-    """The shape of one of the shards."""
+def _shard_shape(shape: Shape, counts: Shape) -> Shape:
     return tuple(dim // count for dim, count in zip(shape, counts, strict=True))
 
 

@@ -1,11 +1,18 @@
 """Reading what was stored, and believing it only if its digests say that it is what was saved."""
 
+import contextlib
+import dataclasses
 import errno
+import functools
+import gc
+import logging
 import os
 import re
+import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -13,9 +20,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from demo_optax.checkpoint.digests import digests, is_sealed, kind, like
-from demo_optax.checkpoint.leaves import by_path, from_paths, in_memory
-from demo_optax.checkpoint.quiet import in_a_line, sweep, unawaited
+from demo_optax.checkpoint.description import FORMAT, by_path, from_paths
+from demo_optax.checkpoint.digests import digests, is_sealed, like
 
 try:
     from etils import epath
@@ -26,20 +32,10 @@ except ImportError as error:
 
 T = TypeVar("T")
 
-FORMAT = 5
-"""Of what is saved; another one for each change of what the numbers of a state mean."""
-
-
-_OF_THE_MACHINE = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
-_ERRNO_OF_THE_MACHINE = {
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-}
+_OF_MACHINE = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
+_NUMBERS = "ENOMEM", "EMFILE", "ENFILE", "EACCES", "EPERM", "ESTALE", "ETIMEDOUT"
+_ERRNO_OF_MACHINE = {getattr(errno, name) for name in _NUMBERS}
+_ORBAX = f"{os.sep}orbax{os.sep}"
 
 
 class DamagedCheckpoint(ValueError):
@@ -135,11 +131,21 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
 
 
 def description_of(directory: str, step: int) -> dict:
-    """What was saved beside the leaves of a step."""
-    saved: Any = _read(step, lambda: _metadata(directory, step).custom_metadata) or {}
-    of_before = bool(saved) and "seal" not in saved and saved.get("format") != FORMAT
-    as_saved = of_before or is_sealed(saved)
-    _agree(step, "" if as_saved else "its description must be the one that was saved, and is not")
+    """What was saved beside the leaves of a step.
+
+    Raises:
+      ValueError: another version of the library has written it in another format.
+    """
+    saved: Any = _read(step, lambda: _metadata(directory, step)) or {}
+    found = saved.get("format", FORMAT)
+    is_other = found != FORMAT and (is_sealed(saved) or "seal" not in saved)  # older ones had none
+    is_intact = is_other or is_sealed(saved)
+    _agree(step, "" if is_intact else "its description must be the one that was saved, and is not")
+    if is_other:
+        raise ValueError(
+            f"the checkpoint is of format {found}, which stores the state in another way, and this "
+            f"version of demo_optax reads format {FORMAT}. Restore it with the version that saved it."
+        )
     return saved
 
 
@@ -230,9 +236,7 @@ def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> N
 
 
 def _params(directory: str, step: int, params) -> Any:
-    description = description_of(directory, step)
-    verified = description.get("format") == FORMAT
-    saved = description["leaves"] if verified else _unverified(directory, step)
+    saved = description_of(directory, step)["leaves"]
     if params is None:
         wanted = {name: like(digest) for name, digest in saved["params"].items()}
         return load(directory, step, {"params": wanted}, saved)["params"]
@@ -248,18 +252,12 @@ def _params(directory: str, step: int, params) -> Any:
     return from_paths(load(directory, step, {"params": wanted}, saved)["params"], placed)
 
 
-def _unverified(directory: str, step: int) -> dict[str, dict]:
-    """Kinds and shapes, as Orbax knows them, of a format that had no digests."""
-    params = _read(step, lambda: _metadata(directory, step).metadata["params"])
-    return {"params": {name: kind(in_memory(x)) for name, x in params.items()}}
-
-
 def _metadata(directory: str, step: int):
-    return orbax.checkpointables_metadata(epath.Path(directory) / str(step))
+    return orbax.checkpointables_metadata(epath.Path(directory) / str(step)).custom_metadata
 
 
 def _load(directory: str, step: int, wanted: dict) -> dict:
-    """By each process for itself: it would wait minutes for another that cannot read its part."""
+    """Each process reads alone: it would wait minutes for another that cannot read its part."""
     own = jax.process_index()
     alone = orbax.options.MultiprocessingOptions(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
@@ -269,7 +267,7 @@ def _load(directory: str, step: int, wanted: dict) -> dict:
 
 
 def _difference(loaded: dict, saved: dict[str, dict]) -> str:
-    """What is not as it was saved; a format without checksums is taken as it is."""
+    """What is not as it was saved, or nothing."""
     digested = {part: digests(leaves) for part, leaves in loaded.items()}
     for part, leaves in digested.items():
         for name, found in leaves.items():
@@ -286,41 +284,120 @@ def _read(step: int, read: Callable[[], T]) -> T:
       OSError: a process has no memory, no permission or no connection, whatever the file holds.
       DamagedCheckpoint: what was read makes no sense, or is not there.
     """
-    innocent = False
-    try:
-        with unawaited():
-            result, reason = [read()], ""
-    except Exception as error:
-        result, reason = [], in_a_line(error)
-        innocent = _is_of_the_machine(error)
-    if reason:
-        sweep()
-    _agree(step, reason, innocent)
+    result = []
+    with caught() as failure:
+        result.append(read())
+    _agree(step, failure.reason, failure.of_machine)
     return result[0]
 
 
-def _agree(step: int, reason: str, innocent: bool = False) -> None:
-    """Processes go on together, where none has a reason not to, or none does."""
-    worst = _worst(2 * innocent or int(bool(reason)))
+def _agree(step: int, reason: str, of_machine: bool = False) -> None:
+    """Raises on every process if any reports a failure."""
+    worst = _worst(2 if of_machine else int(bool(reason)))
     if worst == 2:
         raise OSError(
-            f"step {step} could not be read: {reason or 'another process says why'}. That says "
-            "nothing against the checkpoint, which stays as it is. Restore again when it is mended."
+            f"step {step} could not be read: {reason or 'another process says why'}. The "
+            "checkpoint may be intact, and stays as it is. Repair the cause and restore again."
         )
     if worst:
         raise DamagedCheckpoint(f"step {step}: {reason or 'another process cannot read it'}")
 
 
 def _worst(code: int) -> int:
-    """The largest of all processes."""
+    """The largest code of all processes."""
     return int(np.max(multihost_utils.process_allgather(np.array(code))))
 
 
-def _is_of_the_machine(error: BaseException | None) -> bool:
+def _is_of_machine(error: BaseException | None) -> bool:
     while error is not None:
-        states = any(state in str(error) for state in _OF_THE_MACHINE)
+        states = any(state in str(error) for state in _OF_MACHINE)
         number = getattr(error, "errno", None)
-        if states or isinstance(error, MemoryError) or number in _ERRNO_OF_THE_MACHINE:
+        if states or isinstance(error, MemoryError) or number in _ERRNO_OF_MACHINE:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@dataclasses.dataclass
+class Failure:
+    """Why a call of Orbax failed, in one line, and whether the machine was the cause."""
+
+    reason: str = ""
+    of_machine: bool = False
+
+
+@contextlib.contextmanager
+def caught() -> Iterator[Failure]:
+    """Catches what Orbax raises, for the caller to raise in one line, and hides its tracebacks.
+
+    After a failure they stay hidden, since Orbax's threads and callbacks go on failing for seconds.
+    """
+    failure = Failure()
+    hide_tracebacks()
+    try:
+        yield failure
+    except Exception as error:
+        failure.reason, failure.of_machine = in_a_line(error), _is_of_machine(error)
+    if failure.reason:
+        collect_tasks()
+        _failures.append(failure)
+    if not _failures:
+        _show_tracebacks()
+
+
+_failures: list[Failure] = []
+
+
+def collect_tasks() -> None:
+    """Collects the coroutines that a failed call never awaited, without a warning of each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
+
+
+def hide_tracebacks() -> None:
+    """Hides what Orbax logs of each future that fails, and errors in callbacks of closed loops."""
+    for name, hides in _FILTERS.items():
+        logging.getLogger(name).addFilter(hides)
+    if not _is_ours(sys.unraisablehook):
+        sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
+
+
+def _show_tracebacks() -> None:
+    for name, hides in _FILTERS.items():
+        logging.getLogger(name).removeFilter(hides)
+    if _is_ours(sys.unraisablehook):
+        (sys.unraisablehook,) = sys.unraisablehook.args
+
+
+def _is_ours(hook) -> bool:
+    return isinstance(hook, functools.partial) and hook.func is _unraisable
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return _ORBAX not in record.pathname
+
+
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "exception was never retrieved" not in message and "was destroyed" not in message
+
+
+_FILTERS = {"absl": _is_not_of_orbax, "asyncio": _is_retrieved}
+
+
+def _unraisable(previous: Callable, unraisable) -> None:
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(unraisable.exc_traceback))
+    message = str(unraisable.exc_value)
+    of_loops = "Event loop is closed" in message or "was never awaited" in message
+    if not (of_loops or any(_ORBAX in file for file in files)):
+        previous(unraisable)
+
+
+def in_a_line(error: BaseException) -> str:
+    """What went wrong at first, without the source locations that only its authors can use."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = (lines[0] if lines else type(error).__name__).split(" [source locations=")[0]
+    return text if len(text) <= 240 else f"{text[:80]} ... {text[-150:]}"

@@ -6,7 +6,6 @@ their mean stays what it was; in other blocks, under another transform or in oth
 carried over through parameter space. Nothing is ever filled with zeros or cut off.
 """
 
-import contextlib
 import os
 import warnings
 from typing import Any, NamedTuple
@@ -17,12 +16,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from demo_optax import checks
 from demo_optax.axes import AxisName
-from demo_optax.checkpoint import description, reading
+from demo_optax.checkpoint import reading
+from demo_optax.checkpoint.description import (
+    by_path,
+    describe,
+    extra_by_path,
+    from_paths,
+    names_kept,
+)
 from demo_optax.checkpoint.digests import digests, like, sealed
-from demo_optax.checkpoint.elastic import converted
-from demo_optax.checkpoint.leaves import beside, by_path, from_paths
-from demo_optax.checkpoint.quiet import in_a_line, sweep
-from demo_optax.checkpoint.reading import FORMAT, epath, orbax, require_same, stored_as
+from demo_optax.checkpoint.elastic import convert
+from demo_optax.checkpoint.reading import epath, orbax, require_same, stored_as
 from demo_optax.parallel import layout, shards, worker_axis
 
 
@@ -102,7 +106,7 @@ class Checkpointer:
             reading.steps_in(self._directory)
         except OSError as error:
             raise OSError(
-                f"checkpoints cannot be kept in {self._directory}: {in_a_line(error)}. Give a "
+                f"checkpoints cannot be kept in {self._directory}: {reading.in_a_line(error)}. Give a "
                 "folder that every process can read and write."
             ) from error
 
@@ -185,20 +189,21 @@ class Checkpointer:
         leaves = {
             "params": by_path(params),
             "opt_state": by_path(opt_state),
-            "extra": beside(step, extra),
+            "extra": extra_by_path(step, extra),
         }
         described = {part: digests(x) for part, x in leaves.items()}
         meaning = self._described(params, opt_state) | {"leaves": described}
-        try:
+        with reading.caught() as failure:
             if self._orbax is None:
                 self._orbax = self._writer()
             started = self._orbax.save_checkpointables_async(
                 step, leaves, force=True, custom_metadata=sealed(meaning)
             )
-        except Exception as error:
-            return self._failed(step, error)
-        if not started:
-            return self._failed(step, PermissionError("the folder is read-only"))
+            if not started:
+                raise PermissionError("the folder is read-only")
+        if failure.reason:
+            return self._failed(step, failure.reason)
+        reading.hide_tracebacks()  # while it is written
         self._last = self._pending = step
         return None
 
@@ -218,25 +223,21 @@ class Checkpointer:
         step = self._pending
         if self._orbax is None or step is None:
             return None
-        try:
+        self._pending = None
+        with reading.caught() as failure:
             self._orbax.wait()
-        except Exception as error:
-            return self._failed(step, error)
-        finally:
-            self._pending = None
-        if step not in reading.steps_in(self._directory):
-            return self._failed(step, FileNotFoundError("it is not in the folder"))
-        return None
+            if step not in reading.steps_in(self._directory):
+                raise FileNotFoundError("it is not in the folder")
+        return self._failed(step, failure.reason) if failure.reason else None
 
-    def _failed(self, step, error) -> OSError:
+    def _failed(self, step: int, reason: str) -> OSError:
         """Forgets a save, so that it can be tried again."""
-        writer, self._orbax, self._last, self._pending = self._orbax, None, None, None
-        with contextlib.suppress(Exception):
+        writer, self._orbax, self._last = self._orbax, None, None
+        with reading.caught():
             if writer is not None:
                 writer.close()
-        reason = in_a_line(error)
-        del writer, error
-        sweep()
+        del writer
+        reading.collect_tasks()
         return OSError(
             f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
             "on; make room there, for until a save succeeds it would restart from the one before."
@@ -289,10 +290,9 @@ class Checkpointer:
     def _read(self, step, params, extra) -> Checkpoint:
         """One checkpoint, verified as it was stored, and then made what this mesh needs."""
         saved = reading.description_of(self._directory, step)
-        _require_format(saved)
         held = saved["leaves"]
         require_same("parameters", by_path(params), held["params"])
-        require_same("extra", beside(step, extra), held["extra"])
+        require_same("extra", extra_by_path(step, extra), held["extra"])
 
         stacked = worker_axis.stack_workers(
             self._tx, self._mesh, self._axis_name, self._param_specs
@@ -303,11 +303,14 @@ class Checkpointer:
         )
         placed_state = by_path(self._placed(wanted, of_state))
         meaning = self._described(params, wanted)
-        exact = all(saved.get(name, {}) == value for name, value in meaning.items())
+        exact = all(saved[key] == value for key, value in meaning.items())
         needed, there = placed_state, held["opt_state"]
         if not exact:
-            of_exchange = {**saved.get("beside", {}), **meaning["beside"]}
-            needed, there = (_without(of_exchange, leaves) for leaves in (needed, there))
+            kept = names_kept(saved) | names_kept(meaning)
+            needed, there = (
+                {name: x for name, x in leaves.items() if name not in kept}
+                for leaves in (needed, there)
+            )
         require_same("optimizer state", needed, there, shapes=exact)
         specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
         placed_params = by_path(self._placed(params, specs))
@@ -318,7 +321,7 @@ class Checkpointer:
         loaded = reading.load(self._directory, step, wanted_leaves, held)
         state = loaded["opt_state"]
         if not exact:
-            state = converted(state, saved, placed_state, meaning, self._axis_name)
+            state = convert(state, saved, placed_state, meaning, self._axis_name)
         return Checkpoint(
             step,
             from_paths(loaded["params"], self._placed(params, specs)),
@@ -327,9 +330,7 @@ class Checkpointer:
         )
 
     def _described(self, params, opt_state) -> dict:
-        return description.of_state(
-            self._tx, params, opt_state, self._mesh, self._axis_name, self._param_specs
-        )
+        return describe(self._tx, params, opt_state, self._mesh, self._axis_name, self._param_specs)
 
     def _placed(self, tree, specs):
         """Shapes, dtypes and shardings on the mesh."""
@@ -339,18 +340,3 @@ class Checkpointer:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return jax.tree.map(place, tree, specs)
-
-
-def _without(names, leaves: dict) -> dict:
-    return {name: x for name, x in leaves.items() if name not in names}
-
-
-def _require_format(saved: dict) -> None:
-    """Refuses what another version of the library has written."""
-    found = saved.get("format", 1)
-    if found != FORMAT:
-        raise ValueError(
-            f"the checkpoint is of format {found}, and this version of demo_optax reads format "
-            f"{FORMAT}, which stores the state in another way. Restore it with the version that "
-            "saved it, or take its parameters alone with demo_optax.checkpoint.load_params."
-        )

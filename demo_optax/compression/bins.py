@@ -1,98 +1,167 @@
 """The largest coefficient of each of ``k`` bins; bin ``b`` holds every ``k``-th from ``b`` on.
 
 A maximum and a comparison find them, where the ``k`` largest of all want a sort, and a place in a
-bin has fewer bits than one in a block. It is what TPU-KNN's approximate top-k begins with (Chern et
-al., arXiv 2206.14286).
+bin has fewer bits than a position in a block. TPU-KNN's approximate top-k begins so (Chern et al.,
+arXiv 2206.14286).
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from demo_optax.arrays import BoolScalar
+from demo_optax.compression import sparse
+from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
+from demo_optax.compression.top_k import largest_by_strands
+
+Places = Int32[Array, "blocks k"]
+AllPlaces = Int32[Array, "workers blocks k"]
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """One coefficient of each bin.
+    """Sends the largest coefficient of each of ``k`` bins of a block of ``n``.
 
-    Attributes:
-      places: of the coefficients in their bins, one for each of a block's ``k`` bins.
+    Its positions are places in the bins, from 0 to ``ceil(n / k) - 1``.
     """
 
-    places: Int32[Array, "*workers blocks k"]
+    n: int
+    k: int
+    travels = True
+    workers_at_once = 16  # whose values are added in one unrolled loop
 
     @property
-    def positions(self) -> Int32[Array, "*workers blocks k"]:
-        """Of the coefficients in their blocks."""
-        k = self.places.shape[-1]
-        first = jnp.arange(k, dtype=jnp.int32)
-        return self.places * k + first.reshape((1,) * (self.places.ndim - 1) + (k,))
+    def place_bits(self) -> int:
+        """Bits of a place.
 
+        Example:
+          >>> Bins(4096, 64).place_bits
+          6
+        """
+        return (self._depth - 1).bit_length()
 
-def in_block(
-    chosen: Int[Array, "*workers blocks k"] | Bins,
-) -> Int[Array, "*workers blocks k"]:
-    """Positions in the block, of either kind."""
-    return chosen.positions if isinstance(chosen, Bins) else chosen
+    def index_words(self, blocks: int) -> int:
+        """Words that the places of some blocks take."""
+        return words_of(blocks * self.k, self.place_bits)
 
+    def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
+        """The places of the largest magnitudes; of equal ones any."""
+        magnitudes = jnp.abs(coefficients.astype(jnp.float32))
+        if self.n % (8 * self.k):  # a strand would belong to several bins
+            return self._largest(magnitudes)
 
-def place_bits(n: int, k: int) -> int:
-    """Bits of a place in one of ``k`` bins of a block of ``n``.
+        def by_strands(magnitudes: Float32[Array, "blocks n"]) -> Places:
+            def largest(x: Float32[Array, "_blocks _n"]) -> Int32[Array, "_blocks _k"]:
+                inner = Bins(x.shape[1], self.k)
+                return inner.in_block(inner._largest(x))
 
-    Example:
-      >>> place_bits(4096, 64)
-      6
-    """
-    return (_depth(n, k) - 1).bit_length()
+            return largest_by_strands(magnitudes, largest) // self.k
 
+        return jax.lax.platform_dependent(magnitudes, cpu=by_strands, default=self._largest)
 
-def largest(magnitudes: Float[Array, "blocks n"], k: int) -> Bins:
-    """The largest of each bin, of magnitudes; of equal ones any."""
-    return Bins(jnp.argmax(_binned(magnitudes, k, -1.0), axis=0).T.astype(jnp.int32))
+    def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
+        """One element of each bin."""
 
+        def by_comparison(
+            blocks: Shaped[Array, "blocks n"], places: Places
+        ) -> Shaped[Array, "blocks k"]:
+            binned = self._binned(blocks, 0)
+            return jnp.sum(jnp.where(self._here(places), binned, 0), axis=0).T
 
-def take(blocks: Shaped[Array, "blocks n"], chosen: Bins) -> Shaped[Array, "blocks k"]:
-    """One element of each bin."""
-    binned = _binned(blocks, chosen.places.shape[-1], 0)
-    return jnp.sum(jnp.where(_here(chosen.places, len(binned)), binned, 0), axis=0).T
+        def by_gather(
+            blocks: Shaped[Array, "blocks n"], places: Places
+        ) -> Shaped[Array, "blocks k"]:
+            return sparse.take(blocks, self.in_block(places))
 
+        return jax.lax.platform_dependent(blocks, places, tpu=by_comparison, default=by_gather)
 
-def add(
-    blocks: Float[Array, "blocks n"], chosen: Bins, values: Float[Array, "blocks k"]
-) -> Float[Array, "blocks n"]:
-    """Adds a value to one element of each bin."""
-    return add_all(blocks, Bins(chosen.places[None]), values[None])
+    def add(
+        self, blocks: Float[Array, "blocks n"], places: Places, values: Float[Array, "blocks k"]
+    ) -> Float[Array, "blocks n"]:
+        """Adds a value to one element of each bin."""
+        return self.add_all(blocks, places[None], values[None])
 
+    def add_all(
+        self,
+        blocks: Float[Array, "blocks n"],
+        places: AllPlaces,
+        values: Float[Array, "workers blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds the values of several workers, one worker after the other."""
 
-def add_all(
-    blocks: Float[Array, "blocks n"], chosen: Bins, values: Float[Array, "workers blocks k"]
-) -> Float[Array, "blocks n"]:
-    """Adds several workers' values to one element of each bin, in the order of the workers."""
-    total = _binned(blocks, values.shape[-1], 0)
-    for places, value in zip(chosen.places, values, strict=True):
-        here = _here(places, len(total))
-        total += jnp.where(here, value.T[None], 0)
-    # Without a barrier XLA adds in two dimensions, and keeps every comparison in memory for it.
-    total = jax.lax.optimization_barrier(total)
-    return total.reshape(-1, len(blocks))[: blocks.shape[1]].T
+        def by_scatter(
+            blocks: Float[Array, "blocks n"],
+            places: AllPlaces,
+            values: Float[Array, "workers blocks k"],
+        ) -> Float[Array, "blocks n"]:
+            return sparse.scatter_all(blocks, self.in_block(places), values)
 
+        return jax.lax.platform_dependent(
+            blocks,
+            places,
+            values.astype(blocks.dtype),
+            cpu=by_scatter,
+            default=self._add_by_comparison,
+        )
 
-def _depth(n: int, k: int) -> int:
-    """Places in a bin; where ``k`` does not divide ``n``, the last bins have one less."""
-    return -(-n // k)
+    def senders(
+        self, places: AllPlaces, counted: Bool[Array, "workers 1 1"]
+    ) -> Float32[Array, "workers blocks k"]:
+        """How many of the workers that count sent each of these coefficients."""
+        equal = (places[:, None] == places[None]) & counted[:, None]
+        return jnp.sum(equal, axis=0, dtype=jnp.float32)
 
+    def encode(self, places: Places) -> Array:
+        """Packs places into words."""
+        return pack_bits(places.astype(jnp.uint32), self.place_bits)
 
-def _binned(
-    blocks: Shaped[Array, "blocks n"], k: int, filling: float
-) -> Shaped[Array, "places {k} blocks"]:
-    """Blocks along the last dimension, where TPUs want the longest."""
-    count, n = blocks.shape
-    depth = _depth(n, k)
-    padded = jnp.pad(blocks.T, ((0, depth * k - n), (0, 0)), constant_values=filling)
-    return padded.reshape(depth, k, count)
+    def decode(self, words: Array, blocks: int) -> tuple[Places, BoolScalar]:
+        """Unpacks untrusted words: places, and whether all lie in the block."""
+        places = unpack_bits(words, self.place_bits, blocks * self.k)
+        places = places.reshape(blocks, self.k).astype(jnp.int32)
+        return places, jnp.all(self.in_block(places) < self.n)
 
+    def harmless(self) -> Int32[Array, "k"]:
+        """Places in the block, for those of a worker that does not count."""
+        return jnp.zeros(self.k, jnp.int32)
 
-def _here(places: Int32[Array, "blocks k"], depth: int) -> Bool[Array, "{depth} k blocks"]:
-    return places.T[None] == jnp.arange(depth, dtype=jnp.int32)[:, None, None]
+    def in_block(
+        self, places: Int32[Array, "*workers blocks k"]
+    ) -> Int32[Array, "*workers blocks k"]:
+        """Positions in the block."""
+        first = jnp.arange(self.k, dtype=jnp.int32)
+        return places * self.k + first.reshape((1,) * (places.ndim - 1) + (self.k,))
+
+    @property
+    def _depth(self) -> int:
+        """Places in a bin; where ``k`` does not divide ``n``, the last bins have one less."""
+        return -(-self.n // self.k)
+
+    def _largest(self, magnitudes: Float32[Array, "blocks n"]) -> Places:
+        return jnp.argmax(self._binned(magnitudes, -1.0), axis=0).T.astype(jnp.int32)
+
+    def _add_by_comparison(
+        self,
+        blocks: Float[Array, "blocks n"],
+        places: AllPlaces,
+        values: Float[Array, "workers blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        total = self._binned(blocks, 0)
+        for own, value in zip(places, values, strict=True):
+            total += jnp.where(self._here(own), value.T[None], 0)
+        # Without a barrier XLA adds in two dimensions, and keeps every comparison in memory for it.
+        total = jax.lax.optimization_barrier(total)
+        return total.reshape(-1, len(blocks))[: self.n].T
+
+    def _binned(
+        self, blocks: Shaped[Array, "blocks n"], filling: float
+    ) -> Shaped[Array, "places k blocks"]:
+        """Blocks along the last dimension, where TPUs want the longest."""
+        missing = self._depth * self.k - self.n
+        padded = jnp.pad(blocks.T, ((0, missing), (0, 0)), constant_values=filling)
+        return padded.reshape(self._depth, self.k, len(blocks))
+
+    def _here(self, places: Places) -> Bool[Array, "places k blocks"]:
+        return places.T[None] == jnp.arange(self._depth, dtype=jnp.int32)[:, None, None]

@@ -1,6 +1,6 @@
 """The bytes of one step: what a worker sends, as one array of 32-bit words.
 
-    | checksum | numbers | section 0: indices, scales, values | section 1: ... | zeros |
+    | checksum | header | extra | section 0: positions, scales, values | section 1: ... | zeros |
 
 A section holds the blocks of one shape of all tensors, in the order of the plan: fields of a fixed
 number of bits, packed without gaps, each kind from a whole word on. The layout follows from shapes
@@ -11,57 +11,71 @@ the all-gather for TPUs.
 import dataclasses
 import functools
 import zlib
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 
-from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values
-from demo_optax.compression import indices as index_codings
+from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values, in_float32
 from demo_optax.compression import values as value_codings
-from demo_optax.compression.bins import Bins
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
-from demo_optax.compression.indices import PositionCoding
-from demo_optax.compression.runs import Run
 from demo_optax.compression.values import Fields, ValueCoding
 
-NUMBERS = 7  # float32: a `demo_optax.metrics.Report`, and the energy of the packet's message
 MULTIPLE = 128
+
+Packets = UInt32[Array, "packets words"]
+
+
+class Header(NamedTuple):
+    """What a packet says of its worker's step: scalars, or with an axis of packets.
+
+    Every field travels as the 32 bits of one word.
+
+    Attributes:
+      fingerprint: uint32, differs where gradients do; 0 for a gradient of zeros.
+      received: uint32, digest of the packets that the worker got until the step before.
+      restarted: uint32, blocks of its momentum that started again from zero.
+      momentum: float32, energy (sum of squares) of the momentum before anything was taken out.
+      sent: float32, the part of it that the others get: what was selected, less rounding errors.
+      residual: float32, energy of the momentum afterwards.
+      message: float32, energy of the values in this packet.
+    """
+
+    fingerprint: UInt32[Array, "..."]
+    received: UInt32[Array, "..."]
+    restarted: UInt32[Array, "..."]
+    momentum: Float32[Array, "..."]
+    sent: Float32[Array, "..."]
+    residual: Float32[Array, "..."]
+    message: Float32[Array, "..."]
+
+
+_DTYPES = Header("uint32", "uint32", "uint32", "float32", "float32", "float32", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Blocks of one size: ``k`` of ``block_size`` coefficients are sent of each of ``blocks``.
+    """Blocks of one size.
 
     Attributes:
       blocks: how many.
-      block_size: coefficients of a block.
-      k: how many of them are sent.
-      index_coding: of their positions; None where every worker knows them.
+      selector: which of their coefficients are sent (`demo_optax.compression.selection`).
       value_coding: of their values.
-      draw: what positions that every worker knows follow from, a selection and a seed; None of
-        others. It is no part of the layout, but packets that wait must not be read with another.
     """
 
     blocks: int
-    block_size: int
-    k: int
-    index_coding: PositionCoding | None
+    selector: Any
     value_coding: ValueCoding
-    draw: tuple[str, int] | None = None
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """Words of indices, scales and values."""
-        indices = 0
-        if self.index_coding is not None:
-            indices = index_codings.index_words(
-                self.blocks, self.block_size, self.k, self.index_coding
-            )
+        """Words of positions, scales and values."""
+        positions = self.selector.index_words(self.blocks) if self.selector.travels else 0
         scales = words_of(self.blocks, value_codings.scale_bits(self.value_coding))
-        values = words_of(self.blocks * self.k, value_codings.value_bits(self.value_coding))
-        return indices, scales, values
+        bits = value_codings.value_bits(self.value_coding)
+        return positions, scales, words_of(self.blocks * self.selector.k, bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,155 +84,199 @@ class Layout:
 
     Attributes:
       sections: one for each shape of blocks.
-      numbers: float32, that the sender reports beside them.
+      extra: words that an exchange puts behind the header.
       multiple: of which the packet's length is one, in words.
     """
 
     sections: tuple[Section, ...]
-    numbers: int = NUMBERS
+    extra: int = 0
     multiple: int = MULTIPLE
+
+    @property
+    def head(self) -> int:
+        """Words in front of the sections."""
+        return 1 + len(Header._fields) + self.extra
 
     @property
     def words(self) -> int:
         """Length of a packet in 32-bit words."""
-        used = 1 + self.numbers + sum(sum(section.parts) for section in self.sections)
+        used = self.head + sum(sum(section.parts) for section in self.sections)
         return used + -used % self.multiple
+
+    def share(self, owners: int) -> "Layout":
+        """Of one owner's equal share of the blocks; the last shares may be padded."""
+        sections = [dataclasses.replace(s, blocks=-(-s.blocks // owners)) for s in self.sections]
+        return dataclasses.replace(self, sections=tuple(sections))
 
 
 class Message(NamedTuple):
     """Coefficients of all sections.
 
     Attributes:
-      positions: for each section, in the block, unique in each.
+      positions: for each section, as its selector has them; None where a packet was decoded that
+        does not hold them.
       values: for each section.
     """
 
-    positions: tuple[Positions | Run | Bins, ...]
-    values: tuple[Values, ...]
-
-
-class Travelled(NamedTuple):
-    """What travels of a message.
-
-    Attributes:
-      positions: for each section; None where every worker knows them.
-      values: for each section.
-    """
-
-    positions: tuple[Positions | Bins | None, ...]
-    values: tuple[Values, ...]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def encode(
-    layout: Layout, message: Travelled, key: PRNGKeyArray | None = None
-) -> UInt32[Array, "words"]:
-    """Encodes a message as the packet's body.
-
-    Args:
-      layout: of the packet.
-      message: what to send.
-      key: for stochastic rounding; None rounds to the nearest.
-    """
-    words: list[Array] = []
-    for number, (section, positions, values) in enumerate(
-        zip(layout.sections, *message, strict=True)
-    ):
-        own_key = None if key is None else jax.random.fold_in(key, number)
-        if section.index_coding is not None:
-            assert positions is not None
-            words.append(index_codings.encode(positions, section.block_size, section.index_coding))
-        fields = value_codings.encode(values, section.value_coding, own_key)
-        words.append(pack_bits(fields.scales, value_codings.scale_bits(section.value_coding)))
-        words.append(pack_bits(fields.values, value_codings.value_bits(section.value_coding)))
-    used = sum(len(x) for x in words)
-    return jnp.concatenate(
-        [*words, jnp.zeros(layout.words - 1 - layout.numbers - used, jnp.uint32)]
-    )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def decode(layout: Layout, body: UInt32[Array, "words"]) -> tuple[Travelled, BoolScalar]:
-    """Decodes an untrusted body.
-
-    Args:
-      layout: of the packet.
-      body: as from `encode`.
-
-    Returns:
-      What travelled, and whether every position lies in its block, behind those before it or in
-      its bin, and every value is finite. Where not, positions may lie anywhere.
-    """
-    all_positions: list[Positions | Bins | None] = []
-    all_values: list[Values] = []
-    valid = jnp.array(True)
-    for section in layout.sections:
-        blocks, k, coding = section.blocks, section.k, section.value_coding
-        for_indices, for_scales, for_values = section.parts
-        index_words, scale_words, value_words, body = jnp.split(
-            body, [for_indices, for_indices + for_scales, for_indices + for_scales + for_values]
-        )
-        positions, inside = None, True
-        if section.index_coding is not None:
-            positions, inside = index_codings.decode(
-                index_words, blocks, section.block_size, k, section.index_coding
-            )
-        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)
-        fields = unpack_bits(value_words, value_codings.value_bits(coding), blocks * k)
-        values, finite = value_codings.decode(Fields(scales, fields.reshape(blocks, k)), coding)
-        valid &= inside & finite
-        all_positions.append(positions)
-        all_values.append(values)
-    return Travelled(tuple(all_positions), tuple(all_values)), valid
+    positions: tuple[Positions | Int32[Array, "workers _blocks _places"] | None, ...]
+    values: tuple[Values | Float32[Array, "workers _blocks _k"], ...]
 
 
 class Origin(NamedTuple):
-    """Where a packet comes from. It does not travel, but its checksum does."""
-
-    step: IntScalar
-    worker: IntScalar
-
-
-def seal(
-    layout: Layout,
-    numbers: Float32[Array, "numbers"],
-    body: UInt32[Array, "words"],
-    count: BoolScalar,
-    origin: Origin,
-) -> UInt32[Array, "1+numbers+words"]:
-    """Makes the packet of its numbers and its body.
-
-    Its first word is the checksum of the rest, of its layout and its origin, or the complement
-    where the packet must not ``count``; so a packet that was changed on the way, or comes from
-    another step or worker, counts no more.
-    """
-    rest = jnp.concatenate([jax.lax.bitcast_convert_type(numbers, jnp.uint32), body])
-    validity = _validity(layout, rest, origin)
-    return jnp.concatenate([jnp.where(count, validity, ~validity)[None], rest])
-
-
-class Opened(NamedTuple):
-    """An untrusted packet.
+    """Where a packet comes from. It does not travel, but is part of the checksum.
 
     Attributes:
-      numbers: float32 ``(layout.numbers,)``.
-      body: uint32, its other words.
-      intact: whether the checksum is right and the numbers are finite.
+      step: in which it was sealed.
+      number: among the packets of all workers.
     """
 
-    numbers: Float32[Array, "..."]
-    body: UInt32[Array, "..."]
-    intact: Bool[Array, "..."]
+    step: IntScalar
+    number: Int32[Array, "..."]
 
 
-def unseal(layout: Layout, packet: UInt32[Array, "words"], origin: Origin) -> Opened:
-    """Opens a packet that is to be of this origin."""
-    validity, words, body = jnp.split(packet, [1, 1 + layout.numbers])
-    numbers = jax.lax.bitcast_convert_type(words, jnp.float32)
-    intact = validity[0] == _validity(layout, packet[1:], origin)
-    return Opened(numbers, body, intact & jnp.all(jnp.isfinite(numbers)))
+def encode(sections: Sequence[Section], selected: Message) -> tuple[list[Fields], Message]:
+    """Rounds values as their coding does.
+
+    Returns:
+      The coded values of each section, and the message that the others decode.
+    """
+    fields = [
+        value_codings.encode(values, section.value_coding)
+        for section, values in zip(sections, selected.values, strict=True)
+    ]
+    decoded = [
+        value_codings.decode(coded, section.value_coding)[0]
+        for section, coded in zip(sections, fields, strict=True)
+    ]
+    return fields, Message(selected.positions, tuple(decoded))
 
 
-def _validity(layout: Layout, rest: UInt32[Array, "words"], origin: Origin) -> UInt32[Array, ""]:
+def build(
+    layout: Layout,
+    header: Header,
+    fields: Sequence[Fields],
+    sent: Message,
+    counts: BoolScalar,
+    origin: Origin,
+    extra: UInt32[Array, "extra"] | None = None,
+) -> Packets:
+    """Seals a message in packets, one for each owner of an equal share of its blocks.
+
+    The first word of each is the checksum of the rest, of its layout and its origin, or the
+    complement where it must not count. So a packet that was changed on the way, or comes from
+    another step or worker, does not count.
+
+    Args:
+      layout: of one of them.
+      header: for all of them, but for the energy of the message.
+      fields: the coded values of each section.
+      sent: the message that these decode to.
+      counts: whether the packets shall count.
+      origin: of them, whose ``number`` has an entry for each.
+      extra: words for ``layout.extra``; none by default.
+    """
+    owners = len(origin.number)
+    divided = functools.partial(divide_rows, owners=owners)
+    coded = jax.tree.map(divided, fields)
+    energies = sum(jnp.sum(jnp.square(divided(v)), (1, 2)) for v in sent.values)
+    positions = [
+        divided(p, mode="edge") if section.selector.travels else jnp.zeros((owners, 0))
+        for section, p in zip(layout.sections, sent.positions, strict=True)
+    ]
+
+    def seal(energy, positions, fields, number):
+        head = header._replace(message=in_float32(energy))
+        words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
+        words += [] if extra is None else [extra]
+        for section, places, coded in zip(layout.sections, positions, fields, strict=True):
+            coding = section.value_coding
+            if section.selector.travels:
+                words.append(section.selector.encode(places))
+            words.append(pack_bits(coded.scales, value_codings.scale_bits(coding)))
+            words.append(pack_bits(coded.values, value_codings.value_bits(coding)))
+        rest = jnp.concatenate(words)
+        rest = jnp.pad(rest, (0, layout.words - 1 - len(rest)))
+        validity = _validity(layout, rest, Origin(origin.step, number))
+        return jnp.concatenate([jnp.where(counts, validity, ~validity)[None], rest])
+
+    return jax.vmap(seal)(
+        jnp.broadcast_to(energies, owners), positions, coded, origin.number
+    )
+
+
+def open_heads(
+    layout: Layout, packets: Packets, origin: Origin
+) -> tuple[Header, UInt32[Array, "packets extra"], Bool[Array, "packets"]]:
+    """The headers and extra words of untrusted packets, and whether they are intact.
+
+    Intact is one whose checksum is right for its origin and whose energies are finite.
+    """
+
+    def open_one(packet, number):
+        validity = _validity(layout, packet[1:], Origin(origin.step, number))
+        words = packet[1 : 1 + len(Header._fields)]
+        fields = [jax.lax.bitcast_convert_type(w, t) for w, t in zip(words, _DTYPES, strict=True)]
+        finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
+        intact = (packet[0] == validity) & jnp.all(jnp.stack(finite))
+        return Header(*fields), packet[1 + len(Header._fields) : layout.head], intact
+
+    return jax.vmap(open_one)(packets, origin.number)
+
+
+def decode(layout: Layout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
+    """Decodes untrusted packets.
+
+    Returns:
+      The messages, each array with an axis of packets in front, and whether every position lies
+      where its selector may send one and every value is finite. Where not, positions may lie
+      anywhere.
+    """
+    return jax.vmap(functools.partial(_decode, layout))(packets)
+
+
+def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, BoolScalar]:
+    all_positions: list[Positions | None] = []
+    all_values: list[Values] = []
+    valid = jnp.array(True)
+    rest = packet[layout.head :]
+    for section in layout.sections:
+        blocks, selector, coding = section.blocks, section.selector, section.value_coding
+        for_positions, for_scales, for_values = section.parts
+        position_words, scale_words, value_words, rest = jnp.split(
+            rest, [for_positions, for_positions + for_scales, sum(section.parts)]
+        )
+        positions = None
+        if selector.travels:
+            positions, inside = selector.decode(position_words, blocks)
+            valid &= inside
+        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)
+        fields = unpack_bits(value_words, value_codings.value_bits(coding), blocks * selector.k)
+        coded = Fields(scales, fields.reshape(blocks, selector.k))
+        values, finite = value_codings.decode(coded, coding)
+        valid &= finite
+        all_positions.append(positions)
+        all_values.append(values)
+    return Message(tuple(all_positions), tuple(all_values)), valid
+
+
+def divide_rows(
+    x: Shaped[Array, "blocks *k"], owners: int, mode: str = "constant"
+) -> Shaped[Array, "{owners} share *k"]:
+    """Rows for each owner; where they are too few, zeros follow, or the last again ("edge")."""
+    share = -(-len(x) // owners)
+    padded = jnp.pad(x, [(0, owners * share - len(x))] + [(0, 0)] * (x.ndim - 1), mode)
+    return padded.reshape(owners, share, *x.shape[1:])
+
+
+def merge_rows(
+    shares: Shaped[Array, "owners share k"], blocks: int
+) -> Shaped[Array, "{blocks} k"]:
+    """The rows of all owners: the inverse of `divide_rows`."""
+    return shares.reshape(-1, shares.shape[2])[:blocks]
+
+
+def _validity(
+    layout: Layout, rest: UInt32[Array, "words"], origin: Origin
+) -> UInt32[Array, ""]:
     of_layout = jnp.uint32(zlib.crc32(repr(layout).encode()))
     return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ of_layout

@@ -1,66 +1,86 @@
-"""The plan of a tree of tensors: a few arrays of equal blocks, and back.
+"""The plan of a tree of tensors: a few arrays of equal blocks, and back, part by part.
 
     tensor ── blocks ──► (blocks, *sides) ── transform ──► (blocks, n) ── stored ──► (*grid, n)
            ◄─ tensors ──                  ◄── inverse ────             ◄─ stacked ──
 
-Decided once for each list of shapes. What follows works on one array ``(blocks, n)`` for each shape
-of blocks, however many tensors they come from.
+Decided once for each list of shapes. A part is a run of neighbouring tensors. Its arrays are one
+``(blocks, n)`` for each shape of blocks, however many tensors they come from. Parts run one after
+the other, so that temporary memory is that of a part.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from demo_optax.arrays import Blocks, Coefficients, FloatScalar, IntScalar, Tensor
-from demo_optax.compression import indices, transforms
+from demo_optax.arrays import (
+    Blocks,
+    Coefficients,
+    IntScalar,
+    Positions,
+    Tensor,
+    Values,
+    upcast,
+    widest,
+)
+from demo_optax.compression import transforms
+from demo_optax.compression.bits import to_words
 from demo_optax.compression.blocks import BlockGeometry, Piece
-from demo_optax.compression.packet import MULTIPLE, Layout, Section
-from demo_optax.compression.settings import Compression
-from demo_optax.numerics import upcast, widest
+from demo_optax.compression.packet import Message, Section
+from demo_optax.compression.selection import make_selector
+from demo_optax.compression.settings import Compression, Coordinates
 
 Shape = tuple[int, ...]
 Stored = Float[Array, "*_grid _n"]
+Momenta = list[list[Coefficients]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All blocks of one shape.
+    """All blocks of one shape in a part.
 
     Attributes:
       sides: of each block.
-      members: the tensors, by their numbers, and the pieces of them that hold such blocks.
-      section: of the packet.
+      members: the tensors, by their numbers in the part, and the pieces that hold such blocks.
+      selector: which of their coefficients are sent.
+      section: number of the packet's section that they belong to.
+      first: the first of its rows that is theirs.
     """
 
     sides: Shape
     members: tuple[tuple[int, Piece], ...]
-    section: Section
+    selector: Any
+    section: int
+    first: int
+
+    @property
+    def blocks(self) -> int:
+        return sum(piece.num_blocks for _, piece in self.members)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a list of tensors is compressed.
+class Part:
+    """How some neighbouring tensors are cut into blocks and transformed.
 
     Attributes:
-      compression: the settings.
-      geometries: one for each tensor.
-      groups: the blocks of all tensors, by their shapes. Empty tensors have none.
+      coordinates: transform and blocks.
+      tensors: the first of them, and the one behind the last.
+      geometries: one for each.
+      groups: their blocks, by shape. Empty tensors have none.
+      merged: whether the momenta of a group are one array, and not one for each piece.
     """
 
-    compression: Compression
+    coordinates: Coordinates
+    tensors: tuple[int, int]
     geometries: tuple[BlockGeometry, ...]
     groups: tuple[Group, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """Of the packet; parts for owners are dealt out, which no device wants in multiples."""
-        sections = tuple(group.section for group in self.groups)
-        dealt = self.compression.exchange == "two-phase"
-        return Layout(sections, multiple=1 if dealt else MULTIPLE)
+    merged: bool
 
     def blocks(self, tensors: Sequence[Tensor]) -> list[Blocks]:
         """For each group its blocks, cut out of the tensors.
@@ -77,7 +97,7 @@ class Plan:
 
         return [_concatenated(itertools.starmap(cut, group.members)) for group in self.groups]
 
-    def tensors(self, blocks: Sequence[Blocks]) -> list[Tensor]:
+    def to_tensors(self, blocks: Sequence[Blocks]) -> list[Tensor]:
         """The tensors of such blocks: the inverse of `blocks`."""
 
         def paste(x: Blocks, piece: Piece, _: Shape) -> Tensor:
@@ -86,67 +106,98 @@ class Plan:
             x = x.transpose(_interleaved(range(rank), range(rank, 2 * rank)))
             return x.reshape([n * side for n, side in zip(piece.grid, piece.sides, strict=True)])
 
-        return self._assembled(blocks, paste, [geometry.shape for geometry in self.geometries])
+        shapes = [geometry.shape for geometry in self.geometries]
+        return self._assembled(_members(self.groups, blocks), paste, shapes)
 
     def transform(
         self, blocks: Sequence[Blocks], step: IntScalar
-    ) -> tuple[list[Float[Array, "_blocks _columns _rows"]], FloatScalar]:
-        """The coefficients of each group's blocks, and their energy."""
-        basis = self.compression.coordinates.basis(step)
+    ) -> list[Float[Array, "_blocks _columns _rows"]]:
+        """The coefficients of each group's blocks."""
+        basis = self.coordinates.basis(step)
         pairs = zip(blocks, self.groups, strict=True)
-        transformed = [transforms.forward(x, group.sides, basis) for x, group in pairs]
-        return [x for x, _ in transformed], sum(
-            (e for _, e in transformed), jnp.zeros((), jnp.float32)
-        )
+        return [transforms.forward(x, group.sides, basis) for x, group in pairs]
 
     def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Blocks]:
         """The blocks of each group's coefficients."""
-        basis = self.compression.coordinates.basis(step)
+        basis = self.coordinates.basis(step)
         pairs = zip(coefficients, self.groups, strict=True)
         return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
 
-    def rebased(self, momenta: Sequence[Coefficients], step: IntScalar) -> list[Coefficients]:
-        """The coefficients of a step's basis, of those of the step before."""
-        if not transforms.is_redrawn(self.compression.transform):
-            return list(momenta)
-        last, now = (self.compression.coordinates.basis(s) for s in (step - 1, step))
-        return [
-            transforms.change_basis(x, group.sides, last, now)
-            for x, group in zip(momenta, self.groups, strict=True)
-        ]
+    def split(self, by_group: Sequence[Any]) -> list[list[Any]]:
+        """For each group and each of its momenta the rows of a tree of arrays."""
+        return [[tree] for tree in by_group] if self.merged else _members(self.groups, by_group)
 
-    def stacked(self, stored: Sequence[Stored]) -> list[Coefficients]:
-        """For each group the coefficients of what tensors store, in float32 or wider."""
+    def momenta(self, stored: Sequence[Stored]) -> Momenta:
+        """For each group the momenta of what tensors store, in float32 or wider."""
 
         def take(number: int, piece: Piece) -> Coefficients:
             x = stored[number][(*piece.in_grid, slice(piece.block_size))]
-            return x.reshape(piece.num_blocks, piece.block_size)
+            return upcast(x.reshape(piece.num_blocks, piece.block_size))
 
-        return [
-            upcast(_concatenated(itertools.starmap(take, group.members))) for group in self.groups
-        ]
+        pieces = [list(itertools.starmap(take, group.members)) for group in self.groups]
+        return [[_concatenated(x)] for x in pieces] if self.merged else pieces
 
-    def stored(self, coefficients: Sequence[Coefficients]) -> list[Stored]:
-        """What tensors store of such coefficients: the inverse of `stacked`, padded with zeros."""
+    def stored(self, momenta: Momenta) -> list[Stored]:
+        """What tensors store of such momenta: the inverse of `momenta`, padded with zeros."""
 
         def put(x: Coefficients, piece: Piece, shape: Shape) -> Stored:
             x = jnp.pad(x, ((0, 0), (0, shape[-1] - piece.block_size)))
             return x.reshape(*piece.grid, shape[-1])
 
         shapes = [geometry.stored_shape for geometry in self.geometries]
-        return self._assembled(coefficients, put, shapes)
+        pieces = _members(self.groups, [x for (x,) in momenta]) if self.merged else momenta
+        return self._assembled(pieces, put, shapes)
+
+    def rebase(self, momenta: Momenta, step: IntScalar) -> Momenta:
+        """The coefficients in a step's basis, of those in the basis of the step before."""
+        return [
+            rebase(self.coordinates, pieces, group.sides, step)
+            for group, pieces in zip(self.groups, momenta, strict=True)
+        ]
+
+    def select(self, momenta: Momenta, shared: Sequence[Positions | None]) -> Message:
+        """For each group the coefficients to send, at shared positions or at chosen ones."""
+        positions, values = [], []
+        for group, pieces, at in zip(self.groups, momenta, shared, strict=True):
+            blocks = _concatenated(pieces)
+            positions.append(group.selector.select(blocks) if at is None else at)
+            values.append(group.selector.take(blocks, positions[-1]))
+        return Message(tuple(positions), tuple(values))
+
+    def subtract(
+        self,
+        momenta: Momenta,
+        message: Sequence[tuple[Positions, Values, Float[Array, "_blocks 1"]]],
+        step: IntScalar,
+        delay: int,
+    ) -> Momenta:
+        """Takes a message, for each group positions, values and factors, out of the momenta.
+
+        A message that was sent on the step before is in that step's basis.
+        """
+        redrawn = delay and transforms.is_redrawn(self.coordinates.transform)
+
+        def less(group: Group, m: Coefficients, positions, values, factors) -> Coefficients:
+            if not redrawn:
+                return group.selector.add(m, positions, -factors * values)
+            sent = group.selector.add(jnp.zeros_like(m), positions, factors * values)
+            return m - rebase(self.coordinates, [sent], group.sides, step)[0]
+
+        return [
+            [less(group, m, *own) for m, own in zip(pieces, rows, strict=True)]
+            for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True)
+        ]
 
     def _assembled(
         self,
-        groups: Sequence[Tensor],
+        by_group: Sequence[Sequence[Tensor]],
         restore: Callable[[Tensor, Piece, Shape], Tensor],
         shapes: Sequence[Shape],
     ) -> list[Tensor]:
         """The tensors of these shapes, each joined of its pieces."""
         parts: dict[tuple[int, Piece], Tensor] = {}
-        for group, x in zip(self.groups, groups, strict=True):
-            ends = itertools.accumulate(piece.num_blocks for _, piece in group.members)
-            parts |= zip(group.members, jnp.split(x, list(ends)[:-1]), strict=True)
+        for group, pieces in zip(self.groups, by_group, strict=True):
+            parts |= zip(group.members, pieces, strict=True)
         tensors: list[Tensor] = []
         for number, (geometry, shape) in enumerate(zip(self.geometries, shapes, strict=True)):
             pieces = [restore(parts[number, piece], piece, shape) for piece in geometry.pieces]
@@ -157,41 +208,186 @@ class Plan:
         return tensors
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a list of tensors is compressed.
+
+    Attributes:
+      compression: the settings.
+      parts: the tensors, in runs of about equal size.
+      sections: of the packet, one for each shape of blocks.
+      sides: of the blocks of each section.
+    """
+
+    compression: Compression
+    parts: tuple[Part, ...]
+    sections: tuple[Section, ...]
+    sides: tuple[Shape, ...]
+
+    @property
+    def geometries(self) -> tuple[BlockGeometry, ...]:
+        """One for each tensor."""
+        return tuple(geometry for part in self.parts for geometry in part.geometries)
+
+    def shared_positions(self, step: IntScalar) -> list[Positions | None]:
+        """For each section the positions that all workers know; None where they travel."""
+        return [
+            None if s.selector.travels else s.selector.positions(s.blocks, step)
+            for s in self.sections
+        ]
+
+    def per_part(self, tree) -> list[list[Any]]:
+        """For each part the leaves of its tensors."""
+        leaves = jax.tree.leaves(tree)
+        return [leaves[slice(*part.tensors)] for part in self.parts]
+
+    def rows_per_part(self, trees: Iterable[Any], axis: int = 0) -> list[list[Any]]:
+        """For each part and group its rows, along an axis, of a tree for each section."""
+
+        def rows(group: Group, tree: Any) -> Any:
+            first, last = group.first, group.first + group.blocks
+            return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, first, last, axis=axis), tree)
+
+        trees = list(trees)
+        return [[rows(group, trees[group.section]) for group in p.groups] for p in self.parts]
+
+    def join(self, messages: Sequence[Message]) -> Message:
+        """The message of all sections, of those of the parts."""
+        rows: list[list[tuple[Any, Any]]] = [[] for _ in self.sections]
+        for part, message in zip(self.parts, messages, strict=True):
+            for group, own in zip(part.groups, zip(*message, strict=True), strict=True):
+                rows[group.section].append(own)
+        joined = [tuple(map(_concatenated, zip(*section, strict=True))) for section in rows]
+        return Message(*zip(*joined, strict=True)) if joined else Message((), ())
+
+
 @functools.lru_cache(maxsize=64)
-def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
-    """The plan of tensors of these shapes."""
-    geometries = tuple(map(compression.coordinates.geometry, shapes))
-    members: dict[Shape, list[tuple[int, Piece]]] = {}
-    for number, geometry in enumerate(geometries):
-        for piece in geometry.pieces:
-            members.setdefault(piece.block_shape, []).append((number, piece))
+def make_plan(
+    compression: Compression, shapes: tuple[Shape, ...], platform: str = "cpu"
+) -> Plan:
+    """The plan of tensors of these shapes. Packets are the same on all platforms."""
+    coordinates = compression.coordinates
+    geometries = tuple(map(coordinates.geometry, shapes))
+    sides_of: list[Shape] = []
+    filled: list[int] = []
+    parts: list[Part] = []
 
     def group(sides: Shape, of_shape: Sequence[tuple[int, Piece]]) -> Group:
-        blocks = sum(piece.num_blocks for _, piece in of_shape)
-        return Group(
-            sides, tuple(of_shape), section_of(compression, blocks, of_shape[0][1].block_size)
-        )
+        if sides not in sides_of:
+            sides_of.append(sides)
+            filled.append(0)
+        number = sides_of.index(sides)
+        made = Group(sides, tuple(of_shape), selector_of(number), number, filled[number])
+        filled[number] += made.blocks
+        return made
 
-    return Plan(compression, geometries, tuple(itertools.starmap(group, members.items())))
+    def selector_of(number: int) -> Any:
+        n, k, seed = math.prod(sides_of[number]), compression.topk, compression.seed
+        return make_selector(compression.selection, n, k, seed, number)
+
+    for start, stop in _runs([math.prod(shape) for shape in shapes], platform):
+        members: dict[Shape, list[tuple[int, Piece]]] = {}
+        for number in range(start, stop):
+            for piece in geometries[number].pieces:
+                members.setdefault(piece.block_shape, []).append((number - start, piece))
+        groups = tuple(itertools.starmap(group, members.items()))
+        parts.append(Part(coordinates, (start, stop), geometries[start:stop], groups, platform == "tpu"))
+
+    sections = [
+        Section(blocks, selector_of(number), compression.value_coding)
+        for number, blocks in enumerate(filled)
+    ]
+    return Plan(compression, tuple(parts), tuple(sections), tuple(sides_of))
 
 
-def section_of(compression: Compression, blocks: int, block_size: int) -> Section:
-    """The section of so many blocks of one size."""
-    k = min(compression.topk, block_size)
-    coding = compression.index_coding
-    if compression.selection == "bins":
-        coding = "bins"
-    elif coding == "auto":
-        coding = indices.cheapest(block_size, k)
-    if k == block_size:
-        return Section(blocks, block_size, k, None, compression.value_coding)
-    if compression.positions_travel:
-        return Section(blocks, block_size, k, coding, compression.value_coding)
-    draw = compression.selection, compression.seed
-    return Section(blocks, block_size, k, None, compression.value_coding, draw)
+import os
+
+PARTS = {"cpu": int(os.environ.get("PC","16")), "tpu": int(os.environ.get("PT","8"))}  # others 8
+_SMALLEST_PART = 2**int(os.environ.get("SP","20"))  # elements; below, a part's own programs cost more than they save
 
 
-def _concatenated(arrays: Iterable[Tensor], axis: int = 0) -> Tensor:
+def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
+    """The tensors of each part, by the first and the one behind the last.
+
+    At most `PARTS` of about equal size, and none smaller than `_SMALLEST_PART` but the last.
+    """
+    target = max(sum(sizes) / PARTS.get(platform, int(os.environ.get("PG","8"))), _SMALLEST_PART)
+    runs, start, size = [], 0, 0
+    for number, own in enumerate(sizes):
+        if size and size + own / 2 > target:
+            runs.append((start, number))
+            start, size = number, 0
+        size += own
+    return [*runs, (start, len(sizes))]
+
+
+def in_turn(fn: Callable, parts: Sequence[Part], *arguments: Sequence[Any]) -> list[list[Any]]:
+    """Calls ``fn(part, after, *own)`` for one part after the other.
+
+    What ``fn`` passes through ``after`` is there only when the part before has its result, so that
+    XLA cannot keep the temporary arrays of all parts at once, or merge their products.
+
+    Args:
+      fn: gives a tuple of results, and arrays that are there when the results are.
+      parts: of a plan.
+      arguments: for each further argument of ``fn`` a tree for each part.
+
+    Returns:
+      For each result a list with an entry for each part.
+    """
+    results, after = [], _at_once
+    for part, *own in zip(parts, *arguments, strict=True):
+        result, done = fn(part, after, *own)
+        results.append(result)
+        after = functools.partial(_after, done)
+    return [list(x) for x in zip(*results, strict=True)]
+
+
+def _at_once(tree: Any) -> Any:
+    return tree
+
+
+def _after(done: Sequence[Array], tree: Any) -> Any:
+    """The tree, computed after ``done``.
+
+    An ``optimization_barrier`` does not do it: XLA takes out of it what nobody uses. So the tree
+    depends on a comparison that holds for every number.
+    """
+    if not done:
+        return tree
+    if os.environ.get("BAR"):
+        return jax.lax.optimization_barrier((tree, [x.reshape(-1)[0] for x in done]))[0]
+    bits = [to_words(x.reshape(-1)[0].astype(jnp.float32)) for x in done]
+    holds = jnp.all(jnp.stack(bits) != jnp.uint32(_NO_NUMBER))
+    return jax.tree.map(lambda x: jnp.where(holds, x, jnp.zeros_like(x)), tree)
+
+
+_NO_NUMBER = 0x7FC0DE40  # the bits of a NaN that no arithmetic gives
+
+
+def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]]:
+    """For each group and each of its pieces the rows of a tree of arrays."""
+
+    def members(group: Group, tree: Any) -> list[Any]:
+        if len(group.members) == 1:
+            return [tree]
+        ends = [0, *itertools.accumulate(piece.num_blocks for _, piece in group.members)]
+        return [jax.tree.map(lambda x: x[a:b], tree) for a, b in itertools.pairwise(ends)]
+
+    return list(itertools.starmap(members, zip(groups, by_group, strict=True)))
+
+
+def rebase(
+    coordinates: Coordinates, momenta: Sequence[Coefficients], sides: Shape, step: IntScalar
+) -> list[Coefficients]:
+    """The coefficients in a step's basis, of those in the basis of the step before."""
+    if not transforms.is_redrawn(coordinates.transform):
+        return list(momenta)
+    last, now = (coordinates.basis(s) for s in (step - 1, step))
+    return [transforms.change_basis(x, sides, last, now) for x in momenta]
+
+
+def _concatenated(arrays: Iterable[Any], axis: int = 0) -> Any:
     arrays = list(arrays)
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 

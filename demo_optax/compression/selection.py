@@ -1,139 +1,125 @@
-"""Which coefficients of each block are sent.
+"""Selectors: which coefficients of each block are sent. Each kind has a file of its own.
 
-``"topk"`` takes the largest and ``"bins"`` the largest of each bin; their positions travel with
-them. The others take positions that every worker knows from the step alone (FlexDeMo, From et al.,
-arXiv 2502.06728), so that none travel; the mean over the senders is then the mean over all workers.
+To add one, write a frozen dataclass with the methods of `Selector`, and enter it in `SELECTORS`.
 """
 
-import functools
-import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
-from demo_optax.arrays import IntScalar
-from demo_optax.compression import bins, runs
+from demo_optax.arrays import BoolScalar, IntScalar
 from demo_optax.compression.bins import Bins
-from demo_optax.compression.runs import Run
+from demo_optax.compression.shared import Everything, SharedRun, SharedSet
+from demo_optax.compression.top_k import TopK
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Which ``k`` of the ``n`` coefficients of a block are sent.
+
+    What its positions mean is a selector's own affair: an int32 array with a row for each block.
+    Selectors are hashable, and their ``repr`` is part of a packet's checksum.
+    """
+
+    n: int
+    k: int
+    travels: bool
+    """Whether positions are part of the packet, or follow from the step (`SharedSelector`)."""
+
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks places"]
+    ) -> Shaped[Array, "blocks k"]:
+        """The elements at these positions."""
+        ...
+
+    def add(
+        self,
+        blocks: Float[Array, "blocks n"],
+        positions: Int32[Array, "blocks places"],
+        values: Float[Array, "blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds values at these positions, which are unique in each block."""
+        ...
+
+
+@runtime_checkable
+class SharedSelector(Selector, Protocol):
+    """A selector whose positions every worker knows."""
+
+    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "blocks places"]:
+        """The positions of a step, the same on all workers."""
+        ...
+
+
+@runtime_checkable
+class TravellingSelector(Selector, Protocol):
+    """A selector whose positions each worker chooses and sends."""
+
+    workers_at_once: int
+    """Workers whose messages are decoded and averaged together."""
+
+    def select(self, coefficients: Float[Array, "blocks n"]) -> Int32[Array, "blocks places"]:
+        """Chooses positions by the coefficients."""
+        ...
+
+    def add_all(
+        self,
+        blocks: Float[Array, "blocks n"],
+        positions: Int32[Array, "workers blocks places"],
+        values: Float[Array, "workers blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds the values of several workers, one worker after the other."""
+        ...
+
+    def senders(
+        self, positions: Int32[Array, "workers blocks places"], counted: Bool[Array, "workers 1 1"]
+    ) -> Float32[Array, "workers blocks k"]:
+        """How many of the workers that count sent each of these coefficients."""
+        ...
+
+    def index_words(self, blocks: int) -> int:
+        """Words that the positions of some blocks take in a packet."""
+        ...
+
+    def encode(self, positions: Int32[Array, "blocks places"]) -> UInt32[Array, "words"]:
+        """Packs positions into ``index_words(blocks)`` words."""
+        ...
+
+    def decode(
+        self, words: UInt32[Array, "words"], blocks: int
+    ) -> tuple[Int32[Array, "blocks places"], BoolScalar]:
+        """Unpacks untrusted words: positions, and whether `add` may be given them."""
+        ...
+
+    def harmless(self) -> Int32[Array, "places"]:
+        """Positions that `add` may be given in any block."""
+        ...
+
 
 Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
-_STRANDS = 8
-_GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
+SELECTORS: dict[str, Callable[[int, int, int, int], SharedSelector | TravellingSelector]] = {
+    "topk": lambda n, k, seed, stream: TopK(n, k),
+    "bins": lambda n, k, seed, stream: Bins(n, k),
+    "random": lambda n, k, seed, stream: SharedSet(n, k, "random", seed, stream),
+    "striding": lambda n, k, seed, stream: SharedSet(n, k, "striding", seed, stream),
+    "random-slicing": lambda n, k, seed, stream: SharedRun(n, k, "random-slicing", seed, stream),
+    "slicing": lambda n, k, seed, stream: SharedRun(n, k, "slicing", seed, stream),
+}
 
 
-def top_k(coefficients: Float[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
-    """Positions of the ``k`` largest magnitudes of each block, exactly, ascending."""
-    # In float32, the only dtype that XLA's fast paths take.
-    magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-    slow = ["cpu"] if k <= _GPU_KERNEL_K else ["cpu", "cuda", "rocm"]
-    chosen = jax.lax.platform_dependent(
-        magnitudes,
-        default=functools.partial(_by_kernel, k=k),
-        **dict.fromkeys(slow, functools.partial(_by_strands, k=k)),
-    )
-    return jnp.sort(chosen, axis=-1)
-
-
-def largest_of_bins(coefficients: Float[Array, "blocks n"], k: int) -> Bins:
-    """The largest magnitude of each of ``k`` bins; of equal ones any."""
-    magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-    at_once = functools.partial(bins.largest, k=k)
-    if magnitudes.shape[1] % (_STRANDS * k):  # strands would belong to several bins
-        return at_once(magnitudes)
-
-    def by_strands(magnitudes: Float32[Array, "blocks n"]) -> Bins:
-        chosen = _of_strands(magnitudes, lambda x: bins.largest(x, k).positions)
-        return Bins(chosen // k)
-
-    return jax.lax.platform_dependent(magnitudes, cpu=by_strands, default=at_once)
-
-
-def _by_kernel(magnitudes: Float32[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
-    return jax.lax.top_k(magnitudes, k)[1]
-
-
-def _by_strands(magnitudes: Float32[Array, "blocks n"], k: int) -> Int32[Array, "blocks {k}"]:
-    """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
-    n = magnitudes.shape[1]
-    if n % _STRANDS or n // _STRANDS < 4 * k:
-        return _by_kernel(magnitudes, k)
-    return _of_strands(magnitudes, functools.partial(_by_kernel, k=k))
-
-
-def _of_strands(
-    magnitudes: Float32[Array, "blocks n"],
-    largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
-) -> Int32[Array, "blocks _k"]:
-    """The positions of the largest, by two selections in rows that are shorter.
-
-    A strand is every ``n / 8``-th element. The strands with the largest maxima hold the largest
-    elements.
-    """
-    width = magnitudes.shape[1] // _STRANDS
-    rows = [magnitudes[:, i * width : (i + 1) * width] for i in range(_STRANDS)]
-    strands = largest(functools.reduce(jnp.maximum, rows))
-    candidates = strands[:, None, :] + width * jnp.arange(_STRANDS, dtype=jnp.int32)[None, :, None]
-    candidates = candidates.reshape(len(magnitudes), -1)
-    return take(candidates, largest(take(magnitudes, candidates)))
-
-
-def take(
-    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"] | Run | Bins
-) -> Shaped[Array, "blocks k"]:
-    """The elements at these positions of each block."""
-    if isinstance(positions, Run):
-        return runs.take(blocks, positions)
-    if isinstance(positions, Bins):
-        return jax.lax.platform_dependent(blocks, positions, tpu=bins.take, default=_take_by_gather)
-    return _take_by_gather(blocks, positions)
-
-
-def _take_by_gather(
-    blocks: Shaped[Array, "blocks n"], positions: Int[Array, "blocks k"] | Bins
-) -> Shaped[Array, "blocks k"]:
-    places = bins.in_block(positions)
-    return jnp.take_along_axis(blocks, places, axis=-1, mode="promise_in_bounds")
-
-
-def shared(
-    selection: Selection, blocks: int, n: int, k: int, step: IntScalar, key: PRNGKeyArray
-) -> Int32[Array, "{blocks} {k}"] | Run:
-    """Positions that follow from the step, the same on all workers.
+def make_selector(
+    selection: Selection, n: int, k: int, seed: int, stream: int
+) -> SharedSelector | TravellingSelector:
+    """The selector of ``k`` of the ``n`` coefficients of a block; of all where there are fewer.
 
     Args:
-      selection: ``"random"`` draws ``k`` positions, shifted by another random offset in each
-        block; ``"random-slicing"`` a run of ``k``, the same in all blocks, from a random one on;
-        ``"striding"`` takes every ``n / k``-th and moves on by one each step; ``"slicing"`` takes
-        a run of ``k`` and moves on by ``k``. The latter two visit every position within
-        ``ceil(n / k)`` steps.
-      blocks: number of blocks.
-      n: positions in a block.
-      k: how many of them.
-      step: updates so far.
-      key: of the random draw.
-
-    Returns:
-      Positions, unique in each block.
+      selection: a key of `SELECTORS`.
+      n: coefficients of a block.
+      k: how many of them are sent.
+      seed: of what is drawn.
+      stream: number of the section, which draws positions of its own.
     """
-    if selection == "random":
-        draw, shift = jax.random.split(key)
-        chosen = jax.random.permutation(draw, n)[:k]
-        offsets = jax.random.randint(shift, (blocks, 1), 0, n)
-        return (chosen[None] + offsets).astype(jnp.int32) % n
-    if selection == "random-slicing":
-        return Run(jax.random.randint(key, (), 0, n), k)
-    if selection == "slicing":
-        return Run(_moved(step, k, n), k)
-    positions = (jnp.asarray(np.arange(k) * n // k, jnp.int32) + step % n) % n
-    return jnp.broadcast_to(positions.astype(jnp.int32), (blocks, k))
-
-
-def _moved(step: IntScalar, by: int, n: int) -> IntScalar:
-    """``step * by`` modulo ``n``, which no long run overflows."""
-    return step % (n // math.gcd(n, by)) * by % n
+    return Everything(n) if k >= n else SELECTORS[selection](n, k, seed, stream)

@@ -14,13 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from demo_optax.arrays import FloatScalar
-from demo_optax.numerics import energy
+from demo_optax.arrays import IntScalar
 
 TransformName = Literal["dct", "hadamard", "randomized-dct", "random", "identity"]
 TRANSFORMS = get_args(TransformName)
 
 Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
+
+BASIS, DRAW, STORE = range(3)
+"""What keys are for: the redrawn basis, shared positions, the rounding of stored momenta."""
+
+
+def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
+    """The key of a step's draws, the same on all workers."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), purpose)
 
 
 class Basis(NamedTuple):
@@ -94,16 +101,11 @@ def is_redrawn(name: TransformName) -> bool:
 
 def forward(
     blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
-) -> tuple[Float[Array, "blocks columns rows"], FloatScalar]:
-    """Coefficients of blocks, and their energy.
-
-    The energy (sum of squares) is that of the blocks as well, since the products are
-    orthonormal. It is taken between them, where XLA fuses the sum with the first.
-    """
+) -> Float[Array, "blocks columns rows"]:
+    """Coefficients of blocks."""
     columns, rows = _matrices(sides, basis)
     blocks = _with_signs(blocks, sides, basis)
-    x = _last(blocks.reshape(len(blocks), -1, sides[-1]), columns)
-    return _middle(x, rows), energy([x])
+    return _middle(_last(blocks.reshape(len(blocks), -1, sides[-1]), columns), rows)
 
 
 def inverse(

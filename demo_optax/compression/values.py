@@ -1,27 +1,23 @@
 """Value codings: coefficients as fields of a few bits, and what the others decode from them.
 
 The quantised codings share one scale per block, a float32 of which only the exponent and
-the first two bits of the mantissa are sent. Each field names a *level*, a small integer or an
-8-bit float, so that level times scale is exact in float32: sender and receivers cannot disagree
-by a rounding, in whatever order a compiler multiplies and adds.
+the first two bits of the mantissa are sent. Each field names a *level*, a small integer, so
+that level times scale is exact in float32: sender and receivers cannot disagree by a rounding, in
+whatever order a compiler multiplies and adds.
 """
 
 import dataclasses
-import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Integer, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Float32, Integer, UInt32
 
 from demo_optax.arrays import BoolScalar
 
-ValueCoding = Literal["float32", "bfloat16", "float8", "int8", "int4", "int2", "sign"]
+ValueCoding = Literal["float32", "bfloat16", "int8", "int4", "int2", "sign"]
 VALUE_CODINGS = get_args(ValueCoding)
-
-Rounding = Literal["nearest", "stochastic"]
-ROUNDINGS = get_args(Rounding)
 
 SCALE_BITS = 10  # 8 of a float32's exponent, 2 of its mantissa
 _SCALE_SHIFT = 31 - SCALE_BITS
@@ -40,19 +36,13 @@ class Quantiser:
     """
 
     bits: int
-    levels: tuple[float, ...]
+    levels: tuple[int, ...]
     mean_level: float | None = None
-
-
-def _float8_levels() -> tuple[float, ...]:
-    every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn.dtype).astype(np.float32)
-    return tuple(np.unique(every[np.isfinite(every)]).tolist())
 
 
 # The two coarsest have no level at zero, since what is selected is not zero. 2.2 for the mean
 # lost least energy on the largest of normal, Laplace and Student-t coefficients.
 QUANTISERS = {
-    "float8": Quantiser(8, _float8_levels()),
     "int8": Quantiser(8, tuple(range(-127, 128))),
     "int4": Quantiser(4, tuple(range(-7, 8))),
     "int2": Quantiser(2, (-3, -2, 2, 3), mean_level=2.2),
@@ -82,37 +72,30 @@ def scale_bits(coding: ValueCoding) -> int:
     return SCALE_BITS if coding in QUANTISERS else 0
 
 
-def encode(
-    values: Float[Array, "blocks k"], coding: ValueCoding, key: PRNGKeyArray | None = None
-) -> Fields:
-    """Rounds values to what their coding can say.
+def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> Fields:
+    """Rounds values to the nearest that their coding can say.
 
     Args:
       values: of some blocks.
       coding: one of `VALUE_CODINGS`.
-      key: for stochastic rounding, whose mean is the value itself wherever the coding has levels
-        on both sides of it; None rounds to the nearest.
     """
     values = values.astype(jnp.float32)
     if coding == "float32":
         return Fields(jnp.zeros(0, jnp.uint32), _bits(values))
     if coding == "bfloat16":
-        below = jnp.uint32(0xFFFF)
-        nearest = jnp.uint32(0x7FFF) + ((_bits(values) >> 16) & 1)
-        noise = nearest if key is None else jax.random.bits(key, values.shape, jnp.uint32) & below
-        return Fields(jnp.zeros(0, jnp.uint32), (_bits(values) + noise) >> 16)
+        half = jnp.uint32(0x7FFF) + ((_bits(values) >> 16) & 1)
+        return Fields(jnp.zeros(0, jnp.uint32), (_bits(values) + half) >> 16)
 
     quantiser = QUANTISERS[coding]
     scales = _encode_scale(values, quantiser)
     scale = _decode_scale(scales)[:, None]
     levels = jnp.asarray(quantiser.levels, jnp.float32)
-    level = functools.partial(_level, quantiser)
     scaled = jnp.where(scale > 0, values / scale, 0.0)
     above = jnp.searchsorted(levels, scaled, side="right", method="compare_all")
     below = jnp.clip(above - 1, 0, len(levels) - 2)
-    place = (scaled - level(below)) / (level(below + 1) - level(below))
-    threshold = _halves(values.shape) if key is None else jax.random.uniform(key, values.shape)
-    return Fields(scales, jnp.where(place > threshold, below + 1, below).astype(jnp.uint32))
+    low, high = (_level(quantiser, field) for field in (below, below + 1))
+    place = (scaled - low) / (high - low)
+    return Fields(scales, jnp.where(place > _halves(values.shape), below + 1, below).astype("uint32"))
 
 
 def decode(fields: Fields, coding: ValueCoding) -> tuple[Float32[Array, "blocks k"], BoolScalar]:

@@ -1,4 +1,4 @@
-"""How a batch is divided among workers, and into microbatches."""
+"""Arguments of a train step: where they lie on the mesh, and how a batch is divided."""
 
 import math
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
@@ -134,3 +135,54 @@ def microbatches_of(batch, rows, number: int):
     structure: Any
     leaves, structure = jax.tree.flatten(batch)
     return structure.unflatten(map(cut, leaves, rows))
+
+
+def put(mesh: Mesh, tree, specs):
+    """The tree, each leaf placed as its spec says, or as that of a prefix.
+
+    An array that lies so stays, and all others are copied: the step donates what it is given, and
+    must not give away an array of the caller's, or one that is used for two leaves.
+    """
+    seen: set[int] = set()
+
+    def place(x, spec):
+        wanted = NamedSharding(mesh, spec)
+        if isinstance(x, Tracer):
+            return jax.device_put(x, wanted)
+        if id(x) not in seen and _lies_as(x, wanted):
+            seen.add(id(x))
+            return x
+        return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else np.asarray(x), wanted)
+
+    return jax.tree.map(place, tree, jax.tree.broadcast(specs, tree))
+
+
+def _lies_as(x, wanted: NamedSharding) -> bool:
+    given = getattr(x, "sharding", None)
+    if not isinstance(given, NamedSharding) or given.mesh != wanted.mesh:
+        return False
+    return given.spec == wanted.spec or given.is_equivalent_to(wanted, np.ndim(x))
+
+
+def described(tree, mesh: Mesh, specs):
+    """Shapes and dtypes of a tree, and how it lies on the mesh."""
+
+    def describe(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(describe, tree, specs)
+
+
+def require_global(batch, specs):
+    """With several processes no array of one of them alone can be what all divide."""
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
+    for (path, leaf), spec in leaves:
+        if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):
+            continue
+        if getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                f"with several processes a batch must be a global array, but batch"
+                f"{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and shape "
+                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
+                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
+            )

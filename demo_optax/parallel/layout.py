@@ -1,22 +1,48 @@
-"""How parameters and optimizer state lie on a mesh, found once for each tree of them."""
+"""How parameters and optimizer state lie on a mesh: which leaves differ between workers, and where.
 
-import weakref
-from collections.abc import Callable, MutableMapping
+JAX's types know it. One update is evaluated abstractly under ``jax.shard_map``: what comes out
+varying over an axis differs along it.
+"""
+
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
-from demo_optax.axes import AxisName
-from demo_optax.boxes import unboxed
-from demo_optax.parallel import placement, shards
-from demo_optax.parallel.variation import Variation, variation
+from demo_optax.arrays import unboxed
+from demo_optax.axes import EXTRA_ARGS, AxisName
+from demo_optax.parallel import shards
+
+
+class Layout(NamedTuple):
+    """How parameters and state lie on a mesh.
+
+    Attributes:
+      params: PartitionSpecs of the parameters.
+      state: PartitionSpecs of the state.
+      single: shapes of one worker's state.
+      state_axes: frozensets, the axes over which each leaf of the state differs.
+      update_axes: the same of the updates.
+      frozen: bools, which updates are zero whatever the gradient is.
+      sent: int, bytes that one device hands to collectives between workers.
+    """
+
+    params: Any
+    state: Any
+    single: Any
+    state_axes: Any
+    update_axes: Any
+    frozen: Any
+    sent: int
 
 
 def state_specs(
@@ -38,8 +64,8 @@ def state_specs(
 
     Returns:
       A tree like the state. Leaves with a leading worker axis have ``P(axis_name, ...)``, those
-      that are the same on all workers have not; behind it stands the spec of the parameter whose
-      path ends the leaf's, where the shards of a worker differ.
+      that are the same on all workers have not. Where the shards of a worker differ, the spec of
+      the parameter follows whose path ends the leaf's path.
 
     Raises:
       ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a leaf
@@ -53,7 +79,7 @@ def state_specs(
       >>> momentum.momentum, rms.nu
       ({'w': P('data',)}, {'w': P()})
     """
-    return layout_of(tx, params, mesh, axis_name, param_specs).state
+    return find_layout(tx, params, mesh, axis_name, param_specs).state
 
 
 def state_shardings(
@@ -63,7 +89,7 @@ def state_shardings(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """``NamedSharding``s of the state, for ``jax.jit`` and checkpoints: those of `state_specs`.
+    """NamedShardings of the state that `init_opt_state` makes (see `state_specs`).
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
@@ -83,69 +109,158 @@ def state_shardings(
     return shards.shardings(mesh, state_specs(tx, params, mesh, axis_name, param_specs))
 
 
-class Layout(NamedTuple):
-    """How parameters and state lie on a mesh.
+def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
+    """The layout for arrays or shapes of the whole parameters.
 
-    Attributes:
-      params: PartitionSpecs of the parameters.
-      state: PartitionSpecs of the state.
-      variation: over which axes each leaf of state and updates differs.
-      single: shapes of one worker's state.
+    Raises:
+      ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
-
-    params: Any
-    state: Any
-    variation: Variation
-    single: Any
-
-
-def layout_of(tx, params, mesh, axis_name, param_specs) -> Layout:
-    """The layout of arrays or shapes of the whole parameters, found once for each tree of them."""
     require_plain(tx)
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    leaves, structure = jax.tree.flatten(params)
-    key = (
-        tx.init,
-        structure,
-        placement.shapes_of(leaves),
-        tuple(jax.tree.leaves(specs)),
-        mesh,
-        axis_name,
-    )
-    known = _layouts.setdefault(tx.update, {})
-    if key not in known:
-        known[key] = _layout(tx, *key[1:])
-    return known[key]
-
-
-_layouts: MutableMapping[Callable, dict] = weakref.WeakKeyDictionary()  # as long as optimizers live
-
-
-def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
-    params = unboxed(structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in shapes]))
-    specs = structure.unflatten(specs)
-    parts = shards.shard_shapes(params, unboxed(specs), mesh)
+    inner = unboxed(specs)
+    parts = shards.shard_shapes(jax.tree.map(_shape, unboxed(params)), inner, mesh)
     single = axes.shapes_of_worker(tx.init, mesh.shape, parts)
-    found = variation(tx, parts, single, unboxed(specs), mesh.shape, axis_name)
-    worker_axes = set(axes.names(axis_name))
-    spec_at = dict(jax.tree.leaves_with_path(unboxed(specs)))
+    state_axes, update_axes, sent = _varying_axes(tx, parts, single, inner, mesh.shape, axis_name)
+    update_axes, frozen = _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name)
+    state = _specs(state_axes, single, inner, mesh, axis_name)
+    return Layout(specs, state, single, state_axes, update_axes, frozen, sent)
 
+
+def _shape(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
+
+
+def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
+    """The axes over which leaves of the state and of the updates differ, and the bytes sent.
+
+    With gradients that vary over ``axis_name`` and the axes of their parameter's spec. Repeats
+    until the varying axes of the state stop changing.
+    """
+    tx = optax.with_extra_args_support(tx)
+    outcome = []
+
+    def probe(varying_axes):
+        def zeros(x, spec):
+            return axes.as_varying(jnp.zeros(x.shape, x.dtype), shards.axes_of(spec))
+
+        def vary(x, names):
+            return axes.as_varying(x, tuple(names))
+
+        def update():
+            values = jax.tree.map(zeros, parts, specs)
+            old = jax.tree.map(vary, tx.init(values), varying_axes)
+            gradient = axes.as_varying(values, axis_name)
+            updates, state = tx.update(gradient, old, values, **EXTRA_ARGS)
+            state = shards.metrics_of_worker(state, old, shards.sharded_axes(specs))
+            outcome.append(jax.tree.map(axes.varying, (old, state, updates)))
+
+        program = axes.trace_worker(update, mesh_shape)
+        old, state, updates = outcome[-1]
+        state = jax.tree.map(frozenset.union, old, state)
+        return old, state, updates, axes.bytes_handed_over(program, axis_name)
+
+    try:
+        old, state, updates, sent = probe(jax.tree.map(lambda _: frozenset(), single))
+        while jax.tree.leaves(old) != jax.tree.leaves(state):
+            old, state, updates, sent = probe(state)
+    except (TypeError, ValueError) as error:
+        if "required keyword-only argument" in str(error):
+            raise TypeError(
+                f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
+                f"{', '.join(EXTRA_ARGS)} is known then: give the others a default."
+            ) from error
+        if not (kind := _decides_alone(single)):
+            raise
+        raise type(error)(
+            f"{error}\n\n{kind} lets each worker decide alone whether it takes part in a step: "
+            "accumulate with make_train_step(microbatches=...) instead, and leave conditions on "
+            "the gradient out; workers whose gradient is not finite are left out already."
+        ) from error
+    return state, updates, sent
+
+
+_ALONE = {
+    optax.MultiStepsState: "optax.MultiSteps",
+    optax.ApplyIfFiniteState: "optax.apply_if_finite",
+    optax.ConditionallyTransformState: "optax.conditionally_transform",
+    optax.ConditionallyMaskState: "optax.conditionally_mask",
+}
+
+
+def _decides_alone(state) -> str:
+    """The name of a wrapper that lets a worker decide alone, from its state; "" without one."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in _ALONE)
+    return next((_ALONE[type(node)] for node in nodes if type(node) in _ALONE), "")
+
+
+def _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name: AxisName):
+    """The axes of the updates, less the workers' for those that are frozen, and which are.
+
+    An update that depends on no gradient, no parameter and no state of a worker's own, as that of
+    ``optax.set_to_zero``, is zero. By its type it may differ between workers.
+    """
+    worker_axes = frozenset(axes.names(axis_name))
+    differs = jax.tree.map(lambda names: bool(names & worker_axes), update_axes)
+    if not any(jax.tree.leaves(differs)):
+        return update_axes, differs
+
+    def update(gradient, state, params):
+        return tx.update(gradient, state, params, **EXTRA_ARGS)[0]
+
+    of_workers: Callable = update
+    for name in worker_axes:
+        of_workers = functools.partial(_on_all, of_workers, name, mesh.shape[name])
+    program = jax.make_jaxpr(of_workers)(parts, single, parts)
+    of_worker = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
+    everything = jax.tree.map(lambda _: True, parts)
+    local = jax.tree.leaves((everything, of_worker, everything))
+
+    def depends(number: int) -> bool:
+        wanted = [i == number for i in range(len(program.jaxpr.outvars))]
+        _, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+        return any(a and b for a, b in zip(used, local, strict=True))
+
+    for number, (path, varies) in enumerate(jax.tree.leaves_with_path(differs)):
+        if varies and depends(number):
+            raise ValueError(
+                f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
+                f"parameter{keystr(path)}), so their parameters would drift apart "
+                "unseen. It must exchange over that axis: give demo_optax.decoupled_momentum (or "
+                f"demo_optax.demo, ...) axis_name={axis_name!r}, or put "
+                f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer. "
+                "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
+            )
+    return jax.tree.map(lambda x, names: names - worker_axes if x else names, differs, update_axes), (
+        differs
+    )
+
+
+def _on_all(fn, name, size, *args):
+    """What a function gives on all workers of an axis that see the same."""
+    return jax.vmap(lambda _: fn(*args), axis_name=name)(jnp.arange(size))
+
+
+def _specs(state_axes, single, param_specs, mesh, axis_name: AxisName):
+    """A PartitionSpec for each leaf of the state."""
+    worker_axes = set(axes.names(axis_name))
+    spec_at = dict(jax.tree.leaves_with_path(param_specs))
     of_devices = paths_of_devices(single)
 
     def inner_spec(path, varying_axes, leaf) -> P:
         if varying_axes <= worker_axes:
             return P()
         if path in of_devices:
-            return P(tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes))
+            inner = tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes)
+            return P(inner) if leaf.ndim else P()
         for start in range(len(path) + 1):
             spec = spec_at.get(path[start:])
             if spec is not None and len(spec) <= leaf.ndim:
                 return spec
         if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return P()  # a counter, which all shards of a worker hold alike
+            return P()  # a counter, which is the same on all shards of a worker
         raise ValueError(
-            f"the optimizer state{jax.tree_util.keystr(path)} of shape {leaf.shape} differs "
+            f"the optimizer state{keystr(path)} of shape {leaf.shape} differs "
             f"between the shards of a worker, over {sorted(varying_axes - worker_axes)}, but "
             "cannot be sharded like a parameter. Leave its parameter whole (param_specs=P()), or "
             "use an optimizer whose state has the shapes of the parameters."
@@ -155,27 +270,32 @@ def _layout(tx, structure, shapes, specs, mesh, axis_name) -> Layout:
         spec = inner_spec(path, varying_axes, leaf)
         return P(axis_name, *spec) if varying_axes & worker_axes else spec
 
-    state_specs = jax.tree.map_with_path(whole_spec, found.state, single)
-    return Layout(specs, state_specs, found, single)
+    return jax.tree.map_with_path(whole_spec, state_axes, single)
 
 
 def paths_of_devices(state) -> list[tuple]:
     """Paths of the leaves that belong to a device, and to none of its parameters."""
-    found = []
 
     def is_momentum(x) -> bool:
         return isinstance(x, DecoupledMomentumState)
 
-    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_momentum):
-        if is_momentum(node):
-            for name in ("residual", "waiting"):
-                leaves = jax.tree.leaves_with_path(getattr(node, name))
-                found += [(*path, GetAttrKey(name), *inside) for inside, _ in leaves]
-    return found
+    return [
+        (*path, GetAttrKey("exchange"), *inside)
+        for path, node in jax.tree.leaves_with_path(state, is_leaf=is_momentum)
+        if is_momentum(node)
+        for inside, _ in jax.tree.leaves_with_path(node.exchange)
+    ]
 
 
 class Stacked(optax.GradientTransformationExtraArgs):
     """What `stack_workers` makes."""
+
+    def __iter__(self):
+        raise TypeError(
+            "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
+            "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
+            "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
+        )
 
 
 def require_plain(tx) -> None:

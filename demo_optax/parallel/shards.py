@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes, metrics
 from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax.arrays import energy, unboxed
 from demo_optax.axes import AxisName
-from demo_optax.boxes import unboxed
-from demo_optax.numerics import all_finite, energy
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
@@ -91,8 +90,8 @@ def shardings(mesh: Mesh | AbstractMesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def lay(tree, mesh: Mesh, specs):
-    """The tree, with each leaf as its spec says, in programs whose shardings are the compiler's."""
+def constrain_sharding(tree, mesh: Mesh, specs):
+    """The tree, each leaf sharded as its spec says, in programs that the compiler partitions."""
     place = jax.device_put  # the only one where kinds of axes are mixed
     if set(mesh.axis_types) == {AxisType.Auto}:
         place = jax.lax.with_sharding_constraint
@@ -108,7 +107,7 @@ def copies(params, mesh: Mesh, axis_name: AxisName, specs):
     """
     workers = num_workers(mesh, axis_name)
     copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
-    return lay(copied, mesh, stacked_specs(specs, axis_name))
+    return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
 
 
 def stacked_specs(specs, axis_name: AxisName):
@@ -206,19 +205,6 @@ def norm(tree, specs) -> jax.Array:
         jax.lax.psum(energy(x), names) if names else energy(x) for names, x in shards.items()
     ]
     return jnp.sqrt(sum(energies))
-
-
-def all_or_nothing(gradient, sharded: tuple[str, ...]):
-    """The gradient, with NaN on every shard of a worker if any of them is not finite.
-
-    A worker then takes part in a step with all its shards or with none. Also whether it does, a
-    bool scalar, the same on all of them.
-    """
-    finite = all_finite(energy(jax.tree.leaves(gradient)))
-    if not sharded:
-        return gradient, finite
-    finite = jax.lax.pmin(finite.astype(jnp.int32), sharded) > 0
-    return jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), gradient), finite
 
 
 def from_first(x: jax.Array, copied_axes: tuple[str, ...]) -> jax.Array:

@@ -1,21 +1,32 @@
 """A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._local_steps import has_exchanged, own_parameters
+from demo_optax import participation
+from demo_optax._rounds import has_exchanged, own_parameters
 from demo_optax.axes import AxisName
-from demo_optax.metrics import ExchangeMetrics, exchange_metrics, if_anyone_took_part
-from demo_optax.parallel import batches, placement, shards, worker_axis
-from demo_optax.parallel.layout import layout_of
-from demo_optax.parallel.manual_gradients import manual_axes, manual_gradients
-from demo_optax.parallel.worker_gradients import in_full, mapped_gradients, require_options
+from demo_optax.metrics import ExchangeMetrics, exchange_metrics
+from demo_optax.parallel import batches, shards, worker_axis
+from demo_optax.parallel.gradients import (
+    device_gradients,
+    found_specs,
+    manual_axes,
+    manual_gradients,
+    mapped_gradients,
+    normalize_loss_fn,
+    require_options,
+)
+from demo_optax.parallel.layout import Layout, find_layout, require_plain
 
 
 class TrainMetrics(NamedTuple):
@@ -143,107 +154,209 @@ def make_train_step(
       Array([64.], dtype=float32)
     """
     require_options(microbatches, clip_norm)
+    require_plain(tx)
     workers = shards.num_workers(mesh, axis_name)
-    stacked = worker_axis.stack_workers(tx, mesh, axis_name, param_specs)
     manual = manual_axes(axis_names, mesh, axis_name)
-    options: dict[str, Any] = dict(
-        microbatches=microbatches,
-        clip_norm=clip_norm,
-        param_specs=param_specs,
-        batch_specs=batch_specs,
-    )
-    whole_loss = in_full(loss_fn, stateful)
-    if manual:
-        options |= dict(manual=manual, check_vma=check_vma)
-        gradients_of = manual_gradients(whole_loss, mesh, axis_name, **options)
-    else:
-        gradients_of = mapped_gradients(whole_loss, mesh, axis_name, **options)
+    whole_loss = normalize_loss_fn(loss_fn, stateful)
+    options: dict[str, Any] = dict(microbatches=microbatches, clip_norm=clip_norm)
+    in_one = check_vma and manual == set(mesh.axis_names)
+    takes = Takes(stateful, random_key)
 
-    def measured(gradients, updates, params):
-        if metrics_fn is not None:
-            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=axis_name)
-            return measure(gradients, updates, params)
+    def update_in_one(layout, params, opt_state, state, batch, key, extra_args):
+        """Gradient, exchange and step of each device, in one ``jax.shard_map``."""
+        of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
+        rows = batches.rows_of(of_batch, axis_name)
+        gradients_of = device_gradients(
+            whole_loss, mesh, axis_name, manual, layout.params, rows, **options
+        )
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
-    def placed_step(params, opt_state, state, batch, key, extra_args):
-        layout = layout_of(tx, params, mesh, axis_name, param_specs)
+        def of_device(params, opt_state, state, batch, key, extra_args):
+            own = worker_axis.unstack(opt_state, layout, axis_name)
+            state = jax.tree.map(lambda x: x[0], state)
+            found = gradients_of(own_parameters(params, own), state, batch, key)
+            extra_args = {**extra_args, participation.EXTRA_ARG: jnp.isfinite(found.norm)}
+            updates, own = worker_axis.update_own(
+                tx, layout, axis_name, found.gradients, own, params, extra_args
+            )
+            measured = updates if metrics_fn else None
+            found = found._replace(gradients=found.gradients if metrics_fn else None)
+            return (
+                optax.apply_updates(params, updates),
+                worker_axis.stack(own, layout, axis_name),
+                jax.tree.map(lambda x: jnp.asarray(x)[None], found),
+                measured,
+            )
+
+        of_found = found_specs(layout.params, mesh, axis_name, manual)
+        of_worker = P(axis_name)
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(layout.params, layout.state, of_worker, of_batch, P(), P()),
+            out_specs=(
+                layout.params,
+                layout.state,
+                of_found if metrics_fn else of_found._replace(gradients=None),
+                layout.params if metrics_fn else None,
+            ),
+        )(params, opt_state, state, batch, key, extra_args)
+
+    def update_apart(layout, params, opt_state, state, batch, key, extra_args):
+        """The same where the compiler has axes: the optimizer in a ``jax.shard_map`` of its own."""
+        make, own_options = mapped_gradients, {}
+        if manual:
+            make, own_options = manual_gradients, dict(manual=manual, check_vma=check_vma)
+        gradients_of = make(
+            whole_loss,
+            mesh,
+            axis_name,
+            **own_options,
+            **options,
+            param_specs=param_specs,
+            batch_specs=batch_specs,
+        )
         copies = shards.copies(params, mesh, axis_name, layout.params)
         found = gradients_of(own_parameters(copies, opt_state), state, batch, *key)
-        updates, opt_state = stacked.update(found.gradients, opt_state, params, **extra_args)
-        updates = if_anyone_took_part(updates, opt_state)
-        custom = measured(found.gradients, updates, params)
-        params = shards.lay(optax.apply_updates(params, updates), mesh, layout.params)
-        exchanged = exchange_metrics(opt_state)
-        metrics = TrainMetrics(
-            found.loss, found.norm, found.aux, custom, has_exchanged(opt_state), exchanged, 0
+        updates, opt_state = worker_axis.update_stacked(
+            tx, layout, mesh, axis_name, found.gradients, opt_state, params, extra_args
         )
-        return params, opt_state, found.state, metrics
+        params = optax.apply_updates(params, updates)
+        params = shards.constrain_sharding(params, mesh, layout.params)
+        return params, opt_state, found, updates
+
+    def measured(found, updates, params):
+        if metrics_fn is not None:
+            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=axis_name)
+            return measure(found.gradients, updates, params)
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
+    def placed_step(prepared, params, opt_state, state, batch, key, extra_args):
+        update = update_in_one if in_one else update_apart
+        new, opt_state, found, updates = update(
+            prepared.layout, params, opt_state, state, batch, key, extra_args
+        )
+        metrics = TrainMetrics(
+            found.loss,
+            found.norm,
+            found.aux,
+            measured(found, updates, params),
+            has_exchanged(opt_state),
+            exchange_metrics(opt_state),
+            0,
+        )
+        return new, opt_state, found.state, metrics
 
     @functools.lru_cache(maxsize=8)
-    def prepare(structure: Any, shapes, state_structure: Any, state_shapes):
-        """Places of parameters and state, and bytes of packets, once for each tree of shapes."""
+    def prepare(structure: Any, shapes, state_structure: Any, state_shapes) -> Prepared:
+        """The layout of parameters and state, found once for each tree of shapes."""
         params = structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes])
-        layout = layout_of(tx, params, mesh, axis_name, param_specs)
+        layout = find_layout(tx, params, mesh, axis_name, param_specs)
         state = state_structure.unflatten([jax.ShapeDtypeStruct(*x) for x in state_shapes])
-        worker_axis.require_state(state, jax.eval_shape(stacked.init, params), workers)
-        shardings = jax.tree.leaves(shards.shardings(mesh, (layout.params, layout.state)))
-        return placement.Places(shardings), layout.variation.sent * mesh.size // workers
+        init = functools.partial(worker_axis.init_stacked, tx, layout, mesh, axis_name)
+        worker_axis.require_state(state, jax.eval_shape(init, params), workers)
+        return Prepared(layout, layout.sent * mesh.size // workers)
 
-    def parts_of(args):
-        """Model state, batch and key, of what stands behind the optimizer state."""
-        expected = stateful + 1 + random_key
-        if len(args) != expected:
-            raise TypeError(
-                f"the step takes params, opt_state, {'state, ' * stateful}batch"
-                f"{', key' * random_key}, but got {len(args) - expected:+d} arguments beside them. "
-                "A batch is one pytree: pass several arrays as a tuple or dict, "
-                "step(params, opt_state, (x, y)), a key with make_train_step(random_key=True), and "
-                "a model state with make_train_step(stateful=True)."
-            )
-        state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
-        return state, batch, tuple(key)
+    def prepared_for(params, opt_state) -> Prepared:
+        trees = [(jax.tree.structure(x), worker_axis.shapes_of(jax.tree.leaves(x))) for x in (
+            params, opt_state)]
+        return prepare(*trees[0], *trees[1])
 
     def placed(params, opt_state, args, extra_args):
-        """What ``placed_step`` is called with, and the bytes of its packets."""
-        state, batch, key = parts_of(args)
-        leaves, structure = jax.tree.flatten(params)
-        state_leaves, state_structure = jax.tree.flatten(opt_state)
-        places, packet_bytes = prepare(
-            structure,
-            placement.shapes_of(leaves),
-            state_structure,
-            placement.shapes_of(state_leaves),
-        )
+        """What ``placed_step`` is called with."""
+        state, batch, key = takes.parts_of(args)
+        require_alive(params, opt_state, state)
+        require_in_order(params, opt_state)
+        prepared = prepared_for(params, opt_state)
         of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
-        placement.require_global(batch, of_batch)
-        everything: Any = jax.tree.structure((params, opt_state))
-        params, opt_state = everything.unflatten(places.put(leaves + state_leaves))
+        batches.require_global(batch, of_batch)
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
-        rest = state, batch, (key, extra_args)
-        state, batch, (key, extra_args) = map(
-            functools.partial(placement.put, mesh), rest, (P(axis_name), of_batch, P())
+        layout, of_worker = prepared.layout, P(axis_name)
+        put = functools.partial(batches.put, mesh)
+        (params, opt_state), state, batch, (key, extra_args) = (
+            put((params, opt_state), (layout.params, layout.state)),
+            put(state, of_worker),
+            put(batch, of_batch),
+            put((key, extra_args), P()),
         )
-        return (params, opt_state, state, batch, key, extra_args), packet_bytes
+        return prepared, params, opt_state, state, batch, key, extra_args
 
     def step(params, opt_state, *args, **extra_args):
-        whole, packet_bytes = placed(params, opt_state, args, extra_args)
-        params, opt_state, state, metrics = placed_step(*whole)
-        metrics = metrics._replace(packet_bytes=packet_bytes)
+        prepared, *rest = placed(params, opt_state, args, extra_args)
+        params, opt_state, state, metrics = placed_step(prepared, *rest)
+        metrics = metrics._replace(packet_bytes=prepared.packet_bytes)
         return params, opt_state, *([state] if stateful else []), metrics
 
     def lower(params, opt_state, *args, **extra_args):
-        whole = params, opt_state, *parts_of(args), extra_args
+        whole = params, opt_state, *takes.parts_of(args), extra_args
         shapes = jax.eval_shape(lambda *whole: whole, *whole)
-        layout = layout_of(tx, shapes[0], mesh, axis_name, param_specs)
+        layout = prepared_for(shapes[0], shapes[1]).layout
         of_batch = batches.leaf_specs(shapes[3], batch_specs, mesh, axis_name)
         specs = layout.params, layout.state, P(axis_name), of_batch, P(), P()
         specs = tuple(map(jax.tree.broadcast, specs, shapes))
-        params, opt_state, state, batch, key, extra_args = placement.described(shapes, mesh, specs)
-        state = [state] if stateful else []
-        given = 2 + stateful
-        donated = tuple(range(given)) if donate else ()
+        described = batches.described(shapes, mesh, specs)
+        params, opt_state, state, batch, key, extra_args = described
+        donated = tuple(range(2 + stateful)) if donate else ()
         jitted = jax.jit(lambda *args, **named: step(*args, **named), donate_argnums=donated)
+        state = [state] if stateful else []
         return jitted.lower(params, opt_state, *state, batch, *key, **extra_args)
 
     step.lower = lower  # type: ignore[attr-defined]
     return step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a step needs to know of its trees.
+
+    Attributes:
+      layout: how parameters and state lie on the mesh.
+      packet_bytes: that each worker hands to an exchange.
+    """
+
+    layout: Layout
+    packet_bytes: int
+
+
+class Takes(NamedTuple):
+    """Which arguments a step takes behind the optimizer state."""
+
+    stateful: bool
+    random_key: bool
+
+    def parts_of(self, args):
+        """Model state, batch and key."""
+        expected = self.stateful + 1 + self.random_key
+        if len(args) != expected:
+            raise TypeError(
+                f"the step takes params, opt_state, {'state, ' * self.stateful}batch"
+                f"{', key' * self.random_key}, but {2 + len(args)} arguments were given. "
+                "A batch is one pytree: pass several arrays as a tuple or dict, "
+                "step(params, opt_state, (x, y)), a key with make_train_step(random_key=True), and "
+                "a model state with make_train_step(stateful=True)."
+            )
+        state, (batch, *key) = (args[0], args[1:]) if self.stateful else ((), args)
+        return state, batch, tuple(key)
+
+
+def require_alive(*trees) -> None:
+    """Refuses arrays that were donated: used again, they end the process on several devices."""
+    for path, x in jax.tree.leaves_with_path(trees):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise RuntimeError(
+                f"an array of the step's arguments{jax.tree_util.keystr(path[1:])}, of shape "
+                f"{x.shape}, was given away to an earlier step and is deleted: go on with the "
+                "parameters and states that the step returned, or make the step with donate=False."
+            )
+
+
+def require_in_order(params, opt_state) -> None:
+    """Refuses an optimizer state in the place of the parameters."""
+
+    def holds_metrics(tree) -> bool:
+        return exchange_metrics(tree) is not None
+
+    if holds_metrics(params) and not holds_metrics(opt_state):
+        raise TypeError(
+            "the step takes params, opt_state, batch, but the optimizer state came first: call "
+            "step(params, opt_state, batch)."
+        )

@@ -5,6 +5,7 @@ store a patchwork of all of them. Outside the step such leaves have a leading ax
 worker, sharded over the workers.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,17 +15,11 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import axes
-from demo_optax._decoupled_momentum import DecoupledMomentumState
-from demo_optax._local_steps import LocalStepsState
+from demo_optax import axes, participation
+from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
-from demo_optax.boxes import unboxed
-from demo_optax.numerics import all_finite
 from demo_optax.parallel import shards
-from demo_optax.parallel.layout import Stacked, layout_of, require_plain
-
-KNOW_WHAT_IS_FINITE = DecoupledMomentumState, LocalStepsState, optax.MultiStepsState
-"""States that know what to do about a gradient that is not finite."""
+from demo_optax.parallel.layout import Layout, Stacked, find_layout, require_plain
 
 
 def stack_workers(
@@ -42,8 +37,7 @@ def stack_workers(
     all axes of the mesh, where a device holds its worker's entry of that axis. With it a Flax
     ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
     unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since an axis of
-    workers would not be in their names. A worker whose gradient is not finite keeps its entries as
-    they were, so that no second moment is lost to one bad batch.
+    workers would not be in their names. A worker whose gradient is not finite keeps its entries.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
@@ -66,32 +60,25 @@ def stack_workers(
     workers = shards.num_workers(mesh, axis_name)
     worker_axes = set(axes.names(axis_name))
 
-    def differs(spec):
-        return bool(worker_axes & set(shards.axes_of(spec)))
+    @functools.lru_cache(maxsize=8)
+    def layout_of(structure, shapes) -> Layout:
+        params = structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes])
+        return find_layout(tx, params, mesh, axis_name, param_specs)
+
+    def layout_for(params) -> Layout:
+        return layout_of(jax.tree.structure(params), shapes_of(jax.tree.leaves(params)))
 
     def init_fn(params):
-        params = unboxed(params)
-        layout = layout_of(tx, params, mesh, axis_name, param_specs)
-
-        def init(params):
-            state = tx.init(params)
-            return jax.tree.map(
-                lambda x, spec: x[None] if differs(spec) else x, state, layout.state
-            )
-
-        placed = jax.device_put(params, shards.shardings(mesh, layout.params))
-        sharded = jax.shard_map(init, mesh=mesh, in_specs=(layout.params,), out_specs=layout.state)
-        return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
+        return init_stacked(tx, layout_for(params), mesh, axis_name, params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        structure: Any = jax.tree.structure(updates)
-        updates, state = update(unboxed(updates), state, unboxed(params), extra_args)
-        return structure.unflatten(jax.tree.leaves(updates)), state
-
-    def update(updates, state, params, extra_args):
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
         if not worker_axes & manual:
-            return update_stacked(updates, state, params, extra_args)
+            _require_outermost(updates)
+            require_stacked(updates, workers, "gradients", "worker_gradients")
+            one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
+            layout = layout_for(one)
+            return update_stacked(tx, layout, mesh, axis_name, updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
             raise ValueError(
                 f"update is called inside of a shard_map that leaves the axes {left} to the "
@@ -99,71 +86,102 @@ def stack_workers(
                 "update outside, or make that shard_map over all axes of the mesh."
             )
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
-        whole = shards.whole_shapes(updates, specs, mesh)
-        layout = layout_of(tx, whole, mesh, axis_name, param_specs)
-        return update_shards(layout, updates, state, params, extra_args)
-
-    def update_stacked(updates, state, params, extra_args):
-        _require_outermost(updates)
-        require_stacked(updates, workers, "gradients", "worker_gradients")
-        one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
-        layout = layout_of(tx, one, mesh, axis_name, param_specs)
-        of_params = P() if params is None else layout.params
-        of_gradients = jax.tree.map(lambda spec: P(axis_name, *spec), layout.params)
-
-        def update_own(updates, state, params, extra_args):
-            own = jax.tree.map(lambda g: g[0], updates)
-            return update_shards(layout, own, state, params, extra_args)
-
-        return jax.shard_map(
-            update_own,
-            mesh=mesh,
-            in_specs=(of_gradients, layout.state, of_params, P()),
-            out_specs=(layout.params, layout.state),
-        )(
-            shards.lay(updates, mesh, of_gradients),
-            shards.lay(state, mesh, layout.state),
-            params if params is None else shards.lay(params, mesh, layout.params),
-            extra_args,
-        )
-
-    def update_shards(layout, updates, state, params, extra_args):
-        sharded = shards.sharded_axes(layout.params)
-        stacked = jax.tree.map(differs, layout.state)
-        old = jax.tree.map(_own_entry, state, layout.single, stacked)
-        updates, finite = shards.all_or_nothing(updates, sharded)
-        updates, new = optax.with_extra_args_support(tx).update(updates, old, params, **extra_args)
-
-        def unless_frozen(x, frozen):
-            return jnp.zeros(x.shape, x.dtype) if frozen else x
-
-        def in_common(x, varying_axes, spec):
-            copied_axes = varying_axes - set(shards.axes_of(spec)) - worker_axes
-            return shards.from_first(x, tuple(sorted(copied_axes)))
-
-        def keep(new, old, stacked, finite):
-            def each(new, old, stacked):
-                if not isinstance(new, KNOW_WHAT_IS_FINITE):
-                    return jnp.where(finite, new, old)[None] if stacked else new
-                kept = jax.tree.map(lambda x, s: x[None] if s else x, new, stacked)
-                if isinstance(new, optax.MultiStepsState):
-                    # What was accumulated mutes the worker when it is to be exchanged.
-                    inner = new.inner_opt_state, old.inner_opt_state, stacked.inner_opt_state
-                    sound = finite & all_finite(old.acc_grads)
-                    kept = kept._replace(inner_opt_state=keep(*inner, sound))
-                return kept
-
-            return jax.tree.map(
-                each, new, old, stacked, is_leaf=lambda x: isinstance(x, KNOW_WHAT_IS_FINITE)
-            )
-
-        updates = jax.tree.map(unless_frozen, updates, layout.variation.frozen)
-        updates = jax.tree.map(in_common, updates, layout.variation.updates, layout.params)
-        new = shards.metrics_of_worker(new, old, sharded)
-        new = jax.tree.map(in_common, new, layout.variation.state, layout.state)
-        return updates, keep(new, old, stacked, finite)
+        layout = layout_for(shards.whole_shapes(updates, specs, mesh))
+        own = unstack(state, layout, axis_name)
+        updates, own = update_own(tx, layout, axis_name, updates, own, params, extra_args)
+        return updates, stack(own, layout, axis_name)
 
     return Stacked(init_fn, update_fn)
+
+
+def init_stacked(tx, layout: Layout, mesh: Mesh, axis_name: AxisName, params):
+    """The state of ``tx`` for all workers, placed on the mesh."""
+    specs = unboxed(layout.params)
+
+    def init(params):
+        return stack(tx.init(params), layout, axis_name)
+
+    placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
+    sharded = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=layout.state)
+    return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
+
+
+def update_stacked(
+    tx, layout: Layout, mesh: Mesh, axis_name: AxisName, updates, state, params, extra_args
+):
+    """Updates with stacked gradients, in a ``jax.shard_map`` around the optimizer alone."""
+    of_params = P() if params is None else layout.params
+    of_gradients = shards.stacked_specs(layout.params, axis_name)
+
+    def update(updates, state, params, extra_args):
+        gradient = jax.tree.map(lambda g: g[0], updates)
+        own = unstack(state, layout, axis_name)
+        updates, own = update_own(tx, layout, axis_name, gradient, own, params, extra_args)
+        return updates, stack(own, layout, axis_name)
+
+    return jax.shard_map(
+        update,
+        mesh=mesh,
+        in_specs=(of_gradients, layout.state, of_params, P()),
+        out_specs=(layout.params, layout.state),
+    )(
+        shards.constrain_sharding(updates, mesh, of_gradients),
+        shards.constrain_sharding(state, mesh, layout.state),
+        None if params is None else shards.constrain_sharding(params, mesh, layout.params),
+        extra_args,
+    )
+
+
+def update_own(tx, layout: Layout, axis_name: AxisName, updates, old, params, extra_args):
+    """Updates of one device, with its worker's own gradient and state."""
+    structure: Any = jax.tree.structure(updates)
+    specs, worker_axes = unboxed(layout.params), set(axes.names(axis_name))
+    updates, params = unboxed(updates), unboxed(params)
+    sharded = shards.sharded_axes(specs)
+    participates = participation.decide(updates, axis_name, extra_args, sharded)
+    extra_args = {**extra_args, participation.EXTRA_ARG: participates}
+    updates, new = optax.with_extra_args_support(tx).update(updates, old, params, **extra_args)
+
+    def unless_frozen(x, frozen):
+        return jnp.zeros(x.shape, x.dtype) if frozen else x
+
+    def in_common(x, varying_axes, spec):
+        copied_axes = varying_axes - set(shards.axes_of(spec)) - worker_axes
+        return shards.from_first(x, tuple(sorted(copied_axes)))
+
+    updates = jax.tree.map(unless_frozen, updates, layout.frozen)
+    updates = jax.tree.map(in_common, updates, layout.update_axes, specs)
+    new = shards.metrics_of_worker(new, old, sharded)
+    new = jax.tree.map(in_common, new, layout.state_axes, layout.state)
+    new = participation.keep_own(new, old, _is_own(layout, axis_name), participates)
+    return structure.unflatten(jax.tree.leaves(updates)), new
+
+
+def stack(own, layout: Layout, axis_name: AxisName):
+    """One worker's state with the worker axis in front of what differs between workers."""
+    return jax.tree.map(lambda x, s: x[None] if s else x, own, _is_own(layout, axis_name))
+
+
+def unstack(state, layout: Layout, axis_name: AxisName):
+    """One worker's entries of a state, checked against the shapes of a single worker's."""
+    return jax.tree.map(_own_entry, state, layout.single, _is_own(layout, axis_name))
+
+
+def _is_own(layout: Layout, axis_name: AxisName):
+    """A tree of bools: which leaves of the state differ between workers."""
+    worker_axes = set(axes.names(axis_name))
+    return jax.tree.map(lambda names: bool(names & worker_axes), layout.state_axes)
+
+
+def shapes_of(leaves) -> tuple:
+    """Shapes and dtypes."""
+    return tuple((np.shape(x), dtype_of(x)) for x in leaves)
+
+
+def dtype_of(x):
+    """The dtype that JAX gives a value."""
+    dtype = getattr(x, "dtype", None)
+    return dtype if dtype is not None else jax.dtypes.canonicalize_dtype(jnp.result_type(x))
 
 
 def init_opt_state(
@@ -261,6 +279,14 @@ def require_state(opt_state, expected, workers: int) -> None:
     wanted: Any = jax.tree.structure(expected)
     if given != wanted:
         has, needs = _names(opt_state), _names(expected)
+        if has == needs:
+            one, other = (_static_parts(tree) for tree in (opt_state, expected))
+            raise ValueError(
+                f"the optimizer state is stored as {one}, but this optimizer needs {other}: "
+                "transform, block_side or block_rule, or the parameters' shapes, changed since it "
+                "was made. Go back to the old ones, make it anew with demo_optax.init_opt_state, "
+                "or carry it over with demo_optax.checkpoint."
+            )
         raise ValueError(
             "the optimizer state is not one of this optimizer and these parameters, or is stored "
             f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
@@ -278,6 +304,13 @@ def require_state(opt_state, expected, workers: int) -> None:
             )
 
 
+def _static_parts(tree) -> str:
+    """What the states of decoupled momentum say of how they are stored."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "coordinates"))
+    found = [(x.coordinates, x.sides) for x in nodes if hasattr(x, "coordinates")]
+    return ", ".join(f"{coordinates} with {sides}" for coordinates, sides in found) or "other nodes"
+
+
 def _names(tree) -> set[str]:
     return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
 
@@ -288,7 +321,7 @@ def _own_entry(x, single, stacked):
     if x.shape == wanted:
         return x[0] if stacked else x
     raise ValueError(
-        f"a leaf of the optimizer state has shape {x.shape} inside the step, where {wanted} is "
+        f"a leaf of the optimizer state has shape {x.shape} inside the step, but {wanted} is "
         f"expected ({single.shape} for one worker, behind an axis of length 1 where workers "
         "differ). The state was made for another number of workers, another model, or without "
         "the worker axis: make it with demo_optax.init_opt_state on the mesh that it is used on, "

@@ -15,7 +15,6 @@ from pydantic import Field
 from rich.console import Console
 
 from demo_optax.compression.selection import Selection
-from demo_optax.compression.settings import Exchange
 from demo_optax.compression.transforms import TransformName
 from demo_optax.compression.values import ValueCoding
 
@@ -28,6 +27,7 @@ WRONG = 2  # the exit status of whatever a user may have set wrongly
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Devices = Annotated[int, Field(ge=1, le=2**16)]
+ExchangeName = Literal["all-gather", "two-phase"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Config:
     """Which coefficients: topk the largest, bins the largest of each of --topk bins; the others are
     known to every worker from the step, so that their positions do not travel (docs/settings.md
     says when). By default bins for demo-scaled and topk for the others."""
-    exchange: Exchange = "all-gather"
+    exchange: ExchangeName = "all-gather"
     """all-gather: every worker gets all packets. two-phase: each averages a share of the blocks and
     sends that to all, traffic that does not grow with the workers."""
     topk_back: Count | None = None

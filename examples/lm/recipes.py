@@ -34,6 +34,7 @@ class Settings(NamedTuple):
     decay: float
     weight_decay: float
     compression: demo_optax.Compression
+    exchange: demo_optax.Exchange
 
 
 class Recipe(NamedTuple):
@@ -51,8 +52,8 @@ class Recipe(NamedTuple):
     outer: Callable[[Settings], optax.GradientTransformation] | None = None
 
 
-def _decoupled(optimizer, settings: Settings, **options) -> optax.GradientTransformation:
-    return optimizer(**settings._asdict(), axis_name="data", **options)
+def _decoupled(optimizer, settings: Settings) -> optax.GradientTransformation:
+    return optimizer(**settings._asdict())
 
 
 def _adamw(settings: Settings) -> optax.GradientTransformation:
@@ -77,7 +78,7 @@ def _sparseloco(settings: Settings) -> optax.GradientTransformation:
         decay=0.95,
         gradient_weight=1.0,
         mean="workers",
-        axis_name="data",
+        exchange=settings.exchange,
     )
 
 

@@ -87,6 +87,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=compression(config),
+        exchange=exchange(config),
     )
     tx = make_optimizer(config.optimizer, settings, config.local_steps)
     train_step = demo_optax.make_train_step(
@@ -156,13 +157,17 @@ def compression(config: Config) -> demo_optax.Compression:
         "value_coding": config.value_coding,
         "transform": config.transform,
         "selection": config.selection,
-        "norm_limit": config.norm_limit,
-        "exchange": config.exchange,
-        "topk_back": config.topk_back,
-        "value_coding_back": config.value_coding_back,
-        "delay": config.delay,
     }
     return dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
+
+
+def exchange(config: Config) -> demo_optax.Exchange:
+    """How the packets travel."""
+    made: demo_optax.Exchange = demo_optax.AllGather("data", config.norm_limit)
+    if config.exchange == "two-phase":
+        back = config.topk_back, config.value_coding_back
+        made = demo_optax.TwoPhase("data", *back, config.norm_limit)
+    return demo_optax.Delayed(made) if config.delay else made
 
 
 def make_mesh(config: Config) -> Mesh:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax.accounting import index_cost
-from demo_optax.compression import bins
-from demo_optax.compression import indices as codings
+from demo_optax.compression import top_k as codings
+from demo_optax.compression.bins import Bins
+from demo_optax.compression.top_k import TopK
 
 pytestmark = pytest.mark.sweep
 
@@ -56,17 +57,19 @@ def test_places_in_bins_are_fields_as_wide_as_the_deepest_bin_needs(n, k):
     places = rng.integers(0, -(-(n - np.arange(k)) // k), size=(3, k))
     width = math.ceil(math.log2(math.ceil(n / k)))
     expected = words_by_hand([int(p) >> b & 1 for p in places.ravel() for b in range(width)])
-    words = codings.encode(bins.Bins(jnp.asarray(places, jnp.int32)), n, "bins")
+    bins = Bins(n, k)
+    words = bins.encode(jnp.asarray(places, jnp.int32))
     np.testing.assert_array_equal(words, np.array(expected, np.uint32))
-    found, inside = codings.decode(words, 3, n, k, "bins")
-    assert inside and found.positions.max() < n
-    np.testing.assert_array_equal(found.places, places)
+    assert len(words) == bins.index_words(3)
+    found, inside = bins.decode(words, 3)
+    assert inside and bins.in_block(found).max() < n
+    np.testing.assert_array_equal(found, places)
     if n % k:
-        beyond = bins.Bins(jnp.full((3, k), n // k, jnp.int32))  # of which the last bins have none
-        assert not codings.decode(codings.encode(beyond, n, "bins"), 3, n, k, "bins")[1]
+        beyond = jnp.full((3, k), n // k, jnp.int32)  # a place that the last bins do not have
+        assert not bins.decode(bins.encode(beyond), 3)[1]
 
 
-@pytest.mark.parametrize("coding", codings.INDEX_CODINGS)
+@pytest.mark.parametrize("coding", codings.CODINGS)
 @settings(deadline=None, max_examples=30)
 @given(case=positions())
 def test_words_are_those_written_by_hand_and_decode_to_the_positions(coding, case):
@@ -81,13 +84,14 @@ def test_words_are_those_written_by_hand_and_decode_to_the_positions(coding, cas
     words = codings.encode(jnp.asarray(chosen), n, coding)
 
     assert words.tolist() == expected
-    assert len(words) == codings.index_words(blocks, n, k, coding)
+    if coding == TopK(n, k).coding:
+        assert len(words) == TopK(n, k).index_words(blocks)
     decoded, sound = codings.decode(words, blocks, n, k, coding)
     assert sound
     np.testing.assert_array_equal(decoded, chosen)
 
 
-@pytest.mark.parametrize("coding", codings.INDEX_CODINGS)
+@pytest.mark.parametrize("coding", codings.CODINGS)
 @settings(deadline=None, max_examples=60)
 @given(case=positions(), data=st.data())
 def test_words_that_nobody_would_write_are_found_or_decode_to_valid_positions(coding, case, data):
@@ -118,5 +122,5 @@ def test_blocks_of_4096_cost_at_most_11_percent_more_than_entropy(k):
 def test_the_cheapest_coding_is_taken():
     for n in (7, 64, 1000):
         for k in range(1, n):
-            costs = [codings.index_bits(n, k, coding) for coding in codings.INDEX_CODINGS]
-            assert codings.index_bits(n, k, codings.cheapest(n, k)) == min(costs) <= n
+            costs = [codings.index_bits(n, k, coding) for coding in codings.CODINGS]
+            assert codings.index_bits(n, k, TopK(n, k).coding) == min(costs) <= n

@@ -1,4 +1,4 @@
-"""The collectives of a step. What several devices of a worker hold alike crosses its link once."""
+"""The collectives of a step. What several devices of a worker share crosses its link once."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
         row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
         return row.reshape(-1, x.size)
 
-    return _once(gathered_in_a_row, packet, axis_name)
+    return split_across_devices(gathered_in_a_row, packet, axis_name)
 
 
 def deal(
@@ -46,10 +46,12 @@ def deal(
         for place, name in enumerate(every):
             dealt = jax.lax.all_to_all(dealt, name, place, place, tiled=True)
         return dealt.reshape(packets.shape)
-    return _once(lambda x: jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True), packets, axis_name)
+    return split_across_devices(
+        lambda x: jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True), packets, axis_name
+    )
 
 
-def _once(collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName):
+def split_across_devices(collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName):
     """A collective along the workers, each device of which sends another part of the same words.
 
     The parts are joined inside the worker.

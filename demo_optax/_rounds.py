@@ -1,4 +1,4 @@
-"""Local steps: workers train parameters of their own, and exchange how far they came."""
+"""Rounds of several gradients with one exchange: local steps, and accumulation."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from demo_optax import axes, checks, state_checks
+from demo_optax import axes, checks, participation
 from demo_optax._decoupled_momentum import DecoupledMomentumState
-from demo_optax.arrays import BoolScalar, IntScalar
+from demo_optax.arrays import BoolScalar, IntScalar, unboxed, upcast
 from demo_optax.axes import AxisName
-from demo_optax.boxes import unboxed
-from demo_optax.numerics import all_finite, choose, upcast
+from demo_optax.participation import EXTRA_ARG, all_finite, choose
 
 
 class LocalStepsState(NamedTuple):
@@ -36,13 +35,14 @@ class LocalStepsState(NamedTuple):
     inner: optax.OptState
     outer: optax.OptState
 
+    handles_nonfinite = True
+
 
 def local_steps(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
     every: int,
     *,
-    reset_inner: bool = False,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Steps that each worker takes by itself, and one exchange at the end of each round of them.
@@ -93,9 +93,6 @@ def local_steps(
         clip with ``make_train_step(clip_norm=...)``.
       outer: any optax optimizer that exchanges over ``axis_name``.
       every: inner steps of a round, :math:`H`.
-      reset_inner: whether each round begins with a fresh inner state, counts of
-        ``optax.scale_by_learning_rate`` and of a weight decay's schedule excepted (not those of
-        ``optax.inject_hyperparams``). By default it goes on, as published.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Returns:
@@ -148,8 +145,7 @@ def local_steps(
                 "local_steps needs the shared parameters, from which workers set out, but params "
                 "is None: call update(gradient, state, params)."
             )
-        axes.size(axis_name)
-        state_checks.require_local(updates, axis_name)
+        checks.local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
         gradient, params = unboxed(updates), unboxed(params)
 
@@ -157,20 +153,19 @@ def local_steps(
         steps, inner_state = inner.update(gradient, state.inner, own, **extra_args)
         _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
-        moves = axes.on_all_devices(all_finite(gradient), axis_name)
+        moves = participation.decide(gradient, axis_name, extra_args)
         arrived = choose(moves, (displacement, inner_state), (state.displacement, state.inner))
 
         def exchange(displacement, inner_state, old):
             ended = own_parameters(params, state._replace(displacement=displacement))
             arrives = axes.on_all_devices(all_finite(ended), axis_name)
-            difference = jax.tree.map(
-                lambda d, g: jnp.where(arrives, -d, jnp.nan).astype(g.dtype), displacement, gradient
-            )
-            updates, new = outer.update(difference, old, params, **extra_args)
+            difference = jax.tree.map(lambda d, g: (-d).astype(g.dtype), displacement, gradient)
+            extra = {**extra_args, EXTRA_ARG: arrives}
+            updates, new = outer.update(difference, old, params, **extra)
             return updates, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
-                inner=restarted(inner.init(params), inner_state),
+                inner=restart_nonfinite(inner.init(params), inner_state),
                 outer=own_kept(arrives, new, old),
             )
 
@@ -179,22 +174,14 @@ def local_steps(
             return none, LocalStepsState(state.mini_step + 1, displacement, inner_state, old)
 
         args = *arrived, state.outer
-        branches = axes.branches_alike(exchange, go_on, *args)
+        branches = axes.branches_of_one_type(exchange, go_on, *args)
         updates, new = jax.lax.cond(state.mini_step >= every - 1, *branches, *args)
         return structure.unflatten(jax.tree.leaves(updates)), new
 
-    def restarted(fresh, inner_state):
-        """A fresh inner state, or the one that went on, with schedules where they are."""
-        floats = [x for x in jax.tree.leaves(inner_state) if jnp.issubdtype(x.dtype, jnp.floating)]
-        goes_on = axes.on_all_devices(all_finite(floats) & (not reset_inner), axis_name)
-
-        scheduled = optax.add_decayed_weights(optax.constant_schedule(0.0))
-        schedules = optax.ScaleByScheduleState, type(scheduled.init(()))
-
-        def leaf(old, new):
-            return old if isinstance(old, schedules) else choose(goes_on, old, new)
-
-        return jax.tree.map(leaf, inner_state, fresh, is_leaf=lambda x: isinstance(x, schedules))
+    def restart_nonfinite(fresh, inner_state):
+        """A fresh inner state where a worker's own is not finite."""
+        finite = axes.on_all_devices(all_finite(inner_state), axis_name)
+        return choose(finite, inner_state, fresh)
 
     def own_kept(arrives, new, old):
         """A new outer state; what a worker has of its own stays where it sends nothing."""
@@ -291,3 +278,71 @@ def _require_no_exchange(steps, axis_name: AxisName) -> None:
             "that no worker goes a way of its own: give inner an ordinary optimizer, such as "
             "optax.adamw, and let outer exchange."
         )
+
+
+def multi_steps(
+    tx: optax.GradientTransformation, every: int
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.MultiSteps`` for optimizers that exchange: local means, then one step of all workers.
+
+    For loops that call the optimizer once for each microbatch. Each worker accumulates its own
+    gradients, and nothing is sent until the last of ``every`` calls, on which all workers step
+    together. `demo_optax.make_train_step` with ``microbatches`` needs less memory.
+
+    Args:
+      tx: any optax transformation that exchanges.
+      every: calls for one step of ``tx``.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs`` with the state of ``optax.MultiSteps``. Updates
+      are zero on all calls but the last. Gradients are averaged in float32 or wider.
+
+    Example:
+      >>> tx = multi_steps(optax.sgd(1.0), every=2)
+      >>> state = tx.init(jnp.zeros(()))
+      >>> first, state = tx.update(jnp.float32(1.0), state)
+      >>> second, state = tx.update(jnp.float32(3.0), state)
+      >>> float(first), float(second)
+      (0.0, -2.0)
+    """
+    checks.static_integer("every", every, at_least=1)
+    tx = optax.with_extra_args_support(tx)
+
+    def init_fn(params):
+        zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), params)
+        zero = jnp.zeros((), jnp.int32)
+        return optax.MultiStepsState(zero, zero, tx.init(params), zeros, skip_state=())
+
+    def update_fn(updates, state, params=None, **extra_args):
+        extra_args.pop(EXTRA_ARG, None)  # which is of this call's gradient, not of the mean
+        calls = (state.mini_step + 1).astype(jnp.float32)
+        mean = jax.tree.map(
+            lambda m, g: m + (g.astype(m.dtype) - m) / calls.astype(m.dtype),
+            state.acc_grads,
+            updates,
+        )
+
+        def step(mean, inner):
+            gradient = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, updates)
+            return tx.update(gradient, inner, params, **extra_args)
+
+        def wait(_, inner):
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stepped[0]), inner
+
+        stepped = jax.eval_shape(step, mean, state.inner_opt_state)
+        last = state.mini_step == every - 1
+        new, inner = jax.lax.cond(
+            last,
+            *axes.branches_of_one_type(step, wait, mean, state.inner_opt_state),
+            mean,
+            state.inner_opt_state,
+        )
+        return new, optax.MultiStepsState(
+            mini_step=(state.mini_step + 1) % every,
+            gradient_step=state.gradient_step + last.astype(jnp.int32),
+            inner_opt_state=inner,
+            acc_grads=jax.tree.map(lambda m: jnp.where(last, jnp.zeros_like(m), m), mean),
+            skip_state=(),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

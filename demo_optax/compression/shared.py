@@ -1,0 +1,152 @@
+"""Positions that every worker knows from the step alone, so that none travel (FlexDeMo).
+
+All workers send the same coefficients: the mean over the senders is the mean over all workers (From
+et al., arXiv 2502.06728). A set has its own positions in each block. A run is the same in all
+blocks and costs slices where a set costs gathers and scatters.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Shaped
+
+from demo_optax.arrays import IntScalar
+from demo_optax.compression import sparse
+from demo_optax.compression.transforms import DRAW, key_of
+
+_slice = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
+_put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSet:
+    """Sends ``k`` of ``n`` coefficients at positions that follow from the step.
+
+    Attributes:
+      n: coefficients of a block.
+      k: how many of them are sent.
+      rule: ``"random"`` draws ``k`` positions, shifted by another random offset in each block;
+        ``"striding"`` takes every ``n / k``-th and moves on by one each step.
+      seed: of the draw.
+      stream: number of the section, so that each draws other positions.
+    """
+
+    n: int
+    k: int
+    rule: str
+    seed: int
+    stream: int
+    travels = False
+    take = staticmethod(sparse.take)
+    add = staticmethod(sparse.add)
+
+    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} k"]:
+        """The positions of a step, unique in each block."""
+        if self.rule == "striding":
+            places = jnp.asarray(np.arange(self.k) * self.n // self.k, jnp.int32)
+            return jnp.broadcast_to((places + step % self.n) % self.n, (blocks, self.k))
+        draw, shift = jax.random.split(_key(self, step))
+        chosen = jax.random.permutation(draw, self.n)[: self.k]
+        offsets = jax.random.randint(shift, (blocks, 1), 0, self.n)
+        return (chosen[None] + offsets).astype(jnp.int32) % self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedRun:
+    """Sends a run of ``k`` of ``n`` coefficients, the same in all blocks.
+
+    Its positions are the run's start, once for each block.
+
+    Attributes:
+      n: coefficients of a block.
+      k: how many of them are sent.
+      rule: ``"random-slicing"`` starts anywhere; ``"slicing"`` moves on by ``k`` each step, so that
+        it visits every coefficient within ``ceil(n / k)`` steps.
+      seed: of the draw.
+      stream: number of the section, so that each draws another start.
+    """
+
+    n: int
+    k: int
+    rule: str
+    seed: int
+    stream: int
+    travels = False
+
+    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 1"]:
+        """The start of a step's run; behind the block's end come its first coefficients."""
+        if self.rule == "slicing":  # step * k modulo n, which no long run overflows
+            start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
+        else:
+            start = jax.random.randint(_key(self, step), (), 0, self.n)
+        return jnp.broadcast_to(start.astype(jnp.int32), (blocks, 1))
+
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], starts: Int32[Array, "blocks 1"]
+    ) -> Shaped[Array, "blocks k"]:
+        """The elements of the run in each block."""
+        last, beyond = self._ends(starts)
+        both = jnp.concatenate([_slice(blocks, last, self.k), blocks[:, : self.k]], axis=1)
+        return _slice(both, beyond, self.k)
+
+    def add(
+        self,
+        blocks: Float[Array, "blocks n"],
+        starts: Int32[Array, "blocks 1"],
+        values: Float[Array, "blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds values to the run in each block."""
+        values = values.astype(blocks.dtype)
+        last, beyond = self._ends(starts)
+        both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=1)
+        at_last, at_front = jnp.split(_put(both, values, beyond), 2, axis=1)
+        blocks = _put(blocks, _slice(blocks, last, self.k) + at_last, last)
+        return _put(blocks, blocks[:, : self.k] + at_front, 0)
+
+    def _ends(self, starts: Int32[Array, "blocks 1"]) -> tuple[IntScalar, IntScalar]:
+        """Where the last ``k`` elements begin, or the run before them; how far it goes beyond."""
+        start = starts[0, 0]
+        last = jnp.minimum(start, self.n - self.k)
+        return last, start - last
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """Sends all ``n`` coefficients of a block."""
+
+    n: int
+    travels = False
+
+    @property
+    def k(self) -> int:
+        return self.n
+
+    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 0"]:
+        """None are needed."""
+        del step
+        return jnp.zeros((blocks, 0), jnp.int32)
+
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]
+    ) -> Shaped[Array, "blocks n"]:
+        """All elements."""
+        del positions
+        return blocks
+
+    def add(
+        self,
+        blocks: Float[Array, "blocks n"],
+        positions: Int32[Array, "blocks 0"],
+        values: Float[Array, "blocks n"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds a value to every element."""
+        del positions
+        return blocks + values.astype(blocks.dtype)
+
+
+def _key(selector: SharedSet | SharedRun, step: IntScalar) -> jax.Array:
+    return jax.random.fold_in(key_of(selector.seed, step, DRAW), selector.stream)

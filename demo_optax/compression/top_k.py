@@ -1,0 +1,257 @@
+"""The ``k`` largest coefficients of each block, and the codings of their ascending positions.
+
+========== =============================================== ================================
+coding     bits per block of ``n``                         cheapest for
+========== =============================================== ================================
+packed     ``k ceil(log2 n)``                              the smallest ``k``
+elias-fano ``k l + k + ceil(n / 2**l) - 1``,               in between
+           with ``l = floor(log2(n / k))``
+bitmap     ``n``                                           about a quarter of ``n`` and more
+========== =============================================== ================================
+
+Elias-Fano sends the low ``l`` bits of each position unchanged, and the high parts, which ascend
+slowly, in unary: a bitmap in which the i-th position sets bit ``high + i``. A block's bitmap travels
+as whole words, and its remainder as one shorter field.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped, UInt32
+
+from demo_optax.arrays import BoolScalar
+from demo_optax.compression import sparse
+from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
+
+CODINGS = "packed", "elias-fano", "bitmap"
+
+_STRANDS = 8
+_GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
+_AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Sends the ``k`` largest coefficients of a block of ``n``, positions ascending."""
+
+    n: int
+    k: int
+    travels = True
+
+    @property
+    def workers_at_once(self) -> int:
+        """Workers whose messages are decoded together."""
+        return max(_AT_ONCE // self.k, 1)
+
+    @property
+    def coding(self) -> str:
+        """The coding of the positions with the fewest bits.
+
+        Example:
+          >>> [TopK(4096, k).coding for k in (1, 8, 2048)]
+          ['packed', 'elias-fano', 'bitmap']
+        """
+        return min(CODINGS, key=lambda coding: index_bits(self.n, self.k, coding))
+
+    def index_words(self, blocks: int) -> int:
+        """Words that the positions of some blocks take."""
+        low, bitmap = _fields(self.n, self.k, self.coding)
+        return (
+            words_of(blocks * self.k, low) + blocks * (bitmap // 32) + words_of(blocks, bitmap % 32)
+        )
+
+    def select(self, coefficients: Float[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
+        """Positions of the largest magnitudes of each block, exactly."""
+        # In float32, the only dtype that XLA's fast paths take.
+        magnitudes = jnp.abs(coefficients.astype(jnp.float32))
+        slow = ["cpu"] if self.k <= _GPU_KERNEL_K else ["cpu", "cuda", "rocm"]
+        chosen = jax.lax.platform_dependent(
+            magnitudes,
+            default=self._by_kernel,
+            **dict.fromkeys(slow, self._by_strands),
+        )
+        return jnp.sort(chosen, axis=-1)
+
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks k"]
+    ) -> Shaped[Array, "blocks k"]:
+        """The elements at these positions."""
+        return sparse.take(blocks, positions)
+
+    def add(
+        self,
+        blocks: Float[Array, "blocks n"],
+        positions: Int32[Array, "blocks k"],
+        values: Float[Array, "blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds values at these positions."""
+        return sparse.add(blocks, positions, values)
+
+    def add_all(
+        self,
+        blocks: Float[Array, "blocks n"],
+        positions: Int32[Array, "workers blocks k"],
+        values: Float[Array, "workers blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds the values of several workers, one worker after the other."""
+        return sparse.add_all(blocks, positions, values)
+
+    def senders(
+        self, positions: Int32[Array, "workers blocks k"], counted: Bool[Array, "workers 1 1"]
+    ) -> Float32[Array, "workers blocks k"]:
+        """How many of the workers that count sent each of these coefficients."""
+        return sparse.senders(positions, counted)
+
+    def encode(self, positions: Int32[Array, "blocks k"]) -> UInt32[Array, "words"]:
+        """Packs ascending positions into words."""
+        return encode(positions, self.n, self.coding)
+
+    def decode(
+        self, words: UInt32[Array, "words"], blocks: int
+    ) -> tuple[Int32[Array, "blocks k"], BoolScalar]:
+        """Unpacks untrusted words: positions, and whether they ascend and lie in the block."""
+        return decode(words, blocks, self.n, self.k, self.coding)
+
+    def harmless(self) -> Int32[Array, "k"]:
+        """Positions in the block, for those of a worker that does not count."""
+        return jnp.arange(self.k, dtype=jnp.int32)
+
+    def _by_kernel(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
+        return jax.lax.top_k(magnitudes, self.k)[1]
+
+    def _by_strands(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
+        """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
+        if self.n % _STRANDS or self.n // _STRANDS < 4 * self.k:
+            return self._by_kernel(magnitudes)
+        return largest_by_strands(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
+
+
+def largest_by_strands(
+    magnitudes: Float32[Array, "blocks n"],
+    largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
+) -> Int32[Array, "blocks _k"]:
+    """The positions of the largest, by two selections in shorter rows.
+
+    A strand is every ``n / 8``-th element. The strands with the largest maxima hold the largest
+    elements.
+    """
+    width = magnitudes.shape[1] // _STRANDS
+    rows = [magnitudes[:, i * width : (i + 1) * width] for i in range(_STRANDS)]
+    strands = largest(functools.reduce(jnp.maximum, rows))
+    candidates = strands[:, None, :] + width * jnp.arange(_STRANDS, dtype=jnp.int32)[None, :, None]
+    candidates = candidates.reshape(len(magnitudes), -1)
+    return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
+
+
+def index_bits(n: int, k: int, coding: str) -> int:
+    """Bits for the positions of one block."""
+    low, bitmap = _fields(n, k, coding)
+    return k * low + bitmap
+
+
+def entropy_bits(n: int, k: int) -> float:
+    """``log2`` of the number of ways to choose ``k`` of ``n``: what no coding can beat."""
+    return math.log2(math.comb(n, k))
+
+
+def encode(
+    positions: Int32[Array, "blocks k"], n: int, coding: str
+) -> UInt32[Array, "words"]:
+    """Packs positions, ascending in each block, by one of `CODINGS`."""
+    k = positions.shape[1]
+    low_bits, size = _fields(n, k, coding)
+    low = positions.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
+    bitmap = _bitmap((positions >> low_bits) + _shift(k, coding), size)
+    whole, rest = bitmap[:, : size // 32], bitmap[:, size // 32 :]
+    return jnp.concatenate(
+        [pack_bits(low, low_bits), whole.reshape(-1), pack_bits(rest, size % 32)]
+    )
+
+
+def decode(
+    words: UInt32[Array, "words"], blocks: int, n: int, k: int, coding: str
+) -> tuple[Int32[Array, "{blocks} {k}"], BoolScalar]:
+    """Unpacks untrusted words: positions, and whether they ascend in each block and lie in it."""
+    low_bits, size = _fields(n, k, coding)
+    for_low = words_of(blocks * k, low_bits)
+    low, whole, rest = jnp.split(words, [for_low, for_low + blocks * (size // 32)])
+    positions = unpack_bits(low, low_bits, blocks * k).reshape(blocks, k).astype(jnp.int32)
+    complete = jnp.array(True)
+    if size:
+        bitmap = [whole.reshape(blocks, size // 32)]
+        if size % 32:
+            bitmap.append(unpack_bits(rest, size % 32, blocks)[:, None])
+        ones, complete = _positions_of_ones(jnp.concatenate(bitmap, axis=1), k)
+        positions |= (ones - _shift(k, coding)) << low_bits
+    ascending = jnp.all(positions[:, 1:] > positions[:, :-1])
+    inside = jnp.all((positions >= 0) & (positions < n))
+    return positions, complete & ascending & inside
+
+
+def _fields(n: int, k: int, coding: str) -> tuple[int, int]:
+    """``(bits of each low part, bits of the block's bitmap)``."""
+    low = (n // k).bit_length() - 1
+    return {
+        "packed": ((n - 1).bit_length(), 0),
+        "elias-fano": (low, k + -(-n >> low) - 1),
+        "bitmap": (0, n),
+    }[coding]
+
+
+def _shift(k: int, coding: str) -> Int32[Array, "1 {k}"]:
+    """What Elias-Fano adds to high parts, so that equal ones set different bits; else zeros."""
+    steps = jnp.arange(k, dtype=jnp.int32)[None]
+    return steps if coding == "elias-fano" else jnp.zeros_like(steps)
+
+
+def _is_dense(k: int, size: int) -> bool:
+    """Whether bits one by one cost less than comparing ``k`` places with all words."""
+    return k * size // 32 > 4096
+
+
+def _bitmap(ones: Int[Array, "blocks k"], size: int) -> UInt32[Array, "blocks words"]:
+    """The ``ceil(size / 32)`` words in which these bits are set."""
+    if _is_dense(ones.shape[1], size):
+        bits = jnp.zeros((len(ones), -(-size // 32) * 32), jnp.uint32)
+        bits = bits.at[jnp.arange(len(ones))[:, None], ones].set(1, unique_indices=True)
+        return pack_bits(bits, 1).reshape(len(ones), -1)
+    words = jnp.arange(-(-size // 32))[None, None]
+    bits = jnp.uint32(1) << (ones % 32).astype(jnp.uint32)
+    own = ones[:, :, None] // 32 == words
+    return jnp.sum(jnp.where(own, bits[:, :, None], jnp.uint32(0)), 1, jnp.uint32)
+
+
+def _positions_of_ones(
+    bitmap: UInt32[Array, "blocks words"], k: int
+) -> tuple[Int32[Array, "blocks {k}"], BoolScalar]:
+    """Where the words of each block have their ``k`` ones, and whether all blocks have ``k``."""
+    blocks, size = bitmap.shape[0], 32 * bitmap.shape[1]
+    if _is_dense(k, size):
+        bits = unpack_bits(bitmap.reshape(-1), 1, blocks * size).reshape(blocks, size)
+        rank = jnp.cumsum(bits.astype(jnp.int32), axis=1) - 1
+        slot = jnp.where(bits == 1, rank, k)  # a slot of k or more is dropped
+        places = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], bits.shape)
+        found = jnp.zeros((blocks, k), jnp.int32)
+        found = found.at[jnp.arange(blocks)[:, None], slot].set(places, mode="drop")
+        return found, jnp.all(rank[:, -1] == k - 1)
+    words = jnp.arange(bitmap.shape[1])[None, None]
+    counts = jax.lax.population_count(bitmap).astype(jnp.int32)
+    through = jnp.cumsum(counts, axis=1)
+    rank = jnp.arange(k, dtype=jnp.int32)[None]
+    word = jnp.sum(through[:, None] <= rank[:, :, None], 2, jnp.int32)
+    own = word[:, :, None] == words
+    rank -= jnp.sum(jnp.where(own, (through - counts)[:, None], 0), 2, jnp.int32)
+    bits = jnp.sum(jnp.where(own, bitmap[:, None], jnp.uint32(0)), 2, jnp.uint32)
+    place = jnp.zeros_like(rank)
+    for width in (16, 8, 4, 2, 1):
+        below = bits & jnp.uint32((1 << width) - 1)
+        inside = jax.lax.population_count(below).astype(jnp.int32)
+        above = rank >= inside
+        bits = jnp.where(above, bits >> width, below)
+        rank -= jnp.where(above, inside, 0)
+        place += jnp.where(above, width, 0)
+    return 32 * word + place, jnp.all(through[:, -1] == k)

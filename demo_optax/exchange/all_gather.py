@@ -1,0 +1,76 @@
+"""The exchange by one all-gather: every worker averages all packets."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from demo_optax import axes, checks
+from demo_optax.axes import AxisName
+from demo_optax.compression import Plan
+from demo_optax.compression.packet import Layout, Origin, open_heads
+from demo_optax.exchange import collectives
+from demo_optax.exchange.averaging import average, largest_norm
+from demo_optax.exchange.protocol import Aggregate, Mean, Sent, Taken, Traffic
+from demo_optax.metrics import ExchangeMetrics, summarise
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """Every worker gets all packets and averages them: traffic that grows with their number.
+
+    Attributes:
+      axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
+        tuple of names for workers along several axes; None for a single worker.
+      norm_limit: largest norm of a worker's message, as a multiple of the median of all workers'
+        messages; what is more stays in its momentum. It bounds what one broken or malicious worker
+        can do. Of a worker with sharded parameters, each shard's. None sets no limit.
+
+    Example:
+      >>> import demo_optax
+      >>> tx = demo_optax.demo(1e-3, exchange=AllGather("data", norm_limit=10.0))
+    """
+
+    axis_name: AxisName = None
+    norm_limit: float | None = None
+
+    def __post_init__(self):
+        axes.names(self.axis_name)
+        if self.norm_limit is not None:
+            checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
+
+    def owners(self) -> int:
+        """One packet holds the whole message."""
+        return 1
+
+    def layout(self, plan: Plan) -> Layout:
+        """Of a worker's packet."""
+        return Layout(plan.sections)
+
+    def init(self, plan: Plan) -> tuple[()]:
+        """Nothing is kept."""
+        del plan
+        return ()
+
+    def exchange(
+        self, plan: Plan, sent: Sent, state: tuple[()], last: ExchangeMetrics, mean: Mean
+    ) -> Aggregate:
+        """Gathers all packets and averages them (see `Exchange.exchange`)."""
+        layout = self.layout(plan)
+        packets = collectives.gather(sent.packets[0], self.axis_name)
+        numbers = jnp.arange(len(packets), dtype=jnp.int32)
+        headers, _, intact = open_heads(layout, packets, Origin(sent.step, numbers))
+        largest = largest_norm(headers, intact, self.norm_limit)
+        means, weights = average(layout, packets, intact, sent.message.positions, largest, mean)
+        counted = weights > 0
+        factor = sent.factor * weights[axes.index(self.axis_name)]
+        return Aggregate(
+            mean=means,
+            taken=[Taken(sent.message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])],
+            state=state,
+            metrics=summarise(headers, counted, jnp.where(counted, packets[:, 0], 0), last),
+        )
+
+    def traffic(self, plan: Plan, workers: int) -> Traffic:
+        """A packet to each of the others, and one from each of them."""
+        packet, others = 4 * self.layout(plan).words, workers - 1
+        return Traffic(packet, packet * others, others)

@@ -1,0 +1,148 @@
+"""The exchange delayed by one step, around another one: its latency hides behind the compute."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from demo_optax import axes
+from demo_optax.axes import AxisName
+from demo_optax.compression import Compression, Plan
+from demo_optax.compression.packet import Layout, Message, Origin, Packets, merge_rows, open_heads
+from demo_optax.exchange.averaging import read
+from demo_optax.exchange.protocol import (
+    Aggregate,
+    Exchange,
+    Mean,
+    Sent,
+    Taken,
+    Traffic,
+    own_numbers,
+)
+from demo_optax.metrics import ExchangeMetrics
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class PacketFormat:
+    """What it takes to decode the pending packets: a static node, which checkpoints describe.
+
+    Attributes:
+      compression: the settings.
+      shapes: of the tensors.
+      extra: words that the exchange puts behind the header.
+      multiple: of which a packet's length is one, in words.
+    """
+
+    compression: Compression
+    shapes: tuple[tuple[int, ...], ...]
+    extra: int
+    multiple: int
+
+
+class DelayedState(NamedTuple):
+    """What a delayed exchange keeps.
+
+    Attributes:
+      pending: uint32 ``(owners, words)``, the packets of the last step; each worker its own.
+      subtracted: float32 scalar, the part of their message that has left the momentum; each worker
+        its own.
+      inner: state of the exchange inside.
+      format: static, of the pending packets.
+    """
+
+    pending: Packets
+    subtracted: Float32[Array, ""]
+    inner: Any
+    format: PacketFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    r"""Exchanges the packets of the last step while this one computes its gradient.
+
+    A message leaves the momentum when it is sent, and counts a step later:
+
+    .. math::
+        m_t &\leftarrow \beta m_{t-1} + w\, T(g_t) \\
+        q_t &= \mathrm{select}(m_t), \quad m_t \leftarrow m_t - \alpha\, q_t
+            + \alpha\, (1 - c_{t-1})\, q_{t-1} \\
+        u_t &= T^{-1}(\mathrm{mean}(q_{t-1}))
+
+    :math:`c_{t-1}` is the part of the last message that has counted: 1, or less where the packet
+    was damaged or its norm limited. What has not counted goes back.
+
+    Attributes:
+      inner: the exchange that is delayed.
+
+    Example:
+      >>> import demo_optax
+      >>> delayed = Delayed(demo_optax.AllGather("data"))
+      >>> tx = demo_optax.demo_scaled(1e-3, exchange=delayed)
+    """
+
+    inner: Exchange
+
+    def __post_init__(self):
+        if isinstance(self.inner, Delayed):
+            raise ValueError(
+                "Delayed(Delayed(...)) would wait for two steps, but the delay is one step: leave "
+                "one of them out."
+            )
+
+    @property
+    def axis_name(self) -> AxisName:
+        """That of the exchange inside."""
+        return self.inner.axis_name
+
+    def owners(self) -> int:
+        """As the exchange inside."""
+        return self.inner.owners()
+
+    def layout(self, plan: Plan) -> Layout:
+        """As the exchange inside."""
+        return self.inner.layout(plan)
+
+    def init(self, plan: Plan) -> DelayedState:
+        """Packets that count nowhere."""
+        layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
+        none = jnp.zeros((self.owners(), layout.words), jnp.uint32)
+        own = axes.as_varying((none, jnp.zeros((), jnp.float32)), self.axis_name)
+        sent_as = PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
+        return DelayedState(*own, self.inner.init(plan), sent_as)
+
+    def exchange(
+        self, plan: Plan, sent: Sent, state: DelayedState, last: ExchangeMetrics, mean: Mean
+    ) -> Aggregate:
+        """Exchanges the packets of the call before (see `Exchange.exchange`)."""
+        origin = Origin(sent.step - 1, own_numbers(len(state.pending), self.axis_name))
+        message = decode_pending(plan, self.layout(plan), state.pending, origin)
+        pending = Sent(state.pending, message, state.subtracted, origin.step)
+        found = self.inner.exchange(plan, pending, state.inner, last, mean)
+        (counted,) = found.taken
+        now = [jnp.full((s.blocks, 1), sent.factor) for s in plan.sections]
+        back = [part - state.subtracted for part in counted.factors]
+        return found._replace(
+            taken=[Taken(sent.message, now), Taken(counted.message, back, delay=1)],
+            state=DelayedState(sent.packets, sent.factor, found.state, state.format),
+            delay=1,
+        )
+
+    def traffic(self, plan: Plan, workers: int) -> Traffic:
+        """That of the exchange inside, beside the compute."""
+        return self.inner.traffic(plan, workers)._replace(overlaps=True)
+
+
+def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
+    """What a worker sealed in its packets; zeros where it was not to count, or is damaged."""
+    _, _, intact = open_heads(layout, packets, origin)
+    found = read(layout, packets, intact).message
+    blocks = [section.blocks for section in plan.sections]
+    shared = plan.shared_positions(origin.step)
+    positions = [
+        merge_rows(x, n) if at is None else at
+        for at, x, n in zip(shared, found.positions, blocks, strict=True)
+    ]
+    return Message(tuple(positions), tuple(map(merge_rows, found.values, blocks)))

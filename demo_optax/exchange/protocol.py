@@ -1,0 +1,174 @@
+"""What an exchange is: how the workers' messages become the same aggregate on all of them.
+
+To add one, write a frozen dataclass with the methods of `Exchange` in a file of this folder, and
+name it in ``demo_optax/__init__.py``. Nothing else in the library asks which exchange it has.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from demo_optax import axes
+from demo_optax.arrays import Coefficients, IntScalar
+from demo_optax.axes import AxisName
+from demo_optax.compression import Plan
+from demo_optax.compression.packet import Layout, Message, Packets
+from demo_optax.metrics import ExchangeMetrics
+
+Mean = Literal["senders", "workers"]
+MEANS = get_args(Mean)
+
+
+class Sent(NamedTuple):
+    """What a worker hands to an exchange.
+
+    Attributes:
+      packets: sealed, one for each owner of a share of the blocks.
+      message: what the others decode of them.
+      factor: the part of it that leaves the momentum where it counts; 0 if it must not count.
+      step: in which the packets were sealed.
+    """
+
+    packets: Packets
+    message: Message
+    factor: Float32[Array, ""]
+    step: IntScalar
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["positions", "values"],
+    meta_fields=["selector"],
+)
+@dataclasses.dataclass(frozen=True)
+class SparseSum:
+    """The aggregate of a section as a sum of sparse terms, which `dense` adds up in their order.
+
+    Attributes:
+      positions: int32 ``(terms, blocks, places)``.
+      values: float32 ``(terms, blocks, k)``.
+      selector: what the positions mean.
+    """
+
+    positions: Array
+    values: Array
+    selector: Any
+
+    def dense(self) -> Coefficients:
+        """The coefficients ``(blocks, n)``, zero where nobody sent any."""
+        blocks = self.values.shape[1]
+        zeros = axes.varying_like(jnp.zeros((blocks, self.selector.n), jnp.float32), self.values)
+        if len(self.values) == 1:
+            return self.selector.add(zeros, self.positions[0], self.values[0])
+        return self.selector.add_all(zeros, self.positions, self.values)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["message", "factors"], meta_fields=["delay"]
+)
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A message of a worker, and the part of it that leaves its momentum.
+
+    Attributes:
+      message: as the others decode it.
+      factors: for each section, of every block.
+      delay: steps since it was sent.
+    """
+
+    message: Message
+    factors: Sequence[Float32[Array, "_blocks 1"]]
+    delay: int = 0
+
+    def rows(self) -> list[tuple[Array, Array, Array]]:
+        """For each section positions, values and factors, a row for each block."""
+        return list(zip(*self.message, self.factors, strict=True))
+
+
+class Aggregate(NamedTuple):
+    """What an exchange gives every worker.
+
+    Attributes:
+      mean: for each section, the same on all workers.
+      taken: what leaves this worker's momentum.
+      state: what the exchange keeps for its next call.
+      metrics: of the step.
+      delay: steps since the messages were sent that ``mean`` is of.
+    """
+
+    mean: Sequence[SparseSum]
+    taken: Sequence[Taken]
+    state: Any
+    metrics: ExchangeMetrics
+    delay: int = 0
+
+
+class Traffic(NamedTuple):
+    """What one exchange costs a worker's link.
+
+    Attributes:
+      sent: bytes that the worker hands to its collectives.
+      received: bytes that it gets from the others.
+      rounds: of latency, with collectives taken as rings.
+      overlaps: whether the exchange runs beside the next step's compute.
+    """
+
+    sent: int
+    received: float
+    rounds: int
+    overlaps: bool = False
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """How the workers' messages become the same aggregate on all of them.
+
+    No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
+    its selector may not send, or with a value or an energy that is not finite counts as absent, on
+    all workers that count the same steps. A worker at another step rejects all other packets.
+    """
+
+    @property
+    def axis_name(self) -> AxisName:
+        """The workers' axis or axes; None for a single worker."""
+        ...
+
+    def owners(self) -> int:
+        """Packets into which a worker divides its message, one for each owner of some blocks."""
+        ...
+
+    def layout(self, plan: Plan) -> Layout:
+        """Of one of these packets."""
+        ...
+
+    def init(self, plan: Plan) -> Any:
+        """What the exchange keeps between calls, before the first."""
+        ...
+
+    def exchange(
+        self, plan: Plan, sent: Sent, state: Any, last: ExchangeMetrics, mean: Mean
+    ) -> Aggregate:
+        """Gives every worker the mean of the workers' messages.
+
+        Args:
+          plan: of the tensors, the same on all workers.
+          sent: this worker's packets.
+          state: of the call before.
+          last: metrics of the call before.
+          mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that count.
+        """
+        ...
+
+    def traffic(self, plan: Plan, workers: int) -> Traffic:
+        """What a call costs among so many workers."""
+        ...
+
+
+def own_numbers(owners: int, axis_name: AxisName) -> Array:
+    """The numbers of a worker's packets among those of all, int32 ``(owners,)``."""
+    return axes.index(axis_name) * owners + jnp.arange(owners, dtype=jnp.int32)
