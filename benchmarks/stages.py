@@ -52,9 +52,7 @@ def main() -> None:
         for values in args.value_coding:
             compression = demo_optax.Compression(k, value_coding=values, selection=args.selection)
             times = stages(compression, tensors)
-            print(
-                f"k={k:<3} {values:8}" + "".join(f"{t / count:10.3f}" for t in times), flush=True
-            )
+            print(f"k={k:<3} {values:8}" + "".join(f"{t / count:10.3f}" for t in times), flush=True)
 
 
 def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> list[float]:
@@ -97,9 +95,7 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         return found._replace(mean=[x.dense() for x in found.mean])
 
     def inverse(coefficients):
-        return by_part(
-            lambda part, own: part.to_tensors(part.inverse(own, zero)), coefficients
-        )
+        return by_part(lambda part, own: part.to_tensors(part.inverse(own, zero)), coefficients)
 
     blocks = jax.jit(blocks_of)(tensors)
     coefficients = jax.jit(transform)(blocks)

@@ -196,12 +196,14 @@ def decoupled_momentum(
 
         def accumulate_and_select(part: Part, after, gradient, stored, shared):
             # Transform: c = T(g)
-            coefficients = part.transform(part.blocks(after(gradient)), step)
+            gradient, stored = after(gradient, stored)
+            coefficients = part.transform(part.blocks(gradient), step)
 
             # Accumulate: m <- beta m + w c
             momenta = part.rebase(part.momenta(stored), step)
             new = accumulate(momenta, part.split(coefficients), participates, weight_at(step))
             momenta, health = participation.reset_nonfinite_blocks(new)
+            momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
 
             # Select: q = top_k(m)
             selected = part.select(momenta, shared)
@@ -226,14 +228,15 @@ def decoupled_momentum(
 
         def subtract(part: Part, after, momenta, taken):
             # Subtract: m <- m - alpha q
-            for message, own in zip(aggregate.taken, after(taken), strict=True):
+            taken, momenta = after(taken, momenta)
+            for message, own in zip(aggregate.taken, taken, strict=True):
                 momenta = part.subtract(momenta, own, step, message.delay)
             stored = part.stored(momenta)
             return (stored,), stored
 
         def invert(part: Part, after, mean):
             # Inverse: u = T^-1 mean(q_1, ..., q_N)
-            coefficients = [x.dense() for x in after(mean)]
+            coefficients = [x.dense() for x in after(mean)[0]]
             tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
             return (tensors,), tensors
 

@@ -130,6 +130,17 @@ def step_of_base(participants: IntScalar, updates, new, old):
     return updates, stay(new, old)
 
 
+def rest_without_anyone(updates, participants: list[IntScalar]):
+    """The updates; zeros on a step on which no worker took part in any of some exchanges.
+
+    For a base that stands behind `decoupled_momentum` in a chain made by hand.
+    """
+    if not participants:
+        return updates
+    anyone = jnp.any(jnp.stack(participants) > 0)
+    return jax.tree.map(lambda u: jnp.where(anyone, u, jnp.zeros_like(u)), updates)
+
+
 def keep_own(new, old, is_own, participates: BoolScalar):
     """A worker's new state, with the old entries of what is its own where it sits the step out.
 

@@ -29,68 +29,69 @@ def describe(
     axis_name: AxisName,
     param_specs,
 ) -> dict:
-    """Describes a state, of arrays or shapes. A restore compares it with the state it needs.
+    """Describes a state, of arrays or shapes. A restore compares it with the state that it needs.
 
     Returns:
-      ``format``; the number of ``workers``; for each `DecoupledMomentumState`, by its path:
+      ``format``, the number of ``workers``, and for each `DecoupledMomentumState`, by its path:
 
-      * ``coordinates`` of its momentum;
-      * ``momenta``: for each leaf its ``name``, and the ``shape`` and the ``shards`` along every
-        dimension of its parameter (None and none where ``optax.flatten`` made one vector of all);
-        ``cuts`` lists the inner axes that cut each dimension;
-      * ``kept``: for each leaf of the exchange's state its ``name``, its ``shape`` and the
-        ``axes`` inside a worker, ``[number, size]``, along which the devices hold their own;
-      * ``pending``: the format of the pending packets of a delayed exchange, or None.
+      * ``momenta``: for each leaf its coordinates, and the shape of its parameter, None where
+        ``optax.flatten`` made one vector of all; the shards along each dimension, and the axes
+        inside a worker that cut it;
+      * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
+        worker along which devices hold their own;
+      * ``pending``: the format of pending packets, None without any.
 
-      Numbers of inner axes count those of the mesh that cut a parameter. They matter only where an
-      exchange keeps something, and are left out elsewhere.
+      Axes are numbered in the order of the mesh, and ``cuts`` empty where nothing is kept.
     """
-    specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    pairs = list(zip(_leaves(unboxed(params)), jax.tree.leaves(specs), strict=True))
-    spec_of = {path: (x.shape, spec) for (path, x), spec in pairs}
-    cut = {name for _, spec in pairs for name in shards.axes_of(spec)}
+    specs = jax.tree.leaves(shards.leaf_specs(params, param_specs, mesh, axis_name))
+    leaves = jax.tree.leaves_with_path(unboxed(params))
+    found = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
+    cut = {name for spec in specs for name in shards.axes_of(spec)}
     inner = [name for name in mesh.axis_names if name in cut]
     state_specs = layout.state_specs(tx, params, mesh, axis_name, param_specs)
-    placed = dict(_leaves(state_specs))
+    spec_of = dict(jax.tree.leaves_with_path(state_specs))
 
-    def momentum(path, kept) -> dict:
-        shape, spec = spec_of.get(path, (None, ()))
+    def momentum(path, node, inside, kept) -> dict:
+        shape, spec = found.get(inside, (None, ()))
         cuts = [[inner.index(name) for name in axes.names(entry)] for entry in spec]
         return {
+            "name": f"{keystr(path)}.momentum{keystr(inside)}",
+            "count": f"{keystr(path)}.count",
+            "coordinates": dataclasses.asdict(node.coordinates),
             "shape": shape,
-            "shards": () if shape is None else shards.counts(shape, spec, mesh),
+            "shards": shards.counts(shape or (), spec, mesh),
             "cuts": [*cuts, *[[]] * (len(shape or ()) - len(cuts))] if kept else [],
         }
 
+    def leaf(path, shape) -> dict:
+        over = [name for name in shards.axes_of(spec_of[path]) if name in inner]
+        sizes = [(inner.index(name), mesh.shape[name]) for name in over]
+        return {"name": keystr(path), "shape": shape, "axes": sizes}
+
     def state(path, node) -> dict:
-        kept = {}
-        for inside, x in _leaves(node.exchange):
-            name = (*path, GetAttrKey("exchange"), *inside)
-            over = [axis for axis in shards.axes_of(placed[name]) if axis in inner]
-            # A delayed exchange keeps the same as the exchange inside of it, and more.
-            tail = [key for key in inside if key != GetAttrKey("inner")]
-            kept[keystr(tail)] = {
-                "name": keystr(name),
-                "shape": x.shape,
-                "axes": [(inner.index(axis), mesh.shape[axis]) for axis in over],
-            }
-        momenta = [
-            {"name": f"{keystr(path)}.momentum{keystr(inside)}", **momentum(inside, kept)}
-            for inside, _ in _leaves(node.momentum)
-        ]
+        # A delayed exchange keeps what the exchange inside of it keeps, and more.
+        kept = {
+            keystr([key for key in inside if key != GetAttrKey("inner")]): leaf(
+                (*path, GetAttrKey("exchange"), *inside), x.shape
+            )
+            for inside, x in jax.tree.leaves_with_path(node.exchange)
+        }
+        paths = [inside for inside, _ in jax.tree.leaves_with_path(node.momentum)]
         delayed = isinstance(node.exchange, DelayedState)
         return {
-            "coordinates": dataclasses.asdict(node.coordinates),
-            "momenta": momenta,
+            "momenta": [momentum(path, node, inside, kept) for inside in paths],
             "kept": kept,
             "pending": dataclasses.asdict(node.exchange.format) if delayed else None,
         }
 
-    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=_is_momentum)
+    def is_momentum(x) -> bool:
+        return isinstance(x, DecoupledMomentumState)
+
+    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=is_momentum)
     described = {
         "format": FORMAT,
         "workers": shards.num_workers(mesh, axis_name),
-        "states": {keystr(path): state(path, node) for path, node in nodes if _is_momentum(node)},
+        "states": {keystr(path): state(path, node) for path, node in nodes if is_momentum(node)},
     }
     return json.loads(json.dumps(described))
 
@@ -103,8 +104,8 @@ def names_kept(described: dict) -> set[str]:
 
 def by_path(tree) -> dict:
     """The leaves of a tree, less those without elements, which Orbax cannot save."""
-    leaves = ((keystr(path), _storable(x)) for path, x in _leaves(tree))
-    return {name: x for name, x in leaves if 0 not in np.shape(x)}
+    leaves = {keystr(path): _storable(x) for path, x in jax.tree.leaves_with_path(tree)}
+    return {name: x for name, x in leaves.items() if 0 not in np.shape(x)}
 
 
 def from_paths(leaves: dict, like):
@@ -127,14 +128,6 @@ def extra_by_path(step: int, extra) -> dict:
 
     # Orbax warns of a tree without any array, so the step is one.
     return by_path({"step": np.asarray(step), "tree": jax.tree.map(plain, extra)})
-
-
-def _leaves(tree) -> list[tuple]:
-    return jax.tree.leaves_with_path(tree)
-
-
-def _is_momentum(x) -> bool:
-    return isinstance(x, DecoupledMomentumState)
 
 
 def _is_key(x) -> bool:

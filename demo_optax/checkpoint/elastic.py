@@ -1,10 +1,10 @@
 """Restoring on other workers, or in other blocks: momenta keep their mean and their meaning."""
 
+import functools
 import itertools
 import math
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
       description: of the state that is wanted.
       axis_name: the workers' axis, or axes.
     """
-    state = {**state, **put_back_pending(state, saved)}
+    state = state | put_back_pending(state, saved)
     state |= divide_residuals(state, saved, wanted, description)
     before, now, kept = _momenta(saved), _momenta(description), names_kept(description)
     workers, worker_axes = description["workers"], set(axes.names(axis_name))
@@ -50,12 +50,10 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
         if stacked and len(x) > workers:
             x = redistribute(x, workers)
         old, new = before.get(name), now.get(name)
-        if old and new and old.shape == new.shape is None:
-            _require_same_coordinates(name, old, new)
-        elif old and new and old.shape == new.shape and not _same_numbers(old, new):
-            step = max(int(state[new.count]) - 1, 0)
-            tensors = [to_parameters(own, old.placed, new.shape, step) for own in x]
-            x = np.stack([from_parameters(tensor, new.placed, step) for tensor in tensors])
+        if old and new and old["shape"] == new["shape"] and not _same_numbers(name, old, new):
+            shape, step = tuple(new["shape"]), max(int(state[new["count"]]) - 1, 0)
+            tensors = [to_parameters(own, _placed(old), shape, step) for own in x]
+            x = np.stack([from_parameters(tensor, _placed(new), step) for tensor in tensors])
             carried_over.append(name)
         if stacked:
             x = redistribute(x, workers)
@@ -77,39 +75,12 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
     return result
 
 
-class Momentum(NamedTuple):
-    """How a leaf of a momentum was described.
-
-    Attributes:
-      count: path of the number of updates so far.
-      placed: its coordinates and shards.
-      shape: of its parameter; None where ``optax.flatten`` made one vector of all.
-    """
-
-    count: str
-    placed: Placed
-    shape: Shape | None
+def _momenta(described: dict) -> dict[str, dict]:
+    return {leaf["name"]: leaf for of in described["states"].values() for leaf in of["momenta"]}
 
 
-def _momenta(described: dict) -> dict[str, Momentum]:
-    return {
-        leaf["name"]: Momentum(
-            f"{path}.count",
-            (Coordinates(**state["coordinates"]), tuple(leaf["shards"])),
-            None if leaf["shape"] is None else tuple(leaf["shape"]),
-        )
-        for path, state in described["states"].items()
-        for leaf in state["momenta"]
-    }
-
-
-def _require_same_coordinates(name: str, old: Momentum, new: Momentum) -> None:
-    if old.placed != new.placed:
-        raise ValueError(
-            f"the momentum{name} of the checkpoint is of tensors that optax.flatten made one, with "
-            f"{old.placed[0]}, and cannot be carried over to {new.placed[0]}: restore it with the "
-            "old settings."
-        )
+def _placed(momentum: dict) -> Placed:
+    return Coordinates(**momentum["coordinates"]), tuple(momentum["shards"])
 
 
 def put_back_pending(state: dict, saved: dict) -> dict:
@@ -119,29 +90,26 @@ def put_back_pending(state: dict, saved: dict) -> dict:
         if not described["pending"]:
             continue
         kept = described["kept"]
-        packets, factors = (state[kept[name]["name"]] for name in (".pending", ".subtracted"))
-        sizes = dict(kept[".pending"]["axes"])
-        packets = np.asarray(packets).reshape(
-            len(packets), math.prod(sizes.values()), -1, packets.shape[-1]
+        packets, factors = (
+            np.asarray(state[kept[of]["name"]]) for of in (".pending", ".subtracted")
         )
-        decode = _decoder(described["pending"], packets.shape[2])
+        sizes = dict(kept[".pending"]["axes"])
+        devices = math.prod(sizes.values())
+        packets = packets.reshape(len(packets), devices, -1, packets.shape[2])
+        decode = _decoder(described["pending"], owners=packets.shape[2])
         step = np.int32(state[f"{path}.count"]) - 1
         for worker, device in np.ndindex(packets.shape[:2]):
-            place = dict(zip(sizes, np.unravel_index(device, tuple(sizes.values())), strict=True))
             own = decode(packets[worker, device], np.int32(worker), step, factors[worker])
+            place = dict(zip(sizes, np.unravel_index(device, [*sizes.values()]), strict=True))
             for leaf, x in zip(described["momenta"], own, strict=True):
-                cut = set(itertools.chain.from_iterable(leaf["cuts"]))
-                if not x.size or any(place[axis] for axis in sizes.keys() - cut):
-                    continue  # another device of the worker holds the same
                 name, where = leaf["name"], [worker]
-                for axes_of_dim, size in zip(leaf["cuts"], x.shape, strict=False):
-                    number = 0
-                    for axis in axes_of_dim:
-                        number = number * sizes[axis] + place[axis]
+                for cut, size in zip(leaf["cuts"], x.shape, strict=False):
+                    number = functools.reduce(lambda n, i: n * sizes[i] + place[i], cut, 0)
                     where.append(slice(number * size, (number + 1) * size))
-                if name not in found:
-                    found[name] = np.array(state[name], widest(state[name].dtype))
-                found[name][tuple(where)] += x
+                if x.size:  # devices that hold the same also put back the same
+                    old = state[name][tuple(where)]
+                    found.setdefault(name, state[name].astype(widest(old.dtype)))
+                    found[name][tuple(where)] = old + np.asarray(x)
     return found
 
 
@@ -184,8 +152,7 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
                     "exchange=TwoPhase(...)."
                 )
             to = now["kept"][key]
-            same = all(before[of] == now[of] for of in ("coordinates", "momenta"))
-            if not same or leaf["axes"] != to["axes"]:
+            if before["momenta"] != now["momenta"] or leaf["axes"] != to["axes"]:
                 raise ValueError(
                     f"the optimizer state{leaf['name']} of the checkpoint holds what owners have "
                     "yet to send, in blocks or shards that are not those of the optimizer now: "
@@ -239,19 +206,25 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     return np.repeat(merged, workers // groups, axis=0)
 
 
-def _same_numbers(old: Momentum, new: Momentum) -> bool:
-    """Whether the tensor's coefficients are the same numbers in both coordinates and shards."""
+def _same_numbers(name: str, old: dict, new: dict) -> bool:
+    """Whether a tensor's coefficients are the same numbers as they were described before."""
+    if old["shape"] is None and old["coordinates"] != new["coordinates"]:
+        raise ValueError(
+            f"the momentum{name} of the checkpoint is of tensors that optax.flatten made one, with "
+            f"{old['coordinates']}, and cannot be carried over to {new['coordinates']}: restore it "
+            "with the old settings."
+        )
 
-    def blocks(momentum: Momentum):
-        (coordinates, counts), shape = momentum.placed, momentum.shape
-        geometry = coordinates.geometry(_shard_shape(shape, counts))
+    def blocks(momentum: dict):
+        coordinates, counts = _placed(momentum)
+        geometry = coordinates.geometry(_shard_shape(momentum["shape"], counts))
         starts = [
             [shard * dim + start for shard in range(count) for start in range(0, dim, side)]
             for dim, side, count in zip(geometry.shape, geometry.sides, counts, strict=True)
         ]
         return coordinates.transform, coordinates.seed, geometry.sides, starts
 
-    return blocks(old) == blocks(new)
+    return old["shape"] is None or blocks(old) == blocks(new)
 
 
 def to_parameters(coefficients: np.ndarray, placed: Placed, shape: Shape, step: int) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Bits: fields of any width packed into 32-bit words, arrays as words, and a checksum."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Int64, UInt32
+from jaxtyping import Array, Bool, Int64, UInt32
 
 
 def words_of(fields: int, bits: int) -> int:
@@ -66,6 +67,16 @@ def _period(bits: int) -> tuple[int, int]:
     """``(fields, words)`` after which fields begin at a word's first bit again."""
     shared = math.gcd(bits, 32)
     return 32 // shared, bits // shared
+
+
+def is_there(arrays: Sequence[Array]) -> Bool[Array, ""]:
+    """True, but not before these arrays are computed.
+
+    An ``optimization_barrier`` does not make XLA wait: it takes out of it what nobody uses. The
+    first element of each is compared with a NaN that no arithmetic gives.
+    """
+    first = [to_words(x.reshape(-1)[0].astype(jnp.float32)) for x in arrays]
+    return jnp.all(jnp.stack(first) != jnp.uint32(0x7FC0DE40))
 
 
 def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:

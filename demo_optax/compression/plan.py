@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from demo_optax.arrays import (
     widest,
 )
 from demo_optax.compression import transforms
-from demo_optax.compression.bits import to_words
+from demo_optax.compression.bits import is_there
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Message, Section
 from demo_optax.compression.selection import make_selector
@@ -291,7 +292,8 @@ def make_plan(
             for piece in geometries[number].pieces:
                 members.setdefault(piece.block_shape, []).append((number - start, piece))
         groups = tuple(itertools.starmap(group, members.items()))
-        parts.append(Part(coordinates, (start, stop), geometries[start:stop], groups, platform == "tpu"))
+        of_tensors = (start, stop), geometries[start:stop]
+        parts.append(Part(coordinates, *of_tensors, groups, merged=platform == "tpu"))
 
     sections = [
         Section(blocks, selector_of(number), compression.value_coding)
@@ -300,18 +302,17 @@ def make_plan(
     return Plan(compression, tuple(parts), tuple(sections), tuple(sides_of))
 
 
-import os
-
-PARTS = {"cpu": int(os.environ.get("PC","16")), "tpu": int(os.environ.get("PT","8"))}  # others 8
-_SMALLEST_PART = 2**int(os.environ.get("SP","20"))  # elements; below, a part's own programs cost more than they save
+_PARTS = {"cpu": 16, "tpu": 8}  # elsewhere, on GPUs, 4
+_SMALLEST_PART = 2**20  # elements; below, a part's own programs cost more than they save
 
 
 def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
     """The tensors of each part, by the first and the one behind the last.
 
-    At most `PARTS` of about equal size, and none smaller than `_SMALLEST_PART` but the last.
+    At most so many parts of about equal size as the platform's compiler makes good use of, and none
+    smaller than `_SMALLEST_PART` but the last.
     """
-    target = max(sum(sizes) / PARTS.get(platform, int(os.environ.get("PG","8"))), _SMALLEST_PART)
+    target = max(sum(sizes) / _PARTS.get(platform, 4), _SMALLEST_PART)
     runs, start, size = [], 0, 0
     for number, own in enumerate(sizes):
         if size and size + own / 2 > target:
@@ -324,7 +325,7 @@ def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
 def in_turn(fn: Callable, parts: Sequence[Part], *arguments: Sequence[Any]) -> list[list[Any]]:
     """Calls ``fn(part, after, *own)`` for one part after the other.
 
-    What ``fn`` passes through ``after`` is there only when the part before has its result, so that
+    What ``fn`` passes through ``after`` is used only when the part before has its result, so that
     XLA cannot keep the temporary arrays of all parts at once, or merge their products.
 
     Args:
@@ -335,34 +336,26 @@ def in_turn(fn: Callable, parts: Sequence[Part], *arguments: Sequence[Any]) -> l
     Returns:
       For each result a list with an entry for each part.
     """
-    results, after = [], _at_once
+    results, done = [], []
     for part, *own in zip(parts, *arguments, strict=True):
-        result, done = fn(part, after, *own)
+        result, done = fn(part, functools.partial(_after, done, part.merged), *own)
         results.append(result)
-        after = functools.partial(_after, done)
     return [list(x) for x in zip(*results, strict=True)]
 
 
-def _at_once(tree: Any) -> Any:
-    return tree
+def _after(done: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> tuple[Any, Any]:
+    """Two trees, used after ``done``.
 
-
-def _after(done: Sequence[Array], tree: Any) -> Any:
-    """The tree, computed after ``done``.
-
-    An ``optimization_barrier`` does not do it: XLA takes out of it what nobody uses. So the tree
-    depends on a comparison that holds for every number.
+    On TPUs, where momenta are merged, a barrier in front of both keeps the parts apart. Elsewhere
+    XLA takes the barrier apart, so the first tree depends on ``done``, at the price of a select.
     """
     if not done:
-        return tree
-    if os.environ.get("BAR"):
-        return jax.lax.optimization_barrier((tree, [x.reshape(-1)[0] for x in done]))[0]
-    bits = [to_words(x.reshape(-1)[0].astype(jnp.float32)) for x in done]
-    holds = jnp.all(jnp.stack(bits) != jnp.uint32(_NO_NUMBER))
-    return jax.tree.map(lambda x: jnp.where(holds, x, jnp.zeros_like(x)), tree)
-
-
-_NO_NUMBER = 0x7FC0DE40  # the bits of a NaN that no arithmetic gives
+        return small, large
+    if merged:
+        first = [x.reshape(-1)[0] for x in done]
+        return jax.lax.optimization_barrier((small, large, first))[:2]
+    there = is_there(done)
+    return jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), small), large
 
 
 def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]]:
@@ -372,7 +365,8 @@ def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]
         if len(group.members) == 1:
             return [tree]
         ends = [0, *itertools.accumulate(piece.num_blocks for _, piece in group.members)]
-        return [jax.tree.map(lambda x: x[a:b], tree) for a, b in itertools.pairwise(ends)]
+        rows = itertools.starmap(slice, itertools.pairwise(ends))
+        return [jax.tree.map(operator.itemgetter(row), tree) for row in rows]
 
     return list(itertools.starmap(members, zip(groups, by_group, strict=True)))
 

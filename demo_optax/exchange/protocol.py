@@ -17,6 +17,7 @@ from demo_optax import axes
 from demo_optax.arrays import Coefficients, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
+from demo_optax.compression.bits import is_there
 from demo_optax.compression.packet import Layout, Message, Packets
 from demo_optax.metrics import ExchangeMetrics
 
@@ -62,7 +63,9 @@ class SparseSum:
     def dense(self) -> Coefficients:
         """The coefficients ``(blocks, n)``, zero where nobody sent any."""
         blocks = self.values.shape[1]
-        zeros = axes.varying_like(jnp.zeros((blocks, self.selector.n), jnp.float32), self.values)
+        # Zeros that wait for the values: XLA would make those of all sections at once.
+        zeros = jnp.where(is_there([self.values]), jnp.float32(0), jnp.float32(1))
+        zeros = jnp.broadcast_to(zeros, (blocks, self.selector.n))
         if len(self.values) == 1:
             return self.selector.add(zeros, self.positions[0], self.values[0])
         return self.selector.add_all(zeros, self.positions, self.values)

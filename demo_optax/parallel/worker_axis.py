@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, participation
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
+from demo_optax.metrics import all_metrics
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Layout, Stacked, find_layout, require_plain
 
@@ -154,6 +155,9 @@ def update_own(tx, layout: Layout, axis_name: AxisName, updates, old, params, ex
     new = shards.metrics_of_worker(new, old, sharded)
     new = jax.tree.map(in_common, new, layout.state_axes, layout.state)
     new = participation.keep_own(new, old, _is_own(layout, axis_name), participates)
+    updates = participation.rest_without_anyone(
+        updates, [x.participants for x in all_metrics(new)]
+    )
     return structure.unflatten(jax.tree.leaves(updates)), new
 
 

@@ -1,0 +1,151 @@
+"""Who takes part, and what stays where nobody does: states of bases, dtypes, schedules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from demo_optax import Compression
+
+BASES = {
+    "adamw": lambda rate: demo_optax.demo_adamw(rate, Compression(4), decay=0.0, weight_decay=0.1),
+    "muon": lambda rate: demo_optax.demo_muon(rate, Compression(4), decay=0.0, weight_decay=0.1),
+    "momentum": lambda rate: demo_optax.decoupled(
+        optax.sgd(rate, momentum=0.9), Compression(4), decay=0.0
+    ),
+    "injected": lambda rate: demo_optax.decoupled(
+        optax.inject_hyperparams(optax.adamw)(learning_rate=rate), Compression(4), decay=0.0
+    ),
+}
+
+
+def steps(tx, gradients, params):
+    update, state, found = jax.jit(tx.update), tx.init(params), []
+    for gradient in gradients:
+        updates, state = update(gradient, state, params)
+        found.append(updates)
+    return found, state
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_stays_where_it_is_on_a_step_of_nobody(name):
+    params = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
+    gradients = [params, params * jnp.nan, params * 2]
+    found, state = steps(BASES[name](0.1), gradients, params)
+    expected, without = steps(BASES[name](0.1), [gradients[0], gradients[2]], params)
+    np.testing.assert_array_equal(found[1], 0.0)
+    np.testing.assert_allclose(found[2], expected[1], rtol=1e-6)
+    held = [x for x in jax.tree.leaves(state[1]) if x.ndim]
+    for x, y in zip(held, [x for x in jax.tree.leaves(without[1]) if x.ndim], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_the_example_of_the_fault():
+    tx = demo_optax.demo_adamw(1.0, Compression(4), decay=0.0, weight_decay=0.0)
+    ones = jnp.ones(1)
+    found, _ = steps(tx, [ones, ones * jnp.nan, ones], ones)
+    np.testing.assert_allclose(np.ravel(found), [-1.0, 0.0, -1.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "injected"])
+def test_schedules_count_every_step(name):
+    params = jnp.ones((3, 4))
+    rate = optax.piecewise_constant_schedule(0.1, {2: 10.0})
+    found, state = steps(BASES[name](rate), [params, params * jnp.nan, params], params)
+    assert np.abs(found[2]).max() > 5 * np.abs(found[0]).max()
+    assert state[0].count == 3
+
+
+def test_both_learning_rates_of_the_first_version_see_the_same_step():
+    """The rate inside the momentum and the one of the step, at one count after a step of nobody."""
+    rates = [0.1, 0.2, 0.3]
+    tx = demo_optax.demo(lambda step: jnp.array(rates)[step], Compression(4), decay=0.0)
+    ones = jnp.ones(1)
+    found, state = steps(tx, [ones, ones * jnp.nan, ones], ones)
+    np.testing.assert_allclose(np.ravel(found), [-0.1, 0.0, -0.3], rtol=1e-6)
+    np.testing.assert_allclose(state[0].metrics.sent_share, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["demo_scaled", "demo_adamw", "demo_muon"])
+def test_second_moments_are_float32(name, dtype):
+    params = jnp.ones((64,), dtype)
+    tx = getattr(demo_optax, name)(1e-3, Compression(4), b2=0.999)
+    update, state = jax.jit(tx.update), tx.init(params)
+    for scale in [1.0] * 60 + [0.01] * 300:
+        updates, state = update(params * jnp.asarray(scale, dtype), state, params)
+        assert np.isfinite(np.asarray(updates, np.float32)).all()
+    assert updates.dtype == dtype
+    (nu,) = [x for _, x in optax.tree.get_all_with_path(state, "nu") if getattr(x, "ndim", 0) == 1]
+    assert nu.dtype == jnp.float32
+
+
+def test_a_second_moment_of_bfloat16_parameters_falls_again():
+    tx = demo_optax.demo_adamw(1e-3, Compression(4), b2=0.999, decay=0.0, weight_decay=0.0)
+    params = jnp.ones((1,), jnp.bfloat16)
+    update, state, exact = jax.jit(tx.update), tx.init(params), 0.0
+    for step in range(1500):
+        gradient = 1.0 if step < 100 else 0.0
+        _, state = update(jnp.full((1,), gradient, jnp.bfloat16), state, params)
+        exact = 0.999 * exact + 0.001 * gradient**2
+    (nu,) = [x for x in jax.tree.leaves(state[1]) if x.ndim == 1]
+    np.testing.assert_allclose(nu, exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_scaled", "demo_sgd", "demo_adamw", "demo_muon"])
+@pytest.mark.parametrize("rate", [None, np.nan, "1e-3", -1e-3, 1e30, np.inf])
+def test_rates_that_cannot_be_are_refused(name, rate):
+    with pytest.raises((TypeError, ValueError), match="learning_rate|gradient_weight"):
+        getattr(demo_optax, name)(rate)
+
+
+@pytest.mark.parametrize("name", ["demo_scaled", "demo_adamw", "demo_muon"])
+@pytest.mark.parametrize("b2", [1.0, 2.0, -0.1, np.nan])
+def test_decays_that_cannot_be_are_refused(name, b2):
+    with pytest.raises(ValueError, match="b2"):
+        getattr(demo_optax, name)(1e-3, b2=b2)
+
+
+@pytest.mark.parametrize("setting", ["eps", "weight_decay"])
+def test_negative_settings_are_refused(setting):
+    with pytest.raises(ValueError, match=setting):
+        demo_optax.demo_scaled(1e-3, **{setting: -1e-8})
+    with pytest.raises(ValueError, match="gradient_weight"):
+        demo_optax.decoupled_momentum(0.9, gradient_weight=-1.0)
+
+
+def test_a_gradient_of_the_transposed_shape_is_refused():
+    tx = demo_optax.demo(1e-3)
+    with pytest.raises(ValueError, match=r"gradient of shape \(8, 4\).*\(4, 8\)"):
+        tx.update(jnp.ones((8, 4)), tx.init(jnp.ones((4, 8))))
+
+
+def test_metrics_are_found_in_the_state_of_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, demo_optax.demo(1e-3), wrt=nnx.Param)
+    for tree in (optimizer.opt_state, nnx.state(optimizer)):
+        metrics = demo_optax.exchange_metrics(tree)
+        assert metrics.participants.shape == () and metrics.agreed
+        demo_optax.check_metrics(metrics)
+
+
+def test_a_conditional_link_says_what_to_do():
+    tx = optax.conditionally_transform(
+        demo_optax.demo(1e-3, axis_name="data"),
+        should_transform_fn=lambda step: step > 2,
+    )
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with pytest.raises((TypeError, ValueError), match="conditionally_transform lets each worker"):
+        demo_optax.init_opt_state(tx, jnp.ones((4, 4)), mesh)
+
+
+def test_a_step_says_how_many_arguments_it_takes():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    tx = demo_optax.demo(1e-3, axis_name="data")
+    step = demo_optax.make_train_step(lambda params, batch: jnp.sum(params), tx, mesh)
+    params = jnp.ones((4, 4))
+    with pytest.raises(TypeError, match="but 2 arguments were given"):
+        step(params, demo_optax.init_opt_state(tx, params, mesh))
