@@ -284,8 +284,7 @@ def exchange_of(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
         return AllGather(axis_name)
     if not isinstance(exchange, Exchange):
         raise TypeError(
-            "exchange must be an exchange such as demo_optax.AllGather('data'), "
-            f"not {exchange!r}."
+            f"exchange must be an exchange such as demo_optax.AllGather('data'), not {exchange!r}."
         )
     if axis_name is not None and axis_name != exchange.axis_name:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Types of arrays that recur, the dtypes to compute and store them in, and Flax's boxes around them.
+"""Types of arrays that recur, dtypes to compute and store them in, Flax's boxes around them.
 
 A dimension whose name begins with ``_`` may have another length in each array of a list. The tests
 check all annotations with beartype.

@@ -98,7 +98,7 @@ def header_of(
         pairs = zip(selected.values, sent.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    momentum, restarted = (sum(parts) for parts in zip(*health, strict=True))
+    momentum, restarted = (jnp.sum(jnp.stack(x)) for x in zip(*health, strict=True))
     momentum, chosen = in_float32(momentum), in_float32(energy(selected.values))
     return Header(
         fingerprint=_fingerprint([jnp.atleast_1d(x)[:1] for x in jax.tree.leaves(gradient)]),
@@ -251,8 +251,8 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
     """
     if not isinstance(metrics, ExchangeMetrics):
         raise TypeError(
-            f"check_metrics takes the metrics of an exchange, not {metrics!r}: pass metrics.exchange "
-            "of a train step, or demo_optax.exchange_metrics(opt_state). That is None where the "
+            f"check_metrics takes the metrics of an exchange, not {metrics!r}: pass "
+            "metrics.exchange of a train step, or demo_optax.exchange_metrics(opt_state). That is None where the "
             "state holds no decoupled momentum."
         )
     if np.any(metrics.identical):

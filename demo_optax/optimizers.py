@@ -3,7 +3,6 @@
 The aggregate is a momentum already: the ready-made bases keep no first moment of their own.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +78,7 @@ def decoupled(
         return momentum.init(params), base.init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
+        own: Any
         aggregate, own = momentum.update(updates, state[0], params, **extra_args)
         updates, new = base.update(aggregate, state[1], params, **extra_args)
         participants = own.metrics.participants
@@ -124,10 +124,8 @@ def demo(
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
     base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    in_front = functools.partial(decoupled, decay=decay, gradient_weight=learning_rate)
-    return in_front(
-        base, compression, precondition=precondition, axis_name=axis_name, exchange=exchange
-    )
+    momentum = _momentum(decay, precondition, axis_name, exchange)
+    return decoupled(base, compression, gradient_weight=learning_rate, **momentum)
 
 
 def demo_scaled(
@@ -174,16 +172,9 @@ def demo_scaled(
       >>> tx.update(jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params), params)[0].round(3)
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
-    return decoupled(
-        _step(scale_by_signed_root(), learning_rate, weight_decay, mask),
-        compression,
-        decay=decay,
-        gradient_weight=learning_rate,
-        mean="workers",
-        precondition=_scale_by_rms(b2, eps),
-        axis_name=axis_name,
-        exchange=exchange,
-    )
+    base = _step(scale_by_signed_root(), learning_rate, weight_decay, mask)
+    momentum = _momentum(decay, _scale_by_rms(b2, eps), axis_name, exchange)
+    return decoupled(base, compression, gradient_weight=learning_rate, mean="workers", **momentum)
 
 
 def demo_sgd(
@@ -203,11 +194,7 @@ def demo_sgd(
     identity. The learning rate is about ``1 / (1 - decay)`` times that of SGD without momentum.
 
     Args:
-      learning_rate, compression: a number or a schedule; what is sent of the momentum.
-      decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition: what is done to local gradients first.
-      axis_name, exchange: the workers' axis or axes; or how the messages travel.
+      learning_rate: a number or a schedule; the other arguments are those of `demo`.
 
     Example:
       >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jax.numpy.ones(3)
@@ -215,14 +202,7 @@ def demo_sgd(
       Array([-1., -2.,  3.], dtype=float32)
     """
     base = _step(optax.identity(), learning_rate, weight_decay, mask)
-    return decoupled(
-        base,
-        compression,
-        decay=decay,
-        precondition=precondition,
-        axis_name=axis_name,
-        exchange=exchange,
-    )
+    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
 
 
 def demo_adamw(
@@ -244,25 +224,15 @@ def demo_adamw(
     <https://arxiv.org/abs/2502.06728>`_). Scaling local gradients, by ``precondition``, is better.
 
     Args:
-      learning_rate, compression: a number or a schedule; what is sent of the momentum.
-      b2, eps: decay of the second moment; what is added to its root.
-      decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition: what is done to local gradients first.
-      axis_name, exchange: the workers' axis or axes; or how the messages travel.
+      learning_rate: a number or a schedule.
+      b2, eps: decay of the second moment in [0, 1); what is added to its root.
+      decay: and the other arguments are those of `demo`.
 
     Example:
       >>> tx = demo_adamw(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
     base = _step(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask)
-    return decoupled(
-        base,
-        compression,
-        decay=decay,
-        precondition=precondition,
-        axis_name=axis_name,
-        exchange=exchange,
-    )
+    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
 
 
 def demo_signum(
@@ -281,24 +251,13 @@ def demo_signum(
     `demo` without the learning rate inside the momentum, so that a schedule acts once.
 
     Args:
-      learning_rate, compression: a number or a schedule; what is sent of the momentum.
-      decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition: what is done to local gradients first.
-      axis_name, exchange: the workers' axis or axes; or how the messages travel.
+      learning_rate: a number or a schedule; the other arguments are those of `demo`.
 
     Example:
       >>> tx = demo_signum(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
     base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    return decoupled(
-        base,
-        compression,
-        decay=decay,
-        precondition=precondition,
-        axis_name=axis_name,
-        exchange=exchange,
-    )
+    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
 
 
 def demo_muon(
@@ -320,12 +279,9 @@ def demo_muon(
     matrices whole: of sharded ones each shard would be made orthogonal by itself.
 
     Args:
-      learning_rate, compression: a number or a schedule; what is sent of the momentum.
+      learning_rate: a number or a schedule.
       b2: decay of the second moment of parameters that are not matrices.
-      decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      precondition: what is done to local gradients first.
-      axis_name, exchange: the workers' axis or axes; or how the messages travel.
+      decay: and the other arguments are those of `demo`.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
@@ -338,14 +294,11 @@ def demo_muon(
     parts: Any = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
     direction = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
     base = _step(direction, learning_rate, weight_decay, mask)
-    return decoupled(
-        base,
-        compression,
-        decay=decay,
-        precondition=precondition,
-        axis_name=axis_name,
-        exchange=exchange,
-    )
+    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
+
+
+def _momentum(decay, precondition, axis_name, exchange) -> dict[str, Any]:
+    return dict(decay=decay, precondition=precondition, axis_name=axis_name, exchange=exchange)
 
 
 def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:

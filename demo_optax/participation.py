@@ -89,9 +89,7 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, tuple[FloatScalar, IntSca
     return jax.tree.unflatten(structure, new), (total, restarted)
 
 
-def _or_zero(
-    condition: Bool[Array, "..."], x: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
+def _or_zero(condition: Bool[Array, "..."], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(condition, x, 0)
 
 

@@ -23,6 +23,7 @@ PAPER = {
     "300m": {32: "29.9", 16: "14.9", 8: "7.49", 4: "3.74", 2: "1.87", 1: "0.93"},
     "1b": {32: "110.32", 16: "55.16", 8: "27.58", 4: "13.79", 2: "6.89", 1: "3.44"},
 }
+GATHER, TWO_PHASE = demo_optax.AllGather("data"), demo_optax.TwoPhase("data")
 PARAMETERS = {"300m": 319_946_752, "1b": 1_176_764_416}
 
 
@@ -69,6 +70,7 @@ def test_any_chain_can_be_asked():
         demo,
         optax.chain(optax.clip_by_global_norm(1.0), demo),
         injected(1e-3, Compression(topk=8), axis_name="data"),
+        demo_optax.demo(1e-3, Compression(topk=8), exchange=demo_optax.Delayed(GATHER)),
         optax.masked(demo, {"w": True, "b": True}),
     ):
         assert demo_optax.packet_bytes(tx, params) == alone
@@ -82,10 +84,10 @@ def test_any_chain_can_be_asked():
     assert demo_optax.packet_bytes(halves, params) == sum(only)
 
 
-def test_plan_adds_up():
+def test_step_times_add_up():
     params = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
     settings = {"k=8": Compression(topk=8), "k=1": Compression(topk=1)}
-    times = demo_optax.accounting.plan(
+    times = demo_optax.accounting.step_times(
         params, settings, 16, bandwidth=1e8, latency=0.01, compute_time=2.0
     )
     dense, packet = times["AdamW, float32"], times["k=8"]
@@ -94,21 +96,62 @@ def test_plan_adds_up():
     assert packet.packet == demo_optax.packet_bytes(settings["k=8"], params)
     assert packet.wire == 15 * packet.packet
     assert packet.step == pytest.approx(2.0 + packet.transfer + packet.waiting)
-    at_that = demo_optax.accounting.plan(params, settings, 16, packet.hiding_bandwidth, 0.01, 2.0)[
-        "k=8"
-    ]
+    at_that = demo_optax.accounting.step_times(
+        params, settings, 16, packet.hiding_bandwidth, 0.01, 2.0
+    )["k=8"]
     assert at_that.transfer + at_that.waiting == pytest.approx(2.0)
     assert times["k=1"].step < packet.step < times["AdamW, bfloat16"].step < dense.step
-    rounds = demo_optax.accounting.plan(params, settings, 16, 1e8, 0.01, 2.0, local_steps=5)
+    rounds = demo_optax.accounting.step_times(params, settings, 16, 1e8, 0.01, 2.0, local_steps=5)
     for name, time in {"DiLoCo, float32": dense, "k=8": packet}.items():
         assert rounds[name].packet == time.packet
         assert rounds[name].wire == pytest.approx(time.wire / 5)
         assert rounds[name].step - 2.0 == pytest.approx((time.step - 2.0) / 5)
     assert rounds["AdamW, float32"] == dense
-    alone = demo_optax.accounting.plan(params, settings, 1, 1e8, 0.01, 2.0)
+    alone = demo_optax.accounting.step_times(params, settings, 1, 1e8, 0.01, 2.0)
     assert {time.step for time in alone.values()} == {2.0}
     with pytest.raises(ValueError, match="workers >= 1"):
-        demo_optax.accounting.plan(params, settings, 0, 1e8)
+        demo_optax.accounting.step_times(params, settings, 0, 1e8)
+
+
+@pytest.mark.parametrize("workers", [1, 5, 8])
+@pytest.mark.parametrize("exchange", [GATHER, TWO_PHASE, demo_optax.TwoPhase("data", topk_back=3)])
+def test_what_an_exchange_says_that_it_sends_is_what_an_optimizer_sends(exchange, workers):
+    params = {"w": jnp.ones((100, 70)), "b": jnp.ones(64)}
+    compression = Compression(topk=8, value_coding="int4")
+    for way in (exchange, demo_optax.Delayed(exchange)):
+        tx = demo_optax.demo(1e-3, compression, exchange=way)
+        counted = demo_optax.packet_bytes(compression, params, workers=workers, exchange=way)
+        assert counted == demo_optax.packet_bytes(tx, params, workers=workers)
+        mesh = jax.sharding.AbstractMesh((workers,), ("data",))
+        assert counted == demo_optax.packet_bytes(compression, params, mesh=mesh, exchange=way)
+
+
+def test_delays_hide_and_phases_do_not_grow():
+    params = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    compression, delayed = Compression(topk=8), demo_optax.Delayed(TWO_PHASE)
+    settings = {
+        "gather": compression,
+        "gather too": (compression, GATHER),
+        "two phases": (compression, TWO_PHASE),
+        "delayed": (compression, delayed),
+    }
+
+    def times(workers, **options):
+        return demo_optax.accounting.step_times(
+            params, settings, workers, 1e8, 0.01, 9.0, **options
+        )
+
+    few, many = times(16), times(512)
+    assert few["gather"] == few["gather too"]
+    assert many["gather"].wire > 30 * few["gather"].wire
+    assert many["two phases"].wire < 1.5 * few["two phases"].wire
+    received = demo_optax.accounting.received_bytes(compression, params, 16, TWO_PHASE)
+    assert few["two phases"].wire == round(received)
+    assert few["two phases"].waiting == pytest.approx(2 * few["gather"].waiting)
+    assert few["delayed"]._replace(step=few["two phases"].step) == few["two phases"]
+    assert few["delayed"].step == 9.0 < few["two phases"].step
+    rounds = times(16, local_steps=4)  # which waits at the end of a round all the same
+    assert rounds["delayed"] == rounds["two phases"]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +204,24 @@ def test_the_command_prints_its_tables():
         assert float(cells[4]) <= 1.11
 
 
+def test_the_command_knows_every_exchange():
+    arguments = ["--preset", "300m", "--topk", "8", "--value-coding", "int4", "--workers", "64"]
+    arguments += ["--exchange", "two-phase", "--topk-back", "16", "--delay", "1"]
+    done = run_command(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    exchange = demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=16))
+    counted = Compression(topk=8, value_coding="int4"), preset_shapes("300m"), 64, exchange
+    size = demo_optax.accounting.received_bytes(*counted)
+    assert f"Each of 64 workers gets {size:,.0f} bytes a step" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--preset", "300m", "--bandwidth", "1GB"], "is no bandwidth"),
         (["--checkpoint", "nowhere"], "neither an Orbax checkpoint"),
         (["--preset", "300m", "--topk", "0"], "topk must be at least 1"),
+        (["--preset", "300m", "--topk-back", "8"], "--topk-back is for --exchange two-phase"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, complaint):

@@ -66,8 +66,9 @@ class Trained:
 
     def run(self, steps):
         for number in steps:
-            self.params, self.state, self.metrics = self.step(
-                self.params, self.state, batch(number)
+            # Simulated devices share a few threads: steps in flight can wait for each other.
+            self.params, self.state, self.metrics = jax.block_until_ready(
+                self.step(self.params, self.state, batch(number))
             )
         return self
 
@@ -272,9 +273,9 @@ def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
     "others", [{"names": ("tensor", "fsdp")}, {"cut": P("tensor", "fsdp")}], ids=str
 )
 def test_what_devices_keep_is_not_given_to_others(others, tmp_path):
-    for exchange in ("two-phase", "delayed", "delayed two-phase"):
+    for exchange in ("two-phase", "delayed"):
         trained = on_eight(exchange).run(range(3)).saved(tmp_path / exchange)
-        if exchange != "delayed":
+        if exchange == "two-phase":
             with pytest.raises(ValueError, match="restore it with the old"):
                 on_eight(exchange, **others).restored(tmp_path / exchange)
             continue

@@ -15,6 +15,8 @@ from tests.saved_runs import TX, is_run, restored, saves
 
 pytestmark = pytest.mark.sweep
 
+ROOT = pathlib.Path(__file__).parent.parent
+
 
 def test_a_save_that_fails_is_an_error_in_a_line_and_the_next_one_is_tried(tmp_path, monkeypatch):
     with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
@@ -101,11 +103,10 @@ with runs.Checkpointer(sys.argv[1], runs.TX, workers.mesh_of(2)) as checkpointer
 
 def test_a_full_disk_says_a_line_for_each_save(tmp_path):
     """By a limit of the size of files, behind which writing fails as on a full disk."""
-    root = pathlib.Path(__file__).parent.parent
     run = subprocess.run(
         [sys.executable, "-c", FULL, tmp_path / "run"],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -116,3 +117,39 @@ def test_a_full_disk_says_a_line_for_each_save(tmp_path):
         f"step {i} could not be saved in"[:27] for i in (2, 3)
     ]
     assert lines[2:] == ["latest 4"] and run.stderr == ""
+
+
+IMPORTED = """
+import logging, sys
+def hooks():
+    loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
+    return sys.unraisablehook, [logger.filters for logger in loggers if logger.filters]
+import absl.logging, asyncio, jax, orbax.checkpoint.v1
+before = hooks()
+import demo_optax.checkpoint
+assert hooks() == before, hooks()
+{}
+assert hooks() == before, hooks()
+"""
+SAVED = """
+from tests import conftest, saved_runs as runs, workers
+with runs.Checkpointer(sys.argv[1], runs.TX, workers.mesh_of(2)) as checkpointer:
+    runs.saves(checkpointer, 1)
+    assert hooks() != before
+    runs.saves(checkpointer, 2, wait=True)
+runs.restored(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("use", ["", SAVED], ids=["import", "save and restore"])
+def test_nothing_of_the_process_is_changed(use, tmp_path):
+    """Neither by the import nor by calls that succeed."""
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTED.format(use), tmp_path / "run"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr

@@ -233,8 +233,8 @@ def test_evaluation_is_the_same_however_devices_share_it():
     assert results[0] == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", RECIPES)
-def test_every_recipe_trains_with_sharded_parameters(optimizer):
+@pytest.mark.parametrize("optimizer", [name for name in RECIPES if name != "demo-muon"])
+def test_every_recipe_that_the_trainer_shards_trains(optimizer):
     every = 2 if RECIPES[optimizer].outer else None
     run = prepare(
         dataclasses.replace(NANO, optimizer=optimizer, fsdp=2, warmup_steps=1, local_steps=every)

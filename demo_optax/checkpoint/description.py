@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
+from demo_optax.checkpoint.digests import like
 from demo_optax.exchange.delayed import DelayedState
 from demo_optax.parallel import layout, shards
 
@@ -69,13 +71,11 @@ def describe(
         return {"name": keystr(path), "shape": shape, "axes": sizes}
 
     def state(path, node) -> dict:
-        # A delayed exchange keeps what the exchange inside of it keeps, and more.
-        kept = {
-            keystr([key for key in inside if key != GetAttrKey("inner")]): leaf(
-                (*path, GetAttrKey("exchange"), *inside), x.shape
-            )
-            for inside, x in jax.tree.leaves_with_path(node.exchange)
-        }
+        kept = {}
+        for inside, x in jax.tree.leaves_with_path(node.exchange):
+            # A delayed exchange keeps what the exchange inside of it keeps, and more.
+            key = keystr(tuple(key for key in inside if key != GetAttrKey("inner")))
+            kept[key] = leaf((*path, GetAttrKey("exchange"), *inside), x.shape)
         paths = [inside for inside, _ in jax.tree.leaves_with_path(node.momentum)]
         delayed = isinstance(node.exchange, DelayedState)
         return {
@@ -93,7 +93,7 @@ def describe(
         "workers": shards.num_workers(mesh, axis_name),
         "states": {keystr(path): state(path, node) for path, node in nodes if is_momentum(node)},
     }
-    return json.loads(json.dumps(described))
+    return json.loads(json.dumps(described, default=int))
 
 
 def names_kept(described: dict) -> set[str]:
@@ -117,6 +117,44 @@ def from_paths(leaves: dict, like):
         return _like(leaves[keystr(path)], x)
 
     return jax.tree.map_with_path(leaf, like)
+
+
+def placed(tree, shardings):
+    """Shapes and dtypes with their shardings."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def stored_as(placed: dict, saved: dict) -> dict:
+    """Shapes with their shardings, of the dtypes that were saved."""
+
+    def stored(name, x):
+        described: Any = like(saved[name])
+        return jax.ShapeDtypeStruct(x.shape, described.dtype, sharding=x.sharding)
+
+    return {name: stored(name, x) for name, x in placed.items()}
+
+
+def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
+    """Refuses a checkpoint whose leaves, by their paths, are not the expected ones."""
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "
+            f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside them. Restore "
+            "it with the model, the optimizer and an extra of the structure that it was saved "
+            "with; for the parameters alone use demo_optax.checkpoint.load_params."
+        )
+    for name in wanted if shapes else ():
+        given, held = np.shape(wanted[name]), np.shape(like(saved[name]))
+        if given != held:
+            raise ValueError(
+                f"of the checkpoint's {what}, {name} has shape {held}, where {given} is expected. "
+                "Restore it with the model and the optimizer that it was saved with."
+            )
 
 
 def extra_by_path(step: int, extra) -> dict:
@@ -145,7 +183,7 @@ def _storable(x):
 
 
 def _like(x, original):
-    """What was stored, as the kind of value that is wanted."""
+    """Converts what was stored to the kind of the original."""
     if _is_key(original):
         return jax.random.wrap_key_data(x, impl=jax.random.key_impl(jnp.empty((), original.dtype)))
     if not hasattr(original, "dtype"):

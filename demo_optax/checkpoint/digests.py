@@ -1,7 +1,7 @@
-"""Digests: what tells a stored tree from one that is damaged by as little as a bit.
+"""Digests, by which a restore finds damage to a stored tree, down to a single bit.
 
-A leaf's is a checksum of its elements at their places in the whole. Each device computes that of
-the shard it holds, and their sum is the same on any mesh. Host values go the same way, as words.
+A leaf's digest is a checksum of its elements at their places in the whole. Each device computes
+that of its shard, and their sum is the same on any mesh. Host values are hashed as words, too.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _SCALARS = {f"Python {x.__name__}": x for x in (bool, int, float, str)}
 
 
 def digests(leaves: dict) -> dict[str, dict]:
-    """Of each leaf its kind, its shape, and the checksum of its bits, in JSON.
+    """For each leaf its kind, its shape, and the checksum of its bits, in JSON.
 
     Args:
       leaves: arrays, NumPy arrays, numbers and strings, by their paths. Arrays over several
@@ -77,7 +77,7 @@ def _hash(description: dict) -> str:
 def _of_array(x: jax.Array, number: int) -> list[jax.Array]:
     """The checksums of a leaf's shards on this process's devices, still being computed.
 
-    Of what several devices hold alike, one computes it: another one for each leaf.
+    Where several devices hold the same, one of them computes it: another one for each leaf.
     """
     shard_size = math.prod(x.sharding.shard_shape(x.shape))
     copies = x.sharding.num_devices * shard_size // max(x.size, 1) or 1

@@ -1,9 +1,8 @@
-"""Reading what was stored, and believing it only if its digests say that it is what was saved."""
+"""Reading stored checkpoints, and refusing what is not what was saved, as their digests say."""
 
 import contextlib
 import dataclasses
 import errno
-import functools
 import gc
 import logging
 import os
@@ -20,7 +19,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from demo_optax.checkpoint.description import FORMAT, by_path, from_paths
+from demo_optax.checkpoint.description import (
+    FORMAT,
+    by_path,
+    from_paths,
+    placed,
+    require_same,
+    stored_as,
+)
 from demo_optax.checkpoint.digests import digests, is_sealed, like
 
 try:
@@ -35,7 +41,6 @@ T = TypeVar("T")
 _OF_MACHINE = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
 _NUMBERS = "ENOMEM", "EMFILE", "ENFILE", "EACCES", "EPERM", "ESTALE", "ETIMEDOUT"
 _ERRNO_OF_MACHINE = {getattr(errno, name) for name in _NUMBERS}
-_ORBAX = f"{os.sep}orbax{os.sep}"
 
 
 class DamagedCheckpoint(ValueError):
@@ -52,7 +57,7 @@ def absolute(directory: str | os.PathLike) -> str:
 
 
 def steps_in(directory: str) -> list[int]:
-    """The steps of the checkpoints in a folder; whatever else lies there is none."""
+    """The steps of the checkpoints in a folder; ignores everything else there."""
     folder = epath.Path(directory)
     if not folder.is_dir():
         return []
@@ -61,17 +66,17 @@ def steps_in(directory: str) -> list[int]:
 
 
 def clear_up(directory: str, damaged: Iterable[int]) -> None:
-    """Sets damaged steps aside and removes what failed saves left; one process does, for all.
+    """Sets damaged steps aside and removes what failed saves left, on the first process.
 
     Raises:
-      OSError: it could not be done, on whichever process.
+      OSError: the first process could not; on every process.
     """
     reason = ""
     if jax.process_index() == 0:
         try:
             for step in damaged:
-                _set_aside(directory, step)
-            _remove_unfinished(directory)
+                _set_aside(epath.Path(directory), step)
+            _remove_unfinished(epath.Path(directory))
         except Exception as error:
             reason = in_a_line(error)
     if _worst(int(bool(reason))):
@@ -81,22 +86,20 @@ def clear_up(directory: str, damaged: Iterable[int]) -> None:
         )
 
 
-def _set_aside(directory: str, step: int) -> None:
-    """Renames a step's folder, so that it is none; what it holds is left to be looked at."""
-    folder = epath.Path(directory)
+def _set_aside(folder, step: int) -> None:
+    """Renames a step's folder, which then is no step. What it holds can be looked at."""
     aside = folder / f"{step}.damaged"
-    if not (folder / str(step)).exists():
-        return
-    if aside.exists():
-        aside.rmtree()
-    (folder / str(step)).rename(aside)
+    if (folder / str(step)).exists():
+        if aside.exists():
+            aside.rmtree()
+        (folder / str(step)).rename(aside)
 
 
-def _remove_unfinished(directory: str) -> None:
-    """Removes what failed saves left, out of which TensorStore may still be taking files."""
+def _remove_unfinished(folder) -> None:
+    """Removes what failed saves left. TensorStore may still be removing some of its files."""
     for _ in range(50):
         try:
-            for path in epath.Path(directory).glob(f"*{TMP_DIR_SUFFIX}*"):
+            for path in folder.glob(f"*{TMP_DIR_SUFFIX}*"):
                 path.rmtree()
             return
         except OSError:
@@ -104,7 +107,7 @@ def _remove_unfinished(directory: str) -> None:
 
 
 def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, dict]:
-    """What is read of the newest checkpoint that is intact, and why each newer one is not.
+    """Reads the newest checkpoint that is intact; also returns why each newer one is not.
 
     Raises:
       DamagedCheckpoint: none is intact.
@@ -125,32 +128,33 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
         return found, damaged
     raise DamagedCheckpoint(
         f"{directory} holds no checkpoint of {steps} that is intact: "
-        f"{'; '.join(damaged.values())}. Restore it from a copy, or start the run anew in another "
+        f"{'; '.join(damaged.values())}. Restore it from a copy, or start the run again in another "
         "folder."
     )
 
 
 def description_of(directory: str, step: int) -> dict:
-    """What was saved beside the leaves of a step.
+    """The description that was saved with a step.
 
     Raises:
-      ValueError: another version of the library has written it in another format.
+      ValueError: another version of the library saved the step, in another format.
     """
     saved: Any = _read(step, lambda: _metadata(directory, step)) or {}
-    found = saved.get("format", FORMAT)
-    is_other = found != FORMAT and (is_sealed(saved) or "seal" not in saved)  # older ones had none
+    found = saved.get("format", 1) if saved else FORMAT
+    is_other = found != FORMAT and (is_sealed(saved) or "seal" not in saved)  # old ones have none
     is_intact = is_other or is_sealed(saved)
     _agree(step, "" if is_intact else "its description must be the one that was saved, and is not")
     if is_other:
         raise ValueError(
-            f"the checkpoint is of format {found}, which stores the state in another way, and this "
-            f"version of demo_optax reads format {FORMAT}. Restore it with the version that saved it."
+            f"the checkpoint is of format {found}, and this version of demo_optax reads format "
+            f"{FORMAT}, which stores the state in another way. Restore it with the version that "
+            "saved it."
         )
     return saved
 
 
 def load(directory: str, step: int, wanted: dict[str, dict], saved: dict[str, dict]) -> dict:
-    """The leaves of a step, each what its digest says.
+    """The leaves of a step, verified by their digests.
 
     Args:
       directory: the run's folder.
@@ -206,50 +210,18 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
     return newest_intact(folder, wanted, lambda step: _params(folder, step, params))[0]
 
 
-def stored_as(placed: dict, saved: dict) -> dict:
-    """Shapes with their shardings, of the dtypes that were saved."""
-
-    def stored(name, x):
-        described: Any = like(saved[name])
-        return jax.ShapeDtypeStruct(x.shape, described.dtype, sharding=x.sharding)
-
-    return {name: stored(name, x) for name, x in placed.items()}
-
-
-def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
-    """Refuses a checkpoint whose leaves, by their paths, are not those that are expected."""
-    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    if missing or unknown:
-        raise ValueError(
-            f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "
-            f"{missing[:3] or 'nothing'} and holds {unknown[:3] or 'nothing'} beside them. Restore "
-            "it with the model, the optimizer and an extra of the structure that it was saved "
-            "with; for the parameters alone use demo_optax.checkpoint.load_params."
-        )
-    for name in wanted if shapes else ():
-        given, held = np.shape(wanted[name]), np.shape(like(saved[name]))
-        if given != held:
-            raise ValueError(
-                f"of the checkpoint's {what}, {name} has shape {held}, where {given} is expected. "
-                "Restore it with the model and the optimizer that it was saved with."
-            )
-
-
 def _params(directory: str, step: int, params) -> Any:
     saved = description_of(directory, step)["leaves"]
     if params is None:
         wanted = {name: like(digest) for name, digest in saved["params"].items()}
         return load(directory, step, {"params": wanted}, saved)["params"]
     here = SingleDeviceSharding(jax.local_devices()[0])
-
-    def place(x):
-        sharding = getattr(x, "sharding", None) or here
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    placed = jax.tree.map(place, params)
-    require_same("parameters", by_path(placed), saved["params"])
-    wanted = stored_as(by_path(placed), saved["params"])
-    return from_paths(load(directory, step, {"params": wanted}, saved)["params"], placed)
+    shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or here, params)
+    wanted = placed(params, shardings)
+    leaves = by_path(wanted)
+    require_same("parameters", leaves, saved["params"])
+    targets = {"params": stored_as(leaves, saved["params"])}
+    return from_paths(load(directory, step, targets, saved)["params"], wanted)
 
 
 def _metadata(directory: str, step: int):
@@ -267,7 +239,7 @@ def _load(directory: str, step: int, wanted: dict) -> dict:
 
 
 def _difference(loaded: dict, saved: dict[str, dict]) -> str:
-    """What is not as it was saved, or nothing."""
+    """What differs from what was saved, or nothing."""
     digested = {part: digests(leaves) for part, leaves in loaded.items()}
     for part, leaves in digested.items():
         for name, found in leaves.items():
@@ -278,10 +250,10 @@ def _difference(loaded: dict, saved: dict[str, dict]) -> str:
 
 
 def _read(step: int, read: Callable[[], T]) -> T:
-    """What is read, if every process can.
+    """What is read, if every process can read it.
 
     Raises:
-      OSError: a process has no memory, no permission or no connection, whatever the file holds.
+      OSError: a process has no memory, no permission or no connection.
       DamagedCheckpoint: what was read makes no sense, or is not there.
     """
     result = []
@@ -308,19 +280,9 @@ def _worst(code: int) -> int:
     return int(np.max(multihost_utils.process_allgather(np.array(code))))
 
 
-def _is_of_machine(error: BaseException | None) -> bool:
-    while error is not None:
-        states = any(state in str(error) for state in _OF_MACHINE)
-        number = getattr(error, "errno", None)
-        if states or isinstance(error, MemoryError) or number in _ERRNO_OF_MACHINE:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 @dataclasses.dataclass
 class Failure:
-    """Why a call of Orbax failed, in one line, and whether the machine was the cause."""
+    """Why a call of Orbax failed, in a line, and whether the machine was the cause."""
 
     reason: str = ""
     of_machine: bool = False
@@ -328,76 +290,80 @@ class Failure:
 
 @contextlib.contextmanager
 def caught() -> Iterator[Failure]:
-    """Catches what Orbax raises, for the caller to raise in one line, and hides its tracebacks.
-
-    After a failure they stay hidden, since Orbax's threads and callbacks go on failing for seconds.
-    """
+    """Catches what Orbax raises, for the caller to raise in a line, and hides its tracebacks."""
     failure = Failure()
-    hide_tracebacks()
-    try:
-        yield failure
-    except Exception as error:
-        failure.reason, failure.of_machine = in_a_line(error), _is_of_machine(error)
-    if failure.reason:
-        collect_tasks()
-        _failures.append(failure)
-    if not _failures:
-        _show_tracebacks()
-
-
-_failures: list[Failure] = []
-
-
-def collect_tasks() -> None:
-    """Collects the coroutines that a failed call never awaited, without a warning of each."""
+    TRACEBACKS.hide()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        gc.collect()
+        try:
+            yield failure
+        except Exception as error:
+            failure.reason = in_a_line(error)
+            failure.of_machine = any(map(_is_of_machine, _causes(error)))
+        if failure.reason:
+            TRACEBACKS.stay_hidden = True
+            gc.collect()  # the coroutines that were never awaited
+    TRACEBACKS.show()
 
 
-def hide_tracebacks() -> None:
-    """Hides what Orbax logs of each future that fails, and errors in callbacks of closed loops."""
-    for name, hides in _FILTERS.items():
-        logging.getLogger(name).addFilter(hides)
-    if not _is_ours(sys.unraisablehook):
-        sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
-
-
-def _show_tracebacks() -> None:
-    for name, hides in _FILTERS.items():
-        logging.getLogger(name).removeFilter(hides)
-    if _is_ours(sys.unraisablehook):
-        (sys.unraisablehook,) = sys.unraisablehook.args
-
-
-def _is_ours(hook) -> bool:
-    return isinstance(hook, functools.partial) and hook.func is _unraisable
-
-
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    return _ORBAX not in record.pathname
-
-
-def _is_retrieved(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    return "exception was never retrieved" not in message and "was destroyed" not in message
-
-
-_FILTERS = {"absl": _is_not_of_orbax, "asyncio": _is_retrieved}
-
-
-def _unraisable(previous: Callable, unraisable) -> None:
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(unraisable.exc_traceback))
-    message = str(unraisable.exc_value)
-    of_loops = "Event loop is closed" in message or "was never awaited" in message
-    if not (of_loops or any(_ORBAX in file for file in files)):
-        previous(unraisable)
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def in_a_line(error: BaseException) -> str:
-    """What went wrong at first, without the source locations that only its authors can use."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = (lines[0] if lines else type(error).__name__).split(" [source locations=")[0]
+    """The first cause of an error, without Orbax's source locations."""
+    *_, first = _causes(error)
+    lines = [line.strip() for line in str(first).splitlines() if line.strip()]
+    text = (lines[0] if lines else type(first).__name__).split(" [source locations=")[0]
     return text if len(text) <= 240 else f"{text[:80]} ... {text[-150:]}"
+
+
+def _is_of_machine(error: BaseException) -> bool:
+    states = any(state in str(error) for state in _OF_MACHINE)
+    number = getattr(error, "errno", None)
+    return states or isinstance(error, MemoryError) or number in _ERRNO_OF_MACHINE
+
+
+class _Tracebacks(logging.Filter):
+    """What Orbax logs of each thread that fails, and errors in callbacks of its closed loops.
+
+    Hidden while Orbax works; after a failure from then on, since the threads and callbacks of a
+    failed call go on failing for seconds.
+    """
+
+    loggers = logging.getLogger("absl"), logging.getLogger("asyncio")
+    signs = (
+        f"{os.sep}orbax{os.sep}checkpoint",
+        "Event loop is closed",
+        "exception was never retrieved",
+        "was destroyed but it is pending",
+        "was never awaited",
+    )
+    stay_hidden = False
+
+    def hide(self) -> None:
+        for logger in self.loggers:
+            logger.addFilter(self)
+        if sys.unraisablehook is not self:
+            self.report, sys.unraisablehook = sys.unraisablehook, self
+
+    def show(self) -> None:
+        if not self.stay_hidden:
+            for logger in self.loggers:
+                logger.removeFilter(self)
+            if sys.unraisablehook is self:
+                sys.unraisablehook = self.report
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(sign in record.pathname + record.getMessage() for sign in self.signs)
+
+    def __call__(self, unraisable) -> None:
+        text = "".join(traceback.format_exception(unraisable.exc_value))
+        if not any(sign in text for sign in self.signs):
+            self.report(unraisable)
+
+
+TRACEBACKS = _Tracebacks()

@@ -1,18 +1,20 @@
 """Checkpoints of a whole run with Orbax: exact on the same workers, elastic on others.
 
-Each worker's momentum is saved as its own, beside parameters, the rest of the optimizer state and
-whatever else the run needs. On another number of workers the momenta are merged or copied so that
-their mean stays what it was; in other blocks, under another transform or in other shards they are
-carried over through parameter space. Nothing is ever filled with zeros or cut off.
+A checkpoint holds each worker's own momentum, the parameters, the rest of the optimizer state and
+whatever else the run needs. On another number of workers a restore merges or copies the momenta, so
+that their mean stays the same. In other blocks, shards or under another transform it carries them
+over through parameter space. Messages that are still pending go back into the momenta.
 """
 
+import contextlib
+import gc
 import os
 import warnings
 from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from demo_optax import checks
 from demo_optax.axes import AxisName
@@ -23,10 +25,13 @@ from demo_optax.checkpoint.description import (
     extra_by_path,
     from_paths,
     names_kept,
+    placed,
+    require_same,
+    stored_as,
 )
 from demo_optax.checkpoint.digests import digests, like, sealed
 from demo_optax.checkpoint.elastic import convert
-from demo_optax.checkpoint.reading import epath, orbax, require_same, stored_as
+from demo_optax.checkpoint.reading import epath, orbax
 from demo_optax.parallel import layout, shards, worker_axis
 
 
@@ -93,9 +98,8 @@ class Checkpointer:
     ):
         layout.require_plain(tx)
         checks.static_integer("keep", keep, at_least=1)
-        self._tx, self._mesh, self._axis_name = tx, mesh, axis_name
-        self._param_specs = param_specs
-        self._workers = shards.num_workers(mesh, axis_name)
+        shards.num_workers(mesh, axis_name)  # which refuses a name that is none of an axis
+        self._tx, self._where = tx, (mesh, axis_name, param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
         self._damaged: set[int] = set()
         self._orbax: orbax.training.Checkpointer | None = None
@@ -106,8 +110,8 @@ class Checkpointer:
             reading.steps_in(self._directory)
         except OSError as error:
             raise OSError(
-                f"checkpoints cannot be kept in {self._directory}: {reading.in_a_line(error)}. Give a "
-                "folder that every process can read and write."
+                f"checkpoints cannot be kept in {self._directory}: {reading.in_a_line(error)}. "
+                "Give a folder that every process can read and write."
             ) from error
 
     def __enter__(self):
@@ -128,7 +132,7 @@ class Checkpointer:
           OSError: the last save failed.
         """
         try:
-            self._wait()
+            _raise([self._finish()])
         finally:
             writer, self._orbax = self._orbax, None
             if writer is not None:
@@ -143,7 +147,7 @@ class Checkpointer:
         return max(steps, default=None)
 
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
-        """Saves in the background; what is given may be donated to the next step at once.
+        """Saves in the background; the next step may be given the arrays to reuse at once.
 
         Args:
           step: updates done so far, which numbers the checkpoint. If it is the step that was saved
@@ -156,25 +160,19 @@ class Checkpointer:
 
         Raises:
           ValueError: the folder holds a checkpoint of this step or a later one, of another run or
-            from before an older step was restored. It would be taken for the latest.
+            from before an older step was restored, which would stay the latest.
           OSError: this step, or the one before it in the background, could not be written. The
-            run can go on, and later steps be saved; if only the one before failed, this one is
-            being written nevertheless.
+            run can go on and save later steps. If only the one before failed, this one is still
+            being written.
         """
-        failures = []
+        reasons = []
         if self._last != step:
-            failures.append(self._finish())
+            reasons.append(self._finish())
             self._require_later(step)
-            failures.append(self._begin(step, params, opt_state, extra))
+            reasons.append(self._begin(step, params, opt_state, extra))
         if wait:
-            failures.append(self._finish())
-        if any(failures):
-            raise OSError(" ".join(str(failure) for failure in failures if failure))
-
-    def _wait(self):
-        failure = self._finish()
-        if failure is not None:
-            raise failure
+            reasons.append(self._finish())
+        _raise(reasons)
 
     def _require_later(self, step):
         if self.latest is not None and self.latest >= step:
@@ -184,67 +182,64 @@ class Checkpointer:
                 "folder, or remove the later checkpoints."
             )
 
-    def _begin(self, step, params, opt_state, extra) -> OSError | None:
-        """Starts to write in the background, or says why it cannot."""
+    def _begin(self, step, params, opt_state, extra) -> str:
+        """Starts to write in the background; returns why it cannot, or nothing."""
         leaves = {
             "params": by_path(params),
             "opt_state": by_path(opt_state),
             "extra": extra_by_path(step, extra),
         }
         described = {part: digests(x) for part, x in leaves.items()}
-        meaning = self._described(params, opt_state) | {"leaves": described}
+        meaning = describe(self._tx, params, opt_state, *self._where) | {"leaves": described}
+        started = True
         with reading.caught() as failure:
             if self._orbax is None:
                 self._orbax = self._writer()
             started = self._orbax.save_checkpointables_async(
                 step, leaves, force=True, custom_metadata=sealed(meaning)
             )
-            if not started:
-                raise PermissionError("the folder is read-only")
-        if failure.reason:
-            return self._failed(step, failure.reason)
-        reading.hide_tracebacks()  # while it is written
+        if reason := failure.reason or ("" if started else "the folder is read-only"):
+            return self._failed(step, reason)
+        reading.TRACEBACKS.hide()  # while it is written
         self._last = self._pending = step
-        return None
+        return ""
 
     def _writer(self) -> orbax.training.Checkpointer:
-        """Orbax for a folder in which nothing is half written or known to be damaged."""
+        """Orbax's writer, after what failed saves left and damaged steps are out of its way."""
         reading.clear_up(self._directory, self._damaged)
         self._damaged.clear()
         latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
         return orbax.training.Checkpointer(
-            self._directory,
-            preservation_policy=latest,
-            cleanup_tmp_directories=True,
+            self._directory, preservation_policy=latest, cleanup_tmp_directories=True
         )
 
-    def _finish(self) -> OSError | None:
-        """Waits for what is being written, and says why it could not be."""
-        step = self._pending
+    def _finish(self) -> str:
+        """Waits for what is being written; returns why it could not be, or nothing."""
+        step, self._pending = self._pending, None
         if self._orbax is None or step is None:
-            return None
-        self._pending = None
+            return ""
         with reading.caught() as failure:
             self._orbax.wait()
-            if step not in reading.steps_in(self._directory):
-                raise FileNotFoundError("it is not in the folder")
-        return self._failed(step, failure.reason) if failure.reason else None
+        there = step in reading.steps_in(self._directory)
+        reason = failure.reason or ("" if there else "it is not in the folder")
+        return self._failed(step, reason) if reason else ""
 
-    def _failed(self, step: int, reason: str) -> OSError:
+    def _failed(self, step: int, reason: str) -> str:
         """Forgets a save, so that it can be tried again."""
         writer, self._orbax, self._last = self._orbax, None, None
         with reading.caught():
-            if writer is not None:
-                writer.close()
-        del writer
-        reading.collect_tasks()
-        return OSError(
+            with contextlib.suppress(Exception):
+                if writer is not None:
+                    writer.close()
+            del writer
+            gc.collect()  # what the failed call never awaited
+        return (
             f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
-            "on; make room there, for until a save succeeds it would restart from the one before."
+            "on. Make room there: until a save succeeds, a restart begins from the one before."
         )
 
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
-        """The latest checkpoint, or that of a step; None where there is none at all.
+        """The latest checkpoint, or that of a step; None if there are no checkpoints.
 
         Args:
           params: arrays or shapes of the parameters, as a tree of the same structure.
@@ -252,22 +247,20 @@ class Checkpointer:
           step: which checkpoint; the latest that is intact by default.
 
         Returns:
-          A `Checkpoint`, placed on the mesh. On as many workers as saved it, in the same blocks, it
-          is equal to the last bit. On another number of workers, for whatever differs between
-          them: where the old number is a multiple of the new, the mean of as many neighbours;
-          where the new is a multiple of the old, copies; else the mean of all. The mean over the
-          workers stays the same.
+          A `Checkpoint`, placed on the mesh. On as many workers as saved it, with the same
+          settings, it is equal to the last bit. On another number of workers, what differs between
+          workers keeps its mean: `redistribute` says how.
 
         Raises:
           ValueError: the checkpoint is not one of this model, optimizer or ``extra``; there are
             checkpoints, but none of this step.
           DamagedCheckpoint: that of the step is damaged, or all are. A ValueError.
           OSError: a process could not read it, for want of memory, permission or connection.
-          UserWarning: newer checkpoints are damaged, and the next save sets them aside, as
-            ``<step>.damaged``. Or a momentum is carried over to other blocks, another
-            transform or other shards.
+          UserWarning: newer checkpoints are damaged; the next save renames them to
+            ``<step>.damaged``. Or a momentum was carried over to other blocks, another transform
+            or other shards.
         """
-        self._wait()
+        _raise([self._finish()])
         steps = reading.steps_in(self._directory)
         if not steps:
             return None
@@ -288,55 +281,45 @@ class Checkpointer:
         return found
 
     def _read(self, step, params, extra) -> Checkpoint:
-        """One checkpoint, verified as it was stored, and then made what this mesh needs."""
+        """Reads and verifies one checkpoint, and converts it to what this mesh needs."""
         saved = reading.description_of(self._directory, step)
         held = saved["leaves"]
         require_same("parameters", by_path(params), held["params"])
         require_same("extra", extra_by_path(step, extra), held["extra"])
 
-        stacked = worker_axis.stack_workers(
-            self._tx, self._mesh, self._axis_name, self._param_specs
-        )
-        wanted = jax.eval_shape(stacked.init, params)
-        of_state = layout.state_specs(
-            self._tx, params, self._mesh, self._axis_name, self._param_specs
-        )
-        placed_state = by_path(self._placed(wanted, of_state))
-        meaning = self._described(params, wanted)
+        mesh, axis_name, param_specs = self._where
+        wanted = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
+        meaning = describe(self._tx, params, wanted, *self._where)
         exact = all(saved[key] == value for key, value in meaning.items())
-        needed, there = placed_state, held["opt_state"]
-        if not exact:
-            kept = names_kept(saved) | names_kept(meaning)
-            needed, there = (
-                {name: x for name, x in leaves.items() if name not in kept}
-                for leaves in (needed, there)
-            )
-        require_same("optimizer state", needed, there, shapes=exact)
-        specs = shards.leaf_specs(params, self._param_specs, self._mesh, self._axis_name)
-        placed_params = by_path(self._placed(params, specs))
-        here = {part: {name: like(digest) for name, digest in held[part].items()} for part in held}
-        wanted_leaves = here | {"params": stored_as(placed_params, held["params"])}
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        params = placed(params, shards.shardings(mesh, specs))
+        wanted = placed(wanted, layout.state_shardings(self._tx, params, *self._where))
+        needed, there = by_path(wanted), held["opt_state"]
+        kept = set() if exact else names_kept(saved) | names_kept(meaning)
+        require_same(
+            "optimizer state",
+            {name: x for name, x in needed.items() if name not in kept},
+            {name: x for name, x in there.items() if name not in kept},
+            shapes=exact,
+        )
+        targets = {
+            part: {name: like(digest) for name, digest in held[part].items()} for part in held
+        }
+        targets["params"] = stored_as(by_path(params), held["params"])
         if exact:
-            wanted_leaves |= {"opt_state": stored_as(placed_state, held["opt_state"])}
-        loaded = reading.load(self._directory, step, wanted_leaves, held)
+            targets["opt_state"] = stored_as(needed, there)
+        loaded = reading.load(self._directory, step, targets, held)
         state = loaded["opt_state"]
         if not exact:
-            state = convert(state, saved, placed_state, meaning, self._axis_name)
+            state = convert(state, saved, needed, meaning, axis_name)
         return Checkpoint(
             step,
-            from_paths(loaded["params"], self._placed(params, specs)),
-            from_paths(state, self._placed(wanted, of_state)),
+            from_paths(loaded["params"], params),
+            from_paths(state, wanted),
             from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
         )
 
-    def _described(self, params, opt_state) -> dict:
-        return describe(self._tx, params, opt_state, self._mesh, self._axis_name, self._param_specs)
 
-    def _placed(self, tree, specs):
-        """Shapes, dtypes and shardings on the mesh."""
-
-        def place(x, spec):
-            sharding = NamedSharding(self._mesh, spec)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        return jax.tree.map(place, tree, specs)
+def _raise(reasons: list[str]) -> None:
+    if any(reasons):
+        raise OSError(" ".join(filter(None, reasons)))

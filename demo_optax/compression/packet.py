@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 
-from demo_optax.arrays import BoolScalar, IntScalar, Positions, Values, in_float32
+from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, Positions, Values, in_float32
 from demo_optax.compression import values as value_codings
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
 from demo_optax.compression.values import Fields, ValueCoding
@@ -52,7 +52,7 @@ class Header(NamedTuple):
     message: Float32[Array, "..."]
 
 
-_DTYPES = Header("uint32", "uint32", "uint32", "float32", "float32", "float32", "float32")
+_DTYPES = ("uint32",) * 3 + ("float32",) * 4  # of the header's fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Message(NamedTuple):
       values: for each section.
     """
 
-    positions: tuple[Positions | Int32[Array, "workers _blocks _places"] | None, ...]
+    positions: tuple[Any, ...]
     values: tuple[Values | Float32[Array, "workers _blocks _k"], ...]
 
 
@@ -176,15 +176,20 @@ def build(
       extra: words for ``layout.extra``; none by default.
     """
     owners = len(origin.number)
-    divided = functools.partial(divide_rows, owners=owners)
+    divided: Any = functools.partial(divide_rows, owners=owners)
     coded = jax.tree.map(divided, fields)
     energies = sum(jnp.sum(jnp.square(divided(v)), (1, 2)) for v in sent.values)
     positions = [
-        divided(p, mode="edge") if section.selector.travels else jnp.zeros((owners, 0))
+        divided(p, mode="edge") if section.selector.travels else jnp.zeros((owners, 0), jnp.int32)
         for section, p in zip(layout.sections, sent.positions, strict=True)
     ]
 
-    def seal(energy, positions, fields, number):
+    def seal(
+        energy: FloatScalar,
+        positions: list[Positions],
+        fields: list[Fields],
+        number: Int32[Array, ""],
+    ) -> UInt32[Array, "_words"]:
         head = header._replace(message=in_float32(energy))
         words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
         words += [] if extra is None else [extra]
@@ -199,9 +204,7 @@ def build(
         validity = _validity(layout, rest, Origin(origin.step, number))
         return jnp.concatenate([jnp.where(counts, validity, ~validity)[None], rest])
 
-    return jax.vmap(seal)(
-        jnp.broadcast_to(energies, owners), positions, coded, origin.number
-    )
+    return jax.vmap(seal)(jnp.broadcast_to(energies, owners), positions, coded, origin.number)
 
 
 def open_heads(
@@ -212,7 +215,9 @@ def open_heads(
     Intact is one whose checksum is right for its origin and whose energies are finite.
     """
 
-    def open_one(packet, number):
+    def open_one(
+        packet: UInt32[Array, "words"], number: Int32[Array, ""]
+    ) -> tuple[Header, UInt32[Array, "extra"], BoolScalar]:
         validity = _validity(layout, packet[1:], Origin(origin.step, number))
         words = packet[1 : 1 + len(Header._fields)]
         fields = [jax.lax.bitcast_convert_type(w, t) for w, t in zip(words, _DTYPES, strict=True)]
@@ -241,7 +246,7 @@ def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, Bo
     rest = packet[layout.head :]
     for section in layout.sections:
         blocks, selector, coding = section.blocks, section.selector, section.value_coding
-        for_positions, for_scales, for_values = section.parts
+        for_positions, for_scales, _ = section.parts
         position_words, scale_words, value_words, rest = jnp.split(
             rest, [for_positions, for_positions + for_scales, sum(section.parts)]
         )
@@ -268,15 +273,11 @@ def divide_rows(
     return padded.reshape(owners, share, *x.shape[1:])
 
 
-def merge_rows(
-    shares: Shaped[Array, "owners share k"], blocks: int
-) -> Shaped[Array, "{blocks} k"]:
+def merge_rows(shares: Shaped[Array, "owners share k"], blocks: int) -> Shaped[Array, "{blocks} k"]:
     """The rows of all owners: the inverse of `divide_rows`."""
     return shares.reshape(-1, shares.shape[2])[:blocks]
 
 
-def _validity(
-    layout: Layout, rest: UInt32[Array, "words"], origin: Origin
-) -> UInt32[Array, ""]:
+def _validity(layout: Layout, rest: UInt32[Array, "words"], origin: Origin) -> UInt32[Array, ""]:
     of_layout = jnp.uint32(zlib.crc32(repr(layout).encode()))
     return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ of_layout

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 
 from demo_optax.arrays import (
     Blocks,
+    BoolScalar,
     Coefficients,
     IntScalar,
     Positions,
@@ -178,7 +179,13 @@ class Part:
         """
         redrawn = delay and transforms.is_redrawn(self.coordinates.transform)
 
-        def less(group: Group, m: Coefficients, positions, values, factors) -> Coefficients:
+        def less(
+            group: Group,
+            m: Coefficients,
+            positions: Positions,
+            values: Values,
+            factors: Float[Array, "_blocks 1"],
+        ) -> Coefficients:
             if not redrawn:
                 return group.selector.add(m, positions, -factors * values)
             sent = group.selector.add(jnp.zeros_like(m), positions, factors * values)
@@ -237,7 +244,7 @@ class Plan:
             for s in self.sections
         ]
 
-    def per_part(self, tree) -> list[list[Any]]:
+    def per_part(self, tree: Any) -> list[list[Any]]:
         """For each part the leaves of its tensors."""
         leaves = jax.tree.leaves(tree)
         return [leaves[slice(*part.tensors)] for part in self.parts]
@@ -247,7 +254,10 @@ class Plan:
 
         def rows(group: Group, tree: Any) -> Any:
             first, last = group.first, group.first + group.blocks
-            return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, first, last, axis=axis), tree)
+            rows = functools.partial(
+                jax.lax.slice_in_dim, start_index=first, limit_index=last, axis=axis
+            )
+            return jax.tree.map(rows, tree)
 
         trees = list(trees)
         return [[rows(group, trees[group.section]) for group in p.groups] for p in self.parts]
@@ -263,9 +273,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def make_plan(
-    compression: Compression, shapes: tuple[Shape, ...], platform: str = "cpu"
-) -> Plan:
+def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str = "cpu") -> Plan:
     """The plan of tensors of these shapes. Packets are the same on all platforms."""
     coordinates = compression.coordinates
     geometries = tuple(map(coordinates.geometry, shapes))
@@ -322,7 +330,9 @@ def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
     return [*runs, (start, len(sizes))]
 
 
-def in_turn(fn: Callable, parts: Sequence[Part], *arguments: Sequence[Any]) -> list[list[Any]]:
+def in_turn(
+    fn: Callable[..., Any], parts: Sequence[Part], *arguments: Sequence[Any]
+) -> list[list[Any]]:
     """Calls ``fn(part, after, *own)`` for one part after the other.
 
     What ``fn`` passes through ``after`` is used only when the part before has its result, so that
@@ -354,8 +364,12 @@ def _after(done: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> 
     if merged:
         first = [x.reshape(-1)[0] for x in done]
         return jax.lax.optimization_barrier((small, large, first))[:2]
-    there = is_there(done)
-    return jax.tree.map(lambda x: jnp.where(there, x, jnp.zeros_like(x)), small), large
+    select = functools.partial(_or_zeros, is_there(done))
+    return jax.tree.map(select, small), large
+
+
+def _or_zeros(condition: BoolScalar, x: Array) -> Array:
+    return jnp.where(condition, x, jnp.zeros_like(x))
 
 
 def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]]:

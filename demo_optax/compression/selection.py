@@ -4,7 +4,7 @@ To add one, write a frozen dataclass with the methods of `Selector`, and enter i
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
@@ -100,7 +100,10 @@ class TravellingSelector(Selector, Protocol):
 Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "slicing"]
 SELECTIONS = get_args(Selection)
 
-SELECTORS: dict[str, Callable[[int, int, int, int], SharedSelector | TravellingSelector]] = {
+AnySelector = Any
+"""A `SharedSelector` or a `TravellingSelector`."""
+
+SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "topk": lambda n, k, seed, stream: TopK(n, k),
     "bins": lambda n, k, seed, stream: Bins(n, k),
     "random": lambda n, k, seed, stream: SharedSet(n, k, "random", seed, stream),
@@ -110,9 +113,7 @@ SELECTORS: dict[str, Callable[[int, int, int, int], SharedSelector | TravellingS
 }
 
 
-def make_selector(
-    selection: Selection, n: int, k: int, seed: int, stream: int
-) -> SharedSelector | TravellingSelector:
+def make_selector(selection: Selection, n: int, k: int, seed: int, stream: int) -> AnySelector:
     """The selector of ``k`` of the ``n`` coefficients of a block; of all where there are fewer.
 
     Args:

@@ -48,10 +48,10 @@ class BlockSides:
 
     of_leaves: tuple[tuple[int, ...], ...]
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockSides)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return 0
 
 
@@ -68,8 +68,8 @@ class Compression:
         have taken fixed random signs, for shared positions), ``"random"`` (orthogonal matrices
         redrawn on each step) or ``"identity"``.
       block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
-      selection: ``"topk"``; or ``"bins"``, the largest of each of ``topk`` bins, which costs no sort
-        and fewer bits (take powers of two). With the others all workers know the positions from the
+      selection: ``"topk"``; or ``"bins"``, the largest of each of ``topk`` bins, which costs no
+        sort and fewer bits (take powers of two). With the others all workers know the positions from the
         step, and none travel: ``"random"``; ``"random-slicing"``, a run from a random position on,
         the same in all blocks, which costs slices where others cost gathers and scatters and wants
         ``transform="randomized-dct"``; FlexDeMo's ``"striding"`` and ``"slicing"``.

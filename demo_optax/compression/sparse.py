@@ -70,9 +70,7 @@ def scatter(blocks: Dense, positions: At, values: Float[Array, "blocks k"]) -> D
 def scatter_all(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
     """Adds by one scatter after the other."""
 
-    def add(
-        blocks: Dense, worker: tuple[At, Float[Array, "blocks k"]]
-    ) -> tuple[Dense, None]:
+    def add(blocks: Dense, worker: tuple[At, Float[Array, "blocks k"]]) -> tuple[Dense, None]:
         return scatter(blocks, *worker), None
 
     return jax.lax.scan(add, blocks, (positions, values))[0]

@@ -10,8 +10,8 @@ bitmap     ``n``                                           about a quarter of ``
 ========== =============================================== ================================
 
 Elias-Fano sends the low ``l`` bits of each position unchanged, and the high parts, which ascend
-slowly, in unary: a bitmap in which the i-th position sets bit ``high + i``. A block's bitmap travels
-as whole words, and its remainder as one shorter field.
+slowly, in unary: a bitmap in which the i-th position sets bit ``high + i``. A block's bitmap
+travels as whole words, and its remainder as one shorter field.
 """
 
 import dataclasses
@@ -158,9 +158,7 @@ def entropy_bits(n: int, k: int) -> float:
     return math.log2(math.comb(n, k))
 
 
-def encode(
-    positions: Int32[Array, "blocks k"], n: int, coding: str
-) -> UInt32[Array, "words"]:
+def encode(positions: Int32[Array, "blocks k"], n: int, coding: str) -> UInt32[Array, "words"]:
     """Packs positions, ascending in each block, by one of `CODINGS`."""
     k = positions.shape[1]
     low_bits, size = _fields(n, k, coding)

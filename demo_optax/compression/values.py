@@ -95,7 +95,9 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> Fields:
     below = jnp.clip(above - 1, 0, len(levels) - 2)
     low, high = (_level(quantiser, field) for field in (below, below + 1))
     place = (scaled - low) / (high - low)
-    return Fields(scales, jnp.where(place > _halves(values.shape), below + 1, below).astype("uint32"))
+    return Fields(
+        scales, jnp.where(place > _halves(values.shape), below + 1, below).astype("uint32")
+    )
 
 
 def decode(fields: Fields, coding: ValueCoding) -> tuple[Float32[Array, "blocks k"], BoolScalar]:

@@ -51,7 +51,9 @@ def deal(
     )
 
 
-def split_across_devices(collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName):
+def split_across_devices(
+    collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName
+):
     """A collective along the workers, each device of which sends another part of the same words.
 
     The parts are joined inside the worker.

@@ -25,9 +25,11 @@ from demo_optax.metrics import ExchangeMetrics
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PacketFormat:
     """What it takes to decode the pending packets: a static node, which checkpoints describe.
+
+    All compare equal, since ``optax.tree.map_params`` takes states of different shapes for one.
 
     Attributes:
       compression: the settings.
@@ -40,6 +42,12 @@ class PacketFormat:
     shapes: tuple[tuple[int, ...], ...]
     extra: int
     multiple: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PacketFormat)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 class DelayedState(NamedTuple):
@@ -109,9 +117,9 @@ class Delayed:
         """Packets that count nowhere."""
         layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
         none = jnp.zeros((self.owners(), layout.words), jnp.uint32)
-        own = axes.as_varying((none, jnp.zeros((), jnp.float32)), self.axis_name)
+        none, nothing = axes.as_varying((none, jnp.zeros((), jnp.float32)), self.axis_name)
         sent_as = PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
-        return DelayedState(*own, self.inner.init(plan), sent_as)
+        return DelayedState(none, nothing, self.inner.init(plan), sent_as)
 
     def exchange(
         self, plan: Plan, sent: Sent, state: DelayedState, last: ExchangeMetrics, mean: Mean

@@ -88,7 +88,7 @@ class Taken:
     factors: Sequence[Float32[Array, "_blocks 1"]]
     delay: int = 0
 
-    def rows(self) -> list[tuple[Array, Array, Array]]:
+    def rows(self) -> list[tuple[Any, Any, Any]]:
         """For each section positions, values and factors, a row for each block."""
         return list(zip(*self.message, self.factors, strict=True))
 
@@ -134,6 +134,11 @@ class Exchange(Protocol):
     No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
     its selector may not send, or with a value or an energy that is not finite counts as absent, on
     all workers that count the same steps. A worker at another step rejects all other packets.
+
+    Example:
+      >>> import demo_optax
+      >>> isinstance(demo_optax.AllGather("data"), Exchange), isinstance("all-gather", Exchange)
+      (True, False)
     """
 
     @property

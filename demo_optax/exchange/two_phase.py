@@ -201,9 +201,7 @@ class TwoPhase:
                     for s, total, at, v, old in kept
                 )
             ),
-            metrics=summarise(
-                headers, counted, jnp.where(found.counted, packets[:, 0], 0), last
-            ),
+            metrics=summarise(headers, counted, jnp.where(found.counted, packets[:, 0], 0), last),
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:

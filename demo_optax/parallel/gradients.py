@@ -198,7 +198,9 @@ def mapped_gradients(
         )
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         of_gradients = shards.stacked_specs(specs, axis_name)
-        return found._replace(gradients=shards.constrain_sharding(found.gradients, mesh, of_gradients))
+        return found._replace(
+            gradients=shards.constrain_sharding(found.gradients, mesh, of_gradients)
+        )
 
     return find
 
@@ -296,18 +298,9 @@ def device_gradients(
 ) -> Callable:
     """``fn(params, state, batch, key) -> WorkerGradients`` of one device, inside a shard_map.
 
-    Each device gathers the parameters and sees its own part of the batch; those of one worker
-    average their gradients.
-
-    Args:
-      whole_loss: as `normalize_loss_fn` returns it.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
-      manual: the axes of the shard_map.
-      specs: of the parameters along these.
-      rows: for each leaf of the batch the dimension that is divided among the workers.
-      microbatches: parts into which each worker's batch is cut.
-      clip_norm: largest global norm of each worker's gradient.
+    Each device gathers the parameters, whose ``specs`` these are along the ``manual`` axes, and
+    sees its own part of the batch, divided along ``rows``. Those of one worker average their
+    gradients.
     """
     inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
     own_axes = axes.names(axis_name) + inner
@@ -335,7 +328,7 @@ def found_specs(specs, mesh: Mesh, axis_name: AxisName, manual: Collection[str])
     of_worker = P(axis_name)
     of_params = shards.stacked_specs(specs, axis_name)
     every = P(axes.names(axis_name) + inner)
-    return WorkerGradients(of_worker, every, of_worker, of_worker, of_params)
+    return WorkerGradients._make((of_worker, every, of_worker, of_worker, of_params))
 
 
 def manual_gradients(

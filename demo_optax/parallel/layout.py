@@ -122,7 +122,9 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
     parts = shards.shard_shapes(jax.tree.map(_shape, unboxed(params)), inner, mesh)
     single = axes.shapes_of_worker(tx.init, mesh.shape, parts)
     state_axes, update_axes, sent = _varying_axes(tx, parts, single, inner, mesh.shape, axis_name)
-    update_axes, frozen = _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name)
+    update_axes, frozen = _without_frozen(
+        tx, parts, single, state_axes, update_axes, mesh, axis_name
+    )
     state = _specs(state_axes, single, inner, mesh, axis_name)
     return Layout(specs, state, single, state_axes, update_axes, frozen, sent)
 
@@ -231,9 +233,9 @@ def _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name:
                 f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer. "
                 "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
             )
-    return jax.tree.map(lambda x, names: names - worker_axes if x else names, differs, update_axes), (
-        differs
-    )
+    return jax.tree.map(
+        lambda x, names: names - worker_axes if x else names, differs, update_axes
+    ), (differs)
 
 
 def _on_all(fn, name, size, *args):

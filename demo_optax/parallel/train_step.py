@@ -257,8 +257,10 @@ def make_train_step(
         return Prepared(layout, layout.sent * mesh.size // workers)
 
     def prepared_for(params, opt_state) -> Prepared:
-        trees = [(jax.tree.structure(x), worker_axis.shapes_of(jax.tree.leaves(x))) for x in (
-            params, opt_state)]
+        trees = [
+            (jax.tree.structure(x), worker_axis.shapes_of(jax.tree.leaves(x)))
+            for x in (params, opt_state)
+        ]
         return prepare(*trees[0], *trees[1])
 
     def placed(params, opt_state, args, extra_args):

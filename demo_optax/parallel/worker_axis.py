@@ -155,9 +155,7 @@ def update_own(tx, layout: Layout, axis_name: AxisName, updates, old, params, ex
     new = shards.metrics_of_worker(new, old, sharded)
     new = jax.tree.map(in_common, new, layout.state_axes, layout.state)
     new = participation.keep_own(new, old, _is_own(layout, axis_name), participates)
-    updates = participation.rest_without_anyone(
-        updates, [x.participants for x in all_metrics(new)]
-    )
+    updates = participation.rest_without_anyone(updates, [x.participants for x in all_metrics(new)])
     return structure.unflatten(jax.tree.leaves(updates)), new
 
 
