@@ -190,7 +190,9 @@ RAISED = [
         demo_optax.Compression(4, 8, selection="random"),
         exchange=demo_optax.TwoPhase(topk_back=8),
     ).init(model.init()),
-    lambda: demo_optax.demo(lambda step: jnp.ones(3)).update(model.init(), ALONE.init(model.init())),
+    lambda: demo_optax.demo(lambda step: jnp.ones(3), demo_optax.Compression(4, 8)).update(
+        model.init(), ALONE.init(model.init())
+    ),
     lambda: demo_optax.AllGather(3),
     lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
     lambda: demo_optax.demo(1e-3, 32),

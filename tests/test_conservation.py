@@ -66,9 +66,7 @@ def test_momentum_before_is_momentum_after_and_what_was_sent(
 
 @pytest.mark.parametrize("selection", ["random", "random-slicing", "striding", "slicing"])
 def test_nothing_is_lost_of_shared_positions(selection):
-    compression = demo_optax.Compression(
-        7, 8, "sign", "randomized-dct", selection=selection
-    )
+    compression = demo_optax.Compression(7, 8, "sign", "randomized-dct", selection=selection)
     assert_conserved([(19, 11), (5,)], compression, alpha=1.0, seed=0, workers=3)
 
 

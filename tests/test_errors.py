@@ -206,7 +206,7 @@ def test_gradient_of_another_shape():
 def test_compression_that_does_not_match_the_state():
     params = {"w": jnp.ones((16, 16))}
     changed = demo_optax.demo(1e-3, demo_optax.Compression(4, 16))
-    with pytest.raises(ValueError, match="block_side or block_rule changed"):
+    with pytest.raises(ValueError, match="go back to the old settings"):
         changed.update(params, ALONE.init(params), params)
 
 

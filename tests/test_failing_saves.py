@@ -124,7 +124,8 @@ import logging, sys
 def hooks():
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
     return sys.unraisablehook, [logger.filters for logger in loggers if logger.filters]
-import absl.logging, asyncio, jax, orbax.checkpoint.v1
+import absl.logging, asyncio, jax
+from orbax.checkpoint import v1
 before = hooks()
 import demo_optax.checkpoint
 assert hooks() == before, hooks()

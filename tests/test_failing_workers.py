@@ -200,3 +200,20 @@ def test_a_damaged_preconditioner_starts_again_and_its_worker_takes_part():
         params, state, metrics = train(params, state, model.batch(i))
         assert metrics.exchange.participants == model.WORKERS
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+
+
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"axis_names": ()}], ids=str)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_worker_is_kept_out_whatever_the_path_of_its_gradient(options, clip_norm):
+    """Its gradient is finite, but its squares are not; clipped, it would be zeros."""
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    tx = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), axis_name="data")
+    step = demo_optax.make_train_step(
+        lambda params, batch: jnp.sum(params * batch[0]), tx, mesh, clip_norm=clip_norm, **options
+    )
+    params = jnp.zeros((8, 8))
+    batch = np.ones((2, 8, 8), np.float32)
+    batch[1] = 1e20
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    _, _, metrics = step(params, state, batch)
+    assert metrics.exchange.participants == 1

@@ -54,9 +54,7 @@ def test_the_largest_magnitudes_are_chosen(way, k, seed, n, ties):
     np.testing.assert_array_equal(found, np.sort(magnitudes)[:, -k:])
 
 
-@pytest.mark.parametrize(
-    "way", [sparse.scatter, sparse._add_by_comparison, sparse._add_by_product]
-)
+@pytest.mark.parametrize("way", [sparse.scatter, sparse._add_by_comparison, sparse._add_by_product])
 @draws.examples(8)
 @given(seed=draws.seeds, blocks=blocks, n=sizes, k=st.sampled_from([1, 5]))
 def test_values_are_added_in_their_places(way, seed, blocks, n, k):

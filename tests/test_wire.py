@@ -78,7 +78,7 @@ def test_packet_is_a_header_indices_and_values(values, width):
     edge = math.ceil(2 * 4 * 5 / 32) + 2 * 4 * width // 32
     vector = math.ceil(4 * 3 / 32) + 4 * width // 32
     words = 128 * math.ceil((5 + matrix + edge + vector) / 128)
-    sections = make_plan(compression, ((16, 20), (8,))).layout.sections
+    sections = make_plan(compression, ((16, 20), (8,))).sections
     assert sum(sum(section.parts) for section in sections) == matrix + edge + vector
     tx = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
     assert demo_optax.packet_bytes(compression, params) == 4 * words

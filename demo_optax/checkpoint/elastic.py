@@ -217,7 +217,7 @@ def _same_numbers(name: str, old: dict, new: dict) -> bool:
 
     def blocks(momentum: dict):
         coordinates, counts = _placed(momentum)
-        geometry = coordinates.geometry(_shard_shape(momentum["shape"], counts))
+        geometry = coordinates.geometry(_shard_shape(tuple(momentum["shape"]), counts))
         starts = [
             [shard * dim + start for shard in range(count) for start in range(0, dim, side)]
             for dim, side, count in zip(geometry.shape, geometry.sides, counts, strict=True)

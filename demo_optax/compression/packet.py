@@ -186,10 +186,10 @@ def build(
 
     def seal(
         energy: FloatScalar,
-        positions: list[Positions],
+        positions: list[Int32[Array, "..."]],
         fields: list[Fields],
         number: Int32[Array, ""],
-    ) -> UInt32[Array, "_words"]:
+    ) -> UInt32[Array, "..."]:
         head = header._replace(message=in_float32(energy))
         words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
         words += [] if extra is None else [extra]

@@ -232,6 +232,7 @@ def finish(loss, aux, new, old, gradient, norm, limit: float | None) -> WorkerGr
     state = participation.choose(jnp.isfinite(norm), new, old)
     if limit is not None:
         scale = jnp.where(norm > limit, limit / norm, 1.0)
+        scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)  # or it would be clipped to zeros
         gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
     return WorkerGradients(loss, aux, state, norm, gradient)
 
