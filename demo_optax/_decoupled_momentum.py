@@ -38,7 +38,7 @@ class DecoupledMomentumState(NamedTuple):
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
       exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
-      coordinates: static, what the numbers of the momentum are coefficients of.
+      coordinates: static, the transform and the blocks in which the momentum is stored.
       sides: static, of each tensor's blocks.
 
     Example:
@@ -86,10 +86,11 @@ def decoupled_momentum(
     next transformation of the chain. What is subtracted is what the others decode: rounding by
     the value coding stays in the momentum.
 
-    A worker whose gradient is infinite or NaN sends nothing on that step, and its momentum and
-    preconditioner stay as they were. If no worker is left, the update is zero. A packet that
-    arrives damaged counts on no worker, and its sender keeps all of it in the momentum. A block of
-    the momentum, or a leaf of the preconditioner, that is not finite starts again.
+    A worker whose gradient is infinite or NaN, before or after the preconditioner, sends nothing on
+    that step, and its momentum and preconditioner stay as they were. If no worker is left, the
+    update is zero. A packet that arrives damaged counts on no worker, and its sender keeps all of
+    it in the momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite
+    starts again.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -193,6 +194,7 @@ def decoupled_momentum(
         fresh = precondition.init(updates if params is None else params)
         past = participation.reset_nonfinite_leaves(state.precondition, fresh)
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
+        participates &= participation.decide(local, axis_name, {})
 
         def accumulate_and_select(part: Part, after, gradient, stored, shared):
             # Transform: c = T(g)
@@ -216,7 +218,7 @@ def decoupled_momentum(
         # Encode: the packets, and what the others decode of them
         selected = plan.join(selected)
         fields, message = packet.encode(plan.sections, selected)
-        factor = jnp.where(participates, subtraction_factor, 0.0)
+        factor = jnp.where(participates, jnp.asarray(subtraction_factor, jnp.float32), 0)
         header = metrics.header_of(updates, health, selected, message, factor, last)
         origin = Origin(step, own_numbers(exchange.owners(), axis_name))
         layout = exchange.layout(plan)
@@ -227,7 +229,7 @@ def decoupled_momentum(
         aggregate = exchange.exchange(plan, sent, state.exchange, last, mean)
 
         def subtract(part: Part, after, momenta, taken):
-            # Subtract: m <- m - alpha q
+            # Subtract: m <- m - alpha q, of what was accepted
             taken, momenta = after(taken, momenta)
             for message, own in zip(aggregate.taken, taken, strict=True):
                 momenta = part.subtract(momenta, own, step, message.delay)
@@ -258,7 +260,7 @@ def decoupled_momentum(
         )
 
     def accumulate(momenta, coefficients, participates, weight):
-        """In the shape of the coefficients, so that XLA fuses it with the product they are of."""
+        """``decay * m + weight * c``, in the shape of ``c``: XLA fuses it with the transform."""
 
         def add(
             m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]

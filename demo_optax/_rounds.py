@@ -10,7 +10,7 @@ from demo_optax import axes, checks, participation
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import BoolScalar, IntScalar, unboxed, upcast
 from demo_optax.axes import AxisName
-from demo_optax.participation import EXTRA_ARG, all_finite, choose
+from demo_optax.participation import PARTICIPATES, all_finite, choose
 
 
 class LocalStepsState(NamedTuple):
@@ -160,7 +160,7 @@ def local_steps(
             ended = own_parameters(params, state._replace(displacement=displacement))
             arrives = axes.on_all_devices(all_finite(ended), axis_name)
             difference = jax.tree.map(lambda d, g: (-d).astype(g.dtype), displacement, gradient)
-            extra = {**extra_args, EXTRA_ARG: arrives}
+            extra = {**extra_args, PARTICIPATES: arrives}
             updates, new = outer.update(difference, old, params, **extra)
             return updates, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
@@ -314,7 +314,7 @@ def multi_steps(
         return optax.MultiStepsState(zero, zero, tx.init(params), zeros, skip_state=())
 
     def update_fn(updates, state, params=None, **extra_args):
-        extra_args.pop(EXTRA_ARG, None)  # which is of this call's gradient, not of the mean
+        extra_args.pop(PARTICIPATES, None)  # which is of this call's gradient, not of the mean
         calls = (state.mini_step + 1).astype(jnp.float32)
         mean = jax.tree.map(
             lambda m, g: m + (g.astype(m.dtype) - m) / calls.astype(m.dtype),

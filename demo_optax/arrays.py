@@ -31,7 +31,7 @@ def energy(arrays: Iterable[Tensor]) -> FloatScalar:
 
 
 def in_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """A sum of finite terms, at float32's largest number where it ends beyond."""
+    """A sum of finite terms, capped at float32's largest number."""
     return jnp.minimum(x, jnp.finfo(jnp.float32).max).astype(jnp.float32)
 
 

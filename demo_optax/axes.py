@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 AxisName = str | tuple[str, ...] | None
 
-EXTRA_ARGS = {"value": np.float32(0)}
+TRACING_ARGUMENTS = {"value": np.float32(0)}
 """What a traced update is given, since ``optax.contrib.reduce_on_plateau`` asks for it by name."""
 
 

@@ -16,7 +16,7 @@ from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 
 LARGEST_RATE = 1e9
-"""Of learning rates and weights: beyond, the energies of messages leave float32."""
+"""Of learning rates and weights: beyond, the energies of messages overflow float32."""
 
 
 def static_integer(name: str, value: Any, *, at_least: int) -> None:

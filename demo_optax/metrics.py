@@ -27,9 +27,9 @@ class ExchangeMetrics(NamedTuple):
 
     Attributes:
       participants: int32, workers whose packet counted.
-      agreed: bool, whether they all had got the same packets until the step before. Where not, one
-        was damaged behind the exchange, on the way into one worker, and the replicas differ:
-        compare and mend them with `demo_optax.check_replicas` and `demo_optax.repair_replicas`.
+      agreed: bool, whether they all had received the same packets up to the previous step. Where
+        not, one was damaged on the way into one worker, and the replicas differ: compare and mend
+        them with `demo_optax.check_replicas` and `demo_optax.repair_replicas`.
       received: uint32, a digest of all packets that counted, which the next packet carries.
       identical: bool, True where all of several workers had the very same gradient, which
         means that it is not local (see `demo_optax.check_metrics`).
@@ -122,7 +122,7 @@ def summarise(
     Args:
       headers: of all workers' packets.
       counted: whether they took part.
-      checksums: as the packets that were received state them; 0 where one did not count.
+      checksums: the first word of each packet that was received; 0 where one did not count.
       last: metrics of the step before.
     """
 
@@ -252,8 +252,8 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
     if not isinstance(metrics, ExchangeMetrics):
         raise TypeError(
             f"check_metrics takes the metrics of an exchange, not {metrics!r}: pass "
-            "metrics.exchange of a train step, or demo_optax.exchange_metrics(opt_state). That is None where the "
-            "state holds no decoupled momentum."
+            "metrics.exchange of a train step, or demo_optax.exchange_metrics(opt_state). That is "
+            "None where the state holds no decoupled momentum."
         )
     if np.any(metrics.identical):
         raise ValueError(

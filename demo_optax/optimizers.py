@@ -82,7 +82,7 @@ def decoupled(
         aggregate, own = momentum.update(updates, state[0], params, **extra_args)
         updates, new = base.update(aggregate, state[1], params, **extra_args)
         participants = own.metrics.participants
-        updates, new = participation.step_of_base(participants, updates, new, state[1])
+        updates, new = participation.keep_base_if_nobody(participants, updates, new, state[1])
         return updates, (own, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -140,7 +140,7 @@ def demo_scaled(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DeMo of gradients that each worker scales by their own second moment: where to begin.
+    r"""DeMo with gradients that each worker scales by its own second moment. Start here.
 
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
@@ -156,7 +156,7 @@ def demo_scaled(
     the sum the root is taken where `demo` takes the sign, so that elements of which little was
     heard move less. :math:`\Sigma u^2 / \Sigma |u|` is a tensor's mean magnitude, each weighted by
     itself: a step's root mean square is at most the learning rate, whatever share of a tensor is
-    still heard of. Where a worker's parameters are sharded the sums are those of a shard.
+    still sent. Where a worker's parameters are sharded the sums are those of a shard.
     ``docs/quality.md`` has what each of these did in our runs. Begin with the learning rate of an
     AdamW that was tuned for the same model.
 
@@ -324,7 +324,7 @@ def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
         return jax.tree.map(in_dtype_of, scaled, updates), state
 
     return optax.GradientTransformation(
-        lambda params: rms.init(jax.tree.map(upcast, params)), update_fn
+        lambda params: rms.init(jax.tree.map(lambda x: upcast(jnp.asarray(x)), params)), update_fn
     )
 
 
@@ -332,7 +332,7 @@ def scale_by_signed_root() -> optax.GradientTransformation:
     """Each element's sign times the root of its magnitude, in units of a tensor's mean magnitude.
 
     The step of `demo_scaled`, to put behind `decoupled_momentum` in a chain of your own. The mean
-    is weighted by the magnitudes themselves, so that elements of which nothing is heard any more
+    is weighted by the magnitudes themselves, so that elements that no worker sends any more
     do not make the others' steps longer. By Cauchy and Schwarz the mean square of the steps is at
     most that of signs.
 

@@ -1,10 +1,10 @@
 """Who takes part in a step, and what stays where somebody does not.
 
 A worker decides once a step, before anything is accumulated, by one boolean. It sits the step out
-where its gradient is infinite or NaN, or so large that its squares leave float32. Then it sends
+where its gradient is infinite or NaN, or so large that its squares overflow float32. Then it sends
 packets that do not count, keeps everything that is its own, and applies what the others sent.
-A train step that knows the answer passes it on as the extra argument `EXTRA_ARG`, so that no link
-of an optax chain has to find it again.
+A train step passes its answer on as the extra argument `PARTICIPATES`; a link of an optax chain
+that stands in front of the exchange may turn a yes into a no.
 """
 
 import functools
@@ -26,7 +26,7 @@ from demo_optax.arrays import (
 )
 from demo_optax.axes import AxisName
 
-EXTRA_ARG = "participates"
+PARTICIPATES = "participates"
 
 
 def decide(
@@ -37,14 +37,18 @@ def decide(
     Args:
       gradient: the worker's own, or its device's shard.
       axis_name: the workers' axis, or axes.
-      extra_args: of the update, in which a train step may say it.
+      extra_args: of the update. A train step may say there that the worker sits out; a link of the
+        chain may still have made a finite gradient infinite or NaN.
       sharded: axes along which the worker's devices hold shards, for where the types are silent.
     """
-    if EXTRA_ARG in extra_args:
-        return extra_args[EXTRA_ARG]
-    finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
-    finite = jax.lax.pmin(finite.astype(jnp.int32), sharded) > 0 if sharded else finite
-    return axes.on_all_devices(finite, axis_name)
+    finite = on_all_shards(jnp.isfinite(energy(jax.tree.leaves(gradient))), sharded)
+    finite = axes.on_all_devices(finite, axis_name)
+    return finite & extra_args[PARTICIPATES] if PARTICIPATES in extra_args else finite
+
+
+def on_all_shards(condition: BoolScalar, sharded: tuple[str, ...]) -> BoolScalar:
+    """Whether a condition holds on all devices along some axes."""
+    return jax.lax.pmin(condition.astype(jnp.int32), sharded) > 0 if sharded else condition
 
 
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
@@ -100,7 +104,7 @@ def _schedule_states() -> tuple[type, ...]:
     return optax.ScaleByScheduleState, type(decayed.init(()))
 
 
-def step_of_base(participants: IntScalar, updates, new, old):
+def keep_base_if_nobody(participants: IntScalar, updates, new, old):
     """Updates and state of what stands behind an exchange.
 
     On a step on which no worker took part, the updates are zero and the state stays as it was, but
@@ -128,19 +132,16 @@ def step_of_base(participants: IntScalar, updates, new, old):
     return updates, stay(new, old)
 
 
-def rest_without_anyone(updates, participants: list[IntScalar]):
-    """The updates; zeros on a step on which no worker took part in any of some exchanges.
+def zero_updates_if_nobody(updates, participants: IntScalar):
+    """The updates; zeros on a step on which no worker took part.
 
     For a base that stands behind `decoupled_momentum` in a chain made by hand.
     """
-    if not participants:
-        return updates
-    anyone = jnp.any(jnp.stack(participants) > 0)
-    return jax.tree.map(lambda u: jnp.where(anyone, u, jnp.zeros_like(u)), updates)
+    return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)
 
 
-def keep_own(new, old, is_own, participates: BoolScalar):
-    """A worker's new state, with the old entries of what is its own where it sits the step out.
+def keep_own(new, old, is_own, participates: BoolScalar, sharded: tuple[str, ...] = ()):
+    """Restores a worker's own state if it skipped the step.
 
     So no second moment is lost to one bad batch. States whose type says ``handles_nonfinite`` do
     this themselves.
@@ -150,6 +151,7 @@ def keep_own(new, old, is_own, participates: BoolScalar):
       old: state before it.
       is_own: a tree of bools, which leaves differ between workers.
       participates: whether the worker takes part.
+      sharded: axes along which the worker's devices hold shards.
     """
 
     def handles_nonfinite(x) -> bool:
@@ -158,9 +160,9 @@ def keep_own(new, old, is_own, participates: BoolScalar):
     def kept(new, old, is_own):
         if isinstance(new, optax.MultiStepsState):
             # A non-finite accumulator excludes the worker from the exchange.
-            finite = participates & all_finite(old.acc_grads)
+            finite = participates & on_all_shards(all_finite(old.acc_grads), sharded)
             inner = new.inner_opt_state, old.inner_opt_state, is_own.inner_opt_state
-            return new._replace(inner_opt_state=keep_own(*inner, finite))
+            return new._replace(inner_opt_state=keep_own(*inner, finite, sharded))
         if handles_nonfinite(new) or not is_own:
             return new
         return jnp.where(participates, new, old)

@@ -22,6 +22,12 @@ DELAYED = demo_optax.demo(
     1e-3, demo_optax.Compression(4, 8), exchange=demo_optax.Delayed(demo_optax.AllGather())
 )
 
+DELAYED_WITH_ANOTHER_SEED = demo_optax.demo(
+    1e-3,
+    demo_optax.Compression(4, 8, seed=1),
+    exchange=demo_optax.Delayed(demo_optax.AllGather()),
+)
+
 
 def inner():
     return jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
@@ -195,6 +201,7 @@ RAISED = [
     ),
     lambda: demo_optax.AllGather(3),
     lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
+    lambda: DELAYED.update(jnp.ones(3), DELAYED_WITH_ANOTHER_SEED.init(jnp.ones(3))),
     lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.0),
     lambda: demo_optax.demo(1e-3, decay="0.9"),

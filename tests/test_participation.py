@@ -97,7 +97,7 @@ def test_a_second_moment_of_bfloat16_parameters_falls_again():
 @pytest.mark.parametrize("name", ["demo", "demo_scaled", "demo_sgd", "demo_adamw", "demo_muon"])
 @pytest.mark.parametrize("rate", [None, np.nan, "1e-3", -1e-3, 1e30, np.inf])
 def test_rates_that_cannot_be_are_refused(name, rate):
-    with pytest.raises((TypeError, ValueError), match="learning_rate|gradient_weight"):
+    with pytest.raises((TypeError, ValueError), match=r"learning_rate|gradient_weight"):
         getattr(demo_optax, name)(rate)
 
 

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 import demo_optax
 from demo_optax.compression import sparse
 from demo_optax.compression.bins import Bins
-from demo_optax.compression.packet import Header, Layout, Message, Origin, Section, build, encode
-from demo_optax.compression.packet import open_heads
+from demo_optax.compression.packet import (
+    Header,
+    Layout,
+    Message,
+    Origin,
+    Section,
+    build,
+    encode,
+    open_heads,
+)
 from demo_optax.compression.top_k import TopK
 from demo_optax.exchange import averaging
 from demo_optax.exchange.protocol import MEANS

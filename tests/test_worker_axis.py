@@ -1,7 +1,5 @@
 """Which state belongs to a worker, in whatever chain or holder the optimizer stands."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np

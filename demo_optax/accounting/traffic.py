@@ -75,7 +75,7 @@ def packet_bytes(
     def update():
         values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
         gradient = axes.as_varying(values, axis_name)
-        tx.update(gradient, tx.init(values), values, **axes.EXTRA_ARGS)
+        tx.update(gradient, tx.init(values), values, **axes.TRACING_ARGUMENTS)
 
     first, *others = axes.names(axis_name) or (None,)
     sizes = {} if first is None else {first: workers, **dict.fromkeys(others, 1)}

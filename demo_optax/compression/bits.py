@@ -70,7 +70,7 @@ def _period(bits: int) -> tuple[int, int]:
 
 
 def is_there(arrays: Sequence[Array]) -> Bool[Array, ""]:
-    """True, but not before these arrays are computed.
+    """Always True, which XLA cannot know before these arrays are computed.
 
     An ``optimization_barrier`` does not make XLA wait: it takes out of it what nobody uses. The
     first element of each is compared with a NaN that no arithmetic gives.

@@ -85,7 +85,7 @@ class Layout:
     Attributes:
       sections: one for each shape of blocks.
       extra: words that an exchange puts behind the header.
-      multiple: of which the packet's length is one, in words.
+      multiple: the packet's length is padded to a multiple of this many words.
     """
 
     sections: tuple[Section, ...]
@@ -171,7 +171,7 @@ def build(
       header: for all of them, but for the energy of the message.
       fields: the coded values of each section.
       sent: the message that these decode to.
-      counts: whether the packets shall count.
+      counts: whether the packets are to be accepted.
       origin: of them, whose ``number`` has an entry for each.
       extra: words for ``layout.extra``; none by default.
     """

@@ -72,7 +72,7 @@ class Part:
 
     Attributes:
       coordinates: transform and blocks.
-      tensors: the first of them, and the one behind the last.
+      tensors: start and stop (exclusive) of their numbers.
       geometries: one for each.
       groups: their blocks, by shape. Empty tensors have none.
       merged: whether the momenta of a group are one array, and not one for each piece.
@@ -130,7 +130,7 @@ class Part:
         return [[tree] for tree in by_group] if self.merged else _members(self.groups, by_group)
 
     def momenta(self, stored: Sequence[Stored]) -> Momenta:
-        """For each group the momenta of what tensors store, in float32 or wider."""
+        """Unpacks the stored arrays into momenta for each group, in float32 or wider."""
 
         def take(number: int, piece: Piece) -> Coefficients:
             x = stored[number][(*piece.in_grid, slice(piece.block_size))]
@@ -315,7 +315,7 @@ _SMALLEST_PART = 2**20  # elements; below, a part's own programs cost more than 
 
 
 def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
-    """The tensors of each part, by the first and the one behind the last.
+    """The tensors of each part, as start and stop (exclusive).
 
     At most so many parts of about equal size as the platform's compiler makes good use of, and none
     smaller than `_SMALLEST_PART` but the last.
@@ -348,7 +348,8 @@ def in_turn(
     """
     results, done = [], []
     for part, *own in zip(parts, *arguments, strict=True):
-        result, done = fn(part, functools.partial(_after, done, part.merged), *own)
+        result, made = fn(part, functools.partial(_after, done, part.merged), *own)
+        done = [x for x in made if x.size]
         results.append(result)
     return [list(x) for x in zip(*results, strict=True)]
 
@@ -357,7 +358,7 @@ def _after(done: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> 
     """Two trees, used after ``done``.
 
     On TPUs, where momenta are merged, a barrier in front of both keeps the parts apart. Elsewhere
-    XLA takes the barrier apart, so the first tree depends on ``done``, at the price of a select.
+    XLA removes the barrier, so the first tree depends on ``done`` by a select, which costs little.
     """
     if not done:
         return small, large

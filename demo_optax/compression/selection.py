@@ -1,6 +1,7 @@
 """Selectors: which coefficients of each block are sent. Each kind has a file of its own.
 
-To add one, write a frozen dataclass with the methods of `Selector`, and enter it in `SELECTORS`.
+To add one, write a frozen dataclass with the methods of `SharedSelector` or `TravellingSelector`,
+or derive it from `TopK` and choose otherwise. Enter it in `Selection` and in `SELECTORS`.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from demo_optax.compression.top_k import TopK
 class Selector(Protocol):
     """Which ``k`` of the ``n`` coefficients of a block are sent.
 
-    What its positions mean is a selector's own affair: an int32 array with a row for each block.
-    Selectors are hashable, and their ``repr`` is part of a packet's checksum.
+    Only the selector knows what its positions mean: an int32 array with a row for each block. It
+    may assume ``k < n``. Selectors are hashable, and their ``repr`` is part of the checksum.
     """
 
     n: int
@@ -93,7 +94,7 @@ class TravellingSelector(Selector, Protocol):
         ...
 
     def harmless(self) -> Int32[Array, "places"]:
-        """Positions that `add` may be given in any block."""
+        """Valid positions of any block, used in place of a rejected packet's."""
         ...
 
 

@@ -69,9 +69,9 @@ class Compression:
         redrawn on each step) or ``"identity"``.
       block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
       selection: ``"topk"``; or ``"bins"``, the largest of each of ``topk`` bins, which costs no
-        sort and fewer bits (take powers of two). With the others all workers know the positions from the
-        step, and none travel: ``"random"``; ``"random-slicing"``, a run from a random position on,
-        the same in all blocks, which costs slices where others cost gathers and scatters and wants
+        sort and fewer bits (take powers of two). With the others all workers know the positions
+        from the step, and none travel: ``"random"``; ``"random-slicing"``, a run from a random
+        position on, the same in all blocks, which costs slices, not gathers and scatters, and wants
         ``transform="randomized-dct"``; FlexDeMo's ``"striding"`` and ``"slicing"``.
       seed: of everything that is drawn.
 
@@ -93,9 +93,9 @@ class Compression:
     seed: int = 0
 
     def __post_init__(self):
-        checks.static_integer("topk", self.topk, at_least=1)
-        checks.static_integer("block_side", self.block_side, at_least=1)
-        checks.static_integer("seed", self.seed, at_least=0)
+        for name, least in {"topk": 1, "block_side": 1, "seed": 0}.items():
+            checks.static_integer(name, getattr(self, name), at_least=least)
+            object.__setattr__(self, name, int(getattr(self, name)))  # whose repr is checksummed
         checks.one_of("value_coding", self.value_coding, VALUE_CODINGS)
         checks.one_of("transform", self.transform, TRANSFORMS)
         checks.one_of("block_rule", self.block_rule, BLOCK_RULES)

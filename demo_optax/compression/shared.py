@@ -78,7 +78,7 @@ class SharedRun:
     travels = False
 
     def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 1"]:
-        """The start of a step's run; behind the block's end come its first coefficients."""
+        """The start of a step's run, which wraps around at the block's end."""
         if self.rule == "slicing":  # step * k modulo n, which no long run overflows
             start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
         else:
@@ -108,7 +108,7 @@ class SharedRun:
         return _put(blocks, blocks[:, : self.k] + at_front, 0)
 
     def _ends(self, starts: Int32[Array, "blocks 1"]) -> tuple[IntScalar, IntScalar]:
-        """Where the last ``k`` elements begin, or the run before them; how far it goes beyond."""
+        """The start of a slice of ``k`` elements, and how many of the run wrap around."""
         start = starts[0, 0]
         last = jnp.minimum(start, self.n - self.k)
         return last, start - last

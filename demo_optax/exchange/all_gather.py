@@ -22,8 +22,8 @@ class AllGather:
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
         tuple of names for workers along several axes; None for a single worker.
       norm_limit: largest norm of a worker's message, as a multiple of the median of all workers'
-        messages; what is more stays in its momentum. It bounds what one broken or malicious worker
-        can do. Of a worker with sharded parameters, each shard's. None sets no limit.
+        messages; the excess stays in its momentum. It bounds what one broken or malicious worker
+        can do. With sharded parameters the limit holds for each shard. None sets no limit.
 
     Example:
       >>> import demo_optax
@@ -43,7 +43,7 @@ class AllGather:
         return 1
 
     def layout(self, plan: Plan) -> Layout:
-        """Of a worker's packet."""
+        """The layout of a worker's packet."""
         return Layout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:

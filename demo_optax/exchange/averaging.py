@@ -38,7 +38,7 @@ class Read(NamedTuple):
 def read(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Read:
     """Decodes packets. One counts if it is intact and well formed and its energies are finite.
 
-    That of each block, which a norm of all would hide.
+    The energy is checked per block: one bad block would not show in the norm of all blocks.
     """
     found, valid = decode(layout, packets)
     counted, total = intact & valid, jnp.zeros(len(intact), jnp.float32)
@@ -68,7 +68,7 @@ def average(
     Args:
       layout: of each of them.
       packets: one of each worker.
-      intact: whether they are.
+      intact: which packets are intact.
       shared: positions that every worker knows.
       largest: norm that counts of a message; a longer one is scaled down to it.
       mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that count.
@@ -121,7 +121,7 @@ def _mean_of_few(section: Section, shared, positions, values, counted, mean: Mea
 
 
 def _zeros(section: Section) -> tuple[Array, Array]:
-    """Sums of values, and how many workers sent each; for shared positions in their places."""
+    """Sums of values, and how many workers sent each; of ``k`` values for shared positions."""
     columns = section.selector.n if section.selector.travels else section.selector.k
     zeros = jnp.zeros((section.blocks, columns), jnp.float32)
     return zeros, zeros
@@ -153,7 +153,7 @@ def _of_values(selector, shared: Positions, total, participants) -> SparseSum:
 def _workers_at_once(layout: Layout) -> int:
     """Packets to decode together: few where their positions travel.
 
-    Otherwise as many as have no more values than all blocks have coefficients.
+    Otherwise so many that their values together are not more than all coefficients.
     """
     selectors = [section.selector for section in layout.sections]
     travelling = [selector.workers_at_once for selector in selectors if selector.travels]
@@ -166,7 +166,7 @@ def _workers_at_once(layout: Layout) -> int:
 def clip_factor(
     norms: Float32[Array, "*shape"], largest: Float32[Array, "..."]
 ) -> Float32[Array, "*shape"]:
-    """The part of messages of these norms that counts, from 0 to 1 whatever is said."""
+    """The factor that scales a message down to the largest norm: 0 to 1, even if a packet lies."""
     limit = jnp.maximum(largest, 0.0)
     return jnp.where(norms > limit, limit / norms, 1.0)
 
@@ -176,8 +176,8 @@ def largest_norm(
 ) -> FloatScalar:
     """The norm that counts of a message: a multiple of the median of what the packets say.
 
-    Of an even number the lower one counts, and messages of zeros do not: whoever lies about its
-    norm moves the median by one place at most.
+    For an even number of packets the lower of the two middle norms is taken, and messages of zeros
+    are ignored. Whoever lies about its norm moves the median by one place at most.
     """
     largest = jnp.finfo(jnp.float32).max
     if limit is None:

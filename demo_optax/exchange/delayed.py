@@ -35,7 +35,7 @@ class PacketFormat:
       compression: the settings.
       shapes: of the tensors.
       extra: words that the exchange puts behind the header.
-      multiple: of which a packet's length is one, in words.
+      multiple: the packet's length is padded to a multiple of this many words.
     """
 
     compression: Compression
@@ -115,16 +115,28 @@ class Delayed:
 
     def init(self, plan: Plan) -> DelayedState:
         """Packets that count nowhere."""
-        layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
-        none = jnp.zeros((self.owners(), layout.words), jnp.uint32)
+        none = jnp.zeros((self.owners(), self.layout(plan).words), jnp.uint32)
         none, nothing = axes.as_varying((none, jnp.zeros((), jnp.float32)), self.axis_name)
-        sent_as = PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
-        return DelayedState(none, nothing, self.inner.init(plan), sent_as)
+        return DelayedState(none, nothing, self.inner.init(plan), self._format(plan))
+
+    def _format(self, plan: Plan) -> PacketFormat:
+        layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
+        return PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
 
     def exchange(
         self, plan: Plan, sent: Sent, state: DelayedState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
-        """Exchanges the packets of the call before (see `Exchange.exchange`)."""
+        """Exchanges the packets of the call before (see `Exchange.exchange`).
+
+        Raises:
+          ValueError: those were made with another compression.
+        """
+        if state.format.compression != plan.compression:
+            raise ValueError(
+                f"the state holds packets of {state.format.compression}, but the optimizer has "
+                f"{plan.compression}: go back to the old settings, or restore the run with "
+                "demo_optax.checkpoint, which puts what they carry back into the momentum."
+            )
         origin = Origin(sent.step - 1, own_numbers(len(state.pending), self.axis_name))
         message = decode_pending(plan, self.layout(plan), state.pending, origin)
         pending = Sent(state.pending, message, state.subtracted, origin.step)
@@ -134,7 +146,7 @@ class Delayed:
         back = [part - state.subtracted for part in counted.factors]
         return found._replace(
             taken=[Taken(sent.message, now), Taken(counted.message, back, delay=1)],
-            state=DelayedState(sent.packets, sent.factor, found.state, state.format),
+            state=DelayedState(sent.packets, sent.factor, found.state, self._format(plan)),
             delay=1,
         )
 

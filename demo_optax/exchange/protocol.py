@@ -1,7 +1,8 @@
 """What an exchange is: how the workers' messages become the same aggregate on all of them.
 
 To add one, write a frozen dataclass with the methods of `Exchange` in a file of this folder, and
-name it in ``demo_optax/__init__.py``. Nothing else in the library asks which exchange it has.
+name it in the ``__init__.py`` of this folder and of ``demo_optax``. Nothing else in the library
+asks which exchange it has.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ class Sent(NamedTuple):
     Attributes:
       packets: sealed, one for each owner of a share of the blocks.
       message: what the others decode of them.
-      factor: the part of it that leaves the momentum where it counts; 0 if it must not count.
+      factor: the share of it that leaves the momentum if the packet is accepted; 0 if the packet
+        must be ignored.
       step: in which the packets were sealed.
     """
 

@@ -70,7 +70,7 @@ class TwoPhase:
     Attributes:
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
       topk_back: coefficients of each block that an owner sends back; four times ``topk`` by
-        default, and with shared positions the very same.
+        default; with shared positions the same coefficients come back.
       value_coding_back: of the values that it sends back; that of the compression by default.
       norm_limit: largest norm of a worker's message, as in `AllGather`, but only on the way to the
         owners, each of whom decides alone on its share of the blocks.
@@ -90,6 +90,7 @@ class TwoPhase:
         axes.names(self.axis_name)
         if self.topk_back is not None:
             checks.static_integer("topk_back", self.topk_back, at_least=1)
+            object.__setattr__(self, "topk_back", int(self.topk_back))
         if self.value_coding_back is not None:
             checks.one_of("value_coding_back", self.value_coding_back, VALUE_CODINGS)
         if self.norm_limit is not None:
@@ -100,12 +101,12 @@ class TwoPhase:
         return axes.size(self.axis_name)
 
     def layout(self, plan: Plan) -> Layout:
-        """Of the packet for one owner. It needs no padding to 128 words, as all-gathers do."""
+        """The layout of the packet for one owner, without an all-gather's padding to 128 words."""
         return _layout(plan, self.owners())
 
     def init(self, plan: Plan) -> TwoPhaseState:
-        """Nothing is owed."""
-        self._sections_back(plan)  # which refuses what cannot be
+        """The residual starts at zero."""
+        self._sections_back(plan)  # raises for settings that do not fit together
         zeros = [
             jnp.zeros((s.blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
         ]
@@ -211,8 +212,9 @@ class TwoPhase:
         return Traffic(dealt + gathered, (dealt / workers + gathered) * others, 2 * others)
 
     def _sections_back(self, plan: Plan) -> list[Section]:
-        """Of all that the owners send back."""
+        """The sections of all that the owners send back."""
         sent = plan.compression
+        # A selector of any block, only to ask whether positions travel.
         travels = make_selector(sent.selection, sent.topk + 1, sent.topk, sent.seed, 0).travels
         if self.topk_back is not None and not travels:
             raise ValueError(
@@ -234,7 +236,7 @@ class TwoPhase:
         ]
 
     def _layout_back(self, plan: Plan, workers: int) -> Layout:
-        """Of an owner's packet: behind the header the limit of norms, and whom it has heard."""
+        """Of an owner's packet: the limit of norms and whom it has heard follow the header."""
         extra = 1 + -(-workers // 32)
         return Layout(tuple(self._sections_back(plan)), extra).share(workers)
 

@@ -19,7 +19,7 @@ from jax.tree_util import GetAttrKey, keystr
 from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
-from demo_optax.axes import EXTRA_ARGS, AxisName
+from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.parallel import shards
 
 
@@ -153,7 +153,7 @@ def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
             values = jax.tree.map(zeros, parts, specs)
             old = jax.tree.map(vary, tx.init(values), varying_axes)
             gradient = axes.as_varying(values, axis_name)
-            updates, state = tx.update(gradient, old, values, **EXTRA_ARGS)
+            updates, state = tx.update(gradient, old, values, **TRACING_ARGUMENTS)
             state = shards.metrics_of_worker(state, old, shards.sharded_axes(specs))
             outcome.append(jax.tree.map(axes.varying, (old, state, updates)))
 
@@ -170,7 +170,7 @@ def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
         if "required keyword-only argument" in str(error):
             raise TypeError(
                 f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
-                f"{', '.join(EXTRA_ARGS)} is known then: give the others a default."
+                f"{', '.join(TRACING_ARGUMENTS)} is known then: give the others a default."
             ) from error
         if not (kind := _decides_alone(single)):
             raise
@@ -208,7 +208,7 @@ def _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name:
         return update_axes, differs
 
     def update(gradient, state, params):
-        return tx.update(gradient, state, params, **EXTRA_ARGS)[0]
+        return tx.update(gradient, state, params, **TRACING_ARGUMENTS)[0]
 
     of_workers: Callable = update
     for name in worker_axes:

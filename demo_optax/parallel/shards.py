@@ -235,5 +235,11 @@ def metrics_of_worker(new, old, sharded: tuple[str, ...]):
     return jax.tree.map(combine, new, old, is_leaf=_is_momentum) if sharded else new
 
 
+def momenta_of(state) -> list[DecoupledMomentumState]:
+    """The states of decoupled momentum in a state."""
+    nodes = jax.tree.leaves(state, is_leaf=_is_momentum)
+    return [node for node in nodes if _is_momentum(node)]
+
+
 def _is_momentum(x) -> bool:
     return isinstance(x, DecoupledMomentumState)

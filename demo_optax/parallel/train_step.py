@@ -174,7 +174,7 @@ def make_train_step(
             own = worker_axis.unstack(opt_state, layout, axis_name)
             state = jax.tree.map(lambda x: x[0], state)
             found = gradients_of(own_parameters(params, own), state, batch, key)
-            extra_args = {**extra_args, participation.EXTRA_ARG: jnp.isfinite(found.norm)}
+            extra_args = {**extra_args, participation.PARTICIPATES: jnp.isfinite(found.norm)}
             updates, own = worker_axis.update_own(
                 tx, layout, axis_name, found.gradients, own, params, extra_args
             )

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, participation
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
-from demo_optax.metrics import all_metrics
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Layout, Stacked, find_layout, require_plain
 
@@ -140,7 +139,7 @@ def update_own(tx, layout: Layout, axis_name: AxisName, updates, old, params, ex
     updates, params = unboxed(updates), unboxed(params)
     sharded = shards.sharded_axes(specs)
     participates = participation.decide(updates, axis_name, extra_args, sharded)
-    extra_args = {**extra_args, participation.EXTRA_ARG: participates}
+    extra_args = {**extra_args, participation.PARTICIPATES: participates}
     updates, new = optax.with_extra_args_support(tx).update(updates, old, params, **extra_args)
 
     def unless_frozen(x, frozen):
@@ -154,8 +153,11 @@ def update_own(tx, layout: Layout, axis_name: AxisName, updates, old, params, ex
     updates = jax.tree.map(in_common, updates, layout.update_axes, specs)
     new = shards.metrics_of_worker(new, old, sharded)
     new = jax.tree.map(in_common, new, layout.state_axes, layout.state)
-    new = participation.keep_own(new, old, _is_own(layout, axis_name), participates)
-    updates = participation.rest_without_anyone(updates, [x.participants for x in all_metrics(new)])
+    new = participation.keep_own(new, old, _is_own(layout, axis_name), participates, sharded)
+    momenta = shards.momenta_of(new)
+    if len(momenta) == 1 and len(jax.tree.leaves(momenta[0].momentum)) == structure.num_leaves:
+        participants = momenta[0].metrics.participants
+        updates = participation.zero_updates_if_nobody(updates, participants)
     return structure.unflatten(jax.tree.leaves(updates)), new
 
 

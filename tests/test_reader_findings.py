@@ -1,0 +1,103 @@
+"""Faults that readers of the code found: each failed before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from demo_optax import AllGather, Compression, Delayed, TwoPhase
+
+SMALL = Compression(4, 8)
+
+
+def mesh(workers=4):
+    return jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
+
+
+NORMALIZED = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jnp.linalg.norm(x), g))
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        optax.chain(NORMALIZED, demo_optax.mean_over_workers("data"), optax.sgd(0.1)),
+        optax.chain(NORMALIZED, demo_optax.demo_sgd(0.1, SMALL, axis_name="data")),
+        demo_optax.demo_sgd(0.1, SMALL, precondition=NORMALIZED, axis_name="data"),
+    ],
+    ids=["dense", "in front", "precondition"],
+)
+def test_a_link_that_makes_nan_of_a_finite_gradient_keeps_its_worker_out(behind):
+    step = demo_optax.make_train_step(
+        lambda params, batch: jnp.sum(params * batch[0]), behind, mesh()
+    )
+    params = jnp.ones((8, 8))
+    state = demo_optax.init_opt_state(behind, params, mesh())
+    batch = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+    for i in range(3):
+        batch[0] *= i == 0  # zeros: 0 / 0
+        params, state, metrics = step(params, state, batch)
+        assert np.isfinite(params).all()
+    if metrics.exchange is not None:
+        assert metrics.exchange.participants == 3 and metrics.exchange.restarted == 0
+        (momentum,) = [x for x in jax.tree.leaves(state) if x.shape == (4, 1, 1, 64)]
+        assert np.abs(np.asarray(momentum)[0]).max() > 0
+
+
+@pytest.mark.parametrize("inner", [AllGather("data"), TwoPhase("data")], ids=["gather", "owners"])
+def test_a_delayed_state_keeps_its_dtypes_with_64_bits(inner):
+    with jax.enable_x64(True):
+        tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(inner))
+        params = jnp.ones((8, 8), jnp.float32)
+        init = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(2))
+        gradient = jnp.ones((2, 8, 8), jnp.float32)
+        _, after = jax.vmap(tx.update, axis_name="data")(gradient, init)
+        assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, init)
+
+
+def test_empty_leaves_may_lie_in_any_part():
+    params = {
+        "a": jnp.zeros((0, 5)),
+        "b": jnp.ones((1024, 1024)),
+        "c": jnp.ones((1024, 1100)),
+    }
+    tx = demo_optax.demo_sgd(1.0, Compression(4))
+    updates, _ = jax.jit(tx.update)(params, tx.init(params))
+    assert updates["a"].shape == (0, 5) and np.isfinite(updates["c"]).all()
+
+
+def test_accumulation_in_sharded_workers_keeps_what_is_whole_inside_them():
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    inner = jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
+    specs = {"w": jax.P("fsdp"), "b": jax.P()}
+    tx = demo_optax.multi_steps(
+        optax.chain(optax.scale_by_rms(), demo_optax.demo_sgd(0.1, SMALL, axis_name="data")),
+        2,
+    )
+    params = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}
+    state = demo_optax.init_opt_state(tx, params, inner, param_specs=specs)
+    step = demo_optax.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2), tx, inner, param_specs=specs
+    )
+    batch = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    for _ in range(2):
+        params, state, _ = step(params, state, batch)
+    assert (np.asarray(params["b"]) != 1).any()
+
+
+def test_a_partition_that_exchanges_by_itself_moves_while_another_waits():
+    dense = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
+    delayed = demo_optax.demo(0.1, SMALL, exchange=Delayed(AllGather("data")))
+    tx = optax.partition({"a": delayed, "b": dense}, {"w": "a", "e": "b"})
+    params = {"w": jnp.ones((8, 8)), "e": jnp.ones(4)}
+    step = demo_optax.make_train_step(
+        lambda p, x: jnp.sum(p["w"]) + jnp.sum(p["e"]) * jnp.mean(x), tx, mesh()
+    )
+    state = demo_optax.init_opt_state(tx, params, mesh())
+    after, _, _ = step(params, state, jnp.ones((4, 1)))
+    assert (after["e"] != 1).all() and (after["w"] == 1).all()
+
+
+def test_settings_of_numpy_make_the_same_packets(annotations_unchecked):
+    assert repr(Compression(np.int64(8))) == repr(Compression(8))
