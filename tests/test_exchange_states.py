@@ -103,7 +103,7 @@ def with_pending(trained, exchange):
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
             own = part.momenta([x[0] for x in leaves[slice(*part.tensors)]])
             added = [(at, -values, factors) for at, values, factors in rows]
-            found += [x[None] for x in part.stored(part.subtract(own, added, 0, delay=0))]
+            found += [x[None] for x in part.stored(part.subtract(own, added, origin.step, delay=0))]
         return jax.tree.unflatten(jax.tree.structure(state.momentum), found)
 
     put_back = jax.shard_map(

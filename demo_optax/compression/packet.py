@@ -178,7 +178,9 @@ def build(
     owners = len(origin.number)
     divided: Any = functools.partial(divide_rows, owners=owners)
     coded = jax.tree.map(divided, fields)
-    energies = sum(jnp.sum(jnp.square(divided(v)), (1, 2)) for v in sent.values)
+    energies = jnp.zeros(owners, jnp.float32)
+    for values in sent.values:
+        energies += jnp.sum(jnp.square(divided(values)), (1, 2))
     positions = [
         divided(p, mode="edge") if section.selector.travels else jnp.zeros((owners, 0), jnp.int32)
         for section, p in zip(layout.sections, sent.positions, strict=True)
@@ -204,7 +206,7 @@ def build(
         validity = _validity(layout, rest, Origin(origin.step, number))
         return jnp.concatenate([jnp.where(counts, validity, ~validity)[None], rest])
 
-    return jax.vmap(seal)(jnp.broadcast_to(energies, owners), positions, coded, origin.number)
+    return jax.vmap(seal)(energies, positions, coded, origin.number)
 
 
 def open_heads(
