@@ -3,9 +3,8 @@
     tensor ── blocks ──► (blocks, *sides) ── transform ──► (blocks, n) ── stored ──► (*grid, n)
            ◄─ tensors ──                  ◄── inverse ────             ◄─ stacked ──
 
-Decided once for each list of shapes. A part is a run of neighbouring tensors. Its arrays are one
-``(blocks, n)`` for each shape of blocks, however many tensors they come from. Parts run one after
-the other, so that temporary memory is that of a part.
+A part is a run of neighbouring tensors, with one array for each shape of blocks. Parts run one
+after the other, so that temporary memory is that of a part.
 """
 
 import dataclasses
@@ -22,7 +21,6 @@ from jaxtyping import Array, Float
 
 from demo_optax.arrays import (
     Blocks,
-    BoolScalar,
     Coefficients,
     IntScalar,
     Positions,
@@ -173,10 +171,7 @@ class Part:
         step: IntScalar,
         delay: int,
     ) -> Momenta:
-        """Takes a message, for each group positions, values and factors, out of the momenta.
-
-        A message that was sent on the step before is in that step's basis.
-        """
+        """Takes a message, for each group positions, values and factors, out of the momenta."""
         redrawn = delay and transforms.is_redrawn(self.coordinates.transform)
 
         def less(
@@ -317,8 +312,7 @@ _SMALLEST_PART = 2**20  # elements; below, a part's own programs cost more than 
 def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
     """The tensors of each part, as start and stop (exclusive).
 
-    At most so many parts of about equal size as the platform's compiler makes good use of, and none
-    smaller than `_SMALLEST_PART` but the last.
+    At most `_PARTS` of about equal size, none smaller than `_SMALLEST_PART` but the last.
     """
     target = max(sum(sizes) / _PARTS.get(platform, 4), _SMALLEST_PART)
     runs, start, size = [], 0, 0
@@ -335,13 +329,12 @@ def in_turn(
 ) -> list[list[Any]]:
     """Calls ``fn(part, after, *own)`` for one part after the other.
 
-    What ``fn`` passes through ``after`` is used only when the part before has its result, so that
-    XLA cannot keep the temporary arrays of all parts at once, or merge their products.
+    What ``fn`` passes through ``after`` waits for the result of the part before: XLA cannot keep
+    the temporary arrays of all parts, or merge their products.
 
     Args:
-      fn: gives a tuple of results, and arrays that are there when the results are.
-      parts: of a plan.
-      arguments: for each further argument of ``fn`` a tree for each part.
+      fn: returns a tuple of results, and arrays that are computed when the results are.
+      parts, arguments: a plan's parts; for each further argument of ``fn`` a tree for each part.
 
     Returns:
       For each result a list with an entry for each part.
@@ -357,20 +350,20 @@ def in_turn(
 def _after(done: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> tuple[Any, Any]:
     """Two trees, used after ``done``.
 
-    On TPUs, where momenta are merged, a barrier in front of both keeps the parts apart. Elsewhere
-    XLA removes the barrier, so the first tree depends on ``done`` by a select, which costs little.
+    On TPUs a barrier keeps the parts apart. Elsewhere XLA removes it: the first tree depends on
+    ``done`` by a select.
     """
     if not done:
         return small, large
     if merged:
         first = [x.reshape(-1)[0] for x in done]
         return jax.lax.optimization_barrier((small, large, first))[:2]
-    select = functools.partial(_or_zeros, is_there(done))
-    return jax.tree.map(select, small), large
+    there = is_there(done)
 
+    def use(x: Array) -> Array:
+        return jnp.where(there, x, jnp.zeros_like(x))
 
-def _or_zeros(condition: BoolScalar, x: Array) -> Array:
-    return jnp.where(condition, x, jnp.zeros_like(x))
+    return jax.tree.map(use, small), large
 
 
 def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]]:
