@@ -54,7 +54,7 @@ def describe(
     spec_of = dict(jax.tree.leaves_with_path(state_specs))
 
     def momentum(path, node, inside, kept) -> dict:
-        shape, spec = found.get(inside, (None, ()))
+        shape, spec = found.get(inside, (None, jax.P()))
         cuts = [[inner.index(name) for name in axes.names(entry)] for entry in spec]
         return {
             "name": f"{keystr(path)}.momentum{keystr(inside)}",
