@@ -15,6 +15,7 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax.accounting import collectives, index_cost
 from demo_optax.accounting.models import checkpoint_shapes, preset_shapes
+from tests.workers import mesh_of
 
 pytestmark = pytest.mark.sweep
 
@@ -164,7 +165,7 @@ def test_delays_hide_and_phases_do_not_grow():
     ],
 )
 def test_collectives_are_read_from_compiled_programs(collective, kind, size):
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = mesh_of(4)
     spec = jax.sharding.PartitionSpec("data")
     placed = jax.device_put(np.ones((400,), np.float32), jax.NamedSharding(mesh, spec))
     fn = jax.jit(
@@ -261,7 +262,7 @@ def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups
     line = f"%x.1 = u32[2,8]{{1,0}} all-gather(%y), channel_id=1, replica_groups={written}, d={{0}}"
     (found,) = demo_optax.accounting.collectives(f"HloModule m, num_partitions=4\n{line}")
     assert found.groups == groups
-    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    mesh = mesh_of(2, 2, names=("replica", "fsdp"))
     assert found.crosses(mesh, "replica") == (groups != ((0, 1), (2, 3)))
     assert found.crosses(mesh, ("replica", "fsdp"))
 

@@ -1,5 +1,6 @@
 """What many workers agree on, against the algorithm written out in NumPy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,9 +113,7 @@ def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed
         gradients = draws.gradients(seed + step, shapes, WORKERS)
         aggregate, state = update(gradients, state)
         again, permuted = update([g[list(order)] for g in gradients], permuted)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), aggregate, again
-        )
+        chex.assert_trees_all_close(aggregate, again, rtol=1e-4, atol=1e-6)
         for momentum, other in zip(state.momentum, permuted.momentum, strict=True):
             np.testing.assert_array_equal(np.asarray(momentum)[list(order)], other)
 

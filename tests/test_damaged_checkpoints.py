@@ -43,8 +43,7 @@ def mixed(words):
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "int4"])
 def test_a_digest_is_of_the_whole_whatever_the_sharding(dtype, kind):
-    types = (jax.sharding.AxisType[kind],) * 2
-    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=types)
+    mesh = workers.mesh_of(4, 2, kind=jax.sharding.AxisType[kind])
     x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(8, 6, 500)) * 5).astype(dtype))
     expected = digests({"x": x})
     if dtype == "float32":

@@ -252,7 +252,7 @@ def test_local_gradients_need_their_axis_bound():
 
 def test_an_optimizer_for_another_axis_than_the_meshs():
     with pytest.raises(NameError, match=r"axis is 'data'.*bound are \('replica',\)"):
-        mesh = jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])
+        mesh = workers.mesh_of(2, names=("replica",))
         demo_optax.init_opt_state(DEMO, model.init(), mesh, "replica")
 
 

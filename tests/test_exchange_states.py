@@ -1,7 +1,9 @@
 """What an exchange keeps beside the momenta: sharded, saved, put back, and divided anew."""
 
+import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from demo_optax.compression import make_plan
 from demo_optax.compression.packet import Origin
 from demo_optax.exchange.delayed import decode_pending
 from demo_optax.exchange.protocol import Taken, own_numbers
+from tests import workers
 
 pytestmark = pytest.mark.sweep
 
@@ -27,11 +30,6 @@ EXCHANGES = {
     "delayed two-phase": demo_optax.Delayed(demo_optax.TwoPhase("data")),
 }
 KEEPING = ["two-phase", "delayed", "delayed two-phase"]
-
-
-def mesh_of(*sizes):
-    names = ("data", "fsdp", "tensor")[: len(sizes)]
-    return jax.make_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))])
 
 
 def optimizer(exchange, subtraction_factor=1.0, **settings):
@@ -57,19 +55,25 @@ def batch(step):
 
 
 class Trained:
-    def __init__(self, tx, *sizes):
-        self.tx, self.mesh = tx, mesh_of(*sizes)
-        self.specs = SPECS if len(sizes) > 1 else None
+    """A run on a mesh of these sizes, which may be saved and restored."""
+
+    def __init__(self, tx, *sizes, names=("data", "fsdp", "tensor"), specs=SPECS):
+        self.tx, self.mesh = tx, workers.mesh_of(*sizes, names=names)
+        self.specs = specs if len(sizes) > 1 else None
         self.params = {n: jnp.ones(shape) for n, shape in SHAPES.items()}
         self.state = demo_optax.init_opt_state(tx, self.params, self.mesh, param_specs=self.specs)
-        self.step = demo_optax.make_train_step(loss, tx, self.mesh, param_specs=self.specs)
+        self.step = workers.step_of(tx, self.mesh, loss, param_specs=self.specs)
 
     def run(self, steps):
-        for number in steps:
-            # Simulated devices share a few threads: steps in flight can wait for each other.
-            self.params, self.state, self.metrics = jax.block_until_ready(
-                self.step(self.params, self.state, batch(number))
-            )
+        self.params, self.state, (*_, self.metrics) = workers.train(
+            self.tx,
+            steps,
+            mesh=self.mesh,
+            start=(self.params, self.state),
+            loss=loss,
+            batch=batch,
+            param_specs=self.specs,
+        )
         return self
 
     def checkpointer(self, folder):
@@ -117,12 +121,7 @@ def assert_nothing_pending(state):
     assert not np.any(kept.pending) and not np.any(kept.subtracted)
 
 
-def assert_close(one, other):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, other)
-
-
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)], ids=str)
@@ -168,8 +167,8 @@ def test_a_saved_run_goes_on_to_the_same_bits(exchange, sizes, tmp_path):
     straight = Trained(tx, *sizes).run(range(5))
     straight.saved(tmp_path)
     restored = Trained(tx, *sizes).restored(tmp_path)
-    assert_same(straight.state, restored.state)
-    assert_same(straight.run(range(5, 8)).params, restored.run(range(5, 8)).params)
+    chex.assert_trees_all_equal(straight.state, restored.state)
+    chex.assert_trees_all_equal(straight.run(range(5, 8)).params, restored.run(range(5, 8)).params)
 
 
 def owed(state, inner):
@@ -207,23 +206,16 @@ def test_residuals_go_to_owners_inside_of_a_delay_and_back(tmp_path):
     delayed.saved(tmp_path / "back")
     back = Trained(optimizer("two-phase"), 4).restored(tmp_path / "back")
     for restored in (delayed, back):
-        assert_same(owed(trained.state, 1), owed(restored.state, 1))
-        assert_same(trained.state[0].momentum, restored.state[0].momentum)
+        chex.assert_trees_all_equal(owed(trained.state, 1), owed(restored.state, 1))
+        chex.assert_trees_all_equal(trained.state[0].momentum, restored.state[0].momentum)
 
 
 def test_devices_that_hold_the_same_owe_it_once(tmp_path):
     """Parameters are whole on both devices of each worker."""
     tx = optimizer("two-phase")
 
-    def on(workers):
-        trained = Trained(tx, workers)
-        trained.mesh, trained.specs = mesh_of(workers, 2), None
-        trained.state = demo_optax.init_opt_state(tx, trained.params, trained.mesh)
-        trained.step = demo_optax.make_train_step(loss, tx, trained.mesh)
-        return trained
-
-    trained = on(4).run(range(4)).saved(tmp_path)
-    restored = on(2).restored(tmp_path)
+    trained = Trained(tx, 4, 2, specs=None).run(range(4)).saved(tmp_path)
+    restored = Trained(tx, 2, 2, specs=None).restored(tmp_path)
     for old, new in zip(owed(trained.state, 1), owed(restored.state, 1), strict=True):
         size = min(old.shape[1], new.shape[1])
         np.testing.assert_array_equal(old[:, :size], new[:, :size])
@@ -237,7 +229,7 @@ class Net(NamedTuple):
 
 def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
     params = Net(jnp.ones((16, 8)), jnp.ones((8, 8)), [jnp.ones((8, 8))])
-    tx, four, two = optimizer("all-gather"), mesh_of(4), mesh_of(2)
+    tx, four, two = optimizer("all-gather"), workers.mesh_of(4), workers.mesh_of(2)
     state = demo_optax.init_opt_state(tx, params, four)
     filled = jax.tree.map(jnp.ones_like, state[0].momentum)
     state = (state[0]._replace(momentum=filled), *state[1:])
@@ -246,7 +238,7 @@ def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
     with Checkpointer(tmp_path, tx, two) as checkpointer:
         found = checkpointer.restore(params)
     assert all(np.all(np.asarray(x) == 1) for x in jax.tree.leaves(found.opt_state[0].momentum))
-    both, specs = mesh_of(2, 2), Net(P(None, "fsdp"), P(None, "fsdp"), [P(None, "fsdp")])
+    both, specs = workers.mesh_of(2, 2), Net(P(None, "fsdp"), P(None, "fsdp"), [P(None, "fsdp")])
     found = demo_optax.state_specs(tx, params, both, param_specs=specs)[0].momentum
     assert set(jax.tree.leaves(found)) == {P("data", None, "fsdp")}
 
@@ -261,12 +253,8 @@ def test_what_is_owed_is_not_lost_silently(tmp_path):
 
 def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
     """Two workers of four devices; what a device keeps lies in the order of the mesh's axes."""
-    trained = Trained(optimizer(exchange), 2)
-    trained.mesh, trained.specs = jax.make_mesh((2, 2, 2), ("data", *names)), {"v": P(), "w": cut}
-    options = {"param_specs": trained.specs}
-    trained.state = demo_optax.init_opt_state(trained.tx, trained.params, trained.mesh, **options)
-    trained.step = demo_optax.make_train_step(loss, trained.tx, trained.mesh, **options)
-    return trained
+    specs = {"v": P(), "w": cut}
+    return Trained(optimizer(exchange), 2, 2, 2, names=("data", *names), specs=specs)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +292,7 @@ def test_pending_messages_go_back_into_the_momentum(selection, factor, change, s
     pending = jax.tree.map(np.subtract, with_pending(trained, "delayed"), trained.state[0].momentum)
     assert all(map(np.any, jax.tree.leaves(pending)))
     same = Trained(optimizer(**settings), *sizes).restored(tmp_path)
-    assert_same(trained.state, same.state)
+    chex.assert_trees_all_equal(trained.state, same.state)
     assert int(same.run([3]).metrics.exchange.participants) == sizes[0]
 
     restored = Trained(optimizer(**settings | CHANGES[change]), *sizes).restored(tmp_path)
@@ -333,10 +321,8 @@ def test_pending_messages_go_back_before_another_transform(one, other, exchange,
     there.saved(tmp_path / "back")
     with pytest.warns(UserWarning, match="carried over"):
         back = Trained(first, 2).restored(tmp_path / "back")
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-        with_pending(trained, exchange),
-        back.state[0].momentum,
+    chex.assert_trees_all_close(
+        with_pending(trained, exchange), back.state[0].momentum, rtol=1e-7, atol=1e-5
     )
 
 
@@ -378,7 +364,7 @@ def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transfor
         with pytest.raises(ValueError, match="restore it with the old settings"):
             Trained(flat(exchange, transform), 4).restored(tmp_path)
         return
-    assert_same(Trained(flat(exchange), 4).restored(tmp_path).state, trained.state)
+    chex.assert_trees_all_equal(Trained(flat(exchange), 4).restored(tmp_path).state, trained.state)
     if exchange == "delayed":
         restored = Trained(flat("all-gather"), 4).restored(tmp_path)
         assert_close(with_pending(trained, exchange), restored.state[0].momentum)
@@ -389,6 +375,6 @@ def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transfor
 def test_a_run_of_one_gather_goes_on_in_another_way(exchange, tmp_path):
     trained = Trained(optimizer("all-gather"), 4).run(range(3)).saved(tmp_path)
     restored = Trained(optimizer(exchange), 4).restored(tmp_path)
-    assert_same(trained.state[0].momentum, restored.state[0].momentum)
+    chex.assert_trees_all_equal(trained.state[0].momentum, restored.state[0].momentum)
     restored.run(range(3, 6))
     assert int(restored.metrics.exchange.participants) == 4

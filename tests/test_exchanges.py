@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -225,8 +226,8 @@ def test_on_a_step_of_nobody_owners_keep_what_they_owe(delay):
         updates, state = update(np.full_like(drawn, np.nan), state)
     assert np.all(state.metrics.participants == 0) and np.any(residual_of(before)[0])
     assert not np.any(updates)
-    jax.tree.map(np.testing.assert_array_equal, residual_of(state), residual_of(before))
-    jax.tree.map(np.testing.assert_array_equal, state.momentum, before.momentum)
+    chex.assert_trees_all_equal(residual_of(state), residual_of(before))
+    chex.assert_trees_all_equal(state.momentum, before.momentum)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -254,7 +255,7 @@ def test_a_state_may_be_made_where_it_is_used():
     here = jax.vmap(lambda g: tx.update(g, tx.init(g))[1], axis_name="data")
     made = jax.jit(here)(drawn)
     update, state = started(tx, 3)
-    jax.tree.map(np.testing.assert_array_equal, made, update(drawn, state)[1])
+    chex.assert_trees_all_equal(made, update(drawn, state)[1])
 
 
 @pytest.mark.parametrize("said", [-1e30, 1e30])

@@ -220,7 +220,7 @@ def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(lay
 
 @pytest.mark.parametrize("compression", CODINGS + SHARED[:1], ids=name)
 def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(compression):
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = workers.mesh_of(8)
     tx = optax.chain(
         demo_optax.decoupled_momentum(0.9, compression, axis_name="data"),
         optax.scale_by_sign(),

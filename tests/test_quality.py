@@ -15,7 +15,7 @@ from benchmarks.quality import levers, pictures, study, tables
 from lm.config import Config
 from lm.recipes import RECIPES, Settings
 from lm.validation import require_sensible
-from tests import model
+from tests import model, workers
 
 ROOT = Path(__file__).parents[1]
 STUDIES = study.read()
@@ -195,7 +195,7 @@ def trained(make):
         demo_optax.Compression(4, 8),
         demo_optax.AllGather("data"),
     )
-    return model.train(make("demo-scaled", settings, None), 11)[0]
+    return workers.train(make("demo-scaled", settings, None), range(11))[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """Workers of several devices: sharded parameters, or a batch that is shared (FlexDeMo)."""
 
+import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.exchange import collectives
 from demo_optax.exchange.collectives import gather
-from tests import model
+from tests import model, workers
 
 pytestmark = pytest.mark.sweep
 
@@ -28,7 +30,13 @@ WAYS = {
     "mapped": dict(axis_names=()),
 }
 SMALL = demo_optax.Compression(4, 8)
-SGD = demo_optax.demo_sgd(0.5, decay=0.9, compression=SMALL, axis_name="replica")
+
+
+def sgd():
+    return demo_optax.demo_sgd(0.5, decay=0.9, compression=SMALL, axis_name="replica")
+
+
+SGD = sgd()
 OPTIMIZERS = {
     "sgd": SGD,
     "a mean of gradients in front": optax.chain(optax.ema(0.5, debias=False), SGD),
@@ -48,30 +56,27 @@ def params():
     return {n: (0.3 * random.normal(size=s)).astype(np.float32) for n, s in SHAPES.items()}
 
 
-def mesh_of(replica, *inner, names=("fsdp", "tensor")):
-    shape = (replica, *inner)
-    kinds = (AxisType.Auto,) * len(shape)
-    devices = jax.devices()[: math.prod(shape)]
-    return jax.make_mesh(shape, ("replica", *names[: len(inner)]), kinds, devices=devices)
+def mesh_of(*sizes, names=("fsdp", "tensor")):
+    return workers.mesh_of(*sizes, names=("replica", *names), kind=AxisType.Auto)
 
 
 def train(mesh, specs, steps=4, tx=SGD, **way):
-    values, state = params(), demo_optax.init_opt_state(tx, params(), mesh, "replica", specs)
-    step = demo_optax.make_train_step(
-        model.loss, tx, mesh, "replica", param_specs=specs, clip_norm=1.0, **way
+    return workers.train(
+        tx,
+        range(steps),
+        mesh=mesh,
+        params=params(),
+        axis_name="replica",
+        param_specs=specs,
+        clip_norm=1.0,
+        **way,
     )
-    losses = []
-    for i in range(steps):
-        values, state, metrics = jax.block_until_ready(step(values, state, model.batch(i)))
-        losses.append(np.asarray(metrics.loss))
-    return values, state, metrics, np.stack(losses)
 
 
 def assert_follows(ours, theirs):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), ours[0], theirs[0]
-    )
-    np.testing.assert_allclose(ours[3], theirs[3], rtol=1e-4)
+    chex.assert_trees_all_close(ours[0], theirs[0], rtol=2e-4, atol=2e-6)
+    losses = ([metrics.loss for metrics in run[2]] for run in (ours, theirs))
+    chex.assert_trees_all_close(*losses, rtol=1e-4)
 
 
 def assert_shards_agree(tree, mesh, specs):
@@ -106,7 +111,7 @@ def test_two_devices_a_worker_follow_one(name, way, whole):
         "out": P("replica", "fsdp"),
     }
     assert_shards_agree(ours[1], mesh, specs)
-    assert ours[2].exchange.participants == 2
+    assert ours[2][-1].exchange.participants == 2
 
 
 @pytest.mark.parametrize("way", ["manual", "mapped"])
@@ -214,21 +219,25 @@ def test_a_worker_is_left_out_with_all_its_shards(way):
     def loss(params, batch):
         return model.loss(params, batch) + jnp.mean(batch["spike"]) * params["hidden"][11].sum()
 
-    def run(spikes):
-        values, state = params(), demo_optax.init_opt_state(SGD, params(), mesh, "replica", specs)
-        step = demo_optax.make_train_step(
-            loss, SGD, mesh, "replica", param_specs=specs, **WAYS[way]
-        )
-        for i, spike in enumerate(spikes):
-            batch = model.batch(i)
-            batch["spike"] = np.zeros(len(batch["x"]), np.float32)
-            batch["spike"][0] = spike
-            values, state, metrics = jax.block_until_ready(step(values, state, batch))
-        return values, state, metrics
+    def batch(i):
+        spike = np.zeros(16, np.float32)
+        spike[0] = np.inf if i == 2 else 0
+        return model.batch(i) | {"spike": spike}
 
-    _, before, _ = run([0, 0])
-    values, state, metrics = run([0, 0, np.inf])
-    assert metrics.exchange.participants == 1
+    train = functools.partial(
+        workers.train,
+        SGD,
+        mesh=mesh,
+        params=params(),
+        loss=loss,
+        batch=batch,
+        axis_name="replica",
+        param_specs=specs,
+        **WAYS[way],
+    )
+    _, before, _ = train(range(2))
+    values, state, metrics = train(range(3))
+    assert metrics[-1].exchange.participants == 1
     for name in SHAPES:
         old, new = (np.asarray(one[0].momentum[name]) for one in (before, state))
         np.testing.assert_array_equal(new[0], old[0])
@@ -250,8 +259,8 @@ def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
 
     monkeypatch.setattr(collectives, "gather", damaged)
     mesh = mesh_of(2, 2)
-    values, state, metrics, _ = train(mesh, SPECS, **WAYS[way])
-    assert metrics.exchange.participants == 1
+    values, state, metrics = train(mesh, SPECS, tx=sgd(), **WAYS[way])
+    assert metrics[-1].exchange.participants == 1
     assert_shards_agree(values, mesh, SPECS)
     assert_shards_agree(state, mesh, demo_optax.state_specs(SGD, params(), mesh, "replica", SPECS))
 
@@ -286,12 +295,12 @@ def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
         updates, state = tx.update(gradients, state, values)
         return optax.apply_updates(values, updates), state, losses
 
-    losses = []
+    theirs, _, metrics = whole["sgd"]
     for i in range(4):
         batch = jax.device_put(model.batch(i), NamedSharding(mesh, P("replica")))
         values, state, loss = jax.block_until_ready(step(values, state, batch))
-        losses.append(np.asarray(loss))
-    assert_follows((values, state, None, np.stack(losses)), whole["sgd"])
+        np.testing.assert_allclose(loss, metrics[i].loss, rtol=1e-4)
+    chex.assert_trees_all_close(values, theirs, rtol=2e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("way", ["manual", "compiler"])
@@ -322,7 +331,7 @@ def test_specs_that_cannot_be_are_refused(specs, message):
 
 
 def test_axes_of_explicit_type_cannot_be_left_to_the_compiler():
-    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    mesh = workers.mesh_of(2, 2, names=("replica", "fsdp"))
     with pytest.raises(ValueError, match="their type is Explicit"):
         demo_optax.make_train_step(model.loss, SGD, mesh, "replica", axis_names=("replica",))
 

@@ -11,7 +11,7 @@ import pytest
 import demo_optax
 from demo_optax.compression import make_plan
 from demo_optax.compression.shared import SharedRun
-from tests import model
+from tests import model, workers
 
 pytestmark = pytest.mark.sweep
 
@@ -63,7 +63,7 @@ def program(exchange, **settings):
     """Of a step of eight workers, as XLA takes it, and as it is optimised for the CPU."""
     compression = demo_optax.Compression(6, 8, "sign", **settings)
     tx = demo_optax.demo(1e-3, compression, decay=0.9, exchange=exchange)
-    mesh, params = jax.make_mesh((model.WORKERS,), ("data",)), model.init()
+    mesh, params = workers.mesh_of(model.WORKERS), model.init()
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(model.loss, tx, mesh)
     lowered = jax.jit(step).lower(params, state, model.batch(0))

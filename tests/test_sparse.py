@@ -1,7 +1,6 @@
 """Selection and sparse sums: every formulation against NumPy, and all against each other."""
 
-import functools
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +25,7 @@ from demo_optax.compression.packet import (
 from demo_optax.compression.top_k import TopK
 from demo_optax.exchange import averaging
 from demo_optax.exchange.protocol import MEANS
-from tests import draws, model
+from tests import draws, workers
 
 pytestmark = pytest.mark.sweep
 
@@ -178,7 +177,7 @@ def trained(steps=3, **compression):
     compression = demo_optax.Compression(**{"topk": 5, "block_side": 16} | compression)
     momentum = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
     tx = optax.chain(momentum, optax.scale_by_learning_rate(0.1))
-    return model.train(tx, steps)[0]
+    return workers.train(tx, range(steps))[0]
 
 
 def assert_replicas_are_identical(params):
@@ -195,8 +194,7 @@ def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(
     monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
     ours = trained(topk=topk, selection=selection)
     assert_replicas_are_identical(ours)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, ours, expected)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("platform", ["here", "tpu"])
@@ -210,8 +208,7 @@ def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
     monkeypatch.setattr(averaging, "_workers_at_once", lambda layout: 3)  # of eight
     ours = trained(selection=selection)
     assert_replicas_are_identical(ours)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, ours, expected)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("topk", [200, 2048])

@@ -1,5 +1,6 @@
 """Packets that one worker alone gets wrong, and well-formed packets that are far too big."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,7 +166,7 @@ def test_a_limit_that_is_not_reached_changes_no_bit():
         (one, first), (two, second) = (
             step(gradients(seed), state, PARAMS) for step, state in zip(steps, states, strict=True)
         )
-        jax.tree.map(np.testing.assert_array_equal, (one, first), (two, second))
+        chex.assert_trees_all_equal((one, first), (two, second))
         states = first, second
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import demo_optax
 from demo_optax.compression import make_plan
-from tests import model
+from tests import model, workers
 
 pytestmark = pytest.mark.sweep
 
@@ -21,7 +21,7 @@ COLLECTIVE = re.compile(
 
 def collectives(tx, **options):
     """``(kind, dtype, elements)`` of each collective's result in the optimised program."""
-    mesh = jax.make_mesh((model.WORKERS,), ("data",))
+    mesh = workers.mesh_of(model.WORKERS)
     params = model.init()
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(model.loss, tx, mesh, **options)
