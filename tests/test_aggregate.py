@@ -154,7 +154,7 @@ def test_a_tensor_of_which_nothing_was_heard_does_not_move():
     tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(topk=4))
     params = {"heard": jnp.ones(3), "silent": jnp.ones((2, 2)), "empty": jnp.ones((0, 3))}
     gradient = {"heard": jnp.ones(3), "silent": jnp.zeros((2, 2)), "empty": jnp.ones((0, 3))}
-    updates, _ = tx.update(gradient, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
     np.testing.assert_allclose(updates["heard"], -0.1, rtol=1e-5)
     np.testing.assert_array_equal(updates["silent"], 0.0)
     assert updates["empty"].shape == (0, 3)

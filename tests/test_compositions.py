@@ -126,7 +126,7 @@ def test_multi_steps_of_optax_exchange_under_vmap():
     tx = optax.MultiSteps(DEMO, 2)
     params = model.init()
     state = jax.vmap(lambda _: tx.init(params))(jnp.arange(WORKERS))
-    update = jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="data")
+    update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="data"))
     gradient = jax.tree.map(
         lambda x: np.random.default_rng(0).normal(size=(WORKERS, *x.shape)).astype(x.dtype), params
     )

@@ -126,7 +126,7 @@ def gradients(step, count, broken=True):
 
 def started(tx, count, params=np.zeros(SIZE, np.float32)):
     """``tx.update`` for all workers, compiled, and the first state."""
-    init = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(count))
+    init = jax.jit(jax.vmap(lambda _: tx.init(params), axis_name="data"))(jnp.arange(count))
     return jax.jit(jax.vmap(tx.update, axis_name="data")), init
 
 

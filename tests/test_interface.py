@@ -94,7 +94,7 @@ def test_a_parameter_may_be_a_number():
 
 def test_without_weight_decay_no_parameters_are_needed():
     tx, gradient = demo_optax.demo(0.1, SMALL), jnp.ones((8, 8))
-    updates, _ = tx.update(gradient, tx.init(gradient))
+    updates, _ = jax.jit(tx.update)(gradient, tx.init(gradient))
     np.testing.assert_allclose(updates, -0.1)
 
 
@@ -117,15 +117,16 @@ def test_workers_along_two_nested_vmaps_are_those_along_one():
         tx = demo_optax.demo_sgd(1.0, SMALL, axis_name=axis_name)
         return lambda g: tx.update(g, tx.init(g))[0]
 
-    one = jax.vmap(updates("a"), axis_name="a")(gradient.reshape(6, 16, 8))
-    two = jax.vmap(jax.vmap(updates(("a", "b")), axis_name="b"), axis_name="a")(gradient)
+    one = jax.jit(jax.vmap(updates("a"), axis_name="a"))(gradient.reshape(6, 16, 8))
+    inner = jax.vmap(updates(("a", "b")), axis_name="b")
+    two = jax.jit(jax.vmap(inner, axis_name="a"))(gradient)
     np.testing.assert_array_equal(two.reshape(one.shape), one)
 
 
 @pytest.mark.slow
 def test_metrics_of_stacked_workers_are_checked():
     gradient = jnp.ones((3, 8, 8))
-    update = jax.vmap(lambda g: DEMO.update(g, DEMO.init(g))[1], axis_name="data")
+    update = jax.jit(jax.vmap(lambda g: DEMO.update(g, DEMO.init(g))[1], axis_name="data"))
     with pytest.raises(ValueError, match="all 3 workers have the very same gradient"):
         demo_optax.check_metrics(demo_optax.exchange_metrics(update(gradient)))
     others = gradient * jnp.arange(1.0, 4)[:, None, None]
@@ -139,7 +140,7 @@ def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards_and_are_reported
     gradient = np.random.default_rng(0).normal(size=(2, 3, 16, 8)).astype(np.float32)
     gradient[0, 1] = np.nan
     state = jax.vmap(lambda g: tx.init(g))(gradient[0])
-    update = jax.vmap(tx.update, axis_name="data")
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     for g in gradient:
         _, state = update(g, state)
     metrics = demo_optax.exchange_metrics(state)
@@ -310,5 +311,5 @@ def test_a_restarted_preconditioner_keeps_its_dtype():
     params = jnp.ones((8, 8), jnp.bfloat16)
     state = tx.init(params)
     dtype = state[0].precondition.nu.dtype
-    _, state = tx.update(jnp.ones((8, 8), jnp.float32), state, params)
+    _, state = jax.jit(tx.update)(jnp.ones((8, 8), jnp.float32), state, params)
     assert state[0].precondition.nu.dtype == dtype

@@ -105,6 +105,7 @@ def resealed(change, origin=OF_WORKER_2):
 
 
 SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
+decode = jax.jit(packets.decode, static_argnums=0)
 LAYOUTS = [
     Layout(make_plan(Compression(5, 16, "int4", selection=selection), SORTED_SHAPES).sections)
     for selection in ("topk", "bins")
@@ -169,21 +170,20 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
     sections = make_plan(compression, SORTED_SHAPES).sections
     layout, rng = Layout(sections), np.random.default_rng(0)
     momenta = [rng.normal(size=(s.blocks, s.selector.n)).astype(np.float32) for s in sections]
-    positions = [
-        s.selector.select(jnp.asarray(m))
-        if s.selector.travels
-        else s.selector.positions(s.blocks, jnp.int32(0))
-        for s, m in zip(sections, momenta, strict=True)
-    ]
-    values = [
-        s.selector.take(jnp.asarray(m), at)
-        for s, m, at in zip(sections, momenta, positions, strict=True)
-    ]
-    message = packets.Message(tuple(positions), tuple(values))
-    fields, sent = packets.encode(sections, message)
-    header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 4)
     origin = packets.Origin(jnp.int32(0), jnp.array([2], jnp.int32))
-    (words,) = packets.build(layout, header, fields, sent, jnp.array(True), origin)
+
+    @jax.jit
+    def packet(momenta):
+        positions = [s.selector.select(m) for s, m in zip(sections, momenta, strict=True)]
+        values = [
+            s.selector.take(m, at) for s, m, at in zip(sections, momenta, positions, strict=True)
+        ]
+        message = packets.Message(tuple(positions), tuple(values))
+        fields, sent = packets.encode(sections, message)
+        header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 4)
+        return packets.build(layout, header, fields, sent, jnp.array(True), origin)[0]
+
+    words = packet(momenta)
     assert words.shape == (layout.words,)
 
     @jax.jit
@@ -203,7 +203,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
 def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(layout, data):
     """With a checksum that is right: every position that is accepted lies in its block."""
     words = data.draw(st.binary(min_size=4 * layout.words, max_size=4 * layout.words))
-    message, valid = packets.decode(layout, jnp.asarray(np.frombuffer(words, np.uint32))[None])
+    message, valid = decode(layout, np.frombuffer(words, np.uint32)[None])
     if valid[0]:
         for section, positions, values in zip(layout.sections, *message, strict=True):
             selector = section.selector

@@ -47,9 +47,9 @@ def test_a_delayed_state_keeps_its_dtypes_with_64_bits(inner):
     with jax.enable_x64(True):
         tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(inner))
         params = jnp.ones((8, 8), jnp.float32)
-        init = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(2))
+        init = jax.jit(jax.vmap(lambda _: tx.init(params), axis_name="data"))(jnp.arange(2))
         gradient = jnp.ones((2, 8, 8), jnp.float32)
-        _, after = jax.vmap(tx.update, axis_name="data")(gradient, init)
+        _, after = jax.jit(jax.vmap(tx.update, axis_name="data"))(gradient, init)
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, init)
 
 

@@ -82,24 +82,29 @@ def averaged(selector, positions, values, largest, mean, at_once):
     section = Section(blocks, selector, "float32")
     layout = Layout((section,))
     zero, none = jnp.float32(0), jnp.uint32(0)
-    packets = []
-    for worker in range(workers):
-        message = Message((jnp.asarray(positions[worker]),), (jnp.asarray(values[worker]),))
-        fields, sent = encode([section], message)
-        origin = Origin(jnp.int32(0), jnp.array([worker], jnp.int32))
+
+    def packet(worker, positions, values):
+        fields, sent = encode([section], Message((positions,), (values,)))
         header = Header(none, none, none, zero, zero, zero, zero)
+        origin = Origin(jnp.int32(0), worker[None])
         packet = build(layout, header, fields, sent, jnp.array(True), origin)[0]
-        packets.append(packet ^ jnp.uint32(0xDEADBEEF) if worker % 2 else packet)
-    packets = jnp.stack(packets)
-    numbers = jnp.arange(workers, dtype=jnp.int32)
-    _, _, intact = open_heads(layout, packets, Origin(jnp.int32(0), numbers))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "_workers_at_once", lambda layout: at_once)
+        return jnp.where(worker % 2, packet ^ jnp.uint32(0xDEADBEEF), packet)
+
+    @jax.jit
+    def average(positions, values):
+        numbers = jnp.arange(workers, dtype=jnp.int32)
+        packets = jax.vmap(packet)(numbers, positions, values)
+        _, _, intact = open_heads(layout, packets, Origin(jnp.int32(0), numbers))
         means, weights = averaging.average(
             layout, packets, intact, [None], jnp.float32(largest), mean
         )
+        return means[0].dense(), weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "_workers_at_once", lambda layout: at_once)
+        found, weights = average(positions, values)
     np.testing.assert_array_equal(weights[1::2], 0.0)
-    return means[0].dense()
+    return found
 
 
 def mean_by_hand(positions, values, n, largest, mean):
