@@ -3,6 +3,7 @@
 import math
 from itertools import chain
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
