@@ -1,8 +1,11 @@
 """Which variations of a test run with ``make test``, and which with ``make test-all`` alone."""
 
+import functools
 import itertools
 
 import pytest
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def sweep(*quick, **dimensions):

@@ -4,14 +4,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
 from tests import draws, oracles
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 DECAY, WEIGHT, WORKERS = 0.9, 0.3, 3
 decoupled = demo_optax.decoupled_momentum
@@ -43,7 +41,7 @@ class Oracle:
         return oracles.to_tensor(total / number, self.shape, self.sides, oracles.inverse_dct)
 
 
-@pytest.mark.parametrize("mean", ["senders", "workers"])
+@sweep("workers", mean=["senders", "workers"])
 @draws.examples(10)
 @given(
     shapes=draws.trees,
@@ -118,7 +116,7 @@ def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed
             np.testing.assert_array_equal(np.asarray(momentum)[list(order)], other)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@sweep(0.1, weight_decay=[0.0, 0.1])
 def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay):
     """Five steps of its equations, with a schedule, in NumPy float64."""
     shape, rate, decay, b2 = (8, 12), lambda step: 0.1 / (1 + step), 0.98, 0.95

@@ -13,13 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 WORKERS, INNER = 4, 2
 TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
 MODES = {"manual": None, "the workers alone": ("data",), "mapped": ()}
-modes = pytest.mark.parametrize("axis_names", MODES.values(), ids=MODES)
 
 
 MESH = workers.mesh_of(WORKERS, INNER, kind=AxisType.Auto)
@@ -37,9 +35,8 @@ def plain():
     return train(range(3))
 
 
-@modes
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_shared_leaves_reach_every_worker_whole(axis_names, microbatches, plain):
+@sweep(("manual", 1), ("mapped", 2), mode=MODES, microbatches=[1, 2])
+def test_shared_leaves_reach_every_worker_whole(mode, microbatches, plain):
     weights = np.linspace(0.5, 1.5, 3, dtype=np.float32)
 
     def loss(params, batch):
@@ -52,15 +49,14 @@ def test_shared_leaves_reach_every_worker_whole(axis_names, microbatches, plain)
         loss=loss,
         batch=lambda i: (model.batch(i), weights, 1.0),
         batch_specs=(P(("data", "fsdp")), P(), P()),
-        axis_names=axis_names,
+        axis_names=MODES[mode],
         microbatches=microbatches,
     )
     assert_same(found, plain)
 
 
-@modes
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_rows_may_stand_behind_another_dimension(axis_names, microbatches, plain):
+@sweep(("the workers alone", 2), mode=MODES, microbatches=[1, 2])
+def test_rows_may_stand_behind_another_dimension(mode, microbatches, plain):
     def loss(params, batch):
         return model.loss(params, jax.tree.map(jnp.transpose, batch))
 
@@ -69,27 +65,27 @@ def test_rows_may_stand_behind_another_dimension(axis_names, microbatches, plain
         loss=loss,
         batch=lambda i: jax.tree.map(jnp.transpose, model.batch(i)),
         batch_specs=P(None, ("data", "fsdp")),
-        axis_names=axis_names,
+        axis_names=MODES[mode],
         microbatches=microbatches,
     )
     assert_same(found, plain)
 
 
-@modes
-def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(axis_names):
+@sweep("mapped", mode=MODES)
+def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(mode):
     def rows(i):
         return jax.tree.map(lambda x: x[:WORKERS], model.batch(i))
 
     alone = workers.mesh_of(WORKERS, 1, kind=AxisType.Auto)
     expected = train(range(3), batch=rows, mesh=alone)
-    found = train(range(3), batch=rows, batch_specs=P("data"), axis_names=axis_names)
+    found = train(range(3), batch=rows, batch_specs=P("data"), axis_names=MODES[mode])
     assert_same(found, expected)
     with pytest.raises(ValueError, match="cannot be divided among 8 devices"):
-        train(range(1), batch=rows, axis_names=axis_names)
+        train(range(1), batch=rows, axis_names=MODES[mode])
 
 
-@modes
-def test_custom_metrics_see_whole_gradients_of_one_worker(axis_names):
+@sweep("manual", mode=MODES)
+def test_custom_metrics_see_whole_gradients_of_one_worker(mode):
     specs = {"hidden": P("fsdp"), "bias": P(), "out": P("fsdp")}
 
     def measure(gradients, updates, params):
@@ -98,7 +94,7 @@ def test_custom_metrics_see_whole_gradients_of_one_worker(axis_names):
         return {"gradient": optax.tree.norm(gradients), "out": updates["out"], "was": params["out"]}
 
     start, batch = model.init(), model.batch(0)
-    options = dict(axis_names=axis_names, metrics_fn=measure)
+    options = dict(axis_names=MODES[mode], metrics_fn=measure)
     params, _, [metrics] = train(range(1), param_specs=P(), **options)
     *_, [sharded] = train(range(1), param_specs=specs, **options)
     parts = [
@@ -134,8 +130,9 @@ def test_an_axis_that_the_mesh_lacks_is_named():
         train(range(1), batch_specs=P("rows"))
 
 
-@pytest.mark.parametrize("specs", [P(), {"hidden": P("fsdp"), "bias": P(), "out": P()}])
+@sweep("sharded", specs=["whole", "sharded"])
 def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
+    specs = {"whole": P(), "sharded": {"hidden": P("fsdp"), "bias": P(), "out": P()}}[specs]
     mesh, params = MESH, model.init()
     state = demo_optax.init_opt_state(TX, params, mesh, param_specs=specs)
     step = workers.step_of(TX, mesh, param_specs=specs)
@@ -152,8 +149,9 @@ def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
     )
 
 
-@pytest.mark.parametrize("specs", [P(), {"hidden": P("fsdp"), "bias": P("fsdp"), "out": P("fsdp")}])
+@sweep("sharded", specs=["whole", "sharded"])
 def test_meshes_whose_axes_are_of_two_kinds_train_alike(specs):
+    specs = {"whole": P(), "sharded": dict.fromkeys(("hidden", "bias", "out"), P("fsdp"))}[specs]
     auto, explicit = AxisType.Auto, AxisType.Explicit
     losses = []
     for kinds in ((auto, auto), (auto, explicit), (explicit, auto)):

@@ -17,8 +17,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 SGD = demo_optax.demo_sgd(0.3, decay=0.9, compression=SMALL, axis_name="data")
@@ -69,7 +68,7 @@ def assert_same_bits(ours, theirs):
         assert bits(a) == bits(b)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sweep("preconditioned demo", name=OPTIMIZERS)
 def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
     tx, mesh = OPTIMIZERS[name], workers.mesh_of(4)
     params, state, _ = train(tx, range(3), mesh=mesh)
@@ -95,10 +94,9 @@ def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
     assert mean_losses(went_on[2]) == mean_losses(expected[2])
 
 
-@pytest.mark.parametrize(
-    "before, after", [(4, 2), (2, 4), (4, 3), pytest.param(3, 1, marks=pytest.mark.slow)]
-)
-def test_other_numbers_of_workers_keep_the_mean(before, after, tmp_path):
+@sweep((4, 2), (4, 3), numbers=[(4, 2), (2, 4), (4, 3), (3, 1)])
+def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
+    before, after = numbers
     tx = OPTIMIZERS["preconditioned demo"]
     params, state, losses = train(tx, range(40), mesh=workers.mesh_of(before))
     losses = mean_losses(losses)
@@ -178,15 +176,15 @@ def test_other_blocks_are_reached_through_parameter_space(tmp_path):
     train(other, range(3, 5), mesh=workers.mesh_of(2), start=start)
 
 
-@pytest.mark.parametrize("one, other", [("dct", "random"), ("random", "hadamard")])
-def test_other_transforms_are_reached_through_parameter_space(one, other, tmp_path):
+@sweep(("dct", "random"), transforms=[("dct", "random"), ("random", "hadamard")])
+def test_other_transforms_are_reached_through_parameter_space(transforms, tmp_path):
     """There and back again is the same momentum, and the steps in between go on as they would."""
     mesh = workers.mesh_of(2)
     first, second = (
         demo_optax.demo_sgd(
             0.3, demo_optax.Compression(64, 8, transform=name), decay=0.9, axis_name="data"
         )
-        for name in (one, other)
+        for name in transforms
     )
     params, state, _ = train(first, range(3), mesh=mesh)
     with Checkpointer(tmp_path / "there", first, mesh) as checkpointer:

@@ -10,8 +10,7 @@ import pytest
 import demo_optax
 from demo_optax import demo_adamw
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 WORKERS = 4
 MESH = workers.mesh_of(WORKERS)
@@ -69,7 +68,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAIN)
+@sweep(
+    "inject_hyperparams",
+    "multi_transform, the rest dense",
+    "demo_optax.multi_steps",
+    "schedule_free",
+    name=TRAIN,
+)
 def test_it_trains_and_replicas_stay_alike(name):
     mesh, tx = MESH, TRAIN[name]
     extra = {"value": 1.0} if name == "reduce_on_plateau" else {}

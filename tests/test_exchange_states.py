@@ -18,8 +18,7 @@ from demo_optax.compression.packet import Origin
 from demo_optax.exchange.delayed import decode_pending
 from demo_optax.exchange.protocol import Taken, own_numbers
 from tests import workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 SHAPES = {"v": (30,), "w": (32, 24)}
 SPECS = {"v": P(), "w": P("fsdp")}
@@ -32,6 +31,7 @@ EXCHANGES = {
 KEEPING = ["two-phase", "delayed", "delayed two-phase"]
 
 
+@functools.cache
 def optimizer(exchange, subtraction_factor=1.0, **settings):
     settings = {"topk": 4, "block_side": 8, "value_coding": "int4"} | settings
     return optax.chain(
@@ -124,8 +124,13 @@ def assert_nothing_pending(state):
 assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("exchange", KEEPING)
+@sweep(
+    ("two-phase", (2, 2, 2)),
+    ("delayed", (4, 2)),
+    ("delayed two-phase", (8,)),
+    exchange=KEEPING,
+    sizes=[(8,), (4, 2), (2, 2, 2)],
+)
 def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
     trained = Trained(optimizer(exchange), *sizes).run([0])
     first = float(trained.metrics.loss.mean())
@@ -136,9 +141,15 @@ def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
     assert float(trained.metrics.loss.mean()) < first / 2
 
 
-@pytest.mark.parametrize("every", [1, 3], ids="{} local steps".format)
-@pytest.mark.parametrize("selection", ["topk", "random", "slicing"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@sweep(
+    ("all-gather", "random", 3),
+    ("two-phase", "slicing", 1),
+    ("delayed", "topk", 3),
+    ("delayed two-phase", "topk", 1),
+    exchange=EXCHANGES,
+    selection=["topk", "random", "slicing"],
+    every=[1, 3],
+)
 def test_replicas_are_identical_after_200_steps_in_every_combination(exchange, selection, every):
     tx = optimizer(exchange, selection=selection)
     if every > 1:
@@ -160,8 +171,12 @@ def test_replicas_are_identical_after_200_steps_in_every_combination(exchange, s
     assert int(metrics.participants) == 8 and bool(metrics.agreed)
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("exchange", KEEPING)
+@sweep(
+    ("two-phase", (4,)),
+    ("delayed two-phase", (2, 2)),
+    exchange=KEEPING,
+    sizes=[(4,), (2, 2)],
+)
 def test_a_saved_run_goes_on_to_the_same_bits(exchange, sizes, tmp_path):
     tx = optimizer(exchange)
     straight = Trained(tx, *sizes).run(range(5))
@@ -182,8 +197,9 @@ def owed(state, inner):
     ]
 
 
-@pytest.mark.parametrize("before, after", [((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))], ids=str)
-def test_other_workers_own_what_was_owed(before, after, tmp_path):
+@sweep(((4,), (3,)), meshes=[((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))])
+def test_other_workers_own_what_was_owed(meshes, tmp_path):
+    before, after = meshes
     tx = optimizer("delayed two-phase")
     trained = Trained(tx, *before).run(range(5)).saved(tmp_path)
     restored = Trained(tx, *after).restored(tmp_path)
@@ -257,20 +273,23 @@ def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
     return Trained(optimizer(exchange), 2, 2, 2, names=("data", *names), specs=specs)
 
 
-@pytest.mark.parametrize(
-    "others", [{"names": ("tensor", "fsdp")}, {"cut": P("tensor", "fsdp")}], ids=str
+@sweep(
+    ("two-phase", "names"),
+    ("delayed", "cut"),
+    exchange=["two-phase", "delayed"],
+    change=["names", "cut"],
 )
-def test_what_devices_keep_is_not_given_to_others(others, tmp_path):
-    for exchange in ("two-phase", "delayed"):
-        trained = on_eight(exchange).run(range(3)).saved(tmp_path / exchange)
-        if exchange == "two-phase":
-            with pytest.raises(ValueError, match="restore it with the old"):
-                on_eight(exchange, **others).restored(tmp_path / exchange)
-            continue
-        restored = on_eight(exchange, **others).restored(tmp_path / exchange)
-        assert np.any(trained.state[0].exchange.pending)
-        assert_nothing_pending(restored.state)
-        assert_close(with_pending(trained, exchange), restored.state[0].momentum)
+def test_what_devices_keep_is_not_given_to_others(exchange, change, tmp_path):
+    others = {"names": {"names": ("tensor", "fsdp")}, "cut": {"cut": P("tensor", "fsdp")}}[change]
+    trained = on_eight(exchange).run(range(3)).saved(tmp_path)
+    if exchange == "two-phase":
+        with pytest.raises(ValueError, match="restore it with the old"):
+            on_eight(exchange, **others).restored(tmp_path)
+        return
+    restored = on_eight(exchange, **others).restored(tmp_path)
+    assert np.any(trained.state[0].exchange.pending)
+    assert_nothing_pending(restored.state)
+    assert_close(with_pending(trained, exchange), restored.state[0].momentum)
 
 
 CHANGES = {
@@ -283,10 +302,16 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("selection, factor", [("topk", 1.0), ("random", 0.5)])
-def test_pending_messages_go_back_into_the_momentum(selection, factor, change, sizes, tmp_path):
+@sweep(
+    ("topk", "exchange", (2, 2)),
+    ("random", "value coding", (4,)),
+    ("random", "slicing", (4,)),
+    selection=["topk", "random"],
+    change=CHANGES,
+    sizes=[(4,), (2, 2)],
+)
+def test_pending_messages_go_back_into_the_momentum(selection, change, sizes, tmp_path):
+    factor = {"topk": 1.0, "random": 0.5}[selection]
     settings = dict(exchange="delayed", subtraction_factor=factor, selection=selection)
     trained = Trained(optimizer(**settings), *sizes).run(range(3)).saved(tmp_path)
     pending = jax.tree.map(np.subtract, with_pending(trained, "delayed"), trained.state[0].momentum)
@@ -303,11 +328,14 @@ def test_pending_messages_go_back_into_the_momentum(selection, factor, change, s
     assert int(restored.metrics.exchange.participants) == sizes[0]
 
 
-@pytest.mark.parametrize("exchange", ["delayed", "delayed two-phase"])
-@pytest.mark.parametrize("one, other", [("dct", "random"), ("random", "identity")])
-def test_pending_messages_go_back_before_another_transform(one, other, exchange, tmp_path):
+@sweep(
+    (("dct", "random"), "delayed two-phase"),
+    transforms=[("dct", "random"), ("random", "identity")],
+    exchange=["delayed", "delayed two-phase"],
+)
+def test_pending_messages_go_back_before_another_transform(transforms, exchange, tmp_path):
     """In the basis of the step in which they were sent, which is redrawn; and back again."""
-    first, second = (optimizer(exchange, transform=name) for name in (one, other))
+    first, second = (optimizer(exchange, transform=name) for name in transforms)
     trained = Trained(first, 2).run(range(3))
     if exchange != "delayed":  # owners must have sent everything
         kept = trained.state[0].exchange
@@ -351,8 +379,12 @@ def test_a_narrow_momentum_gets_its_message_back(tmp_path):
         np.testing.assert_allclose(np.sum(found**2, 1), energies, rtol=2e-2)
 
 
-@pytest.mark.parametrize("transform", ["dct", "hadamard"])
-@pytest.mark.parametrize("exchange", ["all-gather", "delayed"])
+@sweep(
+    ("delayed", "dct"),
+    ("all-gather", "hadamard"),
+    exchange=["all-gather", "delayed"],
+    transform=["dct", "hadamard"],
+)
 def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transform, tmp_path):
     def flat(exchange, transform="dct"):
         compression = demo_optax.Compression(64, 8, transform=transform)
@@ -371,7 +403,7 @@ def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transfor
         assert np.any(restored.state[0].momentum)
 
 
-@pytest.mark.parametrize("exchange", KEEPING)
+@sweep("delayed two-phase", exchange=KEEPING)
 def test_a_run_of_one_gather_goes_on_in_another_way(exchange, tmp_path):
     trained = Trained(optimizer("all-gather"), 4).run(range(3)).saved(tmp_path)
     restored = Trained(optimizer(exchange), 4).restored(tmp_path)

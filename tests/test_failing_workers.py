@@ -9,6 +9,7 @@ import pytest
 
 import demo_optax
 from tests import model, workers
+from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 DEMO = demo_optax.demo(
@@ -67,7 +68,7 @@ def without_digest(state):
     return momentum, *state[1:]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@sweep(True, check_vma=[True, False])
 def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
     step, specs = placed(DEMO, check_vma=check_vma)
     before, state_before = after_two_steps(DEMO, step)
@@ -98,7 +99,7 @@ def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
     chex.assert_trees_all_equal(seen, alone)
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@sweep("demo", "by hand", name=CHAINS)
 def test_parameters_rest_where_no_worker_takes_part(name):
     tx = CHAINS[name]
     step, _ = placed(tx)

@@ -14,8 +14,7 @@ from flax import nnx
 import demo_optax
 from demo_optax import checkpoint
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 WORKERS = 4
 SMALL = demo_optax.Compression(4, 8)
@@ -218,8 +217,13 @@ def test_at_least_one_checkpoint_is_kept(tmp_path):
         checkpoint.Checkpointer(tmp_path, DEMO, MESH, keep=0)
 
 
-@pytest.mark.parametrize("selection", ["topk", "random", "striding"])
-@pytest.mark.parametrize("coding", ["float32", "bfloat16", "int4", "sign"])
+@sweep(
+    ("float32", "topk"),
+    ("int4", "striding"),
+    ("sign", "random"),
+    coding=["float32", "bfloat16", "int4", "sign"],
+    selection=["topk", "random", "striding"],
+)
 def test_no_dtype_is_promoted_silently(coding, selection):
     """optax itself does where it corrects biases, so this is a test and not the suite's setting."""
     compression = demo_optax.Compression(4, 8, coding, selection=selection)
@@ -234,8 +238,12 @@ def test_no_dtype_is_promoted_silently(coding, selection):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["demo", "demo_muon", "float64 momentum"])
+@sweep(
+    ("demo", "float64"),
+    ("float64 momentum", "float32"),
+    name=["demo", "demo_muon", "float64 momentum"],
+    dtype=["float32", "float64"],
+)
 def test_doubles_train_where_jax_has_them(name, dtype):
     options = dict(compression=SMALL, axis_name="data")
     tx = {
@@ -263,17 +271,16 @@ def test_a_refused_save_forgets_nothing(tmp_path):
         checkpointer.save(7, params, state, wait=True)
 
 
-@pytest.mark.parametrize(
-    "behind",
-    [
-        optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)),
-        optax.scale_by_sign(),
-        optax.inject_hyperparams(optax.scale)(-0.1),
-    ],
-    ids=["schedule", "sign", "injected"],
-)
-def test_what_is_frozen_stays_so_behind_other_links(behind):
-    tx = optax.chain(FREEZING, behind)
+BEHIND = {
+    "schedule": optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)),
+    "sign": optax.scale_by_sign(),
+    "injected": optax.inject_hyperparams(optax.scale)(-0.1),
+}
+
+
+@sweep("schedule", name=BEHIND)
+def test_what_is_frozen_stays_so_behind_other_links(name):
+    tx = optax.chain(FREEZING, BEHIND[name])
     params, *_ = train(tx)
     np.testing.assert_array_equal(params["bias"], model.init()["bias"])
     assert (params["hidden"] != model.init()["hidden"]).any()

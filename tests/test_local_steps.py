@@ -15,8 +15,7 @@ import demo_optax
 from demo_optax.accounting import collectives
 from tests import model, oracles, workers
 from tests.local_methods import BOTH, MESH, dense, local, sparse, train
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 # --- a simulation in NumPy of least squares with three workers
 
@@ -90,16 +89,16 @@ class Sparse:
         return scale * np.sign(values) * np.where(np.abs(values) > 2.5 * scale, 3, 2)
 
 
-@pytest.mark.parametrize(
-    "outer, simulated",
-    [
-        (dense(), Nesterov),
-        (sparse("float32"), lambda: Sparse("float32")),
-        (sparse(), lambda: Sparse("int2")),
-    ],
-    ids=["diloco", "sparseloco, float32", "sparseloco, int2"],
-)
-def test_five_rounds_follow_a_simulation(outer, simulated):
+SIMULATED = {
+    "diloco": (dense(), Nesterov),
+    "sparseloco, float32": (sparse("float32"), lambda: Sparse("float32")),
+    "sparseloco, int2": (sparse(), lambda: Sparse("int2")),
+}
+
+
+@sweep("diloco", "sparseloco, int2", name=SIMULATED)
+def test_five_rounds_follow_a_simulation(name):
+    outer, simulated = SIMULATED[name]
     tx = local(outer)
     random = np.random.default_rng(0)
     shared = {"w": 0.3 * random.normal(size=(16, 8)), "b": 0.3 * random.normal(size=8)}
@@ -164,7 +163,7 @@ def test_what_is_exchanged_is_what_the_workers_went_and_nothing_of_it_is_lost():
         np.testing.assert_allclose(before[n] - params[n], 0.9 * sent.mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
     mesh, tx = workers.mesh_of(8), BOTH[name]
     step = demo_optax.make_train_step(model.loss, tx, mesh)
@@ -206,7 +205,7 @@ def test_inner_steps_may_accumulate():
     assert state.inner.gradient_step.tolist() == 4 * [4]
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     tx = BOTH[name]
     step = workers.step_of(tx, MESH)
@@ -220,9 +219,9 @@ def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     chex.assert_trees_all_equal(a_round(*start), train(tx, range(3))[:2])
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["alone", "sharded"])
-@pytest.mark.parametrize("name", BOTH)
+@sweep(("diloco", "alone"), ("sparseloco", "sharded"), name=BOTH, inside=["alone", "sharded"])
 def test_workers_meet_in_one_exchange_at_the_end_of_a_round(name, inside):
+    inside = inside == "sharded"
     tx, shape = BOTH[name], (4, 2) if inside else (8,)
     mesh = workers.mesh_of(*shape, kind=AxisType.Auto)
     specs = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")} if inside else None

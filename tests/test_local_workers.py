@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -13,8 +12,7 @@ import demo_optax
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 from tests.local_methods import BOTH, MESH, OUTER, dense, local, sparse, train
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 FLAT = optax.adamw(1e-2, b2=0.95)  # rates that do not fall
 
@@ -40,7 +38,7 @@ def replaced(tx, state, worker, **damage):
     return jax.device_put(state._replace(**fields), shardings)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("diloco", name=BOTH)
 def test_a_gradient_that_is_not_finite_costs_its_worker_that_step(name):
     tx = BOTH[name]
     params, state, _ = train(tx, range(1))
@@ -60,7 +58,7 @@ def test_a_gradient_that_is_not_finite_costs_its_worker_that_step(name):
         assert metrics.exchange.participants == 4
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_own_parameters_that_are_not_finite_are_not_sent_and_begin_again(name):
     tx, rest = BOTH[name], [0, 1, 3]
     params, state, _ = train(tx, range(5))
@@ -97,7 +95,7 @@ def test_an_inner_state_that_is_not_finite_begins_again_with_the_round():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(name, tmp_path):
     tx = BOTH[name]
     params, state, _ = train(tx, range(4))
@@ -110,7 +108,7 @@ def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(name, tmp_path):
     chex.assert_trees_all_equal(train(tx, range(4, 7), start=found[1:3])[:2], expected)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("diloco", name=BOTH)
 def test_own_parameters_keep_their_mean_on_other_workers(name, tmp_path):
     tx, means = BOTH[name], []
     start = train(tx, range(4))[:2]
@@ -140,8 +138,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("layout", SHARDED)
-@pytest.mark.parametrize("name", BOTH)
+@sweep(("diloco", "4 x 2, mapped"), ("sparseloco", "2 x 2 x 2"), name=BOTH, layout=SHARDED)
 def test_sharded_workers_follow_whole_ones(name, layout):
     shape, specs, way = SHARDED[layout]
     # All of each block is sent, since blocks end where shards end.
@@ -162,7 +159,7 @@ def test_sharded_workers_follow_whole_ones(name, layout):
         assert told[5].participants == shape[0] and bool(told[5].agreed)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_one_plain_step_a_round_is_the_outer_optimizer(name):
     tx = local(OUTER[name], every=1, inner=optax.sgd(1.0))
     ours, theirs = train(tx, range(6)), train(OUTER[name], range(6))
@@ -171,7 +168,7 @@ def test_one_plain_step_a_round_is_the_outer_optimizer(name):
     assert all(bool(metrics.exchanged) for metrics in ours[2] + theirs[2])
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("diloco", name=BOTH)
 def test_a_loop_of_ones_own_under_vmap_follows(name):
     tx, params = BOTH[name], model.init()
     states = jax.vmap(lambda _: tx.init(params))(np.arange(4))

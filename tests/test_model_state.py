@@ -10,8 +10,7 @@ from jax.sharding import AxisType
 
 import demo_optax
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 MODES = {
     "manual": {},
@@ -63,7 +62,7 @@ def trained(steps=3, mode="manual", inner=INNER, batch_of=model.batch, **options
     return masks, states, metrics
 
 
-@pytest.mark.parametrize("mode", MODES)
+@sweep("the workers alone", mode=MODES)
 def test_masks_differ_between_workers_and_steps(mode):
     masks, _, _ = trained(mode=mode, inner=1)
     assert len(np.unique(np.concatenate(masks), axis=0)) == 3 * WORKERS
@@ -81,7 +80,7 @@ def test_statistics_accumulate_alike_in_every_mode():
             chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@sweep("manual", mode=MODES)
 def test_statistics_are_those_of_the_workers_own_batch(mode):
     """One step from the first parameters: mean of the hidden layer, weighted by the momentum."""
     _, (first,), _ = trained(steps=1, mode=mode)
@@ -103,7 +102,7 @@ def test_a_state_goes_through_the_microbatches():
     np.testing.assert_allclose(twice, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["manual", "mapped"])
+@sweep("mapped", mode=["manual", "mapped"])
 def test_a_worker_whose_gradient_is_not_finite_keeps_its_state(mode):
     def broken(i):
         batch = model.batch(i)

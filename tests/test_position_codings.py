@@ -15,8 +15,6 @@ from demo_optax.compression import top_k as codings
 from demo_optax.compression.bins import Bins
 from demo_optax.compression.top_k import TopK
 
-pytestmark = pytest.mark.sweep
-
 
 @st.composite
 def positions(draw):

@@ -9,6 +9,7 @@ import pytest
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
 from tests import workers
+from tests.sweeps import sweep
 
 SMALL = Compression(4, 8)
 
@@ -42,10 +43,13 @@ def test_a_link_that_makes_nan_of_a_finite_gradient_keeps_its_worker_out(behind)
         assert np.abs(np.asarray(momentum)[0]).max() > 0
 
 
-@pytest.mark.parametrize("inner", [AllGather("data"), TwoPhase("data")], ids=["gather", "owners"])
+INNER = {"gather": AllGather("data"), "owners": TwoPhase("data")}
+
+
+@sweep("owners", inner=INNER)
 def test_a_delayed_state_keeps_its_dtypes_with_64_bits(inner):
     with jax.enable_x64(True):
-        tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(inner))
+        tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(INNER[inner]))
         params = jnp.ones((8, 8), jnp.float32)
         init = jax.jit(jax.vmap(lambda _: tx.init(params), axis_name="data"))(jnp.arange(2))
         gradient = jnp.ones((2, 8, 8), jnp.float32)

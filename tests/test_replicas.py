@@ -10,8 +10,7 @@ import pytest
 
 import demo_optax
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import slow, sweep
 
 SMALL = demo_optax.Compression(4, 8)
 OPTIMIZERS = {
@@ -47,8 +46,7 @@ def copies(x):
     return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sweep(("adamw", True), ("preconditioned", False), name=OPTIMIZERS, check_vma=[True, False])
 def test_replicas_are_bit_identical_after_200_steps(name, check_vma):
     tx = OPTIMIZERS[name]
     before = model.loss(model.init(), model.batch(1000))
@@ -79,7 +77,7 @@ def test_replicas_along_two_axes_are_those_along_one():
     chex.assert_trees_all_equal(ours, trained(5))
 
 
-@pytest.mark.parametrize("kind, placed", [("Explicit", True), ("Auto", True), ("Auto", False)])
+@pytest.mark.parametrize("kind, placed", [("Explicit", True), ("Auto", False), slow("Auto", True)])
 def test_replicas_are_the_same_on_every_type_of_mesh(kind, placed):
     mesh = workers.mesh_of(8, kind=jax.sharding.AxisType[kind])
     params = model.init()

@@ -16,8 +16,7 @@ import demo_optax
 from demo_optax.exchange import collectives
 from demo_optax.exchange.collectives import gather
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 # A side that the blocks do not divide, so that momenta have other sizes than parameters.
 SHAPES = {"hidden": (12, 32), "bias": (32,), "out": (32, 3)}
@@ -90,18 +89,23 @@ def assert_shards_agree(tree, mesh, specs):
         assert all(len(bits) == 1 for bits in copies.values())
 
 
-@pytest.fixture(scope="module")
-def whole():
-    """Runs on workers of one device each."""
-    return {name: train(mesh_of(2, 1), SPECS, tx=tx) for name, tx in OPTIMIZERS.items()}
+@functools.cache
+def whole(name):
+    """A run on workers of one device each."""
+    return train(mesh_of(2, 1), SPECS, tx=OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_devices_a_worker_follow_one(name, way, whole):
+@sweep(
+    ("sgd", "manual"),
+    ("a mean of gradients in front", "compiler"),
+    ("adamw behind a preconditioner", "mapped"),
+    name=OPTIMIZERS,
+    way=WAYS,
+)
+def test_two_devices_a_worker_follow_one(name, way):
     mesh, tx = mesh_of(2, 2), OPTIMIZERS[name]
     ours = train(mesh, SPECS, tx=tx, **WAYS[way])
-    assert_follows(ours, whole[name])
+    assert_follows(ours, whole(name))
     assert_shards_agree(ours[0], mesh, SPECS)
     specs = demo_optax.state_specs(tx, params(), mesh, "replica", SPECS)
     nodes = jax.tree.leaves(specs, is_leaf=lambda x: hasattr(x, "momentum"))
@@ -114,23 +118,23 @@ def test_two_devices_a_worker_follow_one(name, way, whole):
     assert ours[2][-1].exchange.participants == 2
 
 
-@pytest.mark.parametrize("way", ["manual", "mapped"])
-def test_two_sharded_axes_follow_none(way, whole):
+@sweep("mapped", way=["manual", "mapped"])
+def test_two_sharded_axes_follow_none(way):
     mesh, specs = mesh_of(2, 2, 2), {"hidden": P(None, ("fsdp", "tensor")), "bias": P("tensor")}
     specs["out"] = P("tensor")
     ours = train(mesh, specs, **WAYS[way])
-    assert_follows(ours, whole["sgd"])
+    assert_follows(ours, whole("sgd"))
     assert_shards_agree(ours[0], mesh, specs)
     assert_shards_agree(
         ours[1], mesh, demo_optax.state_specs(SGD, params(), mesh, "replica", specs)
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_worker_of_several_devices_may_hold_whole_parameters(way, whole):
+@sweep("manual, unchecked", way=WAYS)
+def test_a_worker_of_several_devices_may_hold_whole_parameters(way):
     mesh = mesh_of(2, 4, names=("local",))
     ours = train(mesh, None, **WAYS[way])
-    assert_follows(ours, whole["sgd"])
+    assert_follows(ours, whole("sgd"))
     assert_shards_agree(ours[0], mesh, jax.tree.map(lambda _: P(), ours[0]))
     assert_shards_agree(ours[1], mesh, demo_optax.state_specs(SGD, ours[0], mesh, "replica"))
 
@@ -143,7 +147,7 @@ def lower_step(mesh, specs, way):
     return jax.jit(step).lower(params(), state, model.batch(0)).compile()
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler", "mapped"])
+@sweep("manual", "mapped", way=["manual", "compiler", "mapped"])
 def test_only_the_packet_crosses_between_workers(way):
     mesh = mesh_of(2, 2)
     sent = demo_optax.accounting.collectives(lower_step(mesh, SPECS, way).as_text())
@@ -156,7 +160,7 @@ def test_only_the_packet_crosses_between_workers(way):
     assert {one.groups for one in inside} == {((0, 1), (2, 3))}
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
+@sweep("compiler", way=["manual", "compiler"])
 def test_packets_of_whole_parameters_cross_in_parts(way):
     mesh = mesh_of(2, 4, names=("local",))
     sent = demo_optax.accounting.collectives(lower_step(mesh, None, way).as_text())
@@ -192,7 +196,7 @@ def test_the_optimizer_gathers_no_momentum():
     assert sum(one.operand_bytes for one in within) <= bias + bias + numbers
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler", "mapped"])
+@sweep("mapped", way=["manual", "compiler", "mapped"])
 def test_memory_of_a_device_halves(way):
     def held(fsdp):
         specs = {"hidden": P(None, "fsdp"), "out": P("fsdp"), "bias": P("fsdp")}
@@ -211,7 +215,7 @@ def test_memory_of_a_device_halves(way):
     assert [2 * size for size in held(2)] == held(1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep("compiler", way=WAYS)
 def test_a_worker_is_left_out_with_all_its_shards(way):
     """The gradient of one row is infinite: no shard of that worker may take part."""
     mesh, specs = mesh_of(2, 2), {"hidden": P("fsdp"), "bias": P(), "out": P()}
@@ -246,7 +250,7 @@ def test_a_worker_is_left_out_with_all_its_shards(way):
     assert_shards_agree(values, mesh, specs)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep("manual", way=WAYS)
 def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
     """What all shards hold is sent by each of them, and the damage reaches but one."""
 
@@ -265,7 +269,7 @@ def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
     assert_shards_agree(state, mesh, demo_optax.state_specs(SGD, params(), mesh, "replica", SPECS))
 
 
-def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
+def test_a_sharded_model_trains_in_a_loop_of_ones_own():
     """The compiler shards the model inside a worker; the optimizer takes stacked gradients."""
     mesh = mesh_of(2, 2)
     tx = demo_optax.stack_workers(SGD, mesh, "replica", SPECS)
@@ -295,7 +299,7 @@ def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
         updates, state = tx.update(gradients, state, values)
         return optax.apply_updates(values, updates), state, losses
 
-    theirs, _, metrics = whole["sgd"]
+    theirs, _, metrics = whole("sgd")
     for i in range(4):
         batch = jax.device_put(model.batch(i), NamedSharding(mesh, P("replica")))
         values, state, loss = jax.block_until_ready(step(values, state, batch))
@@ -303,7 +307,7 @@ def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
     chex.assert_trees_all_close(values, theirs, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
+@sweep("manual", way=["manual", "compiler"])
 def test_sharded_steps_compile_once(way, compiled):
     mesh = mesh_of(2, 2)
     values, state = params(), demo_optax.init_opt_state(SGD, params(), mesh, "replica", SPECS)

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 AXES = "replica", "fsdp", "tensor"
 SPECS = {"hidden": P("fsdp", "tensor"), "bias": P("tensor"), "out": P("tensor")}
@@ -76,7 +75,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@sweep("a spec", "a shard_map", name=MODELS)
 def test_models_with_shardings_of_their_own_train_as_in_the_manual_step(name, manual):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
@@ -137,7 +136,7 @@ def test_each_worker_has_a_key_of_its_own(kind):
     assert one != other
 
 
-@pytest.mark.parametrize("name", ["plain", "a shard_map"])
+@sweep("a shard_map", name=["plain", "a shard_map"])
 def test_only_the_packet_crosses_between_workers(name):
     mesh = mesh_of()
     with jax.set_mesh(mesh):

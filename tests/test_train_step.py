@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import demo_optax
 from tests import model, oracles, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 MESH = workers.mesh_of(model.WORKERS)
 SMALL = demo_optax.Compression(4, 8)
@@ -29,7 +27,7 @@ def norm(tree):
     return np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@sweep(True, check_vma=[True, False])
 def test_loss_and_gradient_norm_are_each_workers_own(check_vma):
     *_, [metrics] = workers.train(PLAIN_SGD, range(1), check_vma=check_vma, clip_norm=0.01)
     batch = model.batch(0)
@@ -39,7 +37,7 @@ def test_loss_and_gradient_norm_are_each_workers_own(check_vma):
     np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-5)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.3])
+@sweep(0.3, alpha=[1.0, 0.3])
 def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
     tx = demo_optax.decoupled_momentum(
         0.9, demo_optax.Compression(4, 8), axis_name="data", subtraction_factor=alpha

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from tests import model, workers
+from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 MOMENTUM = demo_optax.decoupled_momentum(0.9, SMALL, axis_name="data")
@@ -99,7 +100,7 @@ def test_map_params_finds_the_momentum_in_a_stacked_state():
     assert specs == specs_of(tx)
 
 
-@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
+@sweep("shard_map", mode=["vmap", "shard_map"])
 def test_partition_leaves_each_part_its_own_optimizer(mode):
     dense = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(0.1))
     labels = {"hidden": "demo", "out": "demo", "bias": "dense"}
@@ -227,7 +228,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@sweep("owners, delayed", name=OWN)
 def test_a_state_begins_with_the_types_that_updates_give(name):
     tx, mesh = OWN[name], workers.mesh_of(model.WORKERS)
 
