@@ -13,6 +13,7 @@ import pytest
 
 from lm import agreement
 from lm.config import Config
+from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAINER = [sys.executable, str(ROOT / "examples" / "train_lm.py")]
@@ -112,8 +113,8 @@ def ends(folder, second, **environment):
                 "saved on process 0, other on process 1",
             ],
         ),
-        pytest.param(["--text", ROOT / "tests"], {}, ["the text, or what"], marks=pytest.mark.slow),
-        pytest.param([], {"JAX_ENABLE_X64": "1"}, ["the step, before"], marks=pytest.mark.slow),
+        slow(["--text", ROOT / "tests"], {}, ["the text, or what"]),
+        slow([], {"JAX_ENABLE_X64": "1"}, ["the step, before"]),
     ],
     ids=["settings", "text", "program"],
 )
