@@ -2,19 +2,13 @@
 
 import json
 import pathlib
-import socket
 import subprocess
 import sys
 
+from tests.ports import free_port
 from tests.sweeps import sweep
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "count_wire_bytes.py"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @sweep("int4", values=["float32", "int4"])

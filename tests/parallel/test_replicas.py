@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.parallel.replicas import Drift, _checksums, check_replicas, repair_replicas
 from tests import model, workers
-from tests.test_two_processes import free_port
+from tests.ports import free_port
 from tests.workers import mesh_of
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64"]

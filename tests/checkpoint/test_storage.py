@@ -14,7 +14,7 @@ from tests import workers
 from tests.saved_runs import TX, is_run, restored, saves
 from tests.sweeps import sweep
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_save_that_fails_is_an_error_in_a_line_and_the_next_one_is_tried(tmp_path, monkeypatch):
