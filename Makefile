@@ -5,9 +5,11 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/installed
 
 # The core of the tests, for the oldest versions that pyproject.toml declares and the newest.
-CORE := $(addprefix tests/test_,aggregate compositions conservation errors failing_workers \
-	interface local_gradients model_state stacked_gradients step_as_jitted \
-	optax_contract packet reference_trajectories replicas train_step wire worker_axis checkpoint)
+CORE := $(patsubst %,tests/%.py,test_aggregate test_compositions test_conservation test_errors \
+	test_failing_workers test_interface test_optax_contract test_reference_trajectories \
+	test_replicas test_wire checkpoint/test_elastic compression/test_packet \
+	parallel/test_gradients parallel/test_model_state parallel/test_stacked_gradients \
+	parallel/test_step_as_jitted parallel/test_train_step parallel/test_worker_axis)
 # The newest JAX wants a newer Python than the oldest that we support; where it is found, it is used.
 NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
@@ -46,7 +48,7 @@ define core_tests
 		--editable '.[flax,checkpoint]' --group core-test
 	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|flax|orbax-checkpoint|scipy) '
 	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=importlib -m "not slow" \
-		$(addsuffix .py,$(CORE))
+		$(CORE)
 endef
 
 # Compiles for chips that need not be here, as benchmarks/compile_only.py says.

@@ -15,6 +15,7 @@ from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
 from tests import causes_of_checkpoints, model, workers
 from tests.causes_in_common import DEMO, state_of, two, without
+from tests.workers import step_of
 
 ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
@@ -30,11 +31,7 @@ DELAYED_WITH_ANOTHER_SEED = demo_optax.demo(
 
 
 def inner():
-    return jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
-
-
-def step_of(*args, **options):
-    return demo_optax.make_train_step(model.loss, *args, **options)
+    return workers.mesh_of(2, 2)
 
 
 def differing_replicas():
@@ -101,7 +98,7 @@ MASK = {"hidden": True, "out": True, "bias": False}
 
 
 def two_inner_axes():
-    return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    return workers.mesh_of(2, 2, 2)
 
 
 def update_where_an_axis_is_left_to_the_compiler():
@@ -119,8 +116,7 @@ def update_where_an_axis_is_left_to_the_compiler():
 
 
 def two_by_two_auto():
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
+    return workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
 
 
 def mixed_kinds():

@@ -1,9 +1,7 @@
 """Eight simulated devices for all tests, and no silent broadcasting between ranks."""
 
-import collections
 import gc
 import os
-import zlib
 
 import jax
 import jaxtyping
@@ -39,19 +37,10 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What takes minutes runs with `make test-all`: notebooks, and four fifths of each sweep."""
-    sweeps = collections.defaultdict(list)
+    """Notebooks take minutes; they run with `make test-all`."""
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("slow")
-        elif item.get_closest_marker("sweep") and hasattr(item, "callspec"):
-            sweeps[item.nodeid.partition("[")[0]].append(item)
-    for name, variations in sweeps.items():
-        first = zlib.crc32(name.encode()) % 5  # so that another mode stands first in each sweep
-        kept = variations[first::5] or variations[:1]
-        for item in variations:
-            if item not in kept:
-                item.add_marker("slow")
 
 
 @pytest.fixture

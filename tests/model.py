@@ -1,10 +1,7 @@
 """A small network and its data, for tests of training on eight workers."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-import demo_optax
 
 WORKERS = 8
 
@@ -35,15 +32,3 @@ def part(batch, worker, workers=WORKERS):
 def stacked(batch, workers=WORKERS):
     """The batch with an axis of workers in front."""
     return {n: np.stack(np.split(x, workers)) for n, x in batch.items()}
-
-
-def train(tx, steps, *, mesh=None, axis_name="data", params=None, **options):
-    """Trains on the batches 0, 1, ...; returns parameters, state and the last metrics."""
-    mesh = mesh or jax.make_mesh((WORKERS,), ("data",))
-    params = init() if params is None else params
-    state = demo_optax.init_opt_state(tx, params, mesh, axis_name)
-    step = demo_optax.make_train_step(loss, tx, mesh, axis_name, **options)
-    for i in range(steps):
-        # Simulated devices share a few threads: several steps in flight can wait for each other.
-        params, state, metrics = jax.block_until_ready(step(params, state, batch(i)))
-    return params, state, metrics

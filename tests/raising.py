@@ -1,6 +1,7 @@
 """Which ``raise`` statements the library has, and which of them the causes reach."""
 
 import ast
+import functools
 import pathlib
 import traceback
 
@@ -12,12 +13,15 @@ from tests.causes import RAISED
 LIBRARY = pathlib.Path(demo_optax.__file__).parent
 
 
+@functools.cache
 def raise_statements():
     """Places of all ``raise`` statements of the library: file, first line, last line."""
-    for path in sorted(LIBRARY.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and node.exc:
-                yield path.relative_to(LIBRARY).as_posix(), node.lineno, node.end_lineno
+    return [
+        (path.relative_to(LIBRARY).as_posix(), node.lineno, node.end_lineno)
+        for path in sorted(LIBRARY.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and node.exc
+    ]
 
 
 def place_of(error):

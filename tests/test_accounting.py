@@ -15,8 +15,8 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax.accounting import collectives, index_cost
 from demo_optax.accounting.models import checkpoint_shapes, preset_shapes
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import slow, sweep
+from tests.workers import mesh_of
 
 # Peng et al., version 2: MB per step and worker, as printed there (truncated).
 PAPER = {
@@ -113,9 +113,16 @@ def test_step_times_add_up():
         demo_optax.accounting.step_times(params, settings, 0, 1e8)
 
 
-@pytest.mark.parametrize("workers", [1, 5, 8])
-@pytest.mark.parametrize("exchange", [GATHER, TWO_PHASE, demo_optax.TwoPhase("data", topk_back=3)])
+EXCHANGES = {
+    "gather": GATHER,
+    "two-phase": TWO_PHASE,
+    "two-phase of few": demo_optax.TwoPhase("data", topk_back=3),
+}
+
+
+@sweep(("gather", 8), ("two-phase of few", 5), exchange=EXCHANGES, workers=[1, 5, 8])
 def test_what_an_exchange_says_that_it_sends_is_what_an_optimizer_sends(exchange, workers):
+    exchange = EXCHANGES[exchange]
     params = {"w": jnp.ones((100, 70)), "b": jnp.ones(64)}
     compression = Compression(topk=8, value_coding="int4")
     for way in (exchange, demo_optax.Delayed(exchange)):
@@ -159,12 +166,12 @@ def test_delays_hide_and_phases_do_not_grow():
     [
         (lambda x: jax.lax.all_gather(x, "data"), "all-gather", 400),
         (lambda x: jax.lax.psum(x, "data"), "all-reduce", 400),
-        (lambda x: jax.lax.psum_scatter(x, "data", tiled=True), "reduce-scatter", 400),
-        (lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "collective-permute", 400),
+        slow(lambda x: jax.lax.psum_scatter(x, "data", tiled=True), "reduce-scatter", 400),
+        slow(lambda x: jax.lax.ppermute(x, "data", [(0, 1), (1, 0)]), "collective-permute", 400),
     ],
 )
 def test_collectives_are_read_from_compiled_programs(collective, kind, size):
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = mesh_of(4)
     spec = jax.sharding.PartitionSpec("data")
     placed = jax.device_put(np.ones((400,), np.float32), jax.NamedSharding(mesh, spec))
     fn = jax.jit(
@@ -218,10 +225,10 @@ def test_the_command_knows_every_exchange():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--preset", "300m", "--bandwidth", "1GB"], "is no bandwidth"),
         (["--checkpoint", "nowhere"], "neither an Orbax checkpoint"),
-        (["--preset", "300m", "--topk", "0"], "topk must be at least 1"),
         (["--preset", "300m", "--topk-back", "8"], "--topk-back is for --exchange two-phase"),
+        slow(["--preset", "300m", "--bandwidth", "1GB"], "is no bandwidth"),
+        slow(["--preset", "300m", "--topk", "0"], "topk must be at least 1"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, complaint):
@@ -261,7 +268,7 @@ def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups
     line = f"%x.1 = u32[2,8]{{1,0}} all-gather(%y), channel_id=1, replica_groups={written}, d={{0}}"
     (found,) = demo_optax.accounting.collectives(f"HloModule m, num_partitions=4\n{line}")
     assert found.groups == groups
-    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    mesh = mesh_of(2, 2, names=("replica", "fsdp"))
     assert found.crosses(mesh, "replica") == (groups != ((0, 1), (2, 3)))
     assert found.crosses(mesh, ("replica", "fsdp"))
 

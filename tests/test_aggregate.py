@@ -1,16 +1,15 @@
 """What many workers agree on, against the algorithm written out in NumPy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
 from tests import draws, oracles
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 DECAY, WEIGHT, WORKERS = 0.9, 0.3, 3
 decoupled = demo_optax.decoupled_momentum
@@ -42,7 +41,7 @@ class Oracle:
         return oracles.to_tensor(total / number, self.shape, self.sides, oracles.inverse_dct)
 
 
-@pytest.mark.parametrize("mean", ["senders", "workers"])
+@sweep("workers", mean=["senders", "workers"])
 @draws.examples(10)
 @given(
     shapes=draws.trees,
@@ -112,14 +111,12 @@ def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed
         gradients = draws.gradients(seed + step, shapes, WORKERS)
         aggregate, state = update(gradients, state)
         again, permuted = update([g[list(order)] for g in gradients], permuted)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), aggregate, again
-        )
+        chex.assert_trees_all_close(aggregate, again, rtol=1e-4, atol=1e-6)
         for momentum, other in zip(state.momentum, permuted.momentum, strict=True):
             np.testing.assert_array_equal(np.asarray(momentum)[list(order)], other)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@sweep(0.1, weight_decay=[0.0, 0.1])
 def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay):
     """Five steps of its equations, with a schedule, in NumPy float64."""
     shape, rate, decay, b2 = (8, 12), lambda step: 0.1 / (1 + step), 0.98, 0.95
@@ -155,7 +152,7 @@ def test_a_tensor_of_which_nothing_was_heard_does_not_move():
     tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(topk=4))
     params = {"heard": jnp.ones(3), "silent": jnp.ones((2, 2)), "empty": jnp.ones((0, 3))}
     gradient = {"heard": jnp.ones(3), "silent": jnp.zeros((2, 2)), "empty": jnp.ones((0, 3))}
-    updates, _ = tx.update(gradient, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
     np.testing.assert_allclose(updates["heard"], -0.1, rtol=1e-5)
     np.testing.assert_array_equal(updates["silent"], 0.0)
     assert updates["empty"].shape == (0, 3)

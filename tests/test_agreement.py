@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 from importlib import metadata
@@ -13,6 +12,8 @@ import pytest
 
 from lm import agreement
 from lm.config import Config
+from tests.ports import free_port
+from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAINER = [sys.executable, str(ROOT / "examples" / "train_lm.py")]
@@ -75,10 +76,7 @@ def test_one_process_agrees_with_itself():
 
 def ends(folder, second, **environment):
     """Status and last lines of two processes, of which the second is started otherwise."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = [*TRAINER, *NANO, "--coordinator", f"127.0.0.1:{port}"]
+    common = [*TRAINER, *NANO, "--coordinator", f"127.0.0.1:{free_port()}"]
     written = ["--checkpoint-dir", folder / "saved", "--log-dir", folder / "log"]
     own = [
         ["--process-id", 0, "--num-processes", 2, "--text", ROOT / "demo_optax"],
@@ -112,8 +110,8 @@ def ends(folder, second, **environment):
                 "saved on process 0, other on process 1",
             ],
         ),
-        pytest.param(["--text", ROOT / "tests"], {}, ["the text, or what"], marks=pytest.mark.slow),
-        pytest.param([], {"JAX_ENABLE_X64": "1"}, ["the step, before"], marks=pytest.mark.slow),
+        slow(["--text", ROOT / "tests"], {}, ["the text, or what"]),
+        slow([], {"JAX_ENABLE_X64": "1"}, ["the step, before"]),
     ],
     ids=["settings", "text", "program"],
 )

@@ -1,5 +1,6 @@
 """optax's combinators around decoupled momentum: each trains, or is refused with advice."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 import demo_optax
 from demo_optax import demo_adamw
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 WORKERS = 4
+MESH = workers.mesh_of(WORKERS)
 SMALL = demo_optax.Compression(4, 8)
 DEMO = demo_optax.demo(5e-3, SMALL, decay=0.9, axis_name="data")
 MATRICES = {"hidden": True, "bias": False, "out": True}
@@ -61,18 +62,24 @@ REFUSED = {
     "masked, the rest untouched": (optax.masked(DEMO, MATRICES), "mean_over_workers"),
     "no exchange": (optax.adam(1e-3), "mean_over_workers"),
     "stack_workers": (
-        demo_optax.stack_workers(DEMO, workers.mesh_of(WORKERS)),
+        demo_optax.stack_workers(DEMO, MESH),
         "pass the optimizer that was wrapped",
     ),
 }
 
 
-@pytest.mark.parametrize("name", TRAIN)
+@sweep(
+    "inject_hyperparams",
+    "multi_transform, the rest dense",
+    "demo_optax.multi_steps",
+    "schedule_free",
+    name=TRAIN,
+)
 def test_it_trains_and_replicas_stay_alike(name):
-    mesh, tx = workers.mesh_of(WORKERS), TRAIN[name]
+    mesh, tx = MESH, TRAIN[name]
     extra = {"value": 1.0} if name == "reduce_on_plateau" else {}
     params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
-    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    step = workers.step_of(tx, mesh)
     batch = model.batch(0)
     first = model.loss(params, batch)
     for _ in range(16):
@@ -85,15 +92,14 @@ def test_it_trains_and_replicas_stay_alike(name):
 def test_it_is_refused_with_advice(name, annotations_unchecked):
     tx, advice = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=advice):
-        demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+        demo_optax.init_opt_state(tx, model.init(), MESH)
 
 
 def test_multi_steps_are_one_step_of_the_mean_and_keep_the_fields_of_optax():
-    mesh = workers.mesh_of(WORKERS)
-    tx = demo_optax.multi_steps(DEMO, 2)
+    mesh, tx = MESH, TRAIN["demo_optax.multi_steps"]
     params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
     assert isinstance(state, optax.MultiStepsState)
-    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    step = workers.step_of(tx, mesh)
     batches = [model.batch(i) for i in range(2)]
     for batch in batches:
         params, state, _ = step(params, state, batch)
@@ -103,23 +109,21 @@ def test_multi_steps_are_one_step_of_the_mean_and_keep_the_fields_of_optax():
     once = demo_optax.make_train_step(model.loss, DEMO, mesh, microbatches=2)
     fresh = demo_optax.init_opt_state(DEMO, model.init(), mesh)
     expected, *_ = once(model.init(), fresh, dict(zip("xy", rows, strict=True)))
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_worker_sits_out_a_round_of_which_one_call_is_not_finite(broken):
-    mesh = workers.mesh_of(WORKERS)
-    tx = demo_optax.multi_steps(DEMO, 2)
-    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
-    step = demo_optax.make_train_step(model.loss, tx, mesh)
-    for call in range(6):
+    def batch(call):
         batch = model.batch(call)
         if call == broken:
-            batch["x"] = batch["x"].copy()
             batch["x"][-1] = np.nan  # of the last worker
-        params, state, metrics = step(params, state, batch)
-        if call % 2:
-            assert metrics.exchange.participants == WORKERS - (call == 1)
+        return batch
+
+    tx = TRAIN["demo_optax.multi_steps"]
+    _, state, metrics = workers.train(tx, range(6), mesh=MESH, batch=batch)
+    taking_part = [one.exchange.participants for one in metrics[1::2]]
+    assert taking_part == [WORKERS - 1, WORKERS, WORKERS]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
@@ -127,7 +131,7 @@ def test_multi_steps_of_optax_exchange_under_vmap():
     tx = optax.MultiSteps(DEMO, 2)
     params = model.init()
     state = jax.vmap(lambda _: tx.init(params))(jnp.arange(WORKERS))
-    update = jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="data")
+    update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="data"))
     gradient = jax.tree.map(
         lambda x: np.random.default_rng(0).normal(size=(WORKERS, *x.shape)).astype(x.dtype), params
     )

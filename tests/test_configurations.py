@@ -14,6 +14,7 @@ import pytest
 
 from lm import config as configuration
 from lm import rendezvous, train
+from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAINER = ROOT / "examples" / "train_lm.py"
@@ -273,12 +274,6 @@ def test_what_all_the_others_change_is_accepted(files, monkeypatch):
 
 
 # Several processes
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def process(number, of, port, host="127.0.0.1", seconds=1):

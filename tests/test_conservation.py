@@ -3,12 +3,12 @@
 import dataclasses
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
 from tests import draws, oracles
+from tests.sweeps import sweep
 
 alphas = st.sampled_from([1.0, 0.5, 0.2])
 
@@ -55,7 +55,7 @@ def assert_conserved(shapes, compression, alpha, seed, workers):
             )
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@sweep(3, workers=[1, 3])
 @draws.examples(10)
 @given(shapes=draws.trees, compression=draws.compressions, alpha=alphas, seed=draws.seeds)
 def test_momentum_before_is_momentum_after_and_what_was_sent(
@@ -64,7 +64,7 @@ def test_momentum_before_is_momentum_after_and_what_was_sent(
     assert_conserved(shapes, compression, alpha, seed, workers)
 
 
-@pytest.mark.parametrize("selection", ["random", "random-slicing", "striding", "slicing"])
+@sweep("random", "slicing", selection=["random", "random-slicing", "striding", "slicing"])
 def test_nothing_is_lost_of_shared_positions(selection):
     compression = demo_optax.Compression(7, 8, "sign", "randomized-dct", selection=selection)
     assert_conserved([(19, 11), (5,)], compression, alpha=1.0, seed=0, workers=3)

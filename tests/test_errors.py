@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from tests import model, raising, workers
+from tests.sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("annotations_unchecked")
 
@@ -131,14 +132,14 @@ def test_summed_gradients_are_refused_by_the_dense_mean_too():
         run(model.init())
 
 
-@pytest.mark.parametrize("mode", ["vmap", "pmap", "shard_map unchecked"])
+@sweep("vmap", "shard_map unchecked", mode=["vmap", "pmap", "shard_map unchecked"])
 def test_summed_gradients_are_found_out_by_their_packets(mode):
     _, state = summed_gradients(DEMO, mode)
     with pytest.raises(ValueError, match=r"all 8 workers have the very same gradient.*not local"):
         demo_optax.check_metrics(demo_optax.exchange_metrics(state))
 
 
-@pytest.mark.parametrize("clip_norm", [1e-3, None])
+@sweep(1e-3, clip_norm=[1e-3, None])
 def test_local_gradients_are_not_accused_even_where_clipping_makes_their_norms_equal(clip_norm):
     """A large batch of steps, since equal norms are a matter of the last bits."""
     step = demo_optax.make_train_step(
@@ -252,7 +253,7 @@ def test_local_gradients_need_their_axis_bound():
 
 def test_an_optimizer_for_another_axis_than_the_meshs():
     with pytest.raises(NameError, match=r"axis is 'data'.*bound are \('replica',\)"):
-        mesh = jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])
+        mesh = workers.mesh_of(2, names=("replica",))
         demo_optax.init_opt_state(DEMO, model.init(), mesh, "replica")
 
 

@@ -1,5 +1,6 @@
 """A worker whose gradient is not finite is left out; the others go on as if it were not there."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import demo_optax
 from tests import model, workers
+from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 DEMO = demo_optax.demo(
@@ -39,24 +41,24 @@ def broken_batch(step, broken):
     return {n: np.concatenate(x) for n, x in batch.items()}
 
 
-def trainer(tx, count=model.WORKERS, check_vma=True):
+def placed(tx, count=model.WORKERS, check_vma=True):
     """A step from and to NumPy arrays, and the specs of its state."""
     mesh = workers.mesh_of(count)
     specs = demo_optax.state_specs(tx, model.init(), mesh)
     shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
-    step = demo_optax.make_train_step(model.loss, tx, mesh, check_vma=check_vma)
+    step = workers.step_of(tx, mesh, check_vma=check_vma)
 
-    def train(params, state, batch):
+    def placed_step(params, state, batch):
         params = jax.tree.map(np.copy, params)
         return jax.tree.map(np.asarray, step(params, jax.device_put(state, shardings), batch))
 
-    return train, specs
+    return placed_step, specs
 
 
-def after_two_steps(tx, train):
+def after_two_steps(tx, step):
     params, state = model.init(), workers.init(tx, model.init(), model.WORKERS)
     for i in range(2):
-        params, state, _ = train(params, state, model.batch(i))
+        params, state, _ = step(params, state, model.batch(i))
     return params, state
 
 
@@ -66,51 +68,49 @@ def without_digest(state):
     return momentum, *state[1:]
 
 
-def assert_same(ours, theirs):
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
+@sweep(True, check_vma=[True, False])
 def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
-    train, specs = trainer(DEMO, check_vma=check_vma)
-    before, state_before = after_two_steps(DEMO, train)
+    step, specs = placed(DEMO, check_vma=check_vma)
+    before, state_before = after_two_steps(DEMO, step)
     broken, rest = {3: np.nan, 5: np.inf}, [0, 1, 2, 4, 6, 7]
     batch = broken_batch(2, broken)
-    params, state, metrics = train(before, state_before, batch)
+    params, state, metrics = step(before, state_before, batch)
 
     assert metrics.exchange.participants == 6
     assert np.isfinite(metrics.gradient_norm).tolist() == [i in rest for i in range(8)]
     for worker in broken:
         for kept in ("momentum", "precondition"):
             ours, theirs = (getattr(s[0], kept) for s in (state, state_before))
-            assert_same(*jax.tree.map(lambda x, w=worker: x[w] if x.ndim else x, (ours, theirs)))
+            chex.assert_trees_all_equal(
+                *jax.tree.map(lambda x, w=worker: x[w] if x.ndim else x, (ours, theirs))
+            )
 
     def of_rest(spec, x):
         return x[rest] if spec == jax.P("data") else x
 
-    train_rest, _ = trainer(DEMO, len(rest), check_vma)
+    step_of_rest, _ = placed(DEMO, len(rest), check_vma)
     batch_of_rest = {n: np.concatenate(x[rest]) for n, x in model.stacked(batch).items()}
     state_of_rest = jax.tree.map(of_rest, specs, state_before)
-    params_alone, state_alone, metrics_alone = train_rest(before, state_of_rest, batch_of_rest)
-    assert_same(params, params_alone)
+    params_alone, state_alone, metrics_alone = step_of_rest(before, state_of_rest, batch_of_rest)
+    chex.assert_trees_all_equal(params, params_alone)
     state, state_alone = map(without_digest, (jax.tree.map(of_rest, specs, state), state_alone))
-    assert_same(state, state_alone)
+    chex.assert_trees_all_equal(state, state_alone)
     seen, alone = (m.exchange._replace(received=0) for m in (metrics, metrics_alone))
-    assert_same(seen, alone)
+    chex.assert_trees_all_equal(seen, alone)
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@sweep("demo", "by hand", name=CHAINS)
 def test_parameters_rest_where_no_worker_takes_part(name):
     tx = CHAINS[name]
-    train, _ = trainer(tx)
-    before, state_before = after_two_steps(tx, train)
+    step, _ = placed(tx)
+    before, state_before = after_two_steps(tx, step)
     batch = broken_batch(2, dict.fromkeys(range(8), np.nan))
-    params, state, metrics = train(before, state_before, batch)
+    params, state, metrics = step(before, state_before, batch)
     assert metrics.exchange.participants == 0
-    assert_same(params, before)
-    assert_same(state[0].momentum, state_before[0].momentum)
+    chex.assert_trees_all_equal(params, before)
+    chex.assert_trees_all_equal(state[0].momentum, state_before[0].momentum)
 
-    params, state, metrics = train(params, state, model.batch(3))
+    params, state, metrics = step(params, state, model.batch(3))
     assert metrics.exchange.participants == model.WORKERS
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
     assert all(np.any(params[n] != before[n]) for n in params)
@@ -118,20 +118,20 @@ def test_parameters_rest_where_no_worker_takes_part(name):
 
 def test_the_dense_mean_is_that_of_the_others():
     tx = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(1.0))
-    train, _ = trainer(tx)
+    step, _ = placed(tx)
     batch, rest = broken_batch(2, {3: np.nan, 5: np.inf}), [0, 1, 2, 4, 6, 7]
     parts = model.stacked(batch)
     gradients = [
         jax.grad(model.loss)(model.init(), {n: x[worker] for n, x in parts.items()})
         for worker in rest
     ]
-    params, _, _ = train(model.init(), workers.init(tx, model.init(), model.WORKERS), batch)
+    params, _, _ = step(model.init(), workers.init(tx, model.init(), model.WORKERS), batch)
     for n, x in model.init().items():
         expected = x - np.mean([gradient[n] for gradient in gradients], axis=0)
         np.testing.assert_allclose(params[n], expected, rtol=1e-5, atol=1e-6)
     alone = broken_batch(3, dict.fromkeys(range(8), np.nan))
-    after, _, _ = train(params, workers.init(tx, model.init(), model.WORKERS), alone)
-    assert_same(after, params)
+    after, _, _ = step(params, workers.init(tx, model.init(), model.WORKERS), alone)
+    chex.assert_trees_all_equal(after, params)
 
 
 def test_a_ready_made_chain_rests_outside_the_train_step_too():
@@ -139,8 +139,8 @@ def test_a_ready_made_chain_rests_outside_the_train_step_too():
     params = model.init()
     gradient = jax.tree.map(lambda x: np.full_like(x, np.nan), params)
     updates, state = jax.jit(tx.update)(gradient, tx.init(params), params)
-    assert_same(updates, jax.tree.map(np.zeros_like, params))
-    assert_same(state[0].momentum, tx.init(params)[0].momentum)
+    chex.assert_trees_all_equal(updates, jax.tree.map(np.zeros_like, params))
+    chex.assert_trees_all_equal(state[0].momentum, tx.init(params)[0].momentum)
 
 
 @pytest.mark.parametrize("weight, decay", [(np.nan, 0.9), (1e38, 0.9), (1.0, np.nan)])
@@ -162,7 +162,7 @@ def test_a_setting_that_is_not_finite_for_a_step_costs_that_step_alone(weight, d
 
 
 def test_a_gradient_that_is_huge_on_one_shard_keeps_the_whole_worker_out():
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+    mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
     tx = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), axis_name="data")
     specs, params = jax.P("fsdp"), np.zeros((16, 8), np.float32)
     step = demo_optax.make_train_step(
@@ -180,24 +180,24 @@ def test_a_gradient_that_is_huge_on_one_shard_keeps_the_whole_worker_out():
 
 @pytest.mark.parametrize("damage", [3e38, np.inf, np.nan])
 def test_a_damaged_momentum_starts_again_and_its_worker_takes_part(damage):
-    train, _ = trainer(DEMO)
-    params, state = after_two_steps(DEMO, train)
+    step, _ = placed(DEMO)
+    params, state = after_two_steps(DEMO, step)
     state[0].momentum["hidden"] = state[0].momentum["hidden"].copy()
     state[0].momentum["hidden"][3, 0, 0, 5] = damage
     for i in range(2, 5):
-        params, state, metrics = train(params, state, model.batch(i))
+        params, state, metrics = step(params, state, model.batch(i))
         assert metrics.exchange.participants == model.WORKERS
         assert metrics.exchange.restarted == (i == 2)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
 
 def test_a_damaged_preconditioner_starts_again_and_its_worker_takes_part():
-    train, _ = trainer(DEMO)
-    params, state = after_two_steps(DEMO, train)
+    step, _ = placed(DEMO)
+    params, state = after_two_steps(DEMO, step)
     state[0].precondition.nu["hidden"] = state[0].precondition.nu["hidden"].copy()
     state[0].precondition.nu["hidden"][3, 0, 0] = np.nan
     for i in range(2, 5):
-        params, state, metrics = train(params, state, model.batch(i))
+        params, state, metrics = step(params, state, model.batch(i))
         assert metrics.exchange.participants == model.WORKERS
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
@@ -206,7 +206,7 @@ def test_a_damaged_preconditioner_starts_again_and_its_worker_takes_part():
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_worker_is_kept_out_whatever_the_path_of_its_gradient(options, clip_norm):
     """Its gradient is finite, but its squares are not; clipped, it would be zeros."""
-    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = workers.mesh_of(2, kind=jax.sharding.AxisType.Auto)
     tx = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), axis_name="data")
     step = demo_optax.make_train_step(
         lambda params, batch: jnp.sum(params * batch[0]), tx, mesh, clip_norm=clip_norm, **options

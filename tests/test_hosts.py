@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from demo_optax import checkpoint
+from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = [sys.executable, str(ROOT / "examples" / "launch_local.py")]
@@ -96,7 +97,7 @@ def test_the_same_run_on_one_process_or_four(start, optimizer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [slow(1), 2])
 def test_sigterm_saves_and_the_same_command_goes_on(start, processes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*ENDLESS, "--workers", 2, "--checkpoint-dir", folder]
@@ -115,7 +116,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(start, processes, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [slow(1), 2])
 def test_signals_before_the_first_step_of_a_resumed_run(start, processes, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     common = ["--workers", 2, "--checkpoint-dir", folder]
@@ -134,7 +135,7 @@ def test_signals_before_the_first_step_of_a_resumed_run(start, processes, tmp_pa
         last = saved(folder)[-1]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, slow(2)])
 def test_a_second_interrupt_stops_at_once(start, processes, tmp_path):
     """While the first step is compiled."""
     folder, log = tmp_path / "run", tmp_path / "log"

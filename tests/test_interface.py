@@ -1,5 +1,6 @@
 """What users of optax and Flax try: it works, or says why not."""
 
+import functools
 import gc
 import weakref
 
@@ -13,8 +14,7 @@ from flax import nnx
 import demo_optax
 from demo_optax import checkpoint
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 WORKERS = 4
 SMALL = demo_optax.Compression(4, 8)
@@ -23,18 +23,13 @@ FIRST_LAYER = {"hidden": "trained", "bias": "frozen", "out": "frozen"}
 FREEZING = optax.partition({"trained": DEMO, "frozen": optax.set_to_zero()}, FIRST_LAYER)
 
 
-def train(tx, steps=2, loss=model.loss, params=None, **options):
-    mesh = workers.mesh_of(WORKERS)
-    params = model.init() if params is None else params
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(loss, tx, mesh, **options)
-    for i in range(steps):
-        params, state, metrics = step(params, state, model.batch(i))
-    return params, state, metrics
+MESH = workers.mesh_of(WORKERS)
+train = functools.partial(workers.train, steps=range(2), mesh=MESH)
 
 
 def test_frozen_parameters_stay_and_send_nothing():
     params, _, metrics = train(FREEZING)
+    metrics = metrics[-1]
     before = model.init()
     assert (params["hidden"] != before["hidden"]).any()
     for name in ("bias", "out"):
@@ -55,13 +50,13 @@ def test_frozen_parameters_stay_and_send_nothing():
 def test_updates_that_are_not_zero_are_never_taken_for_frozen(local):
     tx = optax.partition({"trained": DEMO, "frozen": local}, FIRST_LAYER)
     with pytest.raises(ValueError, match=r"updates differ between the workers.*'bias'"):
-        demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+        demo_optax.init_opt_state(tx, model.init(), MESH)
 
 
 def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
     def refused(tx):
         with pytest.raises((TypeError, ValueError)) as error:
-            demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+            demo_optax.init_opt_state(tx, model.init(), MESH)
         return str(error.value)
 
     assert "microbatches" in refused(optax.MultiSteps(DEMO, 2))
@@ -82,7 +77,7 @@ def test_aux_may_hold_numbers_and_the_loss_may_come_in_a_list():
     def loss(params, batch):
         return [model.loss(params, batch), {"layers": 2, "rate": 0.5}]
 
-    aux = train(DEMO, loss=loss)[2].aux
+    aux = train(DEMO, loss=loss)[2][-1].aux
     np.testing.assert_array_equal(aux["layers"], np.full(WORKERS, 2))
     np.testing.assert_array_equal(aux["rate"], np.full(WORKERS, 0.5))
 
@@ -98,7 +93,7 @@ def test_a_parameter_may_be_a_number():
 
 def test_without_weight_decay_no_parameters_are_needed():
     tx, gradient = demo_optax.demo(0.1, SMALL), jnp.ones((8, 8))
-    updates, _ = tx.update(gradient, tx.init(gradient))
+    updates, _ = jax.jit(tx.update)(gradient, tx.init(gradient))
     np.testing.assert_allclose(updates, -0.1)
 
 
@@ -121,15 +116,16 @@ def test_workers_along_two_nested_vmaps_are_those_along_one():
         tx = demo_optax.demo_sgd(1.0, SMALL, axis_name=axis_name)
         return lambda g: tx.update(g, tx.init(g))[0]
 
-    one = jax.vmap(updates("a"), axis_name="a")(gradient.reshape(6, 16, 8))
-    two = jax.vmap(jax.vmap(updates(("a", "b")), axis_name="b"), axis_name="a")(gradient)
+    one = jax.jit(jax.vmap(updates("a"), axis_name="a"))(gradient.reshape(6, 16, 8))
+    inner = jax.vmap(updates(("a", "b")), axis_name="b")
+    two = jax.jit(jax.vmap(inner, axis_name="a"))(gradient)
     np.testing.assert_array_equal(two.reshape(one.shape), one)
 
 
 @pytest.mark.slow
 def test_metrics_of_stacked_workers_are_checked():
     gradient = jnp.ones((3, 8, 8))
-    update = jax.vmap(lambda g: DEMO.update(g, DEMO.init(g))[1], axis_name="data")
+    update = jax.jit(jax.vmap(lambda g: DEMO.update(g, DEMO.init(g))[1], axis_name="data"))
     with pytest.raises(ValueError, match="all 3 workers have the very same gradient"):
         demo_optax.check_metrics(demo_optax.exchange_metrics(update(gradient)))
     others = gradient * jnp.arange(1.0, 4)[:, None, None]
@@ -143,7 +139,7 @@ def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards_and_are_reported
     gradient = np.random.default_rng(0).normal(size=(2, 3, 16, 8)).astype(np.float32)
     gradient[0, 1] = np.nan
     state = jax.vmap(lambda g: tx.init(g))(gradient[0])
-    update = jax.vmap(tx.update, axis_name="data")
+    update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     for g in gradient:
         _, state = update(g, state)
     metrics = demo_optax.exchange_metrics(state)
@@ -154,7 +150,7 @@ def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards_and_are_reported
 
 def test_optimizers_are_forgotten():
     tx = demo_optax.demo(5e-3, SMALL, axis_name="data")
-    demo_optax.init_opt_state(tx, model.init(), workers.mesh_of(WORKERS))
+    demo_optax.init_opt_state(tx, model.init(), MESH)
     alive = weakref.ref(tx.update)
     del tx
     gc.collect()
@@ -175,7 +171,7 @@ def test_a_module_of_flax_is_a_tree_of_parameters():
 
     module, _, metrics = train(DEMO, loss=loss, params=Model(nnx.Rngs(0)))
     assert isinstance(module, Model)
-    assert metrics.exchange.participants == WORKERS
+    assert metrics[-1].exchange.participants == WORKERS
 
 
 @jax.tree_util.register_pytree_node_class
@@ -202,29 +198,32 @@ def test_a_registered_class_without_equality_is_a_tree_of_parameters():
 
 
 def test_a_wrapped_optimizer_is_refused_by_the_checkpointer(tmp_path):
-    mesh = workers.mesh_of(WORKERS)
     with pytest.raises(TypeError, match="made by demo_optax"):
-        checkpoint.Checkpointer(tmp_path, demo_optax.stack_workers(DEMO, mesh), mesh)
+        checkpoint.Checkpointer(tmp_path, demo_optax.stack_workers(DEMO, MESH), MESH)
 
 
 def test_a_step_that_could_not_be_saved_is_saved_when_tried_again(tmp_path):
     params, state, _ = train(DEMO)
-    mesh = workers.mesh_of(WORKERS)
-    with checkpoint.Checkpointer(tmp_path, DEMO, mesh) as checkpointer:
+    with checkpoint.Checkpointer(tmp_path, DEMO, MESH) as checkpointer:
         with pytest.raises(Exception, match=r"object|references"):
             checkpointer.save(3, params, state, extra={"no array": object()}, wait=True)
         checkpointer.save(3, params, state, wait=True)
-    with checkpoint.Checkpointer(tmp_path, DEMO, mesh) as checkpointer:
+    with checkpoint.Checkpointer(tmp_path, DEMO, MESH) as checkpointer:
         assert checkpointer.restore(model.init()).step == 3
 
 
 def test_at_least_one_checkpoint_is_kept(tmp_path):
     with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
-        checkpoint.Checkpointer(tmp_path, DEMO, workers.mesh_of(WORKERS), keep=0)
+        checkpoint.Checkpointer(tmp_path, DEMO, MESH, keep=0)
 
 
-@pytest.mark.parametrize("selection", ["topk", "random", "striding"])
-@pytest.mark.parametrize("coding", ["float32", "bfloat16", "int4", "sign"])
+@sweep(
+    ("float32", "topk"),
+    ("int4", "striding"),
+    ("sign", "random"),
+    coding=["float32", "bfloat16", "int4", "sign"],
+    selection=["topk", "random", "striding"],
+)
 def test_no_dtype_is_promoted_silently(coding, selection):
     """optax itself does where it corrects biases, so this is a test and not the suite's setting."""
     compression = demo_optax.Compression(4, 8, coding, selection=selection)
@@ -239,8 +238,12 @@ def test_no_dtype_is_promoted_silently(coding, selection):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["demo", "demo_muon", "float64 momentum"])
+@sweep(
+    ("demo", "float64"),
+    ("float64 momentum", "float32"),
+    name=["demo", "demo_muon", "float64 momentum"],
+    dtype=["float32", "float64"],
+)
 def test_doubles_train_where_jax_has_them(name, dtype):
     options = dict(compression=SMALL, axis_name="data")
     tx = {
@@ -253,7 +256,7 @@ def test_doubles_train_where_jax_has_them(name, dtype):
     with jax.enable_x64(True):
         before = model.init(dtype)
         params, _, metrics = train(tx(), params=before)
-        assert metrics.exchange.participants == WORKERS
+        assert metrics[-1].exchange.participants == WORKERS
         for n, x in params.items():
             assert x.dtype == dtype
             assert (np.asarray(x) != np.asarray(model.init(dtype)[n])).any()
@@ -261,44 +264,40 @@ def test_doubles_train_where_jax_has_them(name, dtype):
 
 def test_a_refused_save_forgets_nothing(tmp_path):
     params, state, _ = train(DEMO)
-    with checkpoint.Checkpointer(tmp_path, DEMO, workers.mesh_of(WORKERS)) as checkpointer:
+    with checkpoint.Checkpointer(tmp_path, DEMO, MESH) as checkpointer:
         checkpointer.save(7, params, state, wait=True)
         with pytest.raises(ValueError, match="holds a checkpoint of step 7 already"):
             checkpointer.save(3, params, state)
         checkpointer.save(7, params, state, wait=True)
 
 
-@pytest.mark.parametrize(
-    "behind",
-    [
-        optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)),
-        optax.scale_by_sign(),
-        optax.inject_hyperparams(optax.scale)(-0.1),
-    ],
-    ids=["schedule", "sign", "injected"],
-)
-def test_what_is_frozen_stays_so_behind_other_links(behind):
-    tx = optax.chain(FREEZING, behind)
+BEHIND = {
+    "schedule": optax.scale_by_learning_rate(optax.linear_schedule(1.0, 0.0, 10)),
+    "sign": optax.scale_by_sign(),
+    "injected": optax.inject_hyperparams(optax.scale)(-0.1),
+}
+
+
+@sweep("schedule", name=BEHIND)
+def test_what_is_frozen_stays_so_behind_other_links(name):
+    tx = optax.chain(FREEZING, BEHIND[name])
     params, *_ = train(tx)
     np.testing.assert_array_equal(params["bias"], model.init()["bias"])
     assert (params["hidden"] != model.init()["hidden"]).any()
 
 
 def test_energies_beyond_float32_mute_nobody():
-    mesh = workers.mesh_of(WORKERS)
-    state = jax.device_get(demo_optax.init_opt_state(DEMO, model.init(), mesh))
+    state = jax.device_get(demo_optax.init_opt_state(DEMO, model.init(), MESH))
     for name in ("hidden", "out"):
         state[0].momentum[name] = state[0].momentum[name].copy()
         state[0].momentum[name][2, 0, 0, 0] = 1.5e19
-    step = demo_optax.make_train_step(model.loss, DEMO, mesh)
-    *_, metrics = step(model.init(), state, model.batch(0))
+    *_, [metrics] = train(DEMO, steps=range(1), start=(model.init(), state))
     assert metrics.exchange.participants == WORKERS
 
 
 @pytest.mark.slow
 def test_a_vmap_inside_a_shard_map_makes_workers_of_both():
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("a",), auto, devices=jax.devices()[:2])
+    mesh = workers.mesh_of(2, names=("a",), kind=jax.sharding.AxisType.Auto)
     gradient = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 16, 8)), jnp.float32)
     tx = demo_optax.demo_sgd(1.0, SMALL, axis_name=("a", "v"))
     one = demo_optax.demo_sgd(1.0, SMALL, axis_name="v")
@@ -319,5 +318,5 @@ def test_a_restarted_preconditioner_keeps_its_dtype():
     params = jnp.ones((8, 8), jnp.bfloat16)
     state = tx.init(params)
     dtype = state[0].precondition.nu.dtype
-    _, state = tx.update(jnp.ones((8, 8), jnp.float32), state, params)
+    _, state = jax.jit(tx.update)(jnp.ones((8, 8), jnp.float32), state, params)
     assert state[0].precondition.nu.dtype == dtype

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.accounting import collectives
 from tests import model, oracles, workers
-from tests.local_methods import BOTH, assert_same, dense, local, sparse, train
-
-pytestmark = pytest.mark.sweep
+from tests.local_methods import BOTH, MESH, dense, local, sparse, train
+from tests.sweeps import sweep
 
 # --- a simulation in NumPy of least squares with three workers
 
@@ -89,16 +89,16 @@ class Sparse:
         return scale * np.sign(values) * np.where(np.abs(values) > 2.5 * scale, 3, 2)
 
 
-@pytest.mark.parametrize(
-    "outer, simulated",
-    [
-        (dense(), Nesterov),
-        (sparse("float32"), lambda: Sparse("float32")),
-        (sparse(), lambda: Sparse("int2")),
-    ],
-    ids=["diloco", "sparseloco, float32", "sparseloco, int2"],
-)
-def test_five_rounds_follow_a_simulation(outer, simulated):
+SIMULATED = {
+    "diloco": (dense(), Nesterov),
+    "sparseloco, float32": (sparse("float32"), lambda: Sparse("float32")),
+    "sparseloco, int2": (sparse(), lambda: Sparse("int2")),
+}
+
+
+@sweep("diloco", "sparseloco, int2", name=SIMULATED)
+def test_five_rounds_follow_a_simulation(name):
+    outer, simulated = SIMULATED[name]
     tx = local(outer)
     random = np.random.default_rng(0)
     shared = {"w": 0.3 * random.normal(size=(16, 8)), "b": 0.3 * random.normal(size=8)}
@@ -153,9 +153,9 @@ def test_what_is_exchanged_is_what_the_workers_went_and_nothing_of_it_is_lost():
     def momenta(state):
         return state.outer[1][0].momentum
 
-    params, state, _ = train(tx, (0, 3), loss=linear, batch=batch)
+    params, state, _ = train(tx, range(3), loss=linear, batch=batch)
     before, old = jax.tree.map(np.asarray, params), errors(state)
-    params, state, _ = train(tx, (3, 6), start=(params, state), loss=linear, batch=batch)
+    params, state, _ = train(tx, range(3, 6), start=(params, state), loss=linear, batch=batch)
     for n, left in errors(state).items():
         went = 0.25 * sum(batch(i)[n] for i in (3, 4, 5))
         np.testing.assert_allclose(state.outer[0][n], went, rtol=1e-5, atol=1e-6)
@@ -163,7 +163,7 @@ def test_what_is_exchanged_is_what_the_workers_went_and_nothing_of_it_is_lost():
         np.testing.assert_allclose(before[n] - params[n], 0.9 * sent.mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
     mesh, tx = workers.mesh_of(8), BOTH[name]
     step = demo_optax.make_train_step(model.loss, tx, mesh)
@@ -191,39 +191,39 @@ def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
 
 
 def test_a_round_that_was_begun_longer_ends_at_once():
-    params, state, seen = train(local(dense(), every=6), (0, 5))
+    params, state, seen = train(local(dense(), every=6), range(5))
     assert not any(bool(metrics.exchanged) for metrics in seen)
-    _, state, seen = train(local(dense(), every=3), (5, 9), start=(params, state))
+    _, state, seen = train(local(dense(), every=3), range(5, 9), start=(params, state))
     assert [bool(metrics.exchanged) for metrics in seen] == [True, False, False, True]
     assert int(state.mini_step) == 0
 
 
 def test_inner_steps_may_accumulate():
     inner = demo_optax.multi_steps(optax.sgd(0.1), 2)
-    _, state, seen = train(local(dense(), inner=inner, every=4), (0, 8))
+    _, state, seen = train(local(dense(), inner=inner, every=4), range(8))
     assert [bool(metrics.exchanged) for metrics in seen] == 2 * [False, False, False, True]
     assert state.inner.gradient_step.tolist() == 4 * [4]
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
-    tx, mesh = BOTH[name], workers.mesh_of(4)
-    step = demo_optax.make_train_step(model.loss, tx, mesh, donate=False)
+    tx = BOTH[name]
+    step = workers.step_of(tx, MESH)
     batches = jax.tree.map(lambda *x: np.stack(x), *[model.batch(i) for i in range(3)])
-    start = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    start = model.init(), demo_optax.init_opt_state(tx, model.init(), MESH)
 
     @jax.jit
     def a_round(*carry):
         return jax.lax.scan(lambda carry, batch: (step(*carry, batch)[:2], ()), carry, batches)[0]
 
-    assert_same(a_round(*start), train(tx, (0, 3))[:2])
+    chex.assert_trees_all_equal(a_round(*start), train(tx, range(3))[:2])
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["alone", "sharded"])
-@pytest.mark.parametrize("name", BOTH)
+@sweep(("diloco", "alone"), ("sparseloco", "sharded"), name=BOTH, inside=["alone", "sharded"])
 def test_workers_meet_in_one_exchange_at_the_end_of_a_round(name, inside):
+    inside = inside == "sharded"
     tx, shape = BOTH[name], (4, 2) if inside else (8,)
-    mesh = jax.make_mesh(shape, ("data", "fsdp")[: len(shape)], (AxisType.Auto,) * len(shape))
+    mesh = workers.mesh_of(*shape, kind=AxisType.Auto)
     specs = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")} if inside else None
     state = demo_optax.init_opt_state(tx, model.init(), mesh, param_specs=specs)
     step = demo_optax.make_train_step(model.loss, tx, mesh, param_specs=specs, clip_norm=1.0)

@@ -1,19 +1,18 @@
 """Workers that go a way of their own: what breaks, what is sharded, what is saved."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
-from tests.local_methods import BOTH, OUTER, assert_same, dense, local, sparse, train
-
-pytestmark = pytest.mark.sweep
+from tests.local_methods import BOTH, MESH, OUTER, dense, local, sparse, train
+from tests.sweeps import sweep
 
 FLAT = optax.adamw(1e-2, b2=0.95)  # rates that do not fall
 
@@ -22,16 +21,9 @@ def of_worker(tree, worker):
     return jax.tree.map(lambda x: np.asarray(x)[worker], tree)
 
 
-def assert_close(ours, theirs, **tolerance):
-    def close(a, b):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), **tolerance)
-
-    jax.tree.map(close, ours, theirs)
-
-
-def replaced(tx, mesh, state, worker, **damage):
+def replaced(tx, state, worker, **damage):
     """A state in which one worker's leaves of a field hold what they should not."""
-    shardings = demo_optax.state_shardings(tx, model.init(), mesh)
+    shardings = demo_optax.state_shardings(tx, model.init(), MESH)
 
     def broken(value):
         def leaf(x):
@@ -46,17 +38,19 @@ def replaced(tx, mesh, state, worker, **damage):
     return jax.device_put(state._replace(**fields), shardings)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("diloco", name=BOTH)
 def test_a_gradient_that_is_not_finite_costs_its_worker_that_step(name):
-    tx, mesh = BOTH[name], workers.mesh_of(4)
-    params, state, _ = train(tx, (0, 1))
+    tx = BOTH[name]
+    params, state, _ = train(tx, range(1))
     before, inner = (jax.tree.map(np.asarray, x) for x in (state.displacement, state.inner))
     batch = model.batch(1)
     batch["x"][8:12] = np.nan  # the third worker's rows
-    step = demo_optax.make_train_step(model.loss, tx, mesh)
+    step = workers.step_of(tx, MESH)
     params, state, metrics = step(params, state, batch)
     assert np.isfinite(np.asarray(metrics.gradient_norm)).tolist() == [True, True, False, True]
-    assert_same(of_worker((state.displacement, state.inner), 2), of_worker((before, inner), 2))
+    chex.assert_trees_all_equal(
+        of_worker((state.displacement, state.inner), 2), of_worker((before, inner), 2)
+    )
     assert (np.asarray(state.displacement["out"])[1] != before["out"][1]).any()
     params, state, metrics = step(params, state, model.batch(2))
     assert bool(metrics.exchanged) and all(np.isfinite(x).all() for x in jax.tree.leaves(params))
@@ -64,61 +58,60 @@ def test_a_gradient_that_is_not_finite_costs_its_worker_that_step(name):
         assert metrics.exchange.participants == 4
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_own_parameters_that_are_not_finite_are_not_sent_and_begin_again(name):
     tx, rest = BOTH[name], [0, 1, 3]
-    params, state, _ = train(tx, (0, 5))
-    state = replaced(tx, workers.mesh_of(4), state, 2, displacement=np.inf)
-    specs = demo_optax.state_specs(tx, params, workers.mesh_of(4))
+    params, state, _ = train(tx, range(5))
+    state = replaced(tx, state, 2, displacement=np.inf)
+    specs = demo_optax.state_specs(tx, params, MESH)
     params, state = jax.tree.map(np.asarray, (params, state))
     alone = jax.tree.map(lambda s, x: x[rest] if s == P("data") else x, specs, state)
     batch = model.batch(5)
     batch_of_rest = {n: np.concatenate(x[rest]) for n, x in model.stacked(batch, 4).items()}
 
-    step = demo_optax.make_train_step(model.loss, tx, workers.mesh_of(4))
-    step_alone = demo_optax.make_train_step(model.loss, tx, workers.mesh_of(3))
+    step, step_alone = (workers.step_of(tx, workers.mesh_of(count)) for count in (4, 3))
     expected = step_alone(params, alone, batch_of_rest)[0]
     params, state, metrics = step(params, state, batch)
-    assert_close(params, expected, rtol=1e-6, atol=1e-7)
-    assert_same(state.displacement, jax.tree.map(np.zeros_like, state.displacement))
+    chex.assert_trees_all_close(params, expected, rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_equal(state.displacement, jax.tree.map(np.zeros_like, state.displacement))
     if metrics.exchange:
         assert metrics.exchange.participants == 3
-    params, state, seen = train(tx, (6, 9), start=(params, state))
+    params, state, seen = train(tx, range(6, 9), start=(params, state))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
     if seen[-1].exchange:
         assert seen[-1].exchange.participants == 4
 
 
 def test_an_inner_state_that_is_not_finite_begins_again_with_the_round():
-    tx, mesh = BOTH["diloco"], workers.mesh_of(4)
-    params, state, _ = train(tx, (0, 4))
-    state = replaced(tx, mesh, state, 1, inner=np.nan)
-    params, state, _ = train(tx, (4, 6), start=(params, state))
+    tx = BOTH["diloco"]
+    params, state, _ = train(tx, range(4))
+    state = replaced(tx, state, 1, inner=np.nan)
+    params, state, _ = train(tx, range(4, 6), start=(params, state))
     adam = optax.tree.get(state.inner, "ScaleByAdamState")
-    assert_same(of_worker(adam.mu, 1), jax.tree.map(np.zeros_like, model.init()))
+    chex.assert_trees_all_equal(of_worker(adam.mu, 1), jax.tree.map(np.zeros_like, model.init()))
     assert adam.count.tolist() == [6, 0, 6, 6]
     assert np.isfinite(np.asarray(adam.nu["out"])).all() and np.asarray(adam.nu["out"])[0].any()
-    params, state, _ = train(tx, (6, 9), start=(params, state))
+    params, state, _ = train(tx, range(6, 9), start=(params, state))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(name, tmp_path):
-    tx, mesh = BOTH[name], workers.mesh_of(4)
-    params, state, _ = train(tx, (0, 4))
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+    tx = BOTH[name]
+    params, state, _ = train(tx, range(4))
+    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
         checkpointer.save(4, params, state)
-        expected = train(tx, (4, 7), start=(params, state))[:2]
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        expected = train(tx, range(4, 7), start=(params, state))[:2]
+    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
         found = checkpointer.restore(model.init())
     assert int(found.opt_state.mini_step) == 1
-    assert_same(train(tx, (4, 7), start=found[1:3])[:2], expected)
+    chex.assert_trees_all_equal(train(tx, range(4, 7), start=found[1:3])[:2], expected)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("diloco", name=BOTH)
 def test_own_parameters_keep_their_mean_on_other_workers(name, tmp_path):
     tx, means = BOTH[name], []
-    start = train(tx, (0, 4))[:2]
+    start = train(tx, range(4))[:2]
     for i, (before, after) in enumerate([(4, 2), (2, 4)]):
         with Checkpointer(tmp_path / str(i), tx, workers.mesh_of(before)) as checkpointer:
             checkpointer.save(i, *start)
@@ -129,8 +122,8 @@ def test_own_parameters_keep_their_mean_on_other_workers(name, tmp_path):
         assert int(start[1].mini_step) == 1
     means.append(jax.tree.map(lambda x: np.mean(x, axis=0), start[1].displacement))
     for other in means[1:]:
-        assert_close(other, means[0], rtol=1e-5, atol=1e-7)
-    _, _, seen = train(tx, (4, 8), start=start)
+        chex.assert_trees_all_close(other, means[0], rtol=1e-5, atol=1e-7)
+    _, _, seen = train(tx, range(4, 8), start=start)
     assert np.asarray(seen[-1].loss).mean() < np.asarray(seen[0].loss).mean()
 
 
@@ -145,37 +138,37 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("layout", SHARDED)
-@pytest.mark.parametrize("name", BOTH)
+@sweep(("diloco", "4 x 2, mapped"), ("sparseloco", "2 x 2 x 2"), name=BOTH, layout=SHARDED)
 def test_sharded_workers_follow_whole_ones(name, layout):
     shape, specs, way = SHARDED[layout]
     # All of each block is sent, since blocks end where shards end.
     outer = {"diloco": dense(), "sparseloco": sparse("float32", topk=64)}[name]
     tx = local(outer, inner=FLAT)
-    kinds = (AxisType.Auto,) * len(shape)
-    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor")[: len(shape)], kinds)
-    ours = train(tx, (0, 7), mesh, param_specs=specs, clip_norm=0.5, **way)
-    theirs = train(tx, (0, 7), workers.mesh_of(shape[0]), clip_norm=0.5)
-    assert_close(ours[0], theirs[0], rtol=2e-4, atol=1e-5)
-    assert_close(ours[1].displacement, theirs[1].displacement, rtol=2e-3, atol=2e-5)
+    mesh = workers.mesh_of(*shape, kind=AxisType.Auto)
+    ours = train(tx, range(7), mesh=mesh, param_specs=specs, clip_norm=0.5, **way)
+    theirs = train(tx, range(7), mesh=workers.mesh_of(shape[0]), clip_norm=0.5)
+    chex.assert_trees_all_close(ours[0], theirs[0], rtol=2e-4, atol=1e-5)
+    chex.assert_trees_all_close(ours[1].displacement, theirs[1].displacement, rtol=2e-3, atol=2e-5)
     assert demo_optax.check_replicas(ours[:2], mesh) == ()
     if name == "sparseloco":
         told = [metrics.exchange for metrics in ours[2]]
-        assert_same(told[4], told[2])  # what a round told stays until the next has ended
+        chex.assert_trees_all_equal(
+            told[4], told[2]
+        )  # what a round told stays until the next has ended
         assert told[5].received != told[2].received
         assert told[5].participants == shape[0] and bool(told[5].agreed)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("sparseloco", name=BOTH)
 def test_one_plain_step_a_round_is_the_outer_optimizer(name):
     tx = local(OUTER[name], every=1, inner=optax.sgd(1.0))
-    ours, theirs = train(tx, (0, 6)), train(OUTER[name], (0, 6))
-    assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
-    assert_close(ours[1].outer, theirs[1], rtol=1e-5, atol=1e-6)
+    ours, theirs = train(tx, range(6)), train(OUTER[name], range(6))
+    chex.assert_trees_all_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(ours[1].outer, theirs[1], rtol=1e-5, atol=1e-6)
     assert all(bool(metrics.exchanged) for metrics in ours[2] + theirs[2])
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sweep("diloco", name=BOTH)
 def test_a_loop_of_ones_own_under_vmap_follows(name):
     tx, params = BOTH[name], model.init()
     states = jax.vmap(lambda _: tx.init(params))(np.arange(4))
@@ -191,9 +184,9 @@ def test_a_loop_of_ones_own_under_vmap_follows(name):
 
     for i in range(7):
         params, states = step(params, states, model.stacked(model.batch(i), 4))
-    ours, theirs = (params, states), train(tx, (0, 7))
-    assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-6)
-    assert_close(ours[1].displacement, theirs[1].displacement, rtol=1e-3, atol=1e-6)
+    ours, theirs = (params, states), train(tx, range(7))
+    chex.assert_trees_all_close(ours[0], theirs[0], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(ours[1].displacement, theirs[1].displacement, rtol=1e-3, atol=1e-6)
 
 
 def test_microbatches_keys_and_model_states_stay_with_their_worker():
@@ -202,18 +195,18 @@ def test_microbatches_keys_and_model_states_stay_with_their_worker():
         seen = state["rows"] + len(batch["x"])
         return model.loss(params, batch | {"y": batch["y"] + noise}), ({"rows": seen}, key)
 
-    tx, mesh = BOTH["sparseloco"], workers.mesh_of(4)
+    tx = BOTH["sparseloco"]
     step = demo_optax.make_train_step(
-        loss, tx, mesh, microbatches=2, random_key=True, stateful=True, donate=False
+        loss, tx, MESH, microbatches=2, random_key=True, stateful=True, donate=False
     )
-    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
-    rows = demo_optax.init_model_state({"rows": jnp.zeros(())}, mesh)
+    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), MESH)
+    rows = demo_optax.init_model_state({"rows": jnp.zeros(())}, MESH)
     for i in range(4):
         key = jax.random.key(i)
         params, state, rows, metrics = step(params, state, rows, model.batch(i), key)
     assert rows["rows"].tolist() == [16.0] * 4
     assert len(np.unique(jax.random.key_data(metrics.aux), axis=1).reshape(-1, 2)) == 8
-    assert_close(params, train(tx, (0, 4))[0], atol=1e-3)
+    chex.assert_trees_all_close(params, train(tx, range(4))[0], atol=1e-3)
 
 
 def test_steps_too_small_for_16_bits_add_up():

@@ -11,6 +11,7 @@ import optax
 from absl.testing import parameterized
 
 import demo_optax
+from tests import workers
 
 # One bit makes a sign of what is zero but for rounding, and the suite compares two programs.
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4", selection="bins")
@@ -81,7 +82,7 @@ def test_injected_learning_rate_acts_in_and_behind_the_momentum_of_many_workers(
         decay=decay,
         axis_name="data",
     )
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = workers.mesh_of(8)
     params = {"w": jnp.zeros(4)}
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(lambda params, batch: jnp.sum(batch @ params["w"]), tx, mesh)

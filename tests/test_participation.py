@@ -8,6 +8,7 @@ import pytest
 
 import demo_optax
 from demo_optax import Compression
+from tests import workers
 
 BASES = {
     "adamw": lambda rate: demo_optax.demo_adamw(rate, Compression(4), decay=0.0, weight_decay=0.1),
@@ -137,13 +138,13 @@ def test_a_conditional_link_says_what_to_do():
         demo_optax.demo(1e-3, axis_name="data"),
         should_transform_fn=lambda step: step > 2,
     )
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = workers.mesh_of(2)
     with pytest.raises((TypeError, ValueError), match="conditionally_transform lets each worker"):
         demo_optax.init_opt_state(tx, jnp.ones((4, 4)), mesh)
 
 
 def test_a_step_says_how_many_arguments_it_takes():
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    mesh = workers.mesh_of(2)
     tx = demo_optax.demo(1e-3, axis_name="data")
     step = demo_optax.make_train_step(lambda params, batch: jnp.sum(params), tx, mesh)
     params = jnp.ones((4, 4))

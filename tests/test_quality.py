@@ -15,7 +15,8 @@ from benchmarks.quality import levers, pictures, study, tables
 from lm.config import Config
 from lm.recipes import RECIPES, Settings
 from lm.validation import require_sensible
-from tests import model
+from tests import model, workers
+from tests.sweeps import sweep
 
 ROOT = Path(__file__).parents[1]
 STUDIES = study.read()
@@ -195,7 +196,7 @@ def trained(make):
         demo_optax.Compression(4, 8),
         demo_optax.AllGather("data"),
     )
-    return model.train(make("demo-scaled", settings, None), 11)[0]
+    return workers.train(make("demo-scaled", settings, None), range(11))[0]
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +204,17 @@ def params_of_demo():
     return trained(levers.maker("with_options"))
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "lever", {str(dict(m.lever)): m.lever for _, m in METHODS if m.lever}.values(), ids=str
+LEVERS = {str(dict(m.lever)): dict(m.lever) for _, m in METHODS if m.lever}
+
+
+@sweep(
+    "{'name': 'with_options', 'mean': 'senders'}",
+    "{'name': 'ready_made', 'make': 'demo_muon'}",
+    "{'name': 'powered', 'power': 0.5}",
+    name=LEVERS,
 )
-def test_levers_are_optimizers_that_differ_from_demo(lever, params_of_demo):
+def test_levers_are_optimizers_that_differ_from_demo(name, params_of_demo):
+    lever = LEVERS[name]
     params = trained(levers.maker(**lever))
     assert model.loss(params, model.batch(0)) < model.loss(model.init(), model.batch(0))
     apart = max(float(np.max(np.abs(first - params[x]))) for x, first in params_of_demo.items())

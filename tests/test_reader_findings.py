@@ -8,12 +8,10 @@ import pytest
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
+from tests import workers
+from tests.sweeps import sweep
 
 SMALL = Compression(4, 8)
-
-
-def mesh(workers=4):
-    return jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
 
 
 NORMALIZED = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jnp.linalg.norm(x), g))
@@ -30,10 +28,10 @@ NORMALIZED = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jnp.linalg.
 )
 def test_a_link_that_makes_nan_of_a_finite_gradient_keeps_its_worker_out(behind):
     step = demo_optax.make_train_step(
-        lambda params, batch: jnp.sum(params * batch[0]), behind, mesh()
+        lambda params, batch: jnp.sum(params * batch[0]), behind, workers.mesh_of(4)
     )
     params = jnp.ones((8, 8))
-    state = demo_optax.init_opt_state(behind, params, mesh())
+    state = demo_optax.init_opt_state(behind, params, workers.mesh_of(4))
     batch = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
     for i in range(3):
         batch[0] *= i == 0  # zeros: 0 / 0
@@ -45,14 +43,17 @@ def test_a_link_that_makes_nan_of_a_finite_gradient_keeps_its_worker_out(behind)
         assert np.abs(np.asarray(momentum)[0]).max() > 0
 
 
-@pytest.mark.parametrize("inner", [AllGather("data"), TwoPhase("data")], ids=["gather", "owners"])
+INNER = {"gather": AllGather("data"), "owners": TwoPhase("data")}
+
+
+@sweep("owners", inner=INNER)
 def test_a_delayed_state_keeps_its_dtypes_with_64_bits(inner):
     with jax.enable_x64(True):
-        tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(inner))
+        tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(INNER[inner]))
         params = jnp.ones((8, 8), jnp.float32)
-        init = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(2))
+        init = jax.jit(jax.vmap(lambda _: tx.init(params), axis_name="data"))(jnp.arange(2))
         gradient = jnp.ones((2, 8, 8), jnp.float32)
-        _, after = jax.vmap(tx.update, axis_name="data")(gradient, init)
+        _, after = jax.jit(jax.vmap(tx.update, axis_name="data"))(gradient, init)
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, init)
 
 
@@ -68,21 +69,23 @@ def test_empty_leaves_may_lie_in_any_part():
 
 
 def test_accumulation_in_sharded_workers_keeps_what_is_whole_inside_them():
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    inner = jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
+    mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
     specs = {"w": jax.P("fsdp"), "b": jax.P()}
     tx = demo_optax.multi_steps(
         optax.chain(optax.scale_by_rms(), demo_optax.demo_sgd(0.1, SMALL, axis_name="data")),
         2,
     )
     params = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}
-    state = demo_optax.init_opt_state(tx, params, inner, param_specs=specs)
-    step = demo_optax.make_train_step(
-        lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2), tx, inner, param_specs=specs
-    )
     batch = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    for _ in range(2):
-        params, state, _ = step(params, state, batch)
+    params, *_ = workers.train(
+        tx,
+        range(2),
+        mesh=mesh,
+        params=params,
+        loss=lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2),
+        batch=lambda _: batch,
+        param_specs=specs,
+    )
     assert (np.asarray(params["b"]) != 1).any()
 
 
@@ -91,11 +94,14 @@ def test_a_partition_that_exchanges_by_itself_moves_while_another_waits():
     delayed = demo_optax.demo(0.1, SMALL, exchange=Delayed(AllGather("data")))
     tx = optax.partition({"a": delayed, "b": dense}, {"w": "a", "e": "b"})
     params = {"w": jnp.ones((8, 8)), "e": jnp.ones(4)}
-    step = demo_optax.make_train_step(
-        lambda p, x: jnp.sum(p["w"]) + jnp.sum(p["e"]) * jnp.mean(x), tx, mesh()
+    after, *_ = workers.train(
+        tx,
+        range(1),
+        mesh=workers.mesh_of(4),
+        params=params,
+        loss=lambda p, x: jnp.sum(p["w"]) + jnp.sum(p["e"]) * jnp.mean(x),
+        batch=lambda _: jnp.ones((4, 1)),
     )
-    state = demo_optax.init_opt_state(tx, params, mesh())
-    after, _, _ = step(params, state, jnp.ones((4, 1)))
     assert (after["e"] != 1).all() and (after["w"] == 1).all()
 
 

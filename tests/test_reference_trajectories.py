@@ -9,6 +9,7 @@ import pytest
 
 import demo_optax
 from tests import oracles, workers
+from tests.sweeps import sweep
 
 RUNS = {"w1_k8_c64": 1, "w2_k32_c64_wd": 2, "w4_k4_c16_d90": 4, "w4_k1_c32_lrwarm": 4}
 WAYS = [(run, mode) for run in RUNS for mode in workers.MODES if RUNS[run] > 1 or mode == "vmap"]
@@ -51,8 +52,15 @@ def test_aggregate_is_the_recorded_one(run):
             assert_near(np.asarray(aggregate[n]), expected[step])
 
 
-@pytest.mark.parametrize("run, mode", WAYS)
-def test_parameters_and_momenta_are_the_recorded_ones(run, mode):
+@sweep(
+    ("w1_k8_c64", "vmap"),
+    ("w2_k32_c64_wd", "shard_map"),
+    ("w4_k4_c16_d90", "pmap"),
+    ("w4_k1_c32_lrwarm", "shard_map unchecked"),
+    way=WAYS,
+)
+def test_parameters_and_momenta_are_the_recorded_ones(way):
+    run, mode = way
     settings, recorded = load(run)
     params, world = recorded["init"], settings["world"]
     tx = demo_optax.demo(

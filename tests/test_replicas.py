@@ -2,15 +2,15 @@
 
 import functools
 
+import chex
 import jax
 import numpy as np
 import optax
 import pytest
 
 import demo_optax
-from tests import model
-
-pytestmark = pytest.mark.sweep
+from tests import model, workers
+from tests.sweeps import slow, sweep
 
 SMALL = demo_optax.Compression(4, 8)
 OPTIMIZERS = {
@@ -46,12 +46,11 @@ def copies(x):
     return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sweep(("adamw", True), ("preconditioned", False), name=OPTIMIZERS, check_vma=[True, False])
 def test_replicas_are_bit_identical_after_200_steps(name, check_vma):
     tx = OPTIMIZERS[name]
     before = model.loss(model.init(), model.batch(1000))
-    params, state, metrics = model.train(tx, 200, check_vma=check_vma)
+    params, state, metrics = workers.train(tx, range(200), check_vma=check_vma)
     for leaf in jax.tree.leaves(params):
         assert len(copies(leaf)) == model.WORKERS
         assert len(set(copies(leaf))) == 1
@@ -59,30 +58,31 @@ def test_replicas_are_bit_identical_after_200_steps(name, check_vma):
         assert len(set(copies(leaf))) == model.WORKERS
     for leaf in jax.tree.leaves(state[1:]):
         assert len(set(copies(leaf))) == 1
-    assert metrics.exchange.participants == model.WORKERS
+    assert metrics[-1].exchange.participants == model.WORKERS
     assert model.loss(jax.device_get(params), model.batch(1000)) < 0.5 * before
 
 
 @functools.cache
 def trained(steps):
-    params, state, _ = model.train(OPTIMIZERS["demo"], steps)
+    params, state, _ = workers.train(OPTIMIZERS["demo"], range(steps))
     return params, state[0].momentum
 
 
 def test_replicas_along_two_axes_are_those_along_one():
     both = ("outer", "inner")
     tx = demo_optax.demo(5e-3, decay=0.95, weight_decay=0.01, compression=SMALL, axis_name=both)
-    params, state, _ = model.train(tx, 5, mesh=jax.make_mesh((2, 4), both), axis_name=both)
+    mesh = workers.mesh_of(2, 4, names=both)
+    params, state, _ = workers.train(tx, range(5), mesh=mesh, axis_name=both)
     ours = params, state[0].momentum
-    jax.tree.map(np.testing.assert_array_equal, ours, trained(5))
+    chex.assert_trees_all_equal(ours, trained(5))
 
 
-@pytest.mark.parametrize("kind, placed", [("Explicit", True), ("Auto", True), ("Auto", False)])
+@pytest.mark.parametrize("kind, placed", [("Explicit", True), ("Auto", False), slow("Auto", True)])
 def test_replicas_are_the_same_on_every_type_of_mesh(kind, placed):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    mesh = workers.mesh_of(8, kind=jax.sharding.AxisType[kind])
     params = model.init()
     if placed:
         params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
-    params, state, _ = model.train(OPTIMIZERS["demo"], 5, mesh=mesh, params=params)
+    params, state, _ = workers.train(OPTIMIZERS["demo"], range(5), mesh=mesh, params=params)
     ours = params, state[0].momentum
-    jax.tree.map(np.testing.assert_array_equal, ours, trained(5))
+    chex.assert_trees_all_equal(ours, trained(5))

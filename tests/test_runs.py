@@ -26,8 +26,7 @@ from lm import data, train, utilization
 from lm.recipes import RECIPES
 from lm.setup import batches_of, make_evaluation, prepare
 from tests.nano import NANO, ROOT, words_of
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 
 def steps_of(folder):
@@ -130,7 +129,7 @@ def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypa
     assert shown.count("the model writes") == 2
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@sweep(3, workers=[2, 3])
 def test_no_checkpoint_of_replicas_that_differ(workers, tmp_path):
     """Two workers differ behind the third step; of three the majority is saved at the fourth."""
     config = dataclasses.replace(
@@ -233,7 +232,7 @@ def test_evaluation_is_the_same_however_devices_share_it():
     assert results[0] == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", [name for name in RECIPES if name != "demo-muon"])
+@sweep("demo-scaled", optimizer=[name for name in RECIPES if name != "demo-muon"])
 def test_every_recipe_that_the_trainer_shards_trains(optimizer):
     every = 2 if RECIPES[optimizer].outer else None
     run = prepare(
@@ -296,7 +295,10 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
         assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["optimizer"] == name
 
 
-@pytest.mark.parametrize("example", [vision_flax, linen_trainstate])
+EXAMPLES = {"vision_flax": vision_flax, "linen_trainstate": linen_trainstate}
+
+
+@sweep("vision_flax", example=EXAMPLES)
 def test_small_examples_learn(example):
     assert example.main(example.Config(workers=2, steps=50)) > 0.7
     source = pathlib.Path(example.__file__).read_text()

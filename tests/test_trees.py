@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import demo_optax
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 
@@ -25,7 +24,7 @@ def alone():
     return step({"w": jnp.ones((9, 10))})[0]["w"]
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 4), (0, 1)])
+@sweep((0, 5), (3, 0, 4), shape=[(0,), (0, 5), (5, 0), (3, 0, 4), (0, 1)])
 def test_empty_leaves_pass_through(shape):
     params = {"empty": jnp.zeros(shape), "w": jnp.ones((9, 10))}
     updates, state = step(params)
@@ -52,7 +51,7 @@ def test_a_tree_without_numbers_is_no_error(params):
     assert state.metrics.sent_share == 0
 
 
-@pytest.mark.parametrize("transform", ["dct", "random"])
+@sweep("random", transform=["dct", "random"])
 def test_momentum_keeps_the_dtype_that_is_asked_for(transform):
     def tx(dtype):
         compression = demo_optax.Compression(4, 8, transform=transform)

@@ -2,24 +2,16 @@
 
 import json
 import pathlib
-import socket
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.sweep
+from tests.ports import free_port
+from tests.sweeps import sweep
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "count_wire_bytes.py"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.mark.parametrize("values", ["float32", "int4"])
+@sweep("int4", values=["float32", "int4"])
 def test_two_processes_move_the_bytes_that_are_accounted_for(values):
     address = f"127.0.0.1:{free_port()}"
     processes = [

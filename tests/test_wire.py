@@ -10,9 +10,8 @@ import pytest
 
 import demo_optax
 from demo_optax.compression import make_plan
-from tests import model
-
-pytestmark = pytest.mark.sweep
+from tests import model, workers
+from tests.sweeps import sweep
 
 COLLECTIVE = re.compile(
     r"= (.+?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
@@ -21,7 +20,7 @@ COLLECTIVE = re.compile(
 
 def collectives(tx, **options):
     """``(kind, dtype, elements)`` of each collective's result in the optimised program."""
-    mesh = jax.make_mesh((model.WORKERS,), ("data",))
+    mesh = workers.mesh_of(model.WORKERS)
     params = model.init()
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(model.loss, tx, mesh, **options)
@@ -48,8 +47,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name, check_vma", [*[(n, True) for n in OPTIMIZERS], ("demo", False)])
-def test_one_gather_of_unsigned_integers_as_large_as_accounted(name, check_vma):
+@sweep(
+    ("preconditioned", True),
+    ("demo", False),
+    case=[*[(name, True) for name in OPTIMIZERS], ("demo", False)],
+)
+def test_one_gather_of_unsigned_integers_as_large_as_accounted(case):
+    name, check_vma = case
     tx = OPTIMIZERS[name]
     [(kind, dtype, elements)] = collectives(tx, check_vma=check_vma, clip_norm=1.0)
     assert (kind, dtype) == ("all-gather", "u32")

@@ -1,17 +1,56 @@
-"""One worker's function run on many workers, in each of the ways that JAX has."""
+"""Many workers: their mesh, their training, and one worker's function run on all of them."""
+
+import functools
+import math
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from tests import model
 
 MODES = ("vmap", "pmap", "shard_map", "shard_map unchecked")
 
 
-def mesh_of(workers):
-    return jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
+def mesh_of(*sizes, names=("data", "fsdp", "tensor"), kind=AxisType.Explicit):
+    """The mesh of these sizes, on the first devices; without other names, of ``data`` workers."""
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names[: len(sizes)], (kind,) * len(sizes), devices=devices)
+
+
+def train(
+    tx, steps, *, mesh=None, start=None, params=None, loss=model.loss, batch=model.batch,
+    axis_name="data", param_specs=None, **options,
+):  # fmt: skip
+    """Trains on ``batch(i)`` for each ``i`` of ``steps``, from ``start`` or from the beginning.
+
+    Returns what ``start`` holds (parameters and state, unless given) and the metrics of each step.
+    """
+    mesh = mesh or mesh_of(model.WORKERS)
+    if start is None:
+        params = model.init() if params is None else params
+        start = params, demo_optax.init_opt_state(tx, params, mesh, axis_name, param_specs)
+    step = step_of(tx, mesh, loss, axis_name, param_specs=param_specs, **options)
+    carry, all_metrics = start, []
+    for i in steps:
+        # Simulated devices share a few threads: several steps in flight can wait for each other.
+        *carry, metrics = jax.block_until_ready(step(*carry, batch(i)))
+        all_metrics.append(metrics)
+    return *carry, all_metrics
+
+
+def step_of(tx, mesh, loss=model.loss, axis_name="data", **options):
+    """The train step, which is compiled once for all that ask with the same arguments."""
+    leaves, structure = jax.tree.flatten(options)
+    return _step_of(tx, mesh, loss, axis_name, structure, *leaves)
+
+
+@functools.lru_cache(32)
+def _step_of(tx, mesh, loss, axis_name, structure, *leaves):
+    options = jax.tree.unflatten(structure, leaves)
+    return demo_optax.make_train_step(loss, tx, mesh, axis_name, **options)
 
 
 def spread(fn, in_specs, out_specs, workers, mode):

@@ -2,16 +2,13 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
 from tests import draws, oracles
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 TRANSFORMS = {
     "dct": oracles.dct,
@@ -44,10 +41,11 @@ def assert_coefficients(shape, compression, gradient, rtol):
         np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype, rtol", [(jnp.float32, 1e-4), (jnp.bfloat16, 1e-2)])
+@sweep("float32", dtype=["float32", "bfloat16"])
 @draws.examples(16)
 @given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
-def test_coefficients_are_the_oracles_and_go_back(dtype, rtol, shape, compression, seed):
+def test_coefficients_are_the_oracles_and_go_back(dtype, shape, compression, seed):
+    rtol = {"float32": 1e-4, "bfloat16": 1e-2}[dtype]
     [gradient] = draws.gradients(seed, [shape], dtype=dtype)
     assert_coefficients(shape, compression, gradient, rtol)
 

@@ -1,5 +1,8 @@
 """What a step is told of its batch, and what a user's own function measures of it."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,48 +12,31 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from tests import model
-
-pytestmark = pytest.mark.sweep
+from tests import model, workers
+from tests.sweeps import sweep
 
 WORKERS, INNER = 4, 2
 TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
 MODES = {"manual": None, "the workers alone": ("data",), "mapped": ()}
-modes = pytest.mark.parametrize("axis_names", MODES.values(), ids=MODES)
 
 
-def mesh_of(workers=WORKERS, inner=INNER):
-    kinds = (AxisType.Auto,) * 2
-    devices = jax.devices()[: workers * inner]
-    return jax.make_mesh((workers, inner), ("data", "fsdp"), kinds, devices=devices)
-
-
-def train(loss, batch_of, steps=3, inner=INNER, **options):
-    mesh = mesh_of(inner=inner)
-    step = demo_optax.make_train_step(loss, TX, mesh, **options)
-    params, state = model.init(), demo_optax.init_opt_state(TX, model.init(), mesh)
-    losses = []
-    for i in range(steps):
-        params, state, metrics = step(params, state, batch_of(i))
-        losses.append(np.asarray(metrics.loss))
-    return jax.device_get(params), np.stack(losses), metrics
+MESH = workers.mesh_of(WORKERS, INNER, kind=AxisType.Auto)
+train = functools.partial(workers.train, TX, mesh=MESH)
 
 
 def assert_same(found, expected):
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0], expected[0]
-    )
+    losses = ([metrics.loss for metrics in run[2]] for run in (found, expected))
+    chex.assert_trees_all_close(*losses, rtol=1e-5)
+    chex.assert_trees_all_close(found[0], expected[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return train(model.loss, model.batch)
+    return train(range(3))
 
 
-@modes
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_shared_leaves_reach_every_worker_whole(axis_names, microbatches, plain):
+@sweep(("manual", 1), ("mapped", 2), mode=MODES, microbatches=[1, 2])
+def test_shared_leaves_reach_every_worker_whole(mode, microbatches, plain):
     weights = np.linspace(0.5, 1.5, 3, dtype=np.float32)
 
     def loss(params, batch):
@@ -59,45 +45,47 @@ def test_shared_leaves_reach_every_worker_whole(axis_names, microbatches, plain)
         return scale * model.loss(params, {"x": rows["x"], "y": rows["y"]}) + 0 * weights.sum()
 
     found = train(
-        loss,
-        lambda i: (model.batch(i), weights, 1.0),
+        range(3),
+        loss=loss,
+        batch=lambda i: (model.batch(i), weights, 1.0),
         batch_specs=(P(("data", "fsdp")), P(), P()),
-        axis_names=axis_names,
+        axis_names=MODES[mode],
         microbatches=microbatches,
     )
     assert_same(found, plain)
 
 
-@modes
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_rows_may_stand_behind_another_dimension(axis_names, microbatches, plain):
+@sweep(("the workers alone", 2), mode=MODES, microbatches=[1, 2])
+def test_rows_may_stand_behind_another_dimension(mode, microbatches, plain):
     def loss(params, batch):
         return model.loss(params, jax.tree.map(jnp.transpose, batch))
 
     found = train(
-        loss,
-        lambda i: jax.tree.map(jnp.transpose, model.batch(i)),
+        range(3),
+        loss=loss,
+        batch=lambda i: jax.tree.map(jnp.transpose, model.batch(i)),
         batch_specs=P(None, ("data", "fsdp")),
-        axis_names=axis_names,
+        axis_names=MODES[mode],
         microbatches=microbatches,
     )
     assert_same(found, plain)
 
 
-@modes
-def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(axis_names):
+@sweep("mapped", mode=MODES)
+def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(mode):
     def rows(i):
         return jax.tree.map(lambda x: x[:WORKERS], model.batch(i))
 
-    expected = train(model.loss, rows, inner=1)
-    found = train(model.loss, rows, batch_specs=P("data"), axis_names=axis_names)
+    alone = workers.mesh_of(WORKERS, 1, kind=AxisType.Auto)
+    expected = train(range(3), batch=rows, mesh=alone)
+    found = train(range(3), batch=rows, batch_specs=P("data"), axis_names=MODES[mode])
     assert_same(found, expected)
     with pytest.raises(ValueError, match="cannot be divided among 8 devices"):
-        train(model.loss, rows, axis_names=axis_names)
+        train(range(1), batch=rows, axis_names=MODES[mode])
 
 
-@modes
-def test_custom_metrics_see_whole_gradients_of_one_worker(axis_names):
+@sweep("manual", mode=MODES)
+def test_custom_metrics_see_whole_gradients_of_one_worker(mode):
     specs = {"hidden": P("fsdp"), "bias": P(), "out": P("fsdp")}
 
     def measure(gradients, updates, params):
@@ -106,15 +94,9 @@ def test_custom_metrics_see_whole_gradients_of_one_worker(axis_names):
         return {"gradient": optax.tree.norm(gradients), "out": updates["out"], "was": params["out"]}
 
     start, batch = model.init(), model.batch(0)
-    params, _, metrics = train(
-        model.loss, model.batch, 1, axis_names=axis_names, metrics_fn=measure, param_specs=P()
-    )
-    mesh = mesh_of()
-    step = demo_optax.make_train_step(
-        model.loss, TX, mesh, param_specs=specs, metrics_fn=measure, axis_names=axis_names
-    )
-    state = demo_optax.init_opt_state(TX, start, mesh, param_specs=specs)
-    _, _, sharded = step(model.init(), state, batch)
+    options = dict(axis_names=MODES[mode], metrics_fn=measure)
+    params, _, [metrics] = train(range(1), param_specs=P(), **options)
+    *_, [sharded] = train(range(1), param_specs=specs, **options)
     parts = [
         jax.tree.map(lambda x, n=n: np.split(np.asarray(x), WORKERS)[n], batch)
         for n in range(WORKERS)
@@ -134,10 +116,8 @@ def test_custom_metrics_see_whole_gradients_of_one_worker(axis_names):
 
 
 def test_custom_metrics_are_clipped_gradients():
-    *_, metrics = train(
-        model.loss,
-        model.batch,
-        1,
+    *_, [metrics] = train(
+        range(1),
         clip_norm=0.01,
         metrics_fn=lambda gradients, updates, params: optax.tree.norm(gradients),
     )
@@ -147,14 +127,15 @@ def test_custom_metrics_are_clipped_gradients():
 
 def test_an_axis_that_the_mesh_lacks_is_named():
     with pytest.raises(ValueError, match="batch_specs names the axis 'rows' for batch"):
-        train(model.loss, model.batch, batch_specs=P("rows"))
+        train(range(1), batch_specs=P("rows"))
 
 
-@pytest.mark.parametrize("specs", [P(), {"hidden": P("fsdp"), "bias": P(), "out": P()}])
+@sweep("sharded", specs=["whole", "sharded"])
 def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
-    mesh, params = mesh_of(), model.init()
+    specs = {"whole": P(), "sharded": {"hidden": P("fsdp"), "bias": P(), "out": P()}}[specs]
+    mesh, params = MESH, model.init()
     state = demo_optax.init_opt_state(TX, params, mesh, param_specs=specs)
-    step = demo_optax.make_train_step(model.loss, TX, mesh, param_specs=specs)
+    step = workers.step_of(TX, mesh, param_specs=specs)
     program = step.lower(params, state, model.batch(0)).compile().as_text()
     _, _, metrics = step(params, state, model.batch(0))
     between = [
@@ -168,26 +149,21 @@ def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
     )
 
 
-@pytest.mark.parametrize("specs", [P(), {"hidden": P("fsdp"), "bias": P("fsdp"), "out": P("fsdp")}])
+@sweep("sharded", specs=["whole", "sharded"])
 def test_meshes_whose_axes_are_of_two_kinds_train_alike(specs):
+    specs = {"whole": P(), "sharded": dict.fromkeys(("hidden", "bias", "out"), P("fsdp"))}[specs]
     auto, explicit = AxisType.Auto, AxisType.Explicit
     losses = []
     for kinds in ((auto, auto), (auto, explicit), (explicit, auto)):
         mesh = jax.make_mesh((WORKERS, INNER), ("data", "fsdp"), kinds)
-        step = demo_optax.make_train_step(model.loss, TX, mesh, param_specs=specs)
-        params, state = (
-            model.init(),
-            demo_optax.init_opt_state(TX, model.init(), mesh, "data", specs),
-        )
-        for i in range(3):
-            params, state, metrics = step(params, state, model.batch(i))
-        losses.append(np.asarray(metrics.loss))
+        *_, metrics = train(range(3), mesh=mesh, param_specs=specs)
+        losses.append(np.asarray(metrics[-1].loss))
     np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [P("a"), P(("b", "a")), P(("c", "a", "b")), P("a", "b")])
 def test_a_batch_that_modes_would_divide_otherwise_is_refused(spec):
-    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), (AxisType.Auto,) * 3)
+    mesh = workers.mesh_of(2, 2, 2, names=("a", "b", "c"), kind=AxisType.Auto)
     tx = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), axis_name=("a", "b"))
     state = demo_optax.init_opt_state(tx, model.init(), mesh, ("a", "b"))
     for axis_names in (None, ()):

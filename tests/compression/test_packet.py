@@ -1,5 +1,7 @@
 """The packet: what arrives, what is refused, and that nothing is lost either way."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,25 +19,23 @@ from demo_optax.compression.bins import Bins
 from demo_optax.compression.packet import Layout
 from demo_optax.compression.values import VALUE_CODINGS
 from tests import model, oracles, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 SHAPES = {"w": (40, 24), "b": (7,), "s": ()}
 PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 WORKERS = 4
 DECAY = 0.9
-CODINGS = [
-    *[Compression(topk=5, block_side=16, value_coding=values) for values in VALUE_CODINGS],
-    Compression(topk=5, block_side=16, value_coding="sign", selection="bins"),
-]
-SHARED = [
-    Compression(topk=5, block_side=16, value_coding="int8", selection=selection)
+CODINGS = {
+    **{
+        f"{values}-topk": Compression(topk=5, block_side=16, value_coding=values)
+        for values in VALUE_CODINGS
+    },
+    "sign-bins": Compression(topk=5, block_side=16, value_coding="sign", selection="bins"),
+}
+SHARED = {
+    f"int8-{selection}": Compression(5, 16, value_coding="int8", selection=selection)
     for selection in ("random", "random-slicing", "striding", "slicing")
-]
-
-
-def name(compression):
-    return f"{compression.value_coding}-{compression.selection}"
+}
 
 
 def gradients(seed):
@@ -60,10 +60,17 @@ def momentum_tx(compression, factor=1.0):
     )
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.3])
-@pytest.mark.parametrize("compression", CODINGS + SHARED, ids=name)
-def test_momentum_loses_exactly_what_the_others_decode(compression, factor):
+@sweep(
+    ("bfloat16-topk", 0.3),
+    ("int2-topk", 1.0),
+    ("sign-bins", 0.3),
+    ("int8-striding", 1.0),
+    name=CODINGS | SHARED,
+    factor=[1.0, 0.3],
+)
+def test_momentum_loses_exactly_what_the_others_decode(name, factor):
     """Summed over the workers: before = after + factor * workers * aggregate."""
+    compression = (CODINGS | SHARED)[name]
     tx = momentum_tx(compression, factor)
     update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
     for step in range(3):
@@ -105,6 +112,7 @@ def resealed(change, origin=OF_WORKER_2):
 
 
 SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
+decode = jax.jit(packets.decode, static_argnums=0)
 LAYOUTS = [
     Layout(make_plan(Compression(5, 16, "int4", selection=selection), SORTED_SHAPES).sections)
     for selection in ("topk", "bins")
@@ -140,8 +148,25 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
-@pytest.mark.parametrize("forgery", FORGERIES)
+@functools.cache
+def with_worker_2_silent(mode):
+    tx, gradient = momentum_tx(BY_COEFFICIENT), gradients(0)
+    silent = {
+        n: np.where(np.arange(WORKERS).reshape(-1, *[1] * len(s)) == 2, np.nan, gradient[n])
+        for n, s in SHAPES.items()
+    }
+    state = workers.init(tx, PARAMS, WORKERS)
+    return workers.update_of(tx, PARAMS, WORKERS, mode)(silent, state, PARAMS)
+
+
+@sweep(
+    ("not its checksum", "vmap"),
+    ("an infinite value", "vmap"),
+    ("one position twice", "shard_map"),
+    ("another worker's", "shard_map"),
+    forgery=FORGERIES,
+    mode=["vmap", "shard_map"],
+)
 def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery, mode, monkeypatch):
     monkeypatch.setattr(exchange.collectives, "gather", corrupted(FORGERIES[forgery]))
     tx = momentum_tx(BY_COEFFICIENT)
@@ -149,11 +174,7 @@ def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery,
     updates, new = workers.update_of(tx, PARAMS, WORKERS, mode)(gradient, state, PARAMS)
 
     monkeypatch.undo()
-    silent = {
-        n: np.where(np.arange(WORKERS).reshape(-1, *[1] * len(s)) == 2, np.nan, gradient[n])
-        for n, s in SHAPES.items()
-    }
-    expected, without = workers.update_of(tx, PARAMS, WORKERS, mode)(silent, state, PARAMS)
+    expected, without = with_worker_2_silent(mode)
 
     assert new.metrics.participants == without.metrics.participants == WORKERS - 1
     for n, shape in SHAPES.items():
@@ -164,26 +185,25 @@ def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery,
         np.testing.assert_array_equal(new.momentum[n][others], without.momentum[n][others])
 
 
-@pytest.mark.parametrize("compression", CODINGS, ids=name)
-def test_any_bit_that_flips_on_the_way_is_noticed(compression):
-    sections = make_plan(compression, SORTED_SHAPES).sections
+@sweep("int8-topk", "sign-bins", name=CODINGS)
+def test_any_bit_that_flips_on_the_way_is_noticed(name):
+    sections = make_plan(CODINGS[name], SORTED_SHAPES).sections
     layout, rng = Layout(sections), np.random.default_rng(0)
     momenta = [rng.normal(size=(s.blocks, s.selector.n)).astype(np.float32) for s in sections]
-    positions = [
-        s.selector.select(jnp.asarray(m))
-        if s.selector.travels
-        else s.selector.positions(s.blocks, jnp.int32(0))
-        for s, m in zip(sections, momenta, strict=True)
-    ]
-    values = [
-        s.selector.take(jnp.asarray(m), at)
-        for s, m, at in zip(sections, momenta, positions, strict=True)
-    ]
-    message = packets.Message(tuple(positions), tuple(values))
-    fields, sent = packets.encode(sections, message)
-    header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 4)
     origin = packets.Origin(jnp.int32(0), jnp.array([2], jnp.int32))
-    (words,) = packets.build(layout, header, fields, sent, jnp.array(True), origin)
+
+    @jax.jit
+    def packet(momenta):
+        positions = [s.selector.select(m) for s, m in zip(sections, momenta, strict=True)]
+        values = [
+            s.selector.take(m, at) for s, m, at in zip(sections, momenta, positions, strict=True)
+        ]
+        message = packets.Message(tuple(positions), tuple(values))
+        fields, sent = packets.encode(sections, message)
+        header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 4)
+        return packets.build(layout, header, fields, sent, jnp.array(True), origin)[0]
+
+    words = packet(momenta)
     assert words.shape == (layout.words,)
 
     @jax.jit
@@ -203,7 +223,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(compression):
 def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(layout, data):
     """With a checksum that is right: every position that is accepted lies in its block."""
     words = data.draw(st.binary(min_size=4 * layout.words, max_size=4 * layout.words))
-    message, valid = packets.decode(layout, jnp.asarray(np.frombuffer(words, np.uint32))[None])
+    message, valid = decode(layout, np.frombuffer(words, np.uint32)[None])
     if valid[0]:
         for section, positions, values in zip(layout.sections, *message, strict=True):
             selector = section.selector
@@ -218,9 +238,10 @@ def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(lay
                 assert int(positions.min()) >= 0 and int(positions.max()) < selector.n
 
 
-@pytest.mark.parametrize("compression", CODINGS + SHARED[:1], ids=name)
-def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(compression):
-    mesh = jax.make_mesh((8,), ("data",))
+@sweep("int4-topk", "int8-random", name=[*CODINGS, "int8-random"])
+def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(name):
+    compression = (CODINGS | SHARED)[name]
+    mesh = workers.mesh_of(8)
     tx = optax.chain(
         demo_optax.decoupled_momentum(0.9, compression, axis_name="data"),
         optax.scale_by_sign(),
@@ -231,7 +252,7 @@ def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(comp
     opt_state = demo_optax.init_opt_state(tx, params, mesh)
     for seed in range(3):
         params, opt_state, metrics = step(params, opt_state, model.batch(seed))
-    program = jax.jit(step).lower(params, opt_state, model.batch(0)).compile().as_text()
+    program = step.lower(params, opt_state, model.batch(0)).compile().as_text()
 
     (only,) = collectives(program)
     assert (only.kind, only.dtype[0], only.groups) == ("all-gather", "u", (tuple(range(8)),))
@@ -243,7 +264,7 @@ def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(comp
         assert len(copies) == 1
 
 
-@pytest.mark.parametrize("selection", ["random", "random-slicing", "striding", "slicing"])
+@sweep("random-slicing", "striding", selection=["random", "random-slicing", "striding", "slicing"])
 def test_shared_positions_take_no_room_and_visit_everything(selection):
     """Without decay, a gradient that is seen once is delivered in the end."""
     compression = Compression(topk=5, block_side=8, selection=selection)

@@ -3,6 +3,7 @@
 import math
 from itertools import chain
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,8 +14,6 @@ from demo_optax.accounting import index_cost
 from demo_optax.compression import top_k as codings
 from demo_optax.compression.bins import Bins
 from demo_optax.compression.top_k import TopK
-
-pytestmark = pytest.mark.sweep
 
 
 @st.composite
@@ -28,6 +27,10 @@ def positions(draw):
     spread = draw(st.sampled_from([n, min(n, 2 * k)]))
     chosen = [np.sort(rng.choice(spread, size=k, replace=False)) for _ in range(3)]
     return n, np.array(chosen, np.int32)
+
+
+encode = jax.jit(codings.encode, static_argnums=(1, 2))
+decode = jax.jit(codings.decode, static_argnums=(1, 2, 3, 4))
 
 
 def bits_by_hand(block, n, coding):
@@ -81,12 +84,12 @@ def test_words_are_those_written_by_hand_and_decode_to_the_positions(coding, cas
     expected += words_by_hand(chain(*[bits[:whole] for bits in high]))
     expected += words_by_hand(chain(*[bits[whole:] for bits in high]))
 
-    words = codings.encode(jnp.asarray(chosen), n, coding)
+    words = encode(jnp.asarray(chosen), n, coding)
 
     assert words.tolist() == expected
     if coding == TopK(n, k).coding:
         assert len(words) == TopK(n, k).index_words(blocks)
-    decoded, sound = codings.decode(words, blocks, n, k, coding)
+    decoded, sound = decode(words, blocks, n, k, coding)
     assert sound
     np.testing.assert_array_equal(decoded, chosen)
 
@@ -97,10 +100,10 @@ def test_words_are_those_written_by_hand_and_decode_to_the_positions(coding, cas
 def test_words_that_nobody_would_write_are_found_or_decode_to_valid_positions(coding, case, data):
     n, chosen = case
     blocks, k = chosen.shape
-    words = np.array(codings.encode(jnp.asarray(chosen), n, coding))
+    words = np.array(encode(jnp.asarray(chosen), n, coding))
     if words.size:
         words[data.draw(st.integers(0, words.size - 1))] ^= data.draw(st.integers(1, 2**32 - 1))
-    decoded, sound = codings.decode(jnp.asarray(words), blocks, n, k, coding)
+    decoded, sound = decode(jnp.asarray(words), blocks, n, k, coding)
     valid = all(0 <= p < n for block in np.array(decoded) for p in block)
     valid &= bool((np.diff(decoded, axis=1) > 0).all())
     if sound:
@@ -115,7 +118,7 @@ def test_blocks_of_4096_cost_at_most_11_percent_more_than_entropy(k):
     assert bound <= cost.bits <= 1.11 * bound
     rng = np.random.default_rng(k)
     chosen = np.sort([rng.choice(4096, size=k, replace=False) for _ in range(64)])
-    words = codings.encode(jnp.asarray(chosen, jnp.int32), 4096, cost.coding)
+    words = encode(jnp.asarray(chosen, jnp.int32), 4096, cost.coding)
     assert 32 * words.size == 64 * k * cost.bits
 
 

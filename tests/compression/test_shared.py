@@ -11,9 +11,8 @@ import pytest
 import demo_optax
 from demo_optax.compression import make_plan
 from demo_optax.compression.shared import SharedRun
-from tests import model
-
-pytestmark = pytest.mark.sweep
+from tests import model, workers
+from tests.sweeps import sweep
 
 SLOW = re.compile(r"\b(?:stablehlo\.)?(sort|scatter|top_?k)\b(?=\"?\()", re.IGNORECASE)
 
@@ -62,16 +61,19 @@ def test_random_draws_visit_every_coefficient_about_equally_often(name):
 def program(exchange, **settings):
     """Of a step of eight workers, as XLA takes it, and as it is optimised for the CPU."""
     compression = demo_optax.Compression(6, 8, "sign", **settings)
-    tx = demo_optax.demo(1e-3, compression, decay=0.9, exchange=exchange)
-    mesh, params = jax.make_mesh((model.WORKERS,), ("data",)), model.init()
+    tx = demo_optax.demo(1e-3, compression, decay=0.9, exchange=EXCHANGES[exchange])
+    mesh, params = workers.mesh_of(model.WORKERS), model.init()
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(model.loss, tx, mesh)
     lowered = jax.jit(step).lower(params, state, model.batch(0))
     return lowered.as_text() + lowered.compile().as_text()
 
 
-@pytest.mark.parametrize("exchange", [demo_optax.AllGather("data"), demo_optax.TwoPhase("data")])
+EXCHANGES = {"gather": demo_optax.AllGather("data"), "two-phase": demo_optax.TwoPhase("data")}
+
+
+@sweep("gather", exchange=EXCHANGES)
 def test_runs_need_no_sort_and_no_scatter(exchange):
-    shared = dict(transform="randomized-dct", exchange=exchange)
+    shared = dict(transform="randomized-dct", exchange=EXCHANGES[exchange])
     assert not SLOW.findall(program(selection="random-slicing", **shared))
     assert set(SLOW.findall(program(selection="random", **shared))) == {"sort", "scatter"}

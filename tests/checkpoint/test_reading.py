@@ -18,8 +18,7 @@ from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint, reading
 from demo_optax.checkpoint.digests import digests
 from tests import model, workers
 from tests.saved_runs import EXTRA, RUNS, TX, is_run, restored, saves
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import slow, sweep
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +39,15 @@ def mixed(words):
     return int(np.sum(x ^ (x >> 16)) % 2**32)
 
 
-@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "int4"])
+@sweep(
+    ("float32", "Explicit"),
+    ("bfloat16", "Auto"),
+    ("int4", "Explicit"),
+    dtype=["float32", "bfloat16", "int8", "bool", "complex64", "int4"],
+    kind=["Explicit", "Auto"],
+)
 def test_a_digest_is_of_the_whole_whatever_the_sharding(dtype, kind):
-    types = (jax.sharding.AxisType[kind],) * 2
-    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=types)
+    mesh = workers.mesh_of(4, 2, kind=jax.sharding.AxisType[kind])
     x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(8, 6, 500)) * 5).astype(dtype))
     expected = digests({"x": x})
     if dtype == "float32":
@@ -108,7 +111,7 @@ def survives(saved, folder, read, name, damage, place):
     return found, bool(caught)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, slow(600)])
 def test_no_damage_is_restored_silently(count, saved, tmp_path):
     fell_back = 0
     for name, damage, place in damages(saved, count, seed=count):
@@ -139,10 +142,10 @@ def test_no_damage_is_restored_silently_on_other_workers(saved, tmp_path):
             )
 
 
-@pytest.mark.parametrize("like", [None, model.init()], ids=["by path", "like"])
+@sweep("by path", like=["by path", "like"])
 def test_parameters_alone_are_verified_too(like, saved, tmp_path):
     def read(folder):
-        return checkpoint.load_params(folder, like)
+        return checkpoint.load_params(folder, model.init() if like == "like" else None)
 
     expected = {step: RUNS[step][0][0] for step in RUNS}
     fell_back = 0

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax.parallel.replicas import Drift, _checksums, check_replicas, repair_replicas
-from tests import model
-from tests.test_two_processes import free_port
+from tests import model, workers
+from tests.ports import free_port
 from tests.workers import mesh_of
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64"]
@@ -174,7 +174,7 @@ def test_without_a_majority_nobody_is_believed(workers, harmed):
 
 def hybrid():
     """A mesh of 4 x 2 and arrays that lie on it in each way."""
-    mesh = jax.make_mesh((4, 2), HYBRID)
+    mesh = mesh_of(4, 2, names=HYBRID)
     specs = {
         "divided": P(None, "fsdp"),
         "everywhere": P(),
@@ -227,7 +227,7 @@ def test_workers_along_two_axes_are_counted_like_jax_does():
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_every_type_of_mesh_and_a_mesh_in_context(kind):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType[kind],))
+    mesh = mesh_of(8, kind=jax.sharding.AxisType[kind])
     tree = replicated(mesh)
     harmed = tree | {"key1": flip(tree["key1"], mesh.devices[4], 9)}
     with jax.set_mesh(mesh):
@@ -270,35 +270,28 @@ TX = demo_optax.demo(5e-3, demo_optax.Compression(4, 8), decay=0.95, axis_name="
 
 
 def test_training_goes_on_after_a_repair_as_if_nothing_had_happened():
-    step = demo_optax.make_train_step(model.loss, TX, MESH)
+    def train(steps, start=None):
+        params, state, metrics = workers.train(
+            TX, steps, mesh=MESH, params=place(model.init(), MESH), start=start
+        )
+        return params, state, [np.asarray(one.loss).tolist() for one in metrics]
 
-    def start():
-        params = place(model.init(), MESH)
-        return params, demo_optax.init_opt_state(TX, params, MESH)
-
-    def train(params, state, steps):
-        losses = []
-        for i in steps:
-            params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
-            losses.append(np.asarray(metrics.loss).tolist())
-        return params, state, losses
-
-    params, state, _ = train(*start(), range(4))
+    params, state, _ = train(range(4))
     assert check_replicas((params, state), MESH) == ()
-    unharmed = train(params, state, range(4, 8))
+    unharmed = train(range(4, 8), (params, state))
 
     def harmed():
-        params, state, _ = train(*start(), range(4))
+        params, state, _ = train(range(4))
         return params | {"out": flip(params["out"], MESH.devices[5], 22)}, state
 
     assert check_replicas(harmed(), MESH) == (Drift("[0]['out']", 5, (5,), True),)
     params, state = repair_replicas(harmed(), MESH)
     assert check_replicas((params, state), MESH) == ()
-    again = train(params, state, range(4, 8))
+    again = train(range(4, 8), (params, state))
     assert_same(again[:2], unharmed[:2])
     assert again[2] == unharmed[2]
 
-    params, state, losses = train(*harmed(), range(4, 8))
+    params, state, losses = train(range(4, 8), harmed())
     found = check_replicas((params, state), MESH)
     assert ("[0]['out']", 5) in {drift[:2] for drift in found}
     assert {drift.worker for drift in found} == {5}

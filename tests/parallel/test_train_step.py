@@ -1,16 +1,18 @@
 """The ready-made train step: its options, its metrics, and that it compiles once."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import demo_optax
-from tests import model, oracles
+from tests import model, oracles, workers
+from tests.sweeps import sweep
 
-pytestmark = pytest.mark.sweep
-
+MESH = workers.mesh_of(model.WORKERS)
 SMALL = demo_optax.Compression(4, 8)
 # Everything is sent at once and nothing is kept: a step along the mean of the gradients.
 PLAIN_SGD = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), decay=0.0, axis_name="data")
@@ -25,13 +27,9 @@ def norm(tree):
     return np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
 
 
-def mesh():
-    return jax.make_mesh((model.WORKERS,), ("data",))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
+@sweep(True, check_vma=[True, False])
 def test_loss_and_gradient_norm_are_each_workers_own(check_vma):
-    _, _, metrics = model.train(PLAIN_SGD, 1, check_vma=check_vma, clip_norm=0.01)
+    *_, [metrics] = workers.train(PLAIN_SGD, range(1), check_vma=check_vma, clip_norm=0.01)
     batch = model.batch(0)
     losses = [model.loss(model.init(), model.part(batch, i)) for i in range(model.WORKERS)]
     np.testing.assert_allclose(metrics.loss, losses, rtol=1e-5)
@@ -39,12 +37,12 @@ def test_loss_and_gradient_norm_are_each_workers_own(check_vma):
     np.testing.assert_allclose(metrics.gradient_norm, norms, rtol=1e-5)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.3])
+@sweep(0.3, alpha=[1.0, 0.3])
 def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
     tx = demo_optax.decoupled_momentum(
         0.9, demo_optax.Compression(4, 8), axis_name="data", subtraction_factor=alpha
     )
-    _, _, metrics = model.train(tx, 1)
+    *_, [metrics] = workers.train(tx, range(1))
     total, sent, kept = 0.0, 0.0, 0.0
     for gradient in gradients_of_workers(model.batch(0)):
         for leaf in gradient.values():
@@ -65,7 +63,7 @@ def test_exchange_metrics_are_energies_of_what_is_sent_and_kept(alpha):
 def test_clipping_acts_on_each_local_gradient():
     gradients = gradients_of_workers(model.batch(0))
     limit = float(np.median([norm(gradient) for gradient in gradients]))
-    params, _, _ = model.train(PLAIN_SGD, 1, clip_norm=limit)
+    params, *_ = workers.train(PLAIN_SGD, range(1), clip_norm=limit)
     scales = [min(1.0, limit / norm(gradient)) for gradient in gradients]
     for n, start in model.init().items():
         clipped = [s * g[n] for s, g in zip(scales, gradients, strict=True)]
@@ -77,26 +75,20 @@ def test_microbatches_are_one_big_batch():
     tx = demo_optax.demo_sgd(1.0, decay=0.9, compression=SMALL, axis_name="data")
 
     def train(microbatches):
-        step = demo_optax.make_train_step(model.loss, tx, mesh(), microbatches=microbatches)
-        params = model.init()
-        state = demo_optax.init_opt_state(tx, params, mesh())
-        for i in range(3):
-            batch = model.batch(i, rows=6 * model.WORKERS)
-            params, state, metrics = jax.block_until_ready(step(params, state, batch))
-        return params, state[0].momentum, metrics.loss, metrics.gradient_norm
+        batch = functools.partial(model.batch, rows=6 * model.WORKERS)
+        params, state, metrics = workers.train(tx, range(3), batch=batch, microbatches=microbatches)
+        return params, state[0].momentum, metrics[-1].loss, metrics[-1].gradient_norm
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), train(3), train(1)
-    )
+    chex.assert_trees_all_close(train(3), train(1), rtol=1e-4, atol=1e-6)
 
 
 def test_each_worker_and_microbatch_has_its_own_key():
     def loss_fn(params, batch, key):
         return model.loss(params, batch), jax.random.bits(key, (2,))
 
-    step = demo_optax.make_train_step(loss_fn, PLAIN_SGD, mesh(), microbatches=2, random_key=True)
+    step = demo_optax.make_train_step(loss_fn, PLAIN_SGD, MESH, microbatches=2, random_key=True)
     params = model.init()
-    state = demo_optax.init_opt_state(PLAIN_SGD, params, mesh())
+    state = demo_optax.init_opt_state(PLAIN_SGD, params, MESH)
     drawn = set()
     for i in range(3):
         key = jax.random.fold_in(jax.random.key(0), i)
@@ -110,11 +102,8 @@ def test_aux_has_an_axis_of_workers():
     def loss_fn(params, batch):
         return model.loss(params, batch), {"sum": batch["x"].sum(), "rows": batch["y"]}
 
-    step = demo_optax.make_train_step(loss_fn, PLAIN_SGD, mesh())
-    params, batch = model.init(), model.batch(0)
-    state = demo_optax.init_opt_state(PLAIN_SGD, params, mesh())
-    _, _, metrics = jax.block_until_ready(step(params, state, batch))
-    stacked = model.stacked(batch)
+    *_, [metrics] = workers.train(PLAIN_SGD, range(1), loss=loss_fn)
+    stacked = model.stacked(model.batch(0))
     np.testing.assert_array_equal(metrics.aux["rows"], stacked["y"])
     sums = stacked["x"].sum((1, 2))
     np.testing.assert_allclose(metrics.aux["sum"], sums, rtol=1e-4, atol=1e-4)
@@ -127,8 +116,8 @@ def test_step_compiles_once_with_schedules(compiled):
         axis_name="data",
     )
     params = model.init()
-    state = demo_optax.init_opt_state(tx, params, mesh())
-    step = demo_optax.make_train_step(model.loss, tx, mesh(), clip_norm=1.0)
+    state = demo_optax.init_opt_state(tx, params, MESH)
+    step = demo_optax.make_train_step(model.loss, tx, MESH, clip_norm=1.0)
     compiled()
     params, state, _ = step(params, state, model.batch(0))
     assert any("placed_step" in name for name in compiled())
@@ -141,7 +130,7 @@ def test_step_compiles_once_with_schedules(compiled):
 def test_bfloat16_parameters_have_a_float32_momentum():
     tx = demo_optax.decoupled_momentum(0.9, demo_optax.Compression(1, 8), axis_name="data")
     start = model.init(jnp.bfloat16)
-    params, state, _ = model.train(tx, 1, params=start)
+    params, state, _ = workers.train(tx, range(1), params=start)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.momentum))
     for worker in range(model.WORKERS):

@@ -1,5 +1,6 @@
 """Trainers that leave shardings to the compiler: stacked gradients, the optimizer alone mapped."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from tests import model
-
-pytestmark = pytest.mark.sweep
+from tests import model, workers
+from tests.sweeps import sweep
 
 AXES = "replica", "fsdp", "tensor"
 SPECS = {"hidden": P("fsdp", "tensor"), "bias": P("tensor"), "out": P("tensor")}
@@ -21,22 +21,15 @@ TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name
 
 
 def mesh_of(kind=AxisType.Auto):
-    return jax.make_mesh((2, 2, 2), AXES, (kind,) * 3)
+    return workers.mesh_of(2, 2, 2, names=AXES, kind=kind)
 
 
-def train(loss, mesh, steps=4, **options):
-    params, state = (
-        model.init(),
-        demo_optax.init_opt_state(TX, model.init(), mesh, "replica", SPECS),
-    )
-    step = demo_optax.make_train_step(
-        loss, TX, mesh, "replica", param_specs=SPECS, clip_norm=1.0, **options
-    )
-    losses = []
-    for i in range(steps):
-        params, state, metrics = step(params, state, model.batch(i))
-        losses.append(np.asarray(metrics.loss))
-    return jax.tree.map(np.asarray, params), np.stack(losses), step, state
+OPTIONS = dict(axis_name="replica", param_specs=SPECS, clip_norm=1.0)
+
+
+def train(loss, mesh, **options):
+    params, _, metrics = workers.train(TX, range(4), mesh=mesh, loss=loss, **OPTIONS, **options)
+    return params, np.stack([one.loss for one in metrics])
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +75,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@sweep("a spec", "a shard_map", name=MODELS)
 def test_models_with_shardings_of_their_own_train_as_in_the_manual_step(name, manual):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
-        params, losses, *_ = train(MODELS[name](mesh), mesh, axis_names=())
+        params, losses = train(MODELS[name](mesh), mesh, axis_names=())
     np.testing.assert_allclose(losses, manual[1], rtol=1e-4)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), params, manual[0]
-    )
+    chex.assert_trees_all_close(params, manual[0], rtol=2e-4, atol=2e-6)
 
 
 def test_an_explicit_mesh_trains_alike(manual):
@@ -104,7 +95,7 @@ def test_an_explicit_mesh_trains_alike(manual):
         return jnp.mean(jnp.square(error))
 
     with jax.set_mesh(mesh):
-        _, losses, *_ = train(loss, mesh, axis_names=())
+        _, losses = train(loss, mesh, axis_names=())
     np.testing.assert_allclose(losses, manual[1], rtol=1e-4)
 
 
@@ -145,11 +136,12 @@ def test_each_worker_has_a_key_of_its_own(kind):
     assert one != other
 
 
-@pytest.mark.parametrize("name", ["plain", "a shard_map"])
+@sweep("a shard_map", name=["plain", "a shard_map"])
 def test_only_the_packet_crosses_between_workers(name):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
-        *_, step, state = train(MODELS[name](mesh), mesh, steps=1, axis_names=())
+        step = workers.step_of(TX, mesh, MODELS[name](mesh), axis_names=(), **OPTIONS)
+        state = demo_optax.init_opt_state(TX, model.init(), mesh, "replica", SPECS)
         program = step.lower(model.init(), state, model.batch(0)).compile().as_text()
     sent = demo_optax.accounting.collectives(program)
     (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
@@ -343,10 +335,7 @@ def test_a_stacked_state_has_no_boxes_and_serves_boxed_and_plain_parameters():
     boxed, after = update(gradients(boxed_model()), state, boxed_model())
     bare, after_bare = update(gradients(model.init()), state, model.init())
     assert boxed["hidden"].names == ("embed", "mlp")
-    for x, y in zip(
-        jax.tree.leaves((boxed, after)), jax.tree.leaves((bare, after_bare)), strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, ((boxed, after), (bare, after_bare))))
 
 
 def test_shardings_and_boxed_specs_serve_as_the_specs_of_parameters():
@@ -371,7 +360,7 @@ def test_gradients_that_are_not_stacked_are_refused():
 
 
 def test_microbatches_and_keys_differ_between_workers():
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    mesh = workers.mesh_of(8, kind=AxisType.Auto)
 
     def noisy(params, batch, key):
         return jnp.mean(batch["x"]) * params + jax.random.normal(key), key

@@ -1,5 +1,6 @@
 """Models with a state of their own: dropout that differs, statistics that accumulate."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +9,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import demo_optax
-from tests import model
-
-pytestmark = pytest.mark.sweep
+from tests import model, workers
+from tests.sweeps import sweep
 
 MODES = {
     "manual": {},
@@ -43,49 +43,47 @@ def loss(params, state, batch):
     return jnp.mean(jnp.square(error)), (nnx.state(module, nnx.Not(nnx.Param)), mask)
 
 
-def train(steps=3, mode="manual", inner=INNER, batch_of=model.batch, **options):
-    mesh = jax.make_mesh(
-        (WORKERS, inner),
-        ("data", "fsdp"),
-        (AxisType.Auto,) * 2,
-        devices=jax.devices()[: WORKERS * inner],
-    )
+def trained(steps=3, mode="manual", inner=INNER, batch_of=model.batch, **options):
+    """The masks and the statistics of each step, and the last metrics."""
+    mesh = workers.mesh_of(WORKERS, inner, kind=AxisType.Auto)
     params = jax.tree.map(jnp.copy, PARAMS)
-    opt_state = demo_optax.init_opt_state(TX, params, mesh)
-    state = demo_optax.init_model_state(STATE, mesh)
-    step = demo_optax.make_train_step(loss, TX, mesh, stateful=True, **MODES[mode], **options)
+    carry = (
+        params,
+        demo_optax.init_opt_state(TX, params, mesh),
+        demo_optax.init_model_state(STATE, mesh),
+    )
+    options = dict(mesh=mesh, loss=loss, batch=batch_of, stateful=True, **MODES[mode], **options)
     masks, states = [], []
     for i in range(steps):
-        params, opt_state, state, metrics = step(params, opt_state, state, batch_of(i))
+        *carry, [metrics] = workers.train(TX, [i], start=carry, **options)
         masks.append(np.asarray(metrics.aux).reshape(-1, 16))
-        states.append(jax.tree.map(np.asarray, nnx.as_pure(nnx.filter_state(state, nnx.BatchStat))))
+        statistics = nnx.filter_state(carry[2], nnx.BatchStat)
+        states.append(jax.tree.map(np.asarray, nnx.as_pure(statistics)))
     return masks, states, metrics
 
 
-@pytest.mark.parametrize("mode", MODES)
+@sweep("the workers alone", mode=MODES)
 def test_masks_differ_between_workers_and_steps(mode):
-    masks, _, _ = train(mode=mode, inner=1)
+    masks, _, _ = trained(mode=mode, inner=1)
     assert len(np.unique(np.concatenate(masks), axis=0)) == 3 * WORKERS
 
 
 @pytest.mark.slow
 def test_statistics_accumulate_alike_in_every_mode():
-    runs = {mode: train(mode=mode, inner=1)[1] for mode in MODES}
+    runs = {mode: trained(mode=mode, inner=1)[1] for mode in MODES}
     means = runs["manual"][-1]["norm"]["mean"]
     assert means.shape == (WORKERS, 16)
     assert np.ptp(means, axis=0).max() > 0.01
     assert np.abs(means - runs["manual"][0]["norm"]["mean"]).max() > 0.01
     for run in runs.values():
         for ours, theirs in zip(run, runs["manual"], strict=True):
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs
-            )
+            chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@sweep("manual", mode=MODES)
 def test_statistics_are_those_of_the_workers_own_batch(mode):
     """One step from the first parameters: mean of the hidden layer, weighted by the momentum."""
-    _, (first,), _ = train(steps=1, mode=mode)
+    _, (first,), _ = trained(steps=1, mode=mode)
     x = model.batch(0)["x"].reshape(WORKERS, -1, 12)
     hidden = nnx.merge(GRAPH, PARAMS, STATE, copy=True).hidden
     expected = 0.5 * np.stack([np.asarray(hidden(rows)).mean(axis=0) for rows in x])
@@ -93,11 +91,10 @@ def test_statistics_are_those_of_the_workers_own_batch(mode):
 
 
 def test_a_state_goes_through_the_microbatches():
-    once = train(steps=1, inner=1, batch_of=lambda i: model.batch(i, rows=16))[1][0]["norm"]["mean"]
-    twice = train(steps=1, inner=1, microbatches=2, batch_of=lambda i: model.batch(i, rows=16))[1][
-        0
-    ]["norm"]["mean"]
-    x = model.batch(0, rows=16)["x"].reshape(WORKERS, 2, 2, 12)
+    once, twice = (
+        trained(1, inner=1, microbatches=number)[1][0]["norm"]["mean"] for number in (1, 2)
+    )
+    x = model.batch(0)["x"].reshape(WORKERS, 2, 2, 12)
     hidden = nnx.merge(GRAPH, PARAMS, STATE, copy=True).hidden
     parts = np.stack([[np.asarray(hidden(rows)).mean(axis=0) for rows in worker] for worker in x])
     np.testing.assert_allclose(once, 0.5 * parts.mean(axis=1), rtol=1e-4, atol=1e-5)
@@ -105,21 +102,21 @@ def test_a_state_goes_through_the_microbatches():
     np.testing.assert_allclose(twice, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["manual", "mapped"])
+@sweep("mapped", mode=["manual", "mapped"])
 def test_a_worker_whose_gradient_is_not_finite_keeps_its_state(mode):
     def broken(i):
         batch = model.batch(i)
         batch["x"][:2] = np.inf
         return batch
 
-    _, (state,), metrics = train(steps=1, mode=mode, inner=1, batch_of=broken)
+    _, (state,), metrics = trained(steps=1, mode=mode, inner=1, batch_of=broken)
     assert metrics.exchange.participants < WORKERS
     np.testing.assert_array_equal(state["norm"]["mean"][0], 0)
     assert (state["norm"]["mean"][1:] != 0).any(axis=1).all()
 
 
 def test_a_state_without_workers_is_refused():
-    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+    mesh = workers.mesh_of(WORKERS)
     step = demo_optax.make_train_step(loss, TX, mesh, stateful=True)
     opt_state = demo_optax.init_opt_state(TX, PARAMS, mesh)
     with pytest.raises(ValueError, match=r"make them with demo_optax.init_model_state"):

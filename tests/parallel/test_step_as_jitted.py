@@ -2,6 +2,7 @@
 
 import pickle
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -14,10 +15,12 @@ TX = demo_optax.demo_adamw(5e-3, demo_optax.Compression(4, 8), decay=0.9, axis_n
 WORKERS = 4
 
 
+MESH = workers.mesh_of(WORKERS)
+
+
 def prepared(tx=TX, **options):
-    mesh = workers.mesh_of(WORKERS)
-    step = demo_optax.make_train_step(model.loss, tx, mesh, **options)
-    return step, model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    step = workers.step_of(tx, MESH, **options)
+    return step, model.init(), demo_optax.init_opt_state(tx, model.init(), MESH)
 
 
 def batches(steps):
@@ -27,14 +30,7 @@ def batches(steps):
 @pytest.fixture(scope="module")
 def expected():
     """Parameters after three steps, one call each."""
-    step, params, state = prepared()
-    for batch in batches(3):
-        params, state, _ = step(params, state, batch)
-    return jax.tree.map(np.asarray, params)
-
-
-def assert_same(params, expected):
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    return workers.train(TX, range(3), mesh=MESH)[0]
 
 
 def test_under_an_outer_jit(expected):
@@ -42,7 +38,7 @@ def test_under_an_outer_jit(expected):
     outer = jax.jit(lambda *args: step(*args)[:2])
     for batch in batches(3):
         params, state = outer(params, state, batch)
-    assert_same(params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 def test_under_scan(expected):
@@ -59,7 +55,7 @@ def test_under_scan(expected):
 
     (params, _), losses = run(params, state, stacked)
     assert losses.shape == (3, WORKERS)
-    assert_same(params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 def test_lowered_from_shapes_it_is_the_same_program():
@@ -75,14 +71,13 @@ def test_compiled_ahead_of_time_it_is_called_alike(expected):
     step, params, state = prepared()
     compiled = step.lower(params, state, model.batch(0)).compile()
     for batch in batches(3):
-        mesh = workers.mesh_of(WORKERS)
-        rows = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-        whole = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        rows = jax.NamedSharding(MESH, jax.sharding.PartitionSpec("data"))
+        whole = jax.NamedSharding(MESH, jax.sharding.PartitionSpec())
         params, state, metrics = compiled(
             jax.device_put(params, whole), state, jax.device_put(batch, rows)
         )
     assert metrics.packet_bytes > 0
-    assert_same(params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 def test_exported_with_several_processes_tracers_are_not_asked_where_they_are(monkeypatch):
@@ -95,11 +90,10 @@ def test_exported_with_several_processes_tracers_are_not_asked_where_they_are(mo
 
 def test_without_donation_what_was_given_stays():
     step, params, state = prepared(donate=False)
-    mesh = workers.mesh_of(WORKERS)
-    params = jax.device_put(params, jax.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    params = jax.device_put(params, jax.NamedSharding(MESH, jax.sharding.PartitionSpec()))
     before = jax.tree.map(np.asarray, (params, state))
     step(params, state, model.batch(0))
-    assert_same((params, state), before)
+    chex.assert_trees_all_equal((params, state), before)
 
 
 @pytest.mark.parametrize("carry", ["device_get", "pickle"])
@@ -116,7 +110,7 @@ def test_a_state_from_elsewhere_is_placed_without_compiling_again(carry, expecte
     for batch in rest:
         params, state, _ = jax.block_until_ready(step(params, state, batch))
     assert not [name for name in compiled() if "placed_step" in name]
-    assert_same(params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 def test_a_state_may_hold_numbers():
@@ -148,9 +142,8 @@ def test_a_random_key_is_placed():
     def noisy(params, batch, key):
         return model.loss(params, batch) + jax.random.normal(key)
 
-    mesh = workers.mesh_of(WORKERS)
-    step = demo_optax.make_train_step(noisy, TX, mesh, random_key=True)
-    state = demo_optax.init_opt_state(TX, model.init(), mesh)
+    step = workers.step_of(TX, MESH, noisy, random_key=True)
+    state = demo_optax.init_opt_state(TX, model.init(), MESH)
     key = jax.device_put(jax.random.key(0), jax.devices()[7])
     losses = step(model.init(), state, model.batch(0), key)[2].loss
     assert len(np.unique(losses)) == WORKERS

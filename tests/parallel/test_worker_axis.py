@@ -1,5 +1,8 @@
 """Which state belongs to a worker, in whatever chain or holder the optimizer stands."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from tests import model, workers
+from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 MOMENTUM = demo_optax.decoupled_momentum(0.9, SMALL, axis_name="data")
@@ -45,8 +49,7 @@ def run(tx, steps=3, mode="shard_map", count=4, gradients=GRADIENTS):
     return all_updates, state
 
 
-def assert_close(ours, theirs):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours, theirs)
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)
 
 
 def test_state_in_front_of_the_exchange_is_local_and_behind_it_shared():
@@ -59,7 +62,7 @@ def test_state_in_front_of_the_exchange_is_local_and_behind_it_shared():
     assert same(momentum.metrics, SHARED)
     assert same(behind, SHARED)
 
-    params, state, _ = model.train(tx, 3)
+    params, state, _ = workers.train(tx, range(3))
     for local in jax.tree.leaves((state[0].mu, state[0].nu, state[1].momentum)):
         entries = np.asarray(local)
         assert len(entries) == model.WORKERS
@@ -97,7 +100,7 @@ def test_map_params_finds_the_momentum_in_a_stacked_state():
     assert specs == specs_of(tx)
 
 
-@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
+@sweep("shard_map", mode=["vmap", "shard_map"])
 def test_partition_leaves_each_part_its_own_optimizer(mode):
     dense = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(0.1))
     labels = {"hidden": "demo", "out": "demo", "bias": "dense"}
@@ -184,8 +187,8 @@ def test_linen_train_state_holds_a_stacked_optimizer():
             ready_made(expected, opt_state, model.batch(i))
         )
     assert int(state.step) == 3
-    jax.tree.map(np.testing.assert_array_equal, state.params, expected)
-    jax.tree.map(np.testing.assert_array_equal, state.opt_state, opt_state)
+    chex.assert_trees_all_equal(state.params, expected)
+    chex.assert_trees_all_equal(state.opt_state, opt_state)
 
 
 def test_nnx_model_trains_by_split_and_merge():
@@ -225,9 +228,9 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@sweep("owners, delayed", name=OWN)
 def test_a_state_begins_with_the_types_that_updates_give(name):
-    tx, mesh = OWN[name], jax.make_mesh((model.WORKERS,), ("data",))
+    tx, mesh = OWN[name], workers.mesh_of(model.WORKERS)
 
     def train(batch):
         def step(carry, _):
@@ -246,7 +249,7 @@ def test_a_state_begins_with_the_types_that_updates_give(name):
 
 
 def test_a_preconditioner_is_not_called_replicated():
-    tx, mesh = OWN["demo_scaled"], jax.make_mesh((model.WORKERS,), ("data",))
+    tx, mesh = OWN["demo_scaled"], workers.mesh_of(model.WORKERS)
     init = jax.shard_map(
         lambda: tx.init(model.init())[0].precondition, mesh=mesh, in_specs=(), out_specs=P()
     )

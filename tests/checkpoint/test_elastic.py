@@ -1,5 +1,8 @@
 """Runs that stop and go on: on the same workers to the last bit, on others without loss."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +17,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
 SGD = demo_optax.demo_sgd(0.3, decay=0.9, compression=SMALL, axis_name="data")
@@ -48,16 +50,11 @@ OPTIMIZERS = {
 }
 
 
-def train(tx, mesh, steps, params=None, state=None):
-    """Steps ``range(*steps)``; returns parameters, state and losses."""
-    params = model.init() if params is None else params
-    state = demo_optax.init_opt_state(tx, params, mesh) if state is None else state
-    step, losses = demo_optax.make_train_step(model.loss, tx, mesh), []
-    for i in range(*steps):
-        batch = model.batch(i, rows=24)
-        params, state, metrics = jax.block_until_ready(step(params, state, batch))
-        losses.append(float(np.mean(metrics.loss)))
-    return params, state, losses
+train = functools.partial(workers.train, batch=functools.partial(model.batch, rows=24))
+
+
+def mean_losses(metrics):
+    return [float(np.mean(one.loss)) for one in metrics]
 
 
 def assert_same_bits(ours, theirs):
@@ -71,16 +68,16 @@ def assert_same_bits(ours, theirs):
         assert bits(a) == bits(b)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sweep("preconditioned demo", name=OPTIMIZERS)
 def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
     tx, mesh = OPTIMIZERS[name], workers.mesh_of(4)
-    params, state, _ = train(tx, mesh, (0, 3))
+    params, state, _ = train(tx, range(3), mesh=mesh)
     extra = {"key": jax.random.key(5), "position": 3, "note": "abc", "table": np.arange(3)}
     with Checkpointer(tmp_path, tx, mesh) as checkpointer:
         assert checkpointer.restore(model.init()) is None
         checkpointer.save(3, params, state, extra)
         # What was saved is given away to the next steps while it is being written.
-        expected = train(tx, mesh, (3, 6), params, state)
+        expected = train(tx, range(3, 6), mesh=mesh, start=(params, state))
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.init())
     template = {"key": jax.random.key(0), "position": 0, "note": "", "table": np.zeros(3, int)}
@@ -92,23 +89,23 @@ def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
         jax.random.key_data(found.extra["key"]), jax.random.key_data(extra["key"])
     )
     np.testing.assert_array_equal(found.extra["table"], extra["table"])
-    went_on = train(tx, mesh, (3, 6), found.params, found.opt_state)
+    went_on = train(tx, range(3, 6), mesh=mesh, start=(found.params, found.opt_state))
     assert_same_bits(went_on[:2], expected[:2])
-    assert went_on[2] == expected[2]
+    assert mean_losses(went_on[2]) == mean_losses(expected[2])
 
 
-@pytest.mark.parametrize(
-    "before, after", [(4, 2), (2, 4), (4, 3), pytest.param(3, 1, marks=pytest.mark.slow)]
-)
-def test_other_numbers_of_workers_keep_the_mean(before, after, tmp_path):
+@sweep((4, 2), (4, 3), numbers=[(4, 2), (2, 4), (4, 3), (3, 1)])
+def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
+    before, after = numbers
     tx = OPTIMIZERS["preconditioned demo"]
-    params, state, losses = train(tx, workers.mesh_of(before), (0, 40))
+    params, state, losses = train(tx, range(40), mesh=workers.mesh_of(before))
+    losses = mean_losses(losses)
     with Checkpointer(tmp_path, tx, workers.mesh_of(before)) as checkpointer:
         checkpointer.save(40, params, state)
     mesh = workers.mesh_of(after)
     with Checkpointer(tmp_path, tx, mesh) as checkpointer:
         found = checkpointer.restore(model.init())
-    jax.tree.map(np.testing.assert_array_equal, found.params, params)
+    chex.assert_trees_all_equal(found.params, params)
 
     def local(state):
         return jax.tree.map(np.asarray, (state[0].momentum, state[0].precondition.nu))
@@ -124,21 +121,23 @@ def test_other_numbers_of_workers_keep_the_mean(before, after, tmp_path):
         else:
             assert all((entry == new[0]).all() for entry in new)
 
-    *_, went_on = train(tx, mesh, (40, 60), found.params, found.opt_state)
+    *_, went_on = train(tx, range(40, 60), mesh=mesh, start=(found.params, found.opt_state))
+    went_on = mean_losses(went_on)
     assert np.mean(went_on) < 1.1 * np.mean(losses[20:])
     assert max(went_on[:5]) < 1.2 * max(losses[30:])
 
 
 def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):
     tx = OPTIMIZERS["a chain with a partition and random keys"]
-    params, state, _ = train(tx, workers.mesh_of(4), (0, 2))
+    params, state, _ = train(tx, range(2), mesh=workers.mesh_of(4))
     with Checkpointer(tmp_path, tx, workers.mesh_of(4)) as checkpointer:
         checkpointer.save(2, params, state)
     with Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer:
         found = checkpointer.restore(model.init())
     keys, expected = (jax.random.key_data(tree[1].rng_key) for tree in (found.opt_state, state))
     np.testing.assert_array_equal(keys, expected)
-    train(tx, workers.mesh_of(2), (2, 3), found.params, found.opt_state)
+    start = found.params, found.opt_state
+    train(tx, range(2, 3), mesh=workers.mesh_of(2), start=start)
 
 
 def in_parameter_space(momentum, shape, chunk):
@@ -159,7 +158,7 @@ def in_parameter_space(momentum, shape, chunk):
 @pytest.mark.slow
 def test_other_blocks_are_reached_through_parameter_space(tmp_path):
     mesh = workers.mesh_of(4)
-    params, state, _ = train(SGD, mesh, (0, 3))
+    params, state, _ = train(SGD, range(3), mesh=mesh)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
         checkpointer.save(3, params, state)
     other = demo_optax.demo_sgd(0.3, demo_optax.Compression(4, 5), decay=0.9, axis_name="data")
@@ -173,20 +172,21 @@ def test_other_blocks_are_reached_through_parameter_space(tmp_path):
         new = [in_parameter_space(own, x.shape, 5) for own in found.opt_state[0].momentum[name]]
         np.testing.assert_allclose(new[0], np.mean(old[:2], axis=0), atol=1e-6)
         np.testing.assert_allclose(new[1], np.mean(old[2:], axis=0), atol=1e-6)
-    train(other, workers.mesh_of(2), (3, 5), found.params, found.opt_state)
+    start = found.params, found.opt_state
+    train(other, range(3, 5), mesh=workers.mesh_of(2), start=start)
 
 
-@pytest.mark.parametrize("one, other", [("dct", "random"), ("random", "hadamard")])
-def test_other_transforms_are_reached_through_parameter_space(one, other, tmp_path):
+@sweep(("dct", "random"), transforms=[("dct", "random"), ("random", "hadamard")])
+def test_other_transforms_are_reached_through_parameter_space(transforms, tmp_path):
     """There and back again is the same momentum, and the steps in between go on as they would."""
     mesh = workers.mesh_of(2)
     first, second = (
         demo_optax.demo_sgd(
             0.3, demo_optax.Compression(64, 8, transform=name), decay=0.9, axis_name="data"
         )
-        for name in (one, other)
+        for name in transforms
     )
-    params, state, _ = train(first, mesh, (0, 3))
+    params, state, _ = train(first, range(3), mesh=mesh)
     with Checkpointer(tmp_path / "there", first, mesh) as checkpointer:
         checkpointer.save(3, params, state)
     with (
@@ -201,20 +201,12 @@ def test_other_transforms_are_reached_through_parameter_space(one, other, tmp_pa
         pytest.warns(UserWarning, match="carried over"),
     ):
         back = checkpointer.restore(model.init())
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        back.opt_state[0].momentum,
-        state[0].momentum,
+    chex.assert_trees_all_close(back.opt_state[0].momentum, state[0].momentum, atol=1e-6)
+    ours, theirs = (
+        train(tx, range(3, 5), mesh=mesh, start=(found.params, found.opt_state))[0]
+        for tx, found in ((second, there), (first, back))
     )
-    ours, _, _ = train(second, mesh, (3, 5), there.params, there.opt_state)
-    theirs, _, _ = train(first, mesh, (3, 5), back.params, back.opt_state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
-
-
-def sharded(replica, fsdp):
-    kinds = (AxisType.Auto,) * 2
-    devices = jax.devices()[: replica * fsdp]
-    return jax.make_mesh((replica, fsdp), ("replica", "fsdp"), kinds, devices=devices)
+    chex.assert_trees_all_close(ours, theirs, atol=1e-5)
 
 
 def test_other_shards_are_reached_through_parameter_space(tmp_path):
@@ -223,32 +215,24 @@ def test_other_shards_are_reached_through_parameter_space(tmp_path):
     specs = {"hidden": P(None, "fsdp"), "bias": P("fsdp"), "out": P("fsdp")}
     settings = dict(axis_name="replica", param_specs=specs)
 
-    def run(mesh, steps, params, state):
-        step = demo_optax.make_train_step(model.loss, tx, mesh, **settings)
-        for i in range(*steps):
-            params, state, _ = jax.block_until_ready(step(params, state, model.batch(i)))
-        return params, state
-
-    mesh = sharded(2, 2)
-    params, state = run(
-        mesh, (0, 3), model.init(), demo_optax.init_opt_state(tx, model.init(), mesh, **settings)
+    one, mesh = (
+        workers.mesh_of(2, size, names=("replica", "fsdp"), kind=AxisType.Auto) for size in (1, 2)
     )
+    params, state, _ = workers.train(tx, range(3), mesh=mesh, **settings)
     with Checkpointer(tmp_path, tx, mesh, **settings) as checkpointer:
         checkpointer.save(3, params, state)
         again = checkpointer.restore(model.init())
     assert_same_bits((again.params, again.opt_state), (params, state))
-    expected, _ = run(mesh, (3, 6), params, state)
+    expected = workers.train(tx, range(3, 6), mesh=mesh, start=(params, state), **settings)[0]
 
-    mesh = sharded(2, 1)
     with (
-        Checkpointer(tmp_path, tx, mesh, **settings) as checkpointer,
+        Checkpointer(tmp_path, tx, one, **settings) as checkpointer,
         pytest.warns(UserWarning, match="other shards"),
     ):
         found = checkpointer.restore(model.init())
-    went_on, _ = run(mesh, (3, 6), found.params, found.opt_state)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), went_on, expected
-    )
+    start = found.params, found.opt_state
+    went_on = workers.train(tx, range(3, 6), mesh=one, start=start, **settings)[0]
+    chex.assert_trees_all_close(went_on, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_last_few_are_kept_and_any_of_them_can_be_restored(tmp_path):
@@ -260,14 +244,14 @@ def test_the_last_few_are_kept_and_any_of_them_can_be_restored(tmp_path):
             checkpointer.save(step, scaled, state, wait=True)
         checkpointer.save(3, params, state)  # which is there
         found = checkpointer.restore(params, step=2)
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), found.params, params)
+        chex.assert_trees_all_equal(found.params, jax.tree.map(lambda x: 2 * x, params))
         with pytest.raises(ValueError, match=r"there are those of \[2, 3\]"):
             checkpointer.restore(params, step=1)
         for step in (1, 3):  # would lose to what is there when the run is started again
             with pytest.raises(ValueError, match="checkpoint of step 3 already"):
                 checkpointer.save(step, params, state)
     loaded = checkpoint.load_params(tmp_path, params)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 3 * b), loaded, params)
+    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: 3 * x, params))
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 7"):
         checkpoint.load_params(tmp_path, params, step=7)
 
@@ -311,8 +295,8 @@ def test_names_that_look_alike_and_leaves_without_elements_stay_apart(tmp_path):
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
         checkpointer.save(1, params, demo_optax.init_opt_state(SGD, params, mesh))
         found = checkpointer.restore(params)
-    jax.tree.map(np.testing.assert_array_equal, found.params, params)
-    jax.tree.map(np.testing.assert_array_equal, checkpoint.load_params(tmp_path, params), params)
+    chex.assert_trees_all_equal(found.params, params)
+    chex.assert_trees_all_equal(checkpoint.load_params(tmp_path, params), params)
 
 
 def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):

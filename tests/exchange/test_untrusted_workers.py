@@ -1,5 +1,6 @@
 """Packets that one worker alone gets wrong, and well-formed packets that are far too big."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,7 @@ import demo_optax
 from demo_optax.compression import packet
 from demo_optax.exchange import averaging, collectives
 from tests import workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 WORKERS = 5
 PARAMS = {"w": np.zeros((16, 8), np.float32), "b": np.zeros(16, np.float32)}
@@ -47,7 +47,7 @@ def stacked_state(tx):
     return jax.tree.map(lambda x: np.stack([x] * WORKERS), tx.init(PARAMS))
 
 
-@pytest.mark.parametrize("receiver", [0, 3])
+@sweep(3, receiver=[0, 3])
 def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(monkeypatch, receiver):
     """The step itself cannot tell: that worker misses a packet which the others get."""
     tx, plain = momentum(), collectives.gather
@@ -98,9 +98,13 @@ def norm_of(gradient, worker):
     return np.sqrt(sum(np.sum(np.square(g[worker], dtype=np.float64)) for g in gradient.values()))
 
 
-@pytest.mark.parametrize("mode", ["vmap", "shard_map"])
-@pytest.mark.parametrize("alpha", [1.0, 0.6])
-@pytest.mark.parametrize("mean", ["senders", "workers"])
+@sweep(
+    ("senders", 0.6, "vmap"),
+    ("workers", 1.0, "shard_map"),
+    mean=["senders", "workers"],
+    alpha=[1.0, 0.6],
+    mode=["vmap", "shard_map"],
+)
 def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
     tx = momentum(norm_limit=2.0, subtraction_factor=alpha, mean=mean)
     sizes = [1.0, 1e9, 1.1, 0.9, 30.0]
@@ -129,9 +133,13 @@ def test_of_two_workers_the_smaller_sets_the_limit():
     assert total <= (1 + 4) / 2 * norm_of(gradient, 0) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("topk", [4, 64], ids=["added at once", "added in turn"])
-@pytest.mark.parametrize("limit", [None, 5.0])
-@pytest.mark.parametrize("size", [1e17, 1e30, 3e38])
+@sweep(
+    (1e17, 5.0, 4),
+    (3e38, None, 64),
+    size=[1e17, 1e30, 3e38],
+    limit=[None, 5.0],
+    topk=[4, 64],  # added at once, and in turn
+)
 def test_liars_whose_norm_is_beyond_float32_are_not_heard(monkeypatch, size, limit, topk):
     """Two workers send well-formed packets of huge values and tell a small energy."""
     compression = demo_optax.Compression(topk, 8)
@@ -165,7 +173,7 @@ def test_a_limit_that_is_not_reached_changes_no_bit():
         (one, first), (two, second) = (
             step(gradients(seed), state, PARAMS) for step, state in zip(steps, states, strict=True)
         )
-        jax.tree.map(np.testing.assert_array_equal, (one, first), (two, second))
+        chex.assert_trees_all_equal((one, first), (two, second))
         states = first, second
 
 

@@ -1,7 +1,9 @@
 """What an exchange keeps beside the momenta: sharded, saved, put back, and divided anew."""
 
+import functools
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,8 @@ from demo_optax.compression import make_plan
 from demo_optax.compression.packet import Origin
 from demo_optax.exchange.delayed import decode_pending
 from demo_optax.exchange.protocol import Subtraction, own_numbers
-
-pytestmark = pytest.mark.sweep
+from tests import workers
+from tests.sweeps import sweep
 
 SHAPES = {"v": (30,), "w": (32, 24)}
 SPECS = {"v": P(), "w": P("fsdp")}
@@ -29,11 +31,7 @@ EXCHANGES = {
 KEEPING = ["two-phase", "delayed", "delayed two-phase"]
 
 
-def mesh_of(*sizes):
-    names = ("data", "fsdp", "tensor")[: len(sizes)]
-    return jax.make_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))])
-
-
+@functools.cache
 def optimizer(exchange, subtraction_factor=1.0, **settings):
     settings = {"topk": 4, "block_side": 8, "value_coding": "int4"} | settings
     return optax.chain(
@@ -57,19 +55,25 @@ def batch(step):
 
 
 class Trained:
-    def __init__(self, tx, *sizes):
-        self.tx, self.mesh = tx, mesh_of(*sizes)
-        self.specs = SPECS if len(sizes) > 1 else None
+    """A run on a mesh of these sizes, which may be saved and restored."""
+
+    def __init__(self, tx, *sizes, names=("data", "fsdp", "tensor"), specs=SPECS):
+        self.tx, self.mesh = tx, workers.mesh_of(*sizes, names=names)
+        self.specs = specs if len(sizes) > 1 else None
         self.params = {n: jnp.ones(shape) for n, shape in SHAPES.items()}
         self.state = demo_optax.init_opt_state(tx, self.params, self.mesh, param_specs=self.specs)
-        self.step = demo_optax.make_train_step(loss, tx, self.mesh, param_specs=self.specs)
+        self.step = workers.step_of(tx, self.mesh, loss, param_specs=self.specs)
 
     def run(self, steps):
-        for number in steps:
-            # Simulated devices share a few threads: steps in flight can wait for each other.
-            self.params, self.state, self.metrics = jax.block_until_ready(
-                self.step(self.params, self.state, batch(number))
-            )
+        self.params, self.state, (*_, self.metrics) = workers.train(
+            self.tx,
+            steps,
+            mesh=self.mesh,
+            start=(self.params, self.state),
+            loss=loss,
+            batch=batch,
+            param_specs=self.specs,
+        )
         return self
 
     def checkpointer(self, folder):
@@ -117,16 +121,16 @@ def assert_nothing_pending(state):
     assert not np.any(kept.pending) and not np.any(kept.subtracted)
 
 
-def assert_close(one, other):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, other)
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)
 
 
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("exchange", KEEPING)
+@sweep(
+    ("two-phase", (2, 2, 2)),
+    ("delayed", (4, 2)),
+    ("delayed two-phase", (8,)),
+    exchange=KEEPING,
+    sizes=[(8,), (4, 2), (2, 2, 2)],
+)
 def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
     trained = Trained(optimizer(exchange), *sizes).run([0])
     first = float(trained.metrics.loss.mean())
@@ -137,9 +141,15 @@ def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
     assert float(trained.metrics.loss.mean()) < first / 2
 
 
-@pytest.mark.parametrize("every", [1, 3], ids="{} local steps".format)
-@pytest.mark.parametrize("selection", ["topk", "random", "slicing"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@sweep(
+    ("all-gather", "random", 3),
+    ("two-phase", "slicing", 1),
+    ("delayed", "topk", 3),
+    ("delayed two-phase", "topk", 1),
+    exchange=EXCHANGES,
+    selection=["topk", "random", "slicing"],
+    every=[1, 3],
+)
 def test_replicas_are_identical_after_200_steps_in_every_combination(exchange, selection, every):
     tx = optimizer(exchange, selection=selection)
     if every > 1:
@@ -161,15 +171,19 @@ def test_replicas_are_identical_after_200_steps_in_every_combination(exchange, s
     assert int(metrics.participants) == 8 and bool(metrics.agreed)
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("exchange", KEEPING)
+@sweep(
+    ("two-phase", (4,)),
+    ("delayed two-phase", (2, 2)),
+    exchange=KEEPING,
+    sizes=[(4,), (2, 2)],
+)
 def test_a_saved_run_goes_on_to_the_same_bits(exchange, sizes, tmp_path):
     tx = optimizer(exchange)
     straight = Trained(tx, *sizes).run(range(5))
     straight.saved(tmp_path)
     restored = Trained(tx, *sizes).restored(tmp_path)
-    assert_same(straight.state, restored.state)
-    assert_same(straight.run(range(5, 8)).params, restored.run(range(5, 8)).params)
+    chex.assert_trees_all_equal(straight.state, restored.state)
+    chex.assert_trees_all_equal(straight.run(range(5, 8)).params, restored.run(range(5, 8)).params)
 
 
 def owed(state, inner):
@@ -183,8 +197,9 @@ def owed(state, inner):
     ]
 
 
-@pytest.mark.parametrize("before, after", [((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))], ids=str)
-def test_other_workers_own_what_was_owed(before, after, tmp_path):
+@sweep(((4,), (3,)), meshes=[((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))])
+def test_other_workers_own_what_was_owed(meshes, tmp_path):
+    before, after = meshes
     tx = optimizer("delayed two-phase")
     trained = Trained(tx, *before).run(range(5)).saved(tmp_path)
     restored = Trained(tx, *after).restored(tmp_path)
@@ -207,23 +222,16 @@ def test_residuals_go_to_owners_inside_of_a_delay_and_back(tmp_path):
     delayed.saved(tmp_path / "back")
     back = Trained(optimizer("two-phase"), 4).restored(tmp_path / "back")
     for restored in (delayed, back):
-        assert_same(owed(trained.state, 1), owed(restored.state, 1))
-        assert_same(trained.state[0].momentum, restored.state[0].momentum)
+        chex.assert_trees_all_equal(owed(trained.state, 1), owed(restored.state, 1))
+        chex.assert_trees_all_equal(trained.state[0].momentum, restored.state[0].momentum)
 
 
 def test_devices_that_hold_the_same_owe_it_once(tmp_path):
     """Parameters are whole on both devices of each worker."""
     tx = optimizer("two-phase")
 
-    def on(workers):
-        trained = Trained(tx, workers)
-        trained.mesh, trained.specs = mesh_of(workers, 2), None
-        trained.state = demo_optax.init_opt_state(tx, trained.params, trained.mesh)
-        trained.step = demo_optax.make_train_step(loss, tx, trained.mesh)
-        return trained
-
-    trained = on(4).run(range(4)).saved(tmp_path)
-    restored = on(2).restored(tmp_path)
+    trained = Trained(tx, 4, 2, specs=None).run(range(4)).saved(tmp_path)
+    restored = Trained(tx, 2, 2, specs=None).restored(tmp_path)
     for old, new in zip(owed(trained.state, 1), owed(restored.state, 1), strict=True):
         size = min(old.shape[1], new.shape[1])
         np.testing.assert_array_equal(old[:, :size], new[:, :size])
@@ -237,7 +245,7 @@ class Net(NamedTuple):
 
 def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
     params = Net(jnp.ones((16, 8)), jnp.ones((8, 8)), [jnp.ones((8, 8))])
-    tx, four, two = optimizer("all-gather"), mesh_of(4), mesh_of(2)
+    tx, four, two = optimizer("all-gather"), workers.mesh_of(4), workers.mesh_of(2)
     state = demo_optax.init_opt_state(tx, params, four)
     filled = jax.tree.map(jnp.ones_like, state[0].momentum)
     state = (state[0]._replace(momentum=filled), *state[1:])
@@ -246,7 +254,7 @@ def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
     with Checkpointer(tmp_path, tx, two) as checkpointer:
         found = checkpointer.restore(params)
     assert all(np.all(np.asarray(x) == 1) for x in jax.tree.leaves(found.opt_state[0].momentum))
-    both, specs = mesh_of(2, 2), Net(P(None, "fsdp"), P(None, "fsdp"), [P(None, "fsdp")])
+    both, specs = workers.mesh_of(2, 2), Net(P(None, "fsdp"), P(None, "fsdp"), [P(None, "fsdp")])
     found = demo_optax.state_specs(tx, params, both, param_specs=specs)[0].momentum
     assert set(jax.tree.leaves(found)) == {P("data", None, "fsdp")}
 
@@ -261,28 +269,27 @@ def test_what_is_owed_is_not_lost_silently(tmp_path):
 
 def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
     """Two workers of four devices; what a device keeps lies in the order of the mesh's axes."""
-    trained = Trained(optimizer(exchange), 2)
-    trained.mesh, trained.specs = jax.make_mesh((2, 2, 2), ("data", *names)), {"v": P(), "w": cut}
-    options = {"param_specs": trained.specs}
-    trained.state = demo_optax.init_opt_state(trained.tx, trained.params, trained.mesh, **options)
-    trained.step = demo_optax.make_train_step(loss, trained.tx, trained.mesh, **options)
-    return trained
+    specs = {"v": P(), "w": cut}
+    return Trained(optimizer(exchange), 2, 2, 2, names=("data", *names), specs=specs)
 
 
-@pytest.mark.parametrize(
-    "others", [{"names": ("tensor", "fsdp")}, {"cut": P("tensor", "fsdp")}], ids=str
+@sweep(
+    ("two-phase", "names"),
+    ("delayed", "cut"),
+    exchange=["two-phase", "delayed"],
+    change=["names", "cut"],
 )
-def test_what_devices_keep_is_not_given_to_others(others, tmp_path):
-    for exchange in ("two-phase", "delayed"):
-        trained = on_eight(exchange).run(range(3)).saved(tmp_path / exchange)
-        if exchange == "two-phase":
-            with pytest.raises(ValueError, match="restore it with the old"):
-                on_eight(exchange, **others).restored(tmp_path / exchange)
-            continue
-        restored = on_eight(exchange, **others).restored(tmp_path / exchange)
-        assert np.any(trained.state[0].exchange.pending)
-        assert_nothing_pending(restored.state)
-        assert_close(with_pending(trained, exchange), restored.state[0].momentum)
+def test_what_devices_keep_is_not_given_to_others(exchange, change, tmp_path):
+    others = {"names": {"names": ("tensor", "fsdp")}, "cut": {"cut": P("tensor", "fsdp")}}[change]
+    trained = on_eight(exchange).run(range(3)).saved(tmp_path)
+    if exchange == "two-phase":
+        with pytest.raises(ValueError, match="restore it with the old"):
+            on_eight(exchange, **others).restored(tmp_path)
+        return
+    restored = on_eight(exchange, **others).restored(tmp_path)
+    assert np.any(trained.state[0].exchange.pending)
+    assert_nothing_pending(restored.state)
+    assert_close(with_pending(trained, exchange), restored.state[0].momentum)
 
 
 CHANGES = {
@@ -295,16 +302,22 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("selection, factor", [("topk", 1.0), ("random", 0.5)])
-def test_pending_messages_go_back_into_the_momentum(selection, factor, change, sizes, tmp_path):
+@sweep(
+    ("topk", "exchange", (2, 2)),
+    ("random", "value coding", (4,)),
+    ("random", "slicing", (4,)),
+    selection=["topk", "random"],
+    change=CHANGES,
+    sizes=[(4,), (2, 2)],
+)
+def test_pending_messages_go_back_into_the_momentum(selection, change, sizes, tmp_path):
+    factor = {"topk": 1.0, "random": 0.5}[selection]
     settings = dict(exchange="delayed", subtraction_factor=factor, selection=selection)
     trained = Trained(optimizer(**settings), *sizes).run(range(3)).saved(tmp_path)
     pending = jax.tree.map(np.subtract, with_pending(trained, "delayed"), trained.state[0].momentum)
     assert all(map(np.any, jax.tree.leaves(pending)))
     same = Trained(optimizer(**settings), *sizes).restored(tmp_path)
-    assert_same(trained.state, same.state)
+    chex.assert_trees_all_equal(trained.state, same.state)
     assert int(same.run([3]).metrics.exchange.participants) == sizes[0]
 
     restored = Trained(optimizer(**settings | CHANGES[change]), *sizes).restored(tmp_path)
@@ -315,11 +328,14 @@ def test_pending_messages_go_back_into_the_momentum(selection, factor, change, s
     assert int(restored.metrics.exchange.participants) == sizes[0]
 
 
-@pytest.mark.parametrize("exchange", ["delayed", "delayed two-phase"])
-@pytest.mark.parametrize("one, other", [("dct", "random"), ("random", "identity")])
-def test_pending_messages_go_back_before_another_transform(one, other, exchange, tmp_path):
+@sweep(
+    (("dct", "random"), "delayed two-phase"),
+    transforms=[("dct", "random"), ("random", "identity")],
+    exchange=["delayed", "delayed two-phase"],
+)
+def test_pending_messages_go_back_before_another_transform(transforms, exchange, tmp_path):
     """In the basis of the step in which they were sent, which is redrawn; and back again."""
-    first, second = (optimizer(exchange, transform=name) for name in (one, other))
+    first, second = (optimizer(exchange, transform=name) for name in transforms)
     trained = Trained(first, 2).run(range(3))
     if exchange != "delayed":  # owners must have sent everything
         kept = trained.state[0].exchange
@@ -333,10 +349,8 @@ def test_pending_messages_go_back_before_another_transform(one, other, exchange,
     there.saved(tmp_path / "back")
     with pytest.warns(UserWarning, match="carried over"):
         back = Trained(first, 2).restored(tmp_path / "back")
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-        with_pending(trained, exchange),
-        back.state[0].momentum,
+    chex.assert_trees_all_close(
+        with_pending(trained, exchange), back.state[0].momentum, rtol=1e-7, atol=1e-5
     )
 
 
@@ -365,8 +379,12 @@ def test_a_narrow_momentum_gets_its_message_back(tmp_path):
         np.testing.assert_allclose(np.sum(found**2, 1), energies, rtol=2e-2)
 
 
-@pytest.mark.parametrize("transform", ["dct", "hadamard"])
-@pytest.mark.parametrize("exchange", ["all-gather", "delayed"])
+@sweep(
+    ("delayed", "dct"),
+    ("all-gather", "hadamard"),
+    exchange=["all-gather", "delayed"],
+    transform=["dct", "hadamard"],
+)
 def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transform, tmp_path):
     def flat(exchange, transform="dct"):
         compression = demo_optax.Compression(64, 8, transform=transform)
@@ -378,17 +396,17 @@ def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transfor
         with pytest.raises(ValueError, match="restore it with the old settings"):
             Trained(flat(exchange, transform), 4).restored(tmp_path)
         return
-    assert_same(Trained(flat(exchange), 4).restored(tmp_path).state, trained.state)
+    chex.assert_trees_all_equal(Trained(flat(exchange), 4).restored(tmp_path).state, trained.state)
     if exchange == "delayed":
         restored = Trained(flat("all-gather"), 4).restored(tmp_path)
         assert_close(with_pending(trained, exchange), restored.state[0].momentum)
         assert np.any(restored.state[0].momentum)
 
 
-@pytest.mark.parametrize("exchange", KEEPING)
+@sweep("delayed two-phase", exchange=KEEPING)
 def test_a_run_of_one_gather_goes_on_in_another_way(exchange, tmp_path):
     trained = Trained(optimizer("all-gather"), 4).run(range(3)).saved(tmp_path)
     restored = Trained(optimizer(exchange), 4).restored(tmp_path)
-    assert_same(trained.state[0].momentum, restored.state[0].momentum)
+    chex.assert_trees_all_equal(trained.state[0].momentum, restored.state[0].momentum)
     restored.run(range(3, 6))
     assert int(restored.metrics.exchange.participants) == 4

@@ -1,7 +1,6 @@
 """Selection and sparse sums: every formulation against NumPy, and all against each other."""
 
-import functools
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +25,8 @@ from demo_optax.compression.packet import (
 from demo_optax.compression.top_k import TopK
 from demo_optax.exchange import averaging
 from demo_optax.exchange.protocol import MEANS
-from tests import draws, model
-
-pytestmark = pytest.mark.sweep
+from tests import draws, workers
+from tests.sweeps import sweep
 
 blocks = st.integers(1, 5)
 sizes = st.sampled_from([1, 3, 17, 64, 100, 1088, 4096])
@@ -49,8 +47,12 @@ def dense(positions, values, n):
     return out
 
 
-@pytest.mark.parametrize("k", [1, 8, 32])
-@pytest.mark.parametrize("way", [TopK._by_kernel, TopK._by_strands])
+@sweep(
+    (TopK._by_kernel, 32),
+    (TopK._by_strands, 8),
+    way=[TopK._by_kernel, TopK._by_strands],
+    k=[1, 8, 32],
+)
 @draws.examples(5)
 @given(seed=draws.seeds, n=st.sampled_from([32, 100, 1024, 4096]), ties=st.booleans())
 def test_the_largest_magnitudes_are_chosen(way, k, seed, n, ties):
@@ -62,7 +64,11 @@ def test_the_largest_magnitudes_are_chosen(way, k, seed, n, ties):
     np.testing.assert_array_equal(found, np.sort(magnitudes)[:, -k:])
 
 
-@pytest.mark.parametrize("way", [sparse.scatter, sparse._add_by_comparison, sparse._add_by_product])
+@sweep(
+    sparse._add_by_comparison,
+    sparse._add_by_product,
+    way=[sparse.scatter, sparse._add_by_comparison, sparse._add_by_product],
+)
 @draws.examples(8)
 @given(seed=draws.seeds, blocks=blocks, n=sizes, k=st.sampled_from([1, 5]))
 def test_values_are_added_in_their_places(way, seed, blocks, n, k):
@@ -83,24 +89,29 @@ def averaged(selector, positions, values, largest, mean, at_once):
     section = Section(blocks, selector, "float32")
     layout = Layout((section,))
     zero, none = jnp.float32(0), jnp.uint32(0)
-    packets = []
-    for worker in range(workers):
-        message = Message((jnp.asarray(positions[worker]),), (jnp.asarray(values[worker]),))
-        fields, sent = encode([section], message)
-        origin = Origin(jnp.int32(0), jnp.array([worker], jnp.int32))
+
+    def packet(worker, positions, values):
+        fields, sent = encode([section], Message((positions,), (values,)))
         header = Header(none, none, none, zero, zero, zero, zero)
+        origin = Origin(jnp.int32(0), worker[None])
         packet = build(layout, header, fields, sent, jnp.array(True), origin)[0]
-        packets.append(packet ^ jnp.uint32(0xDEADBEEF) if worker % 2 else packet)
-    packets = jnp.stack(packets)
-    numbers = jnp.arange(workers, dtype=jnp.int32)
-    _, _, intact = open_heads(layout, packets, Origin(jnp.int32(0), numbers))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(averaging, "_workers_at_once", lambda layout: at_once)
+        return jnp.where(worker % 2, packet ^ jnp.uint32(0xDEADBEEF), packet)
+
+    @jax.jit
+    def average(positions, values):
+        numbers = jnp.arange(workers, dtype=jnp.int32)
+        packets = jax.vmap(packet)(numbers, positions, values)
+        _, _, intact = open_heads(layout, packets, Origin(jnp.int32(0), numbers))
         means, weights = averaging.average(
             layout, packets, intact, [None], jnp.float32(largest), mean
         )
+        return means[0].dense(), weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "_workers_at_once", lambda layout: at_once)
+        found, weights = average(positions, values)
     np.testing.assert_array_equal(weights[1::2], 0.0)
-    return means[0].dense()
+    return found
 
 
 def mean_by_hand(positions, values, n, largest, mean):
@@ -112,8 +123,7 @@ def mean_by_hand(positions, values, n, largest, mean):
     return total / np.maximum(senders if mean == "senders" else len(values), 1)
 
 
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("platform", ["here", "tpu"])
+@sweep(("here", "senders"), ("tpu", "workers"), platform=["here", "tpu"], mean=MEANS)
 @draws.examples(4)
 @given(seed=draws.seeds, n=sizes, workers=st.integers(1, 5))
 def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
@@ -152,8 +162,7 @@ def test_the_largest_of_each_bin_is_chosen(seed, n, k, ties):
             assert (positions[:, b] % k == b).all()
 
 
-@pytest.mark.parametrize("mean", MEANS)
-@pytest.mark.parametrize("platform", ["here", "tpu"])
+@sweep(("here", "workers"), ("tpu", "senders"), platform=["here", "tpu"], mean=MEANS)
 @draws.examples(4)
 @given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 7, 8]), workers=st.integers(1, 4))
 def test_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
@@ -178,7 +187,7 @@ def trained(steps=3, **compression):
     compression = demo_optax.Compression(**{"topk": 5, "block_side": 16} | compression)
     momentum = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
     tx = optax.chain(momentum, optax.scale_by_learning_rate(0.1))
-    return model.train(tx, steps)[0]
+    return workers.train(tx, range(steps))[0]
 
 
 def assert_replicas_are_identical(params):
@@ -186,8 +195,7 @@ def assert_replicas_are_identical(params):
         assert len({bytes(np.asarray(shard.data)) for shard in leaf.addressable_shards}) == 1
 
 
-@pytest.mark.parametrize("selection", ["topk", "bins"])
-@pytest.mark.parametrize("topk", [5, 40])
+@sweep(("topk", 5), selection=["topk", "bins"], topk=[5, 40])
 def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(
     topk, selection, monkeypatch
 ):
@@ -195,12 +203,10 @@ def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(
     monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
     ours = trained(topk=topk, selection=selection)
     assert_replicas_are_identical(ours)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, ours, expected)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("platform", ["here", "tpu"])
-@pytest.mark.parametrize("selection", ["topk", "bins"])
+@sweep(("bins", "here"), selection=["topk", "bins"], platform=["here", "tpu"])
 def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
     selection, platform, monkeypatch
 ):
@@ -210,11 +216,10 @@ def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
     monkeypatch.setattr(averaging, "_workers_at_once", lambda layout: 3)  # of eight
     ours = trained(selection=selection)
     assert_replicas_are_identical(ours)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, ours, expected)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("topk", [200, 2048])
+@sweep(200, topk=[200, 2048])
 def test_memory_does_not_explode_with_the_coefficients(topk):
     """Of a single worker, whose positions need not be compared with anybody's."""
     tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=topk))

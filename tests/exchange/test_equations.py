@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,8 +17,7 @@ from demo_optax import AllGather, Delayed, TwoPhase, accounting
 from demo_optax.accounting.models import preset_shapes
 from demo_optax.exchange import collectives, two_phase
 from tests import draws, workers
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 SIZE, SIDE = 44, 8  # six blocks, the last of four elements
 DECAY, WEIGHT = 0.9, 0.5
@@ -125,7 +125,7 @@ def gradients(step, count, broken=True):
 
 def started(tx, count, params=np.zeros(SIZE, np.float32)):
     """``tx.update`` for all workers, compiled, and the first state."""
-    init = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(count))
+    init = jax.jit(jax.vmap(lambda _: tx.init(params), axis_name="data"))(jnp.arange(count))
     return jax.jit(jax.vmap(tx.update, axis_name="data")), init
 
 
@@ -136,15 +136,30 @@ def plain(**settings):
 ALL, OWNERS = AllGather("data"), TwoPhase("data")
 # Means of a few rounded values lie between two others, where NumPy's last bit would decide.
 EXACT = TwoPhase("data", value_coding_back="float32")
-WAYS = [ALL, EXACT, Delayed(ALL), Delayed(EXACT)]
-SELECTIONS = ["topk", "bins", "striding", "random-slicing"]
+WAYS = {
+    "gather": ALL,
+    "two-phase": EXACT,
+    "delayed": Delayed(ALL),
+    "delayed two-phase": Delayed(EXACT),
+}
 
 
-@pytest.mark.parametrize("mean, alpha, count", [("senders", 1.0, 3), ("workers", 0.4, 4)])
-@pytest.mark.parametrize("coding", ["float32", "bfloat16"])
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("exchange", WAYS, ids=str)
-def test_twenty_steps_follow_the_equations(exchange, selection, coding, mean, alpha, count):
+@sweep(
+    ("gather", "topk", "float32", ("senders", 1.0, 3)),
+    ("gather", "bins", "bfloat16", ("workers", 0.4, 4)),
+    ("two-phase", "striding", "float32", ("workers", 0.4, 4)),
+    ("two-phase", "topk", "bfloat16", ("senders", 1.0, 3)),
+    ("delayed", "random-slicing", "bfloat16", ("senders", 1.0, 3)),
+    ("delayed", "bins", "float32", ("workers", 0.4, 4)),
+    ("delayed two-phase", "random-slicing", "float32", ("senders", 1.0, 3)),
+    ("delayed two-phase", "topk", "bfloat16", ("workers", 0.4, 4)),
+    exchange=WAYS,
+    selection=["topk", "bins", "striding", "random-slicing"],
+    coding=["float32", "bfloat16"],
+    setting=[("senders", 1.0, 3), ("workers", 0.4, 4)],
+)
+def test_twenty_steps_follow_the_equations(exchange, selection, coding, setting):
+    exchange, (mean, alpha, count) = WAYS[exchange], setting
     compression = plain(topk=2, selection=selection, value_coding=coding)
     tx = momentum(compression, exchange, mean, alpha)
     simulated = Simulated(count, compression, exchange, mean, alpha)
@@ -159,8 +174,9 @@ def test_twenty_steps_follow_the_equations(exchange, selection, coding, mean, al
         np.testing.assert_allclose(stored, simulated.momenta, atol=2e-5)
 
 
-@pytest.mark.parametrize("exchange", [ALL, OWNERS], ids=str)
+@sweep("two-phase", exchange=["gather", "two-phase"])
 def test_delayed_by_a_step_constant_gradients_give_the_same_steps(exchange):
+    exchange = {"gather": ALL, "two-phase": OWNERS}[exchange]
     drawn, runs = gradients(0, 3), []
     for way in (exchange, Delayed(exchange)):
         update, state = started(momentum(plain(topk=2), way), 3)
@@ -212,7 +228,7 @@ def residual_of(state):
     return getattr(state.exchange, "inner", state.exchange).residual
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@sweep(1, delay=[0, 1])
 def test_on_a_step_of_nobody_owners_keep_what_they_owe(delay):
     exchange = TwoPhase("data", topk_back=4)
     tx = momentum(demo_optax.Compression(4, SIDE), Delayed(exchange) if delay else exchange)
@@ -225,12 +241,11 @@ def test_on_a_step_of_nobody_owners_keep_what_they_owe(delay):
         updates, state = update(np.full_like(drawn, np.nan), state)
     assert np.all(state.metrics.participants == 0) and np.any(residual_of(before)[0])
     assert not np.any(updates)
-    jax.tree.map(np.testing.assert_array_equal, residual_of(state), residual_of(before))
-    jax.tree.map(np.testing.assert_array_equal, state.momentum, before.momentum)
+    chex.assert_trees_all_equal(residual_of(state), residual_of(before))
+    chex.assert_trees_all_equal(state.momentum, before.momentum)
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("transform", ["dct", "random"])
+@sweep(("dct", 0), ("random", 1), transform=["dct", "random"], delay=[0, 1])
 def test_what_is_owed_arrives_in_any_basis(transform, delay):
     exchange = TwoPhase("data", topk_back=4)
     tx = demo_optax.decoupled_momentum(
@@ -254,7 +269,7 @@ def test_a_state_may_be_made_where_it_is_used():
     here = jax.vmap(lambda g: tx.update(g, tx.init(g))[1], axis_name="data")
     made = jax.jit(here)(drawn)
     update, state = started(tx, 3)
-    jax.tree.map(np.testing.assert_array_equal, made, update(drawn, state)[1])
+    chex.assert_trees_all_equal(made, update(drawn, state)[1])
 
 
 @pytest.mark.parametrize("said", [-1e30, 1e30])
@@ -351,8 +366,7 @@ def test_a_packet_that_only_one_receiver_gets_otherwise_is_noticed_a_step_later(
     assert not state.metrics.agreed.any()
 
 
-@pytest.mark.parametrize("selection", ["topk", "striding"])
-@pytest.mark.parametrize("count", [2, 8])
+@sweep((2, "striding"), (8, "topk"), count=[2, 8], selection=["topk", "striding"])
 def test_one_deal_and_one_gather_as_large_as_accounted(count, selection):
     compression = plain(topk=2, value_coding="int4", selection=selection)
     tx, mesh = momentum(compression, OWNERS), workers.mesh_of(count)
@@ -378,9 +392,9 @@ def test_traffic_does_not_grow_with_the_workers():
     assert accounting.received_bytes(compression, shapes, 1024, OWNERS) < 1.15 * at_64
 
 
-@pytest.mark.parametrize("exchange", [ALL, OWNERS], ids=str)
-@pytest.mark.parametrize("delay", [0, 1])
+@sweep(("gather", 0), ("two-phase", 1), exchange=["gather", "two-phase"], delay=[0, 1])
 def test_a_delayed_collective_does_not_wait_for_the_gradient(exchange, delay):
+    exchange = {"gather": ALL, "two-phase": OWNERS}[exchange]
     way, mesh = Delayed(exchange) if delay else exchange, workers.mesh_of(4)
     tx = momentum(plain(topk=2), way)
     stacked = demo_optax.stack_workers(tx, mesh)

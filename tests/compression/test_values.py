@@ -1,5 +1,6 @@
 """Value codings against NumPy, and the properties that error feedback rests on."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -9,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from demo_optax.compression import values as codings
-
-pytestmark = pytest.mark.sweep
+from tests.sweeps import sweep
 
 QUANTISED = [c for c in codings.VALUE_CODINGS if c not in ("float32", "bfloat16")]
 LEVELS = {
@@ -27,9 +27,13 @@ blocks = hnp.arrays(
 )
 
 
+encode = jax.jit(codings.encode, static_argnums=1)
+decode = jax.jit(codings.decode, static_argnums=1)
+
+
 def roundtrip(values, coding):
-    fields = codings.encode(jnp.asarray(values), coding)
-    decoded, sound = codings.decode(fields, coding)
+    fields = encode(jnp.asarray(values), coding)
+    decoded, sound = decode(fields, coding)
     assert sound
     assert int(fields.values.max()) < 2 ** codings.value_bits(coding)
     assert int(np.array(fields.scales).max(initial=0)) < 2**10
@@ -44,7 +48,7 @@ def test_plain_codings_are_those_of_ml_dtypes(values):
     np.testing.assert_array_equal(roundtrip(values, "bfloat16")[0], expected)
 
 
-@pytest.mark.parametrize("coding", QUANTISED)
+@sweep("int8", "int2", coding=QUANTISED)
 @settings(deadline=None, max_examples=30)
 @given(values=blocks)
 def test_quantised_values_are_the_nearest_level_times_a_coarse_scale(coding, values):
@@ -61,7 +65,7 @@ def test_quantised_values_are_the_nearest_level_times_a_coarse_scale(coding, val
             assert largest <= levels.max() <= 1.26 * largest  # nothing is clipped, little wasted
 
 
-@pytest.mark.parametrize("coding", QUANTISED)
+@sweep("int4", "sign", coding=QUANTISED)
 @settings(deadline=None, max_examples=30)
 @given(values=blocks)
 def test_what_stays_has_no_more_energy_than_what_was_there(coding, values):

@@ -1,7 +1,9 @@
 """Workers of several devices: sharded parameters, or a batch that is shared (FlexDeMo)."""
 
+import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.exchange import collectives
 from demo_optax.exchange.collectives import gather
-from tests import model
-
-pytestmark = pytest.mark.sweep
+from tests import model, workers
+from tests.sweeps import sweep
 
 # A side that the blocks do not divide, so that momenta have other sizes than parameters.
 SHAPES = {"hidden": (12, 32), "bias": (32,), "out": (32, 3)}
@@ -28,7 +29,13 @@ WAYS = {
     "mapped": dict(axis_names=()),
 }
 SMALL = demo_optax.Compression(4, 8)
-SGD = demo_optax.demo_sgd(0.5, decay=0.9, compression=SMALL, axis_name="replica")
+
+
+def sgd():
+    return demo_optax.demo_sgd(0.5, decay=0.9, compression=SMALL, axis_name="replica")
+
+
+SGD = sgd()
 OPTIMIZERS = {
     "sgd": SGD,
     "a mean of gradients in front": optax.chain(optax.ema(0.5, debias=False), SGD),
@@ -48,30 +55,27 @@ def params():
     return {n: (0.3 * random.normal(size=s)).astype(np.float32) for n, s in SHAPES.items()}
 
 
-def mesh_of(replica, *inner, names=("fsdp", "tensor")):
-    shape = (replica, *inner)
-    kinds = (AxisType.Auto,) * len(shape)
-    devices = jax.devices()[: math.prod(shape)]
-    return jax.make_mesh(shape, ("replica", *names[: len(inner)]), kinds, devices=devices)
+def mesh_of(*sizes, names=("fsdp", "tensor")):
+    return workers.mesh_of(*sizes, names=("replica", *names), kind=AxisType.Auto)
 
 
 def train(mesh, specs, steps=4, tx=SGD, **way):
-    values, state = params(), demo_optax.init_opt_state(tx, params(), mesh, "replica", specs)
-    step = demo_optax.make_train_step(
-        model.loss, tx, mesh, "replica", param_specs=specs, clip_norm=1.0, **way
+    return workers.train(
+        tx,
+        range(steps),
+        mesh=mesh,
+        params=params(),
+        axis_name="replica",
+        param_specs=specs,
+        clip_norm=1.0,
+        **way,
     )
-    losses = []
-    for i in range(steps):
-        values, state, metrics = jax.block_until_ready(step(values, state, model.batch(i)))
-        losses.append(np.asarray(metrics.loss))
-    return values, state, metrics, np.stack(losses)
 
 
 def assert_follows(ours, theirs):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), ours[0], theirs[0]
-    )
-    np.testing.assert_allclose(ours[3], theirs[3], rtol=1e-4)
+    chex.assert_trees_all_close(ours[0], theirs[0], rtol=2e-4, atol=2e-6)
+    losses = ([metrics.loss for metrics in run[2]] for run in (ours, theirs))
+    chex.assert_trees_all_close(*losses, rtol=1e-4)
 
 
 def assert_shards_agree(tree, mesh, specs):
@@ -85,18 +89,23 @@ def assert_shards_agree(tree, mesh, specs):
         assert all(len(bits) == 1 for bits in copies.values())
 
 
-@pytest.fixture(scope="module")
-def whole():
-    """Runs on workers of one device each."""
-    return {name: train(mesh_of(2, 1), SPECS, tx=tx) for name, tx in OPTIMIZERS.items()}
+@functools.cache
+def whole(name):
+    """A run on workers of one device each."""
+    return train(mesh_of(2, 1), SPECS, tx=OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_devices_a_worker_follow_one(name, way, whole):
+@sweep(
+    ("sgd", "manual"),
+    ("a mean of gradients in front", "compiler"),
+    ("adamw behind a preconditioner", "mapped"),
+    name=OPTIMIZERS,
+    way=WAYS,
+)
+def test_two_devices_a_worker_follow_one(name, way):
     mesh, tx = mesh_of(2, 2), OPTIMIZERS[name]
     ours = train(mesh, SPECS, tx=tx, **WAYS[way])
-    assert_follows(ours, whole[name])
+    assert_follows(ours, whole(name))
     assert_shards_agree(ours[0], mesh, SPECS)
     specs = demo_optax.state_specs(tx, params(), mesh, "replica", SPECS)
     nodes = jax.tree.leaves(specs, is_leaf=lambda x: hasattr(x, "momentum"))
@@ -106,26 +115,26 @@ def test_two_devices_a_worker_follow_one(name, way, whole):
         "out": P("replica", "fsdp"),
     }
     assert_shards_agree(ours[1], mesh, specs)
-    assert ours[2].exchange.participants == 2
+    assert ours[2][-1].exchange.participants == 2
 
 
-@pytest.mark.parametrize("way", ["manual", "mapped"])
-def test_two_sharded_axes_follow_none(way, whole):
+@sweep("mapped", way=["manual", "mapped"])
+def test_two_sharded_axes_follow_none(way):
     mesh, specs = mesh_of(2, 2, 2), {"hidden": P(None, ("fsdp", "tensor")), "bias": P("tensor")}
     specs["out"] = P("tensor")
     ours = train(mesh, specs, **WAYS[way])
-    assert_follows(ours, whole["sgd"])
+    assert_follows(ours, whole("sgd"))
     assert_shards_agree(ours[0], mesh, specs)
     assert_shards_agree(
         ours[1], mesh, demo_optax.state_specs(SGD, params(), mesh, "replica", specs)
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_worker_of_several_devices_may_hold_whole_parameters(way, whole):
+@sweep("manual, unchecked", way=WAYS)
+def test_a_worker_of_several_devices_may_hold_whole_parameters(way):
     mesh = mesh_of(2, 4, names=("local",))
     ours = train(mesh, None, **WAYS[way])
-    assert_follows(ours, whole["sgd"])
+    assert_follows(ours, whole("sgd"))
     assert_shards_agree(ours[0], mesh, jax.tree.map(lambda _: P(), ours[0]))
     assert_shards_agree(ours[1], mesh, demo_optax.state_specs(SGD, ours[0], mesh, "replica"))
 
@@ -138,7 +147,7 @@ def lower_step(mesh, specs, way):
     return jax.jit(step).lower(params(), state, model.batch(0)).compile()
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler", "mapped"])
+@sweep("manual", "mapped", way=["manual", "compiler", "mapped"])
 def test_only_the_packet_crosses_between_workers(way):
     mesh = mesh_of(2, 2)
     sent = demo_optax.accounting.collectives(lower_step(mesh, SPECS, way).as_text())
@@ -151,7 +160,7 @@ def test_only_the_packet_crosses_between_workers(way):
     assert {one.groups for one in inside} == {((0, 1), (2, 3))}
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
+@sweep("compiler", way=["manual", "compiler"])
 def test_packets_of_whole_parameters_cross_in_parts(way):
     mesh = mesh_of(2, 4, names=("local",))
     sent = demo_optax.accounting.collectives(lower_step(mesh, None, way).as_text())
@@ -187,7 +196,7 @@ def test_the_optimizer_gathers_no_momentum():
     assert sum(one.operand_bytes for one in within) <= bias + bias + numbers
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler", "mapped"])
+@sweep("mapped", way=["manual", "compiler", "mapped"])
 def test_memory_of_a_device_halves(way):
     def held(fsdp):
         specs = {"hidden": P(None, "fsdp"), "out": P("fsdp"), "bias": P("fsdp")}
@@ -206,7 +215,7 @@ def test_memory_of_a_device_halves(way):
     assert [2 * size for size in held(2)] == held(1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep("compiler", way=WAYS)
 def test_a_worker_is_left_out_with_all_its_shards(way):
     """The gradient of one row is infinite: no shard of that worker may take part."""
     mesh, specs = mesh_of(2, 2), {"hidden": P("fsdp"), "bias": P(), "out": P()}
@@ -214,21 +223,25 @@ def test_a_worker_is_left_out_with_all_its_shards(way):
     def loss(params, batch):
         return model.loss(params, batch) + jnp.mean(batch["spike"]) * params["hidden"][11].sum()
 
-    def run(spikes):
-        values, state = params(), demo_optax.init_opt_state(SGD, params(), mesh, "replica", specs)
-        step = demo_optax.make_train_step(
-            loss, SGD, mesh, "replica", param_specs=specs, **WAYS[way]
-        )
-        for i, spike in enumerate(spikes):
-            batch = model.batch(i)
-            batch["spike"] = np.zeros(len(batch["x"]), np.float32)
-            batch["spike"][0] = spike
-            values, state, metrics = jax.block_until_ready(step(values, state, batch))
-        return values, state, metrics
+    def batch(i):
+        spike = np.zeros(16, np.float32)
+        spike[0] = np.inf if i == 2 else 0
+        return model.batch(i) | {"spike": spike}
 
-    _, before, _ = run([0, 0])
-    values, state, metrics = run([0, 0, np.inf])
-    assert metrics.exchange.participants == 1
+    train = functools.partial(
+        workers.train,
+        SGD,
+        mesh=mesh,
+        params=params(),
+        loss=loss,
+        batch=batch,
+        axis_name="replica",
+        param_specs=specs,
+        **WAYS[way],
+    )
+    _, before, _ = train(range(2))
+    values, state, metrics = train(range(3))
+    assert metrics[-1].exchange.participants == 1
     for name in SHAPES:
         old, new = (np.asarray(one[0].momentum[name]) for one in (before, state))
         np.testing.assert_array_equal(new[0], old[0])
@@ -237,7 +250,7 @@ def test_a_worker_is_left_out_with_all_its_shards(way):
     assert_shards_agree(values, mesh, specs)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep("manual", way=WAYS)
 def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
     """What all shards hold is sent by each of them, and the damage reaches but one."""
 
@@ -250,13 +263,13 @@ def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
 
     monkeypatch.setattr(collectives, "gather", damaged)
     mesh = mesh_of(2, 2)
-    values, state, metrics, _ = train(mesh, SPECS, **WAYS[way])
-    assert metrics.exchange.participants == 1
+    values, state, metrics = train(mesh, SPECS, tx=sgd(), **WAYS[way])
+    assert metrics[-1].exchange.participants == 1
     assert_shards_agree(values, mesh, SPECS)
     assert_shards_agree(state, mesh, demo_optax.state_specs(SGD, params(), mesh, "replica", SPECS))
 
 
-def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
+def test_a_sharded_model_trains_in_a_loop_of_ones_own():
     """The compiler shards the model inside a worker; the optimizer takes stacked gradients."""
     mesh = mesh_of(2, 2)
     tx = demo_optax.stack_workers(SGD, mesh, "replica", SPECS)
@@ -286,15 +299,15 @@ def test_a_sharded_model_trains_in_a_loop_of_ones_own(whole):
         updates, state = tx.update(gradients, state, values)
         return optax.apply_updates(values, updates), state, losses
 
-    losses = []
+    theirs, _, metrics = whole("sgd")
     for i in range(4):
         batch = jax.device_put(model.batch(i), NamedSharding(mesh, P("replica")))
         values, state, loss = jax.block_until_ready(step(values, state, batch))
-        losses.append(np.asarray(loss))
-    assert_follows((values, state, None, np.stack(losses)), whole["sgd"])
+        np.testing.assert_allclose(loss, metrics[i].loss, rtol=1e-4)
+    chex.assert_trees_all_close(values, theirs, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("way", ["manual", "compiler"])
+@sweep("manual", way=["manual", "compiler"])
 def test_sharded_steps_compile_once(way, compiled):
     mesh = mesh_of(2, 2)
     values, state = params(), demo_optax.init_opt_state(SGD, params(), mesh, "replica", SPECS)
@@ -322,7 +335,7 @@ def test_specs_that_cannot_be_are_refused(specs, message):
 
 
 def test_axes_of_explicit_type_cannot_be_left_to_the_compiler():
-    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    mesh = workers.mesh_of(2, 2, names=("replica", "fsdp"))
     with pytest.raises(ValueError, match="their type is Explicit"):
         demo_optax.make_train_step(model.loss, SGD, mesh, "replica", axis_names=("replica",))
 

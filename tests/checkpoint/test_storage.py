@@ -12,10 +12,9 @@ import pytest
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
 from tests.saved_runs import TX, is_run, restored, saves
+from tests.sweeps import sweep
 
-pytestmark = pytest.mark.sweep
-
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_save_that_fails_is_an_error_in_a_line_and_the_next_one_is_tried(tmp_path, monkeypatch):
@@ -142,11 +141,16 @@ runs.restored(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("use", ["", SAVED], ids=["import", "save and restore"])
+@sweep("save and restore", use=["import", "save and restore"])
 def test_nothing_of_the_process_is_changed(use, tmp_path):
     """Neither by the import nor by calls that succeed."""
     run = subprocess.run(
-        [sys.executable, "-c", IMPORTED.format(use), tmp_path / "run"],
+        [
+            sys.executable,
+            "-c",
+            IMPORTED.format({"import": "", "save and restore": SAVED}[use]),
+            tmp_path / "run",
+        ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

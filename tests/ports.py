@@ -1,0 +1,9 @@
+"""Ports for processes that tests start."""
+
+import socket
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
