@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
+LARGE_PAGES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 
 
 class Kept(NamedTuple):
@@ -35,16 +36,20 @@ class Kept(NamedTuple):
     figures: dict[str, float | str]
 
 
-def append(file: str, name: str, model: str, where: str, version: str, **given) -> None:
-    """Keeps a measurement.
+def append(
+    file: str,
+    name: str,
+    model: str,
+    where: str,
+    version: str,
+    figures: dict[str, float | str],
+    command: str | None = None,
+) -> None:
+    """Keeps a measurement in results/FILE.jsonl.
 
-    Args:
-      file: name in `FOLDER`, without its ending.
-      name, model, where, version: as in `Kept`.
-      **given: ``figures``, and ``command`` where it is not that of this process.
+    The other arguments are as in `Kept`; the command is that of this process by default.
     """
-    command = given.setdefault("command", _command())
-    row = Kept(name, model, where, version, commit(), command, given["figures"])
+    row = Kept(name, model, where, version, commit(), command or command_line(), figures)
     FOLDER.mkdir(exist_ok=True)
     with (FOLDER / f"{file}.jsonl").open("a") as lines:
         print(json.dumps(row._asdict(), ensure_ascii=False), file=lines)
@@ -62,8 +67,8 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     name = found[1] if found else platform.processor() or platform.machine()
-    large = "hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "")
-    return f"{len(os.sched_getaffinity(0))} cores of {name}" + ", large pages" * large
+    cores = f"{len(os.sched_getaffinity(0))} cores of {name}"
+    return cores + ", large pages" * _has_large_pages()
 
 
 def commit() -> str | None:
@@ -79,6 +84,12 @@ def commit() -> str | None:
     return f"{found}-dirty" if found and changed else found or None
 
 
-def _command() -> str:
-    words = [word for word in sys.argv[1:] if word != "--keep"]
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+def command_line(*words: str) -> str:
+    """The command line of this process, or of its script with these words."""
+    words = words or tuple(word for word in sys.argv[1:] if word != "--keep")
+    line = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    return f"{LARGE_PAGES} {line}" if _has_large_pages() else line
+
+
+def _has_large_pages() -> bool:
+    return LARGE_PAGES.partition("=")[2] in os.environ.get("GLIBC_TUNABLES", "")

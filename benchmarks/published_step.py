@@ -56,7 +56,7 @@ def main() -> None:
             model = f"{count / 1e6:.1f}M parameters in {len(sizes)} tensors"
             figures = {"ns per parameter": round(cost, 2)}
             name, version = f"published PyTorch code, topk {k}", f"torch {torch.__version__}"
-            command = f"python benchmarks/published_step.py FOLDER --topk {k}"
+            command = kept.command_line("FOLDER", "--topk", *map(str, args.topk))
             kept.append(
                 "step_cost", name, model, kept.machine(), version, figures=figures, command=command
             )
