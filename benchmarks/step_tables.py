@@ -2,6 +2,7 @@
 
     python -m benchmarks.step_tables write      puts them between their marks
     python -m benchmarks.step_tables show       prints all of them
+    python -m benchmarks.step_tables commands   prints the commands that measure all of it anew
 
 `compile_only.py`, `step_cost.py`, `published_step.py` and `slow_link.sh` keep what they measure
 when they are told to (`--keep`; `KEEP=1` for the last).
@@ -52,12 +53,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("write", "show"))
-    if parser.parse_args().command == "write":
+    parser.add_argument("command", choices=("write", "show", "commands"))
+    command = parser.parse_args().command
+    files = sorted(path.stem for path in kept.FOLDER.glob("*.jsonl"))
+    if command == "write":
         pages.write(PAGES, KIND, table)
+    elif command == "show":
+        print("\n\n".join(f"{file}\n\n{table(file)}" for file in files))
     else:
-        for path in sorted(kept.FOLDER.glob("*.jsonl")):
-            print(f"{path.stem}\n\n{table(path.stem)}\n")
+        rows = [row for file in files for row in kept.read(file)]
+        print("\n".join(dict.fromkeys(row.command for row in rows)))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python -m benchmarks.quality write
 
 `train` appends a line of JSON to results/STUDY.jsonl for each run, and goes on from there when it
-is started again. `show` prints the tables. `write` puts them between their marks in the README and
-the documentation, and draws the pictures.
+is started again. `show` prints the tables. `write` puts them between their marks in the
+documentation, and draws the pictures.
 """
 
 import fnmatch
