@@ -100,7 +100,7 @@ RECIPES: dict[OptimizerName, Recipe] = {
 def make(
     optimizer: OptimizerName, settings: Settings, local_steps: int | None
 ) -> optax.GradientTransformation:
-    """The optimizer of a name; where it takes local steps, those and what exchanges behind them."""
+    """The optimizer of a name: for local steps, the steps and the exchange after them."""
     recipe = RECIPES[optimizer]
     tx = recipe.make(settings)
     if recipe.outer is None:
