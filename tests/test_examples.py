@@ -16,7 +16,7 @@ from array_record.python import array_record_module
 from flax import nnx
 
 from lm import config as configuration
-from lm import data, model, sampling, stores, tokens, utilization, validation
+from lm import data, model, sampling, setup, stores, tokens, utilization, validation
 from lm.config import Config
 from tests.nano import NANO, ROOT
 
@@ -45,6 +45,15 @@ def test_a_configuration_written_and_read_is_the_same(tmp_path):
         "", ["--steps", "9", "--no-remat", "--config", str(path)]
     )
     assert (found.steps, found.remat, found.batch_size) == (9, False, 4)
+
+
+@pytest.mark.parametrize("optimizer", ["demo-scaled", "adamw"])
+def test_the_default_learning_rate_falls_as_the_width_grows(optimizer):
+    config = Config(optimizer=optimizer)
+    assert setup.peak_rate(config, 128) == pytest.approx(3e-3)
+    assert setup.peak_rate(config, 1024) == pytest.approx(3e-3 * 128 / 1024)
+    given = dataclasses.replace(config, learning_rate=7e-4)
+    assert setup.peak_rate(given, 1024) == 7e-4
 
 
 def test_the_papers_run_is_a_file():

@@ -81,9 +81,10 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         return cross_entropy(model(tokens_BxT[:, :-1].astype(jnp.int32)), tokens_BxT[:, 1:])
 
     recipe = RECIPES[config.optimizer]
-    peak = default(config.learning_rate, recipe.learning_rate * TUNED_WIDTH / preset.width)
     settings = Settings(
-        learning_rate=schedule(peak, config.warmup_steps or WARMUP_STEPS, config.steps),
+        learning_rate=schedule(
+            peak_rate(config, preset.width), config.warmup_steps or WARMUP_STEPS, config.steps
+        ),
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=compression(config),
@@ -146,6 +147,12 @@ def architecture(config: Config, vocabulary: int) -> Preset:
 
 def default(given: float | None, otherwise: float) -> float:
     return otherwise if given is None else given
+
+
+def peak_rate(config: Config, width: int) -> float:
+    """The highest learning rate; the optimizer's is for width 128, and falls as 1 / width."""
+    usual = RECIPES[config.optimizer].learning_rate * TUNED_WIDTH / width
+    return default(config.learning_rate, usual)
 
 
 def compression(config: Config) -> demo_optax.Compression:
