@@ -1,6 +1,7 @@
 """What a step tells: the header of every packet, the metrics made of headers, and their check."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,15 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from demo_optax.arrays import (
-    FloatScalar,
-    IntScalar,
-    Tensor,
-    WordScalar,
-    energy,
-    in_float32,
-    unboxed,
-)
+from demo_optax.arrays import FloatScalar, IntScalar, WordScalar, energy, in_float32, unboxed
 from demo_optax.compression.bits import checksum, to_words
 from demo_optax.compression.packet import Header, Message
 
@@ -27,18 +20,15 @@ class ExchangeMetrics(NamedTuple):
 
     Attributes:
       participants: int32, workers whose packet counted.
-      agreed: bool, whether they all had received the same packets up to the previous step. Where
-        not, one was damaged on the way into one worker, and the replicas differ: compare and mend
-        them with `demo_optax.check_replicas` and `demo_optax.repair_replicas`.
+      agreed: bool, whether all of them had received the same packets up to the previous step. If
+        not, the replicas differ (see `demo_optax.check_replicas`, `demo_optax.repair_replicas`).
       received: uint32, a digest of all packets that counted, which the next packet carries.
-      identical: bool, True where all of several workers had the very same gradient, which
-        means that it is not local (see `demo_optax.check_metrics`).
+      identical: bool, whether several workers had the very same gradient, which then is not local.
       sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
       restarted: int32, blocks of all workers whose momentum was not finite, or too large for
         float32, and started again from zero.
-      residual_norm: float32, root mean square over the workers of the norm of what stays
-        in the momentum. Where a worker's parameters are sharded, what all of its shards hold
-        counts once for each.
+      residual_norm: float32, norm of what stays in the momentum, root mean square over the workers.
+        What several shards of a worker hold in common counts once for each.
 
     Example:
       >>> import demo_optax
@@ -61,16 +51,14 @@ class ExchangeMetrics(NamedTuple):
 
 def init_metrics() -> ExchangeMetrics:
     """Metrics of a state that has exchanged nothing yet."""
-    zero = jnp.zeros((), jnp.float32)
-    none = jnp.zeros((), jnp.int32)
     return ExchangeMetrics(
-        participants=none,
-        agreed=jnp.ones((), bool),
-        received=jnp.zeros((), jnp.uint32),
-        identical=jnp.zeros((), bool),
-        sent_share=zero,
-        restarted=none,
-        residual_norm=zero,
+        participants=jnp.int32(0),
+        agreed=jnp.array(True),
+        received=jnp.uint32(0),
+        identical=jnp.array(False),
+        sent_share=jnp.float32(0),
+        restarted=jnp.int32(0),
+        residual_norm=jnp.float32(0),
     )
 
 
@@ -82,33 +70,43 @@ def header_of(
     factor: ArrayLike,
     last: ExchangeMetrics,
 ) -> Header:
-    """What a worker's packets say of its step, but for the energy of their message.
+    """The header of a worker's packets, without the energy of their message.
 
     Args:
-      gradient: as it came; a first row of each leaf is read.
-      health: of some parts of the momentum, the energy before anything is taken out and the number
-        of blocks that started again from zero.
+      gradient: as it came. Clipped gradients have equal norms, and preconditioned ones are hardly
+        more than signs on a first step, so that their fingerprints could be equal.
+      health: for each part of the momentum its energy before anything is taken out, and the
+        number of blocks that started again from zero.
       selected: the coefficients that were chosen.
       sent: the same, with the values that the others decode.
       factor: part of what is sent that leaves the momentum.
-      last: metrics of its last step.
+      last: metrics of the worker's last step.
     """
 
-    def rest(factor):
+    def energy_left(factor):
         pairs = zip(selected.values, sent.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
     momentum, restarted = (jnp.sum(jnp.stack(x)) for x in zip(*health, strict=True))
     momentum, chosen = in_float32(momentum), in_float32(energy(selected.values))
     return Header(
-        fingerprint=_fingerprint([jnp.atleast_1d(x)[:1] for x in jax.tree.leaves(gradient)]),
+        fingerprint=_fingerprint(gradient),
         received=last.received,
         restarted=restarted.astype(jnp.uint32),
         momentum=momentum,
-        sent=chosen - rest(1.0),
-        residual=jnp.maximum(momentum - chosen, 0.0) + rest(factor),
+        sent=chosen - energy_left(1.0),
+        residual=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
         message=jnp.zeros((), jnp.float32),
     )
+
+
+def _fingerprint(gradient) -> WordScalar:
+    """A hash of the first row of every leaf; 0 where all are zeros."""
+    rows = [jnp.atleast_1d(x)[:1].astype(jnp.float32) for x in jax.tree.leaves(gradient)]
+    if not rows:
+        return jnp.uint32(0)
+    words = jnp.concatenate([to_words(x).reshape(-1) for x in rows])
+    return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
 
 
 def summarise(
@@ -139,7 +137,7 @@ def summarise(
     if len(checksums) > 1:
         received = checksum(jnp.append(checksums, received))
     participants = jnp.sum(counted, dtype=jnp.int32)
-    heard = jnp.maximum(participants, 1).astype(jnp.float32)
+    divisor = jnp.maximum(participants, 1).astype(jnp.float32)
     momentum, sent = total(headers.momentum), total(headers.sent)
     same, fingerprint = equal(headers.fingerprint)
     return ExchangeMetrics(
@@ -149,20 +147,8 @@ def summarise(
         identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=jnp.sum(jnp.where(counted, headers.restarted, 0)).astype(jnp.int32),
-        residual_norm=jnp.sqrt(total(headers.residual) / heard),
+        residual_norm=jnp.sqrt(total(headers.residual) / divisor),
     )
-
-
-def _fingerprint(arrays: Sequence[Tensor]) -> WordScalar:
-    """A hash of the bits; 0 where all are zeros.
-
-    Of gradients as they came: clipped ones have equal norms, and preconditioned ones are hardly
-    more than signs on a first step.
-    """
-    if not arrays:
-        return jnp.zeros((), jnp.uint32)
-    words = jnp.concatenate([to_words(x.astype(jnp.float32)).reshape(-1) for x in arrays])
-    return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
 
 
 def exchange_metrics(opt_state) -> ExchangeMetrics | None:
@@ -177,65 +163,43 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
       >>> exchange_metrics(demo_optax.demo(1e-3).init(jnp.ones(3))).participants
       Array(0, dtype=int32)
     """
-    found = all_metrics(opt_state)
+
+    def is_metrics(x) -> bool:
+        """In an ``nnx.State`` metrics are a mapping of their fields."""
+        fields = set(ExchangeMetrics._fields)
+        return isinstance(x, ExchangeMetrics) or (isinstance(x, Mapping) and set(x) == fields)
+
+    leaves = filter(is_metrics, jax.tree.leaves(opt_state, is_leaf=is_metrics))
+    found = [x if isinstance(x, ExchangeMetrics) else ExchangeMetrics(**x) for x in leaves]
+    found = list(map(unboxed, found))
     if len(found) < 2:
         return found[0] if found else None
     each = ExchangeMetrics(*map(jnp.stack, zip(*found, strict=True)))
+    merge = jax.vmap(partial(of_worker, sharded="momenta"), axis_name="momenta", out_axes=None)
+    return merge(each)._replace(identical=jnp.any(each.identical, axis=0))
+
+
+def of_worker(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
+    """The metrics of a worker, merged from those of its shards along these axes."""
+    least, total = (partial(reduce, axis_name=sharded) for reduce in (jax.lax.pmin, jax.lax.psum))
     return ExchangeMetrics(
-        participants=jnp.min(each.participants, axis=0),
-        agreed=jnp.all(each.agreed, axis=0),
-        received=jnp.sum(each.received, axis=0),
-        identical=jnp.any(each.identical, axis=0),
-        sent_share=jnp.mean(each.sent_share, axis=0),
-        restarted=jnp.sum(each.restarted, axis=0),
-        residual_norm=jnp.linalg.norm(each.residual_norm, axis=0),
+        participants=least(metrics.participants),
+        agreed=least(metrics.agreed.astype(jnp.int32)) > 0,
+        received=total(metrics.received.view(jnp.int32)).view(jnp.uint32),
+        identical=least(metrics.identical.astype(jnp.int32)) > 0,
+        sent_share=jax.lax.pmean(metrics.sent_share, sharded),
+        restarted=total(metrics.restarted),
+        residual_norm=jnp.sqrt(total(jnp.square(metrics.residual_norm))),
     )
-
-
-def all_metrics(opt_state) -> list[ExchangeMetrics]:
-    """The metrics of each decoupled momentum in a state."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=_is_metrics)
-    return [_unwrapped(leaf) for leaf in leaves if _is_metrics(leaf)]
-
-
-def of_worker(x: ExchangeMetrics, sharded: tuple[str, ...]) -> ExchangeMetrics:
-    """The metrics of a worker's shards, along these axes, made one.
-
-    What several shards hold in common counts once for each in the norm of the residual.
-    """
-    return ExchangeMetrics(
-        participants=jax.lax.pmin(x.participants, sharded),
-        agreed=jax.lax.pmin(x.agreed.astype(jnp.int32), sharded) > 0,
-        received=jax.lax.psum(x.received.view(jnp.int32), sharded).view(jnp.uint32),
-        identical=jax.lax.pmin(x.identical.astype(jnp.int32), sharded) > 0,
-        sent_share=jax.lax.pmean(x.sent_share, sharded),
-        restarted=jax.lax.psum(x.restarted, sharded),
-        residual_norm=jnp.sqrt(jax.lax.psum(jnp.square(x.residual_norm), sharded)),
-    )
-
-
-def _is_metrics(x) -> bool:
-    """Whether it holds metrics; in an ``nnx.State`` these are a mapping of their fields."""
-    fields = set(ExchangeMetrics._fields)
-    return isinstance(x, ExchangeMetrics) or (isinstance(x, Mapping) and set(x) == fields)
-
-
-def _unwrapped(x) -> ExchangeMetrics:
-    """Metrics of arrays, whatever Flax wraps around them."""
-    fields = x._asdict() if isinstance(x, ExchangeMetrics) else dict(x)
-    return ExchangeMetrics(**unboxed(fields))
 
 
 def check_metrics(metrics: ExchangeMetrics | None) -> None:
     """Raises where a step's metrics show that workers share a gradient, or that replicas differ.
 
-    Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show it, but the packets
-    can: they carry a fingerprint of each worker's gradient, and workers with different data never
-    have the very same. And a worker that skips a step which the others take, as
-    ``optax.apply_if_finite`` lets it, hears nobody from then on. The check costs nothing on the
-    device. Call it after the first exchange, which is on the second step with a delay and at
-    the end of the first round with local steps, and now and then: in a million steps, fingerprints
-    may be equal by chance.
+    Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show that a gradient is not
+    local, but the packets can: they carry a fingerprint of it. Call this after the first exchange
+    (the second step with a delay, the end of the first round with local steps), and now and then.
+    In a million steps, fingerprints may be equal by chance. It costs nothing on the device.
 
     Args:
       metrics: of a step; under ``pmap`` and ``vmap`` with their axis of workers.

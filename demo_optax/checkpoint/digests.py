@@ -1,7 +1,7 @@
 """Digests, by which a restore finds damage to a stored tree, down to a single bit.
 
-A leaf's digest is a checksum of its elements at their places in the whole. Each device computes
-that of its shard, and their sum is the same on any mesh. Host values are hashed as words, too.
+A leaf's digest is a sum of hashes, of each element at its place in the whole. Each device adds up
+those of its shard, so that the sum is the same on any mesh.
 """
 
 import hashlib
@@ -16,12 +16,8 @@ from jax.experimental import multihost_utils
 
 from demo_optax.compression.bits import contiguous, hashes, positions, to_words
 
-_PIECE = 2**24
-"""Words of a host's array that are put on a device at once."""
-
-_ROW = 2**14
-"""Words that are hashed in one go at least."""
-
+_PIECE = 2**24  # words of a host's array that are put on a device at once
+_ROW = 2**14  # words that are hashed in one go at least
 _SCALARS = {f"Python {x.__name__}": x for x in (bool, int, float, str)}
 
 
@@ -33,7 +29,7 @@ def digests(leaves: dict) -> dict[str, dict]:
         processes are read by all of them together.
     """
     parts = {
-        name: _of_array(x, number) if isinstance(x, jax.Array) else _of_host(x)
+        name: _sums_of_shards(x, number) if isinstance(x, jax.Array) else _sums_of_pieces(x)
         for number, (name, x) in enumerate(leaves.items())
     }
     own = np.array([sum(map(int, found)) % 2**32 for found in parts.values()], np.uint32)
@@ -41,43 +37,35 @@ def digests(leaves: dict) -> dict[str, dict]:
     of_host = np.array([not isinstance(x, jax.Array) for x in leaves.values()])
     sums = np.where(of_host, own, everywhere.sum(0, dtype=np.uint32))
     return {
-        name: {**kind(x), "checksum": int(number)}
+        name: {"kind": _kind(x), "shape": list(np.shape(x)), "checksum": int(number)}
         for (name, x), number in zip(leaves.items(), sums, strict=True)
     }
 
 
-def kind(x) -> dict:
-    """What a leaf is without its values: its dtype or Python's type, and its shape."""
-    name = x.dtype.name if hasattr(x, "dtype") else f"Python {type(x).__name__}"
-    return {"kind": name, "shape": list(np.shape(x))}
+def _kind(x) -> str:
+    return x.dtype.name if hasattr(x, "dtype") else f"Python {type(x).__name__}"
 
 
-def like(digest: dict):
-    """A host's value of that kind, as Orbax wants one to be told what to read."""
+def template(digest: dict, sharding=None):
+    """What tells Orbax to read such a leaf: to devices with a sharding, else to the host."""
     if digest["kind"] in _SCALARS:
         return _SCALARS[digest["kind"]]()
-    return np.empty(digest["shape"], jnp.dtype(digest["kind"]))
+    dtype = jnp.dtype(digest["kind"])
+    if sharding is None:
+        return np.empty(digest["shape"], dtype)
+    return jax.ShapeDtypeStruct(digest["shape"], dtype, sharding=sharding)
 
 
-def sealed(description: dict) -> dict:
-    """The description with a hash of itself."""
-    return {**description, "seal": _hash(description)}
-
-
-def is_sealed(description: dict) -> bool:
-    """Whether it is as `sealed` made it."""
+def seal(description: dict) -> str:
+    """A hash of a description, except for its entry ``seal``, which holds this hash."""
     rest = {name: value for name, value in description.items() if name != "seal"}
-    return description.get("seal") == _hash(rest)
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _hash(description: dict) -> str:
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+def _sums_of_shards(x: jax.Array, number: int) -> list[jax.Array]:
+    """The sums of a leaf's shards on this process's devices.
 
-
-def _of_array(x: jax.Array, number: int) -> list[jax.Array]:
-    """The checksums of a leaf's shards on this process's devices, still being computed.
-
-    Where several devices hold the same, one of them computes it: another one for each leaf.
+    Where several devices hold the same shard, one of them computes it: another one for each leaf.
     """
     shard_size = math.prod(x.sharding.shard_shape(x.shape))
     copies = x.sharding.num_devices * shard_size // max(x.size, 1) or 1
@@ -89,22 +77,21 @@ def _of_array(x: jax.Array, number: int) -> list[jax.Array]:
         if shard.replica_id == number % copies:
             starts = (part.start or 0 for part in shard.index)
             first = sum(start * stride for start, stride in zip(starts, along, strict=False))
-            found.append(_part(shard.data, np.uint32(first % 2**32), strides))
+            found.append(_sum_of_hashes(shard.data, np.uint32(first % 2**32), strides))
     return found
 
 
-def _of_host(x) -> list[jax.Array]:
-    words, found = _words(x), []
-    for first in range(0, len(words), _PIECE):
-        piece = words[first : first + _PIECE]
-        rows = piece.reshape(-1, _ROW) if len(piece) % _ROW == 0 else piece
-        found.append(_part(rows, np.uint32(first % 2**32), contiguous(rows.shape)))
-    return found
+def _sums_of_pieces(x) -> list[jax.Array]:
+    words = _words(x)
+    return [
+        _sum_of_hashes(words[first : first + _PIECE], np.uint32(first % 2**32), (1,))
+        for first in range(0, len(words), _PIECE)
+    ]
 
 
 @partial(jax.jit, static_argnums=2)
-def _part(x, first, strides: tuple[int, ...]):
-    """The checksum of a shard: row by row, added up at the end, as CPUs do it fastest."""
+def _sum_of_hashes(x, first, strides: tuple[int, ...]):
+    """The sum of a shard's hashes: row by row, added up at the end, as CPUs do it fastest."""
     words = to_words(x)
     sizes = [math.prod(words.shape[axis:]) for axis in range(words.ndim)]
     axis = max((axis for axis, size in enumerate(sizes) if size >= _ROW), default=0)
@@ -120,7 +107,7 @@ def _part(x, first, strides: tuple[int, ...]):
 
 
 def _words(x) -> np.ndarray:
-    """The words of `to_words` for a host's value, of unsigned integers up to 32 bits."""
+    """The words of `to_words` for a host's value."""
     if isinstance(x, str):
         x = np.frombuffer(x.encode(), np.uint8)
     x = np.asarray(x)

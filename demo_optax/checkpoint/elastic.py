@@ -17,19 +17,14 @@ from demo_optax.checkpoint.description import names_kept
 from demo_optax.compression import Compression, make_plan
 from demo_optax.compression.blocks import BlockGeometry
 from demo_optax.compression.packet import Layout, Origin
-from demo_optax.compression.plan import Part
 from demo_optax.compression.settings import Coordinates
 from demo_optax.exchange.delayed import decode_pending
 from demo_optax.exchange.protocol import Subtraction
 from demo_optax.parallel import shards
 
-Shape = tuple[int, ...]
-Placed = tuple[Coordinates, Shape]
-"""Coordinates, and the number of shards along every dimension, whose blocks end where they end."""
-
 
 def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name: AxisName) -> dict:
-    """Arrays on the mesh, from a state in memory that other workers or settings have left.
+    """The arrays that a mesh needs, from a state that other workers or settings left in memory.
 
     Args:
       state: NumPy arrays by their paths.
@@ -50,10 +45,9 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
         if stacked and len(x) > workers:
             x = redistribute(x, workers)
         old, new = before.get(name), now.get(name)
-        if old and new and old["shape"] == new["shape"] and not _same_numbers(name, old, new):
-            shape, step = tuple(new["shape"]), max(int(state[new["count"]]) - 1, 0)
-            tensors = [to_parameters(own, _placed(old), shape, step) for own in x]
-            x = np.stack([from_parameters(tensor, _placed(new), step) for tensor in tensors])
+        if old and new and old["shape"] == new["shape"] and not _in_same_blocks(name, old, new):
+            step = jnp.int32(max(int(state[new["count"]]) - 1, 0))
+            x = np.stack([carry_over(own, old, new, step) for own in x])
             carried_over.append(name)
         if stacked:
             x = redistribute(x, workers)
@@ -76,23 +70,18 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
 
 
 def _momenta(described: dict) -> dict[str, dict]:
-    return {leaf["name"]: leaf for of in described["states"].values() for leaf in of["momenta"]}
-
-
-def _placed(momentum: dict) -> Placed:
-    return Coordinates(**momentum["coordinates"]), tuple(momentum["shards"])
+    return {x["name"]: x for state in described["states"].values() for x in state["momenta"]}
 
 
 def put_back_pending(state: dict, saved: dict) -> dict:
-    """The momenta, with the messages put back that left them in packets that are still pending."""
-    found: dict[str, np.ndarray] = {}
+    """The momenta of delayed exchanges, with the messages put back that are still pending."""
+    result: dict[str, np.ndarray] = {}
     for path, described in saved["states"].items():
         if not described["pending"]:
             continue
         kept = described["kept"]
-        packets, factors = (
-            np.asarray(state[kept[of]["name"]]) for of in (".pending", ".subtracted")
-        )
+        packets = np.asarray(state[kept[".pending"]["name"]])
+        factors = np.asarray(state[kept[".subtracted"]["name"]])
         sizes = dict(kept[".pending"]["axes"])
         devices = math.prod(sizes.values())
         packets = packets.reshape(len(packets), devices, -1, packets.shape[2])
@@ -102,19 +91,19 @@ def put_back_pending(state: dict, saved: dict) -> dict:
             own = decode(packets[worker, device], np.int32(worker), step, factors[worker])
             place = dict(zip(sizes, np.unravel_index(device, [*sizes.values()]), strict=True))
             for leaf, x in zip(described["momenta"], own, strict=True):
-                name, where = leaf["name"], [worker]
+                name, shard = leaf["name"], [worker]
                 for cut, size in zip(leaf["cuts"], x.shape, strict=False):
-                    number = functools.reduce(lambda n, i: n * sizes[i] + place[i], cut, 0)
-                    where.append(slice(number * size, (number + 1) * size))
+                    number = functools.reduce(lambda n, axis: n * sizes[axis] + place[axis], cut, 0)
+                    shard.append(slice(number * size, (number + 1) * size))
                 if x.size:  # devices that hold the same also put back the same
-                    old = state[name][tuple(where)]
-                    found.setdefault(name, state[name].astype(widest(old.dtype)))
-                    found[name][tuple(where)] = old + np.asarray(x)
-    return found
+                    old = state[name][tuple(shard)]
+                    result.setdefault(name, state[name].astype(widest(old.dtype)))
+                    result[name][tuple(shard)] = old + np.asarray(x)
+    return result
 
 
 def _decoder(packet_format: dict, owners: int) -> Callable:
-    """What a device's pending packets add to the momenta of its tensors, as these are stored."""
+    """A function that makes of a device's pending packets what they add to its stored momenta."""
     shapes = tuple(map(tuple, packet_format["shapes"]))
     plan = make_plan(Compression(**packet_format["compression"]), shapes)
     layout = Layout(plan.sections, packet_format["extra"], packet_format["multiple"]).share(owners)
@@ -133,37 +122,29 @@ def _decoder(packet_format: dict, owners: int) -> Callable:
 
 
 def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
-    """What exchanges keep, for the workers that are wanted.
-
-    Divides what owners have yet to send among the new owners. All else starts from zero.
-    """
+    """What exchanges keep: owners' residuals, divided among the new owners; zeros for the rest."""
     names = names_kept(description)
     result = {name: np.zeros(wanted[name].shape, wanted[name].dtype) for name in names}
     for path, before in saved["states"].items():
         now = description["states"].get(path, {"kept": {}})
         for key, leaf in before["kept"].items():
-            x = np.asarray(state[leaf["name"]])
+            x, target = np.asarray(state[leaf["name"]]), now["kept"].get(key)
             if key in (".pending", ".subtracted") or not x.any():
                 continue
-            if key not in now["kept"]:
+            same_blocks = target and before["momenta"] == now["momenta"]
+            if not same_blocks or leaf["axes"] != target["axes"]:
+                has = "other blocks or shards" if target else "an exchange without owners"
+                remedy = "the old blocks and shards" if target else "exchange=TwoPhase(...)"
                 raise ValueError(
                     f"the optimizer state{leaf['name']} of the checkpoint holds what owners have "
-                    "yet to send, but the optimizer's exchange has no owners: restore it with "
-                    "exchange=TwoPhase(...)."
-                )
-            to = now["kept"][key]
-            if before["momenta"] != now["momenta"] or leaf["axes"] != to["axes"]:
-                raise ValueError(
-                    f"the optimizer state{leaf['name']} of the checkpoint holds what owners have "
-                    "yet to send, in blocks or shards that are not those of the optimizer now: "
-                    "restore it with the old ones."
+                    f"yet to send, but the optimizer now has {has}: restore it with {remedy}."
                 )
             parts = math.prod(size for _, size in leaf["axes"])
-            result[to["name"]] = divide_among(x, wanted[to["name"]].shape, parts)
+            result[target["name"]] = divide_among(x, wanted[target["name"]].shape, parts)
     return result
 
 
-def divide_among(x: np.ndarray, shape: Shape, parts: int) -> np.ndarray:
+def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarray:
     """Divides the rows of owners' shares ``(owners, parts * share, n)`` among other owners.
 
     Each of the parts, a device inside every owner, keeps its own rows. Zeros pad the last shares.
@@ -206,8 +187,8 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     return np.repeat(merged, workers // groups, axis=0)
 
 
-def _same_numbers(name: str, old: dict, new: dict) -> bool:
-    """Whether a tensor's coefficients are the same numbers as they were described before."""
+def _in_same_blocks(name: str, old: dict, new: dict) -> bool:
+    """Whether two descriptions of a momentum give its coefficients the same meaning."""
     if old["shape"] is None and old["coordinates"] != new["coordinates"]:
         raise ValueError(
             f"the momentum{name} of the checkpoint is of tensors that optax.flatten made one, with "
@@ -216,55 +197,45 @@ def _same_numbers(name: str, old: dict, new: dict) -> bool:
         )
 
     def blocks(momentum: dict):
-        coordinates, counts = _placed(momentum)
-        geometry = coordinates.geometry(_shard_shape(tuple(momentum["shape"]), counts))
-        starts = [
-            [shard * dim + start for shard in range(count) for start in range(0, dim, side)]
-            for dim, side, count in zip(geometry.shape, geometry.sides, counts, strict=True)
-        ]
-        return coordinates.transform, coordinates.seed, geometry.sides, starts
+        coordinates, geometry = Coordinates(**momentum["coordinates"]), _geometry(momentum)
+        dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
+        # The number of shards matters only where they end in smaller blocks.
+        uneven = [count if dim % side else 1 for dim, side, count in dims]
+        return coordinates.transform, coordinates.seed, geometry.sides, uneven
 
     return old["shape"] is None or blocks(old) == blocks(new)
 
 
-def to_parameters(coefficients: np.ndarray, placed: Placed, shape: Shape, step: int) -> np.ndarray:
-    """The tensor ``shape`` whose coefficients these are, after the update of ``step``."""
-    part, result = _part_of_shard(placed, shape), np.zeros(shape, np.float32)
-    for stored, elements in _shards(part.geometries[0], placed[1]):
+def carry_over(coefficients: np.ndarray, old: dict, new: dict, step: jax.Array) -> np.ndarray:
+    """One worker's momentum after the update of ``step``, in other blocks: float32."""
+    tensor = np.zeros(new["shape"], np.float32)
+    for part, stored, elements in _shards(old):
         pieces = part.momenta([jnp.asarray(coefficients[stored], jnp.float32)])
-        blocks = part.inverse(list(map(jnp.concatenate, pieces)), jnp.int32(step))
-        (result[elements],) = part.to_tensors(blocks)
-    return result
-
-
-def from_parameters(tensor: np.ndarray, placed: Placed, step: int) -> np.ndarray:
-    """Its coefficients, float32, as they stand after the update of ``step``."""
-    part, counts = _part_of_shard(placed, tensor.shape), placed[1]
-    (geometry,) = part.geometries
-    grid = [n * count for n, count in zip(geometry.grid, counts, strict=True)]
+        blocks = part.inverse(list(map(jnp.concatenate, pieces)), step)
+        (tensor[elements],) = part.to_tensors(blocks)
+    geometry = _geometry(new)
+    grid = np.multiply(geometry.grid, new["shards"], dtype=int)
     result = np.zeros((*grid, geometry.block_size), np.float32)
-    for stored, elements in _shards(geometry, counts):
-        blocks = part.blocks([jnp.asarray(tensor[elements], jnp.float32)])
-        coefficients = part.transform(blocks, jnp.int32(step))
-        pieces = part.split([x.reshape(len(x), -1) for x in coefficients])
+    for part, stored, elements in _shards(new):
+        blocks = part.blocks([jnp.asarray(tensor[elements])])
+        pieces = part.split([x.reshape(len(x), -1) for x in part.transform(blocks, step)])
         (result[stored],) = part.stored(pieces)
     return result
 
 
-def _part_of_shard(placed: Placed, shape: Shape) -> Part:
-    coordinates, counts = placed
-    (part,) = make_plan(Compression(**vars(coordinates)), (_shard_shape(shape, counts),)).parts
-    return part
+def _geometry(momentum: dict) -> BlockGeometry:
+    """The blocks of each shard."""
+    shape = (dim // n for dim, n in zip(momentum["shape"], momentum["shards"], strict=True))
+    return Coordinates(**momentum["coordinates"]).geometry(tuple(shape))
 
 
-def _shard_shape(shape: Shape, counts: Shape) -> Shape:
-    return tuple(dim // count for dim, count in zip(shape, counts, strict=True))
-
-
-def _shards(geometry: BlockGeometry, counts: Shape):
-    """For each shard where its coefficients are stored, and where the tensor has its elements."""
+def _shards(momentum: dict):
+    """For each shard its part of a plan, and where its coefficients and its elements lie."""
+    geometry, counts = _geometry(momentum), momentum["shards"]
+    (part,) = make_plan(Compression(**momentum["coordinates"]), (geometry.shape,)).parts
     for place in itertools.product(*map(range, counts)):
-        yield tuple(
+        stored, elements = (
             tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, sizes, strict=True))
             for sizes in (geometry.grid, geometry.shape)
         )
+        yield part, stored, elements

@@ -1,4 +1,4 @@
-"""Reading stored checkpoints, and refusing what is not what was saved, as their digests say."""
+"""The files of checkpoints: reading them, verifying their digests, and failures of Orbax."""
 
 import contextlib
 import dataclasses
@@ -19,15 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from demo_optax.checkpoint.description import (
-    FORMAT,
-    by_path,
-    from_paths,
-    placed,
-    require_same,
-    stored_as,
-)
-from demo_optax.checkpoint.digests import digests, is_sealed, like
+from demo_optax.checkpoint import description
+from demo_optax.checkpoint.digests import digests, seal, template
 
 try:
     from etils import epath
@@ -38,9 +31,8 @@ except ImportError as error:
 
 T = TypeVar("T")
 
-_OF_MACHINE = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
-_NUMBERS = "ENOMEM", "EMFILE", "ENFILE", "EACCES", "EPERM", "ESTALE", "ETIMEDOUT"
-_ERRNO_OF_MACHINE = {getattr(errno, name) for name in _NUMBERS}
+_MACHINE_STATES = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
+_MACHINE_ERRORS = "ENOMEM", "EMFILE", "ENFILE", "EACCES", "EPERM", "ESTALE", "ETIMEDOUT"
 
 
 class DamagedCheckpoint(ValueError):
@@ -66,10 +58,9 @@ def steps_in(directory: str) -> list[int]:
 
 
 def clear_up(directory: str, damaged: Iterable[int]) -> None:
-    """Sets damaged steps aside and removes what failed saves left, on the first process.
+    """Renames damaged steps and removes what failed saves left. Only the first process does it.
 
-    Raises:
-      OSError: the first process could not; on every process.
+    All processes raise an OSError if it could not.
     """
     reason = ""
     if jax.process_index() == 0:
@@ -87,7 +78,7 @@ def clear_up(directory: str, damaged: Iterable[int]) -> None:
 
 
 def _set_aside(folder, step: int) -> None:
-    """Renames a step's folder, which then is no step. What it holds can be looked at."""
+    """Renames a step's folder, which stays there to be looked at."""
     aside = folder / f"{step}.damaged"
     if (folder / str(step)).exists():
         if aside.exists():
@@ -96,7 +87,7 @@ def _set_aside(folder, step: int) -> None:
 
 
 def _remove_unfinished(folder) -> None:
-    """Removes what failed saves left. TensorStore may still be removing some of its files."""
+    """Removes what failed saves left, while TensorStore may still be removing its own files."""
     for _ in range(50):
         try:
             for path in folder.glob(f"*{TMP_DIR_SUFFIX}*"):
@@ -107,11 +98,7 @@ def _remove_unfinished(folder) -> None:
 
 
 def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, dict]:
-    """Reads the newest checkpoint that is intact; also returns why each newer one is not.
-
-    Raises:
-      DamagedCheckpoint: none is intact.
-    """
+    """Reads the newest checkpoint that is intact; also returns why each newer one is not."""
     damaged: dict[int, str] = {}
     for step in sorted(steps, reverse=True):
         try:
@@ -134,38 +121,39 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
 
 
 def description_of(directory: str, step: int) -> dict:
-    """The description that was saved with a step.
-
-    Raises:
-      ValueError: another version of the library saved the step, in another format.
-    """
+    """The description that was saved with a step. Refuses formats of other library versions."""
     saved: Any = _read(step, lambda: _metadata(directory, step)) or {}
-    found = saved.get("format", 1) if saved else FORMAT
-    is_other = found != FORMAT and (is_sealed(saved) or "seal" not in saved)  # old ones have none
-    is_intact = is_other or is_sealed(saved)
+    found, expected = saved.get("format", 1), description.FORMAT
+    from_before_seals = saved and found != expected and "seal" not in saved
+    is_intact = from_before_seals or saved.get("seal") == seal(saved)
     _agree(step, "" if is_intact else "its description must be the one that was saved, and is not")
-    if is_other:
+    if found != expected:
         raise ValueError(
             f"the checkpoint is of format {found}, and this version of demo_optax reads format "
-            f"{FORMAT}, which stores the state in another way. Restore it with the version that "
+            f"{expected}, which stores the state in another way. Restore it with the version that "
             "saved it."
         )
     return saved
 
 
-def load(directory: str, step: int, wanted: dict[str, dict], saved: dict[str, dict]) -> dict:
-    """The leaves of a step, verified by their digests.
+def load(directory: str, step: int, saved: dict[str, dict], **wanted: dict) -> dict:
+    """Some parts of a step, verified by their digests, in the dtypes that were saved.
 
     Args:
       directory: the run's folder.
       step: which checkpoint.
-      wanted: for each part what Orbax is to make of its leaves, of the dtypes that were saved.
-      saved: for each part the digests of its leaves.
-
-    Raises:
-      DamagedCheckpoint: they cannot be read, or are not what was saved.
+      saved: for each part the digests of its leaves, by their paths.
+      wanted: for each part to load, arrays or shapes whose shardings its leaves get. Leaves that
+        are not among them go into the host's memory.
     """
-    loaded = _read(step, lambda: _load(directory, step, wanted))
+    targets = {
+        part: {
+            name: template(digest, getattr(placed.get(name), "sharding", None))
+            for name, digest in saved[part].items()
+        }
+        for part, placed in wanted.items()
+    }
+    loaded = _read(step, lambda: _load(directory, step, targets))
     _agree(step, _difference(loaded, saved))
     return loaded
 
@@ -175,14 +163,14 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
 
     Args:
       directory: the run's folder.
-      params: arrays or shapes of the parameters; those with a sharding are placed so, others on
-        the default device. Without them, a dict of NumPy arrays by their paths.
+      params: arrays or shapes of the parameters. A leaf without a sharding is placed on the default
+        device. If None, the result is a dict of NumPy arrays by their paths.
       step: which checkpoint; the latest that is intact by default.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      DamagedCheckpoint: that of the step is damaged, or all are. A ValueError.
-      UserWarning: newer ones are damaged.
+      DamagedCheckpoint: the step's checkpoint is damaged, or all are. A ValueError.
+      UserWarning: newer checkpoints are damaged.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
@@ -213,15 +201,14 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
 def _params(directory: str, step: int, params) -> Any:
     saved = description_of(directory, step)["leaves"]
     if params is None:
-        wanted = {name: like(digest) for name, digest in saved["params"].items()}
-        return load(directory, step, {"params": wanted}, saved)["params"]
+        return load(directory, step, saved, params={})["params"]
     here = SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or here, params)
-    wanted = placed(params, shardings)
-    leaves = by_path(wanted)
-    require_same("parameters", leaves, saved["params"])
-    targets = {"params": stored_as(leaves, saved["params"])}
-    return from_paths(load(directory, step, targets, saved)["params"], wanted)
+    wanted = description.with_shardings(params, shardings)
+    description.require_same("parameters", description.by_path(wanted), saved["params"])
+    return description.from_paths(
+        load(directory, step, saved, params=description.by_path(wanted))["params"], wanted
+    )
 
 
 def _metadata(directory: str, step: int):
@@ -250,21 +237,16 @@ def _difference(loaded: dict, saved: dict[str, dict]) -> str:
 
 
 def _read(step: int, read: Callable[[], T]) -> T:
-    """What is read, if every process can read it.
-
-    Raises:
-      OSError: a process has no memory, no permission or no connection.
-      DamagedCheckpoint: what was read makes no sense, or is not there.
-    """
-    result = []
+    """What ``read`` returns, if it succeeds on every process."""
+    result: Any = None
     with caught() as failure:
-        result.append(read())
+        result = read()
     _agree(step, failure.reason, failure.of_machine)
-    return result[0]
+    return result
 
 
 def _agree(step: int, reason: str, of_machine: bool = False) -> None:
-    """Raises on every process if any reports a failure."""
+    """Raises on every process if any reports a failure, a DamagedCheckpoint or an OSError."""
     worst = _worst(2 if of_machine else int(bool(reason)))
     if worst == 2:
         raise OSError(
@@ -303,7 +285,8 @@ def caught() -> Iterator[Failure]:
         if failure.reason:
             TRACEBACKS.stay_hidden = True
             gc.collect()  # the coroutines that were never awaited
-    TRACEBACKS.show()
+    if not TRACEBACKS.stay_hidden:
+        TRACEBACKS.show()
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -322,16 +305,16 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _is_of_machine(error: BaseException) -> bool:
-    states = any(state in str(error) for state in _OF_MACHINE)
-    number = getattr(error, "errno", None)
-    return states or isinstance(error, MemoryError) or number in _ERRNO_OF_MACHINE
+    """Whether memory, permission or connection is missing, which is no damage."""
+    named = any(state in str(error) for state in _MACHINE_STATES)
+    number = errno.errorcode.get(getattr(error, "errno", None) or 0)
+    return named or isinstance(error, MemoryError) or number in _MACHINE_ERRORS
 
 
 class _Tracebacks(logging.Filter):
-    """What Orbax logs of each thread that fails, and errors in callbacks of its closed loops.
+    """Hides what Orbax logs of each thread that fails, and errors in callbacks of its closed loops.
 
-    Hidden while Orbax works; after a failure from then on, since the threads and callbacks of a
-    failed call go on failing for seconds.
+    After a failure they stay hidden: threads of the failed call go on failing for seconds.
     """
 
     loggers = logging.getLogger("absl"), logging.getLogger("asyncio")
@@ -351,11 +334,10 @@ class _Tracebacks(logging.Filter):
             self.report, sys.unraisablehook = sys.unraisablehook, self
 
     def show(self) -> None:
-        if not self.stay_hidden:
-            for logger in self.loggers:
-                logger.removeFilter(self)
-            if sys.unraisablehook is self:
-                sys.unraisablehook = self.report
+        for logger in self.loggers:
+            logger.removeFilter(self)
+        if sys.unraisablehook is self:
+            sys.unraisablehook = self.report
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not any(sign in record.pathname + record.getMessage() for sign in self.signs)

@@ -1,9 +1,7 @@
-"""Checkpoints of a whole run with Orbax: exact on the same workers, elastic on others.
+"""Saving and restoring a whole run with Orbax.
 
 A checkpoint holds each worker's own momentum, the parameters, the rest of the optimizer state and
-whatever else the run needs. On another number of workers a restore merges or copies the momenta, so
-that their mean stays the same. In other blocks, shards or under another transform it carries them
-over through parameter space. Messages that are still pending go back into the momenta.
+whatever else the run needs. `demo_optax.checkpoint.elastic` fits it to other workers or settings.
 """
 
 import contextlib
@@ -18,18 +16,8 @@ from jax.sharding import Mesh
 
 from demo_optax import checks
 from demo_optax.axes import AxisName
-from demo_optax.checkpoint import reading
-from demo_optax.checkpoint.description import (
-    by_path,
-    describe,
-    extra_by_path,
-    from_paths,
-    names_kept,
-    placed,
-    require_same,
-    stored_as,
-)
-from demo_optax.checkpoint.digests import digests, like, sealed
+from demo_optax.checkpoint import description, reading
+from demo_optax.checkpoint.digests import digests, seal
 from demo_optax.checkpoint.elastic import convert
 from demo_optax.checkpoint.reading import epath, orbax
 from demo_optax.parallel import layout, shards, worker_axis
@@ -42,12 +30,11 @@ class Checkpoint(NamedTuple):
       step: int, updates that were done when it was saved.
       params: the parameters, on the mesh.
       opt_state: the optimizer state for this mesh's workers.
-      extra: what was saved beside them.
+      extra: the tree that was saved with them.
 
     Example:
-      >>> found = Checkpoint(step=7, params={}, opt_state=(), extra={"seed": 1})
-      >>> f"going on after step {found.step} with seed {found.extra['seed']}"
-      'going on after step 7 with seed 1'
+      >>> Checkpoint(step=7, params={}, opt_state=(), extra={"seed": 1}).extra["seed"]
+      1
     """
 
     step: int
@@ -59,16 +46,16 @@ class Checkpoint(NamedTuple):
 class Checkpointer:
     """Saves and restores one run in a folder.
 
+    With several processes every method is called by all of them together, from their main thread.
+
     Args:
-      directory: the run's folder, made if it does not exist, or a URL such as ``gs://...``. With
-        several hosts one that all of them see.
+      directory: the run's folder, made if it does not exist, or a URL such as ``gs://...``. All
+        hosts must see it.
       tx: the run's optimizer, not wrapped by `demo_optax.stack_workers`.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
       param_specs: PartitionSpecs of the parameters inside a worker.
-      keep: how many checkpoints to keep, the latest; at least one.
-
-    With several processes every method is called by all of them together, from their main thread.
+      keep: how many of the latest checkpoints to keep; at least one.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
@@ -98,7 +85,7 @@ class Checkpointer:
     ):
         layout.require_plain(tx)
         checks.static_integer("keep", keep, at_least=1)
-        shards.num_workers(mesh, axis_name)  # which refuses a name that is none of an axis
+        shards.num_workers(mesh, axis_name)  # refuses unknown axes
         self._tx, self._where = tx, (mesh, axis_name, param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
         self._damaged: set[int] = set()
@@ -141,26 +128,26 @@ class Checkpointer:
     @property
     def latest(self) -> int | None:
         """The step of the latest checkpoint that is not known to be damaged, None without any."""
-        if self._orbax is not None and self._pending is not None:
+        if self._pending is not None:
             return self._pending
         steps = set(reading.steps_in(self._directory)) - self._damaged
         return max(steps, default=None)
 
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
-        """Saves in the background; the next step may be given the arrays to reuse at once.
+        """Saves in the background. The arrays may be donated to the next step at once.
 
         Args:
-          step: updates done so far, which numbers the checkpoint. If it is the step that was saved
-            or restored last, nothing is done.
+          step: updates done so far, which numbers the checkpoint. The step that was saved or
+            restored last is not saved again.
           params: the parameters, as the train step returned them.
           opt_state: the optimizer state, likewise, with its worker axis.
           extra: a tree of arrays, random keys, numbers and strings, the same on all processes:
             the position in the data, keys, what was logged.
-          wait: whether to return only when it is on disk.
+          wait: whether to return only when the checkpoint is on disk.
 
         Raises:
-          ValueError: the folder holds a checkpoint of this step or a later one, of another run or
-            from before an older step was restored, which would stay the latest.
+          ValueError: the folder holds a checkpoint of this step or a later one, which would stay
+            the latest.
           OSError: this step, or the one before it in the background, could not be written. The
             run can go on and save later steps. If only the one before failed, this one is still
             being written.
@@ -168,44 +155,44 @@ class Checkpointer:
         reasons = []
         if self._last != step:
             reasons.append(self._finish())
-            self._require_later(step)
+            latest = self.latest
+            if latest is not None and latest >= step:
+                raise ValueError(
+                    f"{self._directory} holds a checkpoint of step {latest} already, so that one "
+                    f"of step {step} would never be the latest: save this run to another folder, "
+                    "or remove the later checkpoints."
+                )
             reasons.append(self._begin(step, params, opt_state, extra))
         if wait:
             reasons.append(self._finish())
         _raise(reasons)
 
-    def _require_later(self, step):
-        if self.latest is not None and self.latest >= step:
-            raise ValueError(
-                f"{self._directory} holds a checkpoint of step {self.latest} already, so that "
-                f"one of step {step} would never be the latest: save this run to another "
-                "folder, or remove the later checkpoints."
-            )
-
     def _begin(self, step, params, opt_state, extra) -> str:
         """Starts to write in the background; returns why it cannot, or nothing."""
         leaves = {
-            "params": by_path(params),
-            "opt_state": by_path(opt_state),
-            "extra": extra_by_path(step, extra),
+            "params": description.by_path(params),
+            "opt_state": description.by_path(opt_state),
+            "extra": description.extra_by_path(step, extra),
         }
         described = {part: digests(x) for part, x in leaves.items()}
-        meaning = describe(self._tx, params, opt_state, *self._where) | {"leaves": described}
-        started = True
+        found = layout.find_layout(self._tx, params, *self._where)
+        meaning = description.describe(found, params, opt_state, *self._where[:2]) | {
+            "leaves": described
+        }
+        meaning["seal"] = seal(meaning)
         with reading.caught() as failure:
-            if self._orbax is None:
-                self._orbax = self._writer()
-            started = self._orbax.save_checkpointables_async(
-                step, leaves, force=True, custom_metadata=sealed(meaning)
+            self._orbax = self._orbax or self._writer()
+            self._orbax.save_checkpointables_async(
+                step, leaves, force=True, custom_metadata=meaning
             )
-        if reason := failure.reason or ("" if started else "the folder is read-only"):
-            return self._failed(step, reason)
+        if failure.reason:
+            return self._failed(step, failure.reason)
         reading.TRACEBACKS.hide()  # while it is written
         self._last = self._pending = step
         return ""
 
     def _writer(self) -> orbax.training.Checkpointer:
-        """Orbax's writer, after what failed saves left and damaged steps are out of its way."""
+        """Makes Orbax's writer, in a folder without damaged steps and remains of failed saves."""
         reading.clear_up(self._directory, self._damaged)
         self._damaged.clear()
         latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
@@ -239,7 +226,7 @@ class Checkpointer:
         )
 
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
-        """The latest checkpoint, or that of a step; None if there are no checkpoints.
+        """Reads the latest checkpoint, or that of a step; None if there are no checkpoints.
 
         Args:
           params: arrays or shapes of the parameters, as a tree of the same structure.
@@ -247,14 +234,14 @@ class Checkpointer:
           step: which checkpoint; the latest that is intact by default.
 
         Returns:
-          A `Checkpoint`, placed on the mesh. On as many workers as saved it, with the same
-          settings, it is equal to the last bit. On another number of workers, what differs between
-          workers keeps its mean: `redistribute` says how.
+          A `Checkpoint`, placed on the mesh. With the workers and the settings that saved it, it
+          is equal to the last bit. On another number of workers, what differs between workers
+          keeps its mean (see `redistribute`).
 
         Raises:
-          ValueError: the checkpoint is not one of this model, optimizer or ``extra``; there are
+          ValueError: the checkpoint has another model, optimizer or ``extra``; there are
             checkpoints, but none of this step.
-          DamagedCheckpoint: that of the step is damaged, or all are. A ValueError.
+          DamagedCheckpoint: the step's checkpoint is damaged, or all are. A ValueError.
           OSError: a process could not read it, for want of memory, permission or connection.
           UserWarning: newer checkpoints are damaged; the next save renames them to
             ``<step>.damaged``. Or a momentum was carried over to other blocks, another transform
@@ -276,47 +263,42 @@ class Checkpointer:
         )
         self._damaged |= set(damaged)
         if damaged:
-            self.close()  # a new writer sets them aside
+            self.close()  # the next writer renames them
         self._last = found.step
         return found
 
     def _read(self, step, params, extra) -> Checkpoint:
         """Reads and verifies one checkpoint, and converts it to what this mesh needs."""
+        mesh, axis_name, _ = self._where
         saved = reading.description_of(self._directory, step)
         held = saved["leaves"]
-        require_same("parameters", by_path(params), held["params"])
-        require_same("extra", extra_by_path(step, extra), held["extra"])
+        description.require_same("parameters", description.by_path(params), held["params"])
+        description.require_same("extra", description.extra_by_path(step, extra), held["extra"])
 
-        mesh, axis_name, param_specs = self._where
-        wanted = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
-        meaning = describe(self._tx, params, wanted, *self._where)
+        placement = layout.find_layout(self._tx, params, *self._where)
+        state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
+        meaning = description.describe(placement, params, state, mesh, axis_name)
+        params = description.with_shardings(params, shards.shardings(mesh, placement.params))
+        state = description.with_shardings(state, shards.shardings(mesh, placement.state))
         exact = all(saved[key] == value for key, value in meaning.items())
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        params = placed(params, shards.shardings(mesh, specs))
-        wanted = placed(wanted, layout.state_shardings(self._tx, params, *self._where))
-        needed, there = by_path(wanted), held["opt_state"]
-        kept = set() if exact else names_kept(saved) | names_kept(meaning)
-        require_same(
-            "optimizer state",
-            {name: x for name, x in needed.items() if name not in kept},
-            {name: x for name, x in there.items() if name not in kept},
-            shapes=exact,
+        kept = set() if exact else description.names_kept(saved) | description.names_kept(meaning)
+        needed, there = (
+            {name: x for name, x in leaves.items() if name not in kept}
+            for leaves in (description.by_path(state), held["opt_state"])
         )
-        targets = {
-            part: {name: like(digest) for name, digest in held[part].items()} for part in held
-        }
-        targets["params"] = stored_as(by_path(params), held["params"])
-        if exact:
-            targets["opt_state"] = stored_as(needed, there)
-        loaded = reading.load(self._directory, step, targets, held)
-        state = loaded["opt_state"]
+        description.require_same("optimizer state", needed, there, shapes=exact)
+
+        placed = {"params": description.by_path(params), "extra": {}}
+        placed["opt_state"] = needed if exact else {}  # to be converted in the host's memory
+        loaded = reading.load(self._directory, step, held, **placed)
+        leaves = loaded["opt_state"]
         if not exact:
-            state = convert(state, saved, needed, meaning, axis_name)
+            leaves = convert(leaves, saved, description.by_path(state), meaning, axis_name)
         return Checkpoint(
             step,
-            from_paths(loaded["params"], params),
-            from_paths(state, wanted),
-            from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
+            description.from_paths(loaded["params"], params),
+            description.from_paths(leaves, state),
+            description.from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
         )
 
 
