@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes, checks, participation
@@ -94,7 +94,7 @@ class WorkerGradients(NamedTuple):
 
 def worker_gradients(
     loss_fn: Callable,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     *,
     microbatches: int = 1,
@@ -138,14 +138,15 @@ def worker_gradients(
     def at_shared(params, *args):
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        return gradients_of(shards.copies(params, mesh, axis_name, specs), state, batch, *key)
+        copies = shards.copies(params, mesh, axis_name, specs)
+        return gradients_of(copies, state, batch, *key, shared=copies is params)
 
     return at_shared
 
 
 def stacked_gradients(
     loss_fn: Callable,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName,
     *,
     manual: set[str],
@@ -156,7 +157,9 @@ def stacked_gradients(
     batch_specs,
     check_vma: bool = True,
 ) -> Callable:
-    """``fn(params, state, batch, *key) -> WorkerGradients``, for stacked parameters and state.
+    """``fn(params, state, batch, *key, shared) -> WorkerGradients``, for a stacked state.
+
+    So are the parameters, unless they are ``shared`` by simulated workers.
 
     The loss runs in a ``jax.shard_map`` over the ``manual`` axes. Each device gathers the
     parameters along them and sees its own part of the batch; those of one worker average their
@@ -168,11 +171,12 @@ def stacked_gradients(
     if not manual:
         _require_one_axis_type(mesh, microbatches)
     workers = shards.num_workers(mesh, axis_name)
+    simulated = shards.is_simulated(mesh, axis_name)
     loss_fn = loss_fn if stateful else _with_state(loss_fn)
     inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
     own_axes = axes.names(axis_name) + inner
 
-    def in_shard_map(params, state, batch, key, specs, of_batch, rows):
+    def in_shard_map(params, state, batch, key, specs, of_batch, rows, _):
         specs, of_batch = jax.tree.map(only_manual, (specs, of_batch))
 
         def loss_of_shards(params, *args):
@@ -206,7 +210,7 @@ def stacked_gradients(
         kept = [tuple(n for n in axes.names(entry) if n in manual) for entry in spec]
         return P(*[entry or None for entry in kept])
 
-    def mapped(params, state, batch, key, specs, of_batch, rows):
+    def mapped(params, state, batch, key, specs, of_batch, rows, shared):
         def of_worker(params, old, batch, *key):
             loss, new, aux, gradient = _accumulate(
                 loss_fn, None, microbatches, rows, params, old, batch, *key
@@ -220,14 +224,16 @@ def stacked_gradients(
         structure: Any = jax.tree.structure(batch)
         batch_axes = structure.unflatten(rows)
         of_workers = jax.vmap(
-            of_worker, (0, 0, batch_axes, *[0 for _ in key]), spmd_axis_name=axis_name
+            of_worker,
+            (None if shared else 0, 0, batch_axes, *[0 for _ in key]),
+            spmd_axis_name=None if simulated else axis_name,
         )
         found = of_workers(params, state, batch, *keys)
         of_params = shards.stacked_specs(specs, axis_name)
         gradients = shards.constrain_sharding(found.gradients, mesh, of_params)
         return found._replace(gradients=gradients)
 
-    def find(params, state, batch, *key):
+    def find(params, state, batch, *key, shared):
         batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
         if given is None and not manual:
             given = shards.typed_batch_specs(batch, mesh, axis_name)
@@ -235,12 +241,12 @@ def stacked_gradients(
         of_batch = shards.batch_leaf_specs(batch, given, mesh, axis_name)
         rows = shards.row_dimensions(of_batch, axis_name)
         gradients_of = in_shard_map if manual else mapped
-        return gradients_of(params, state, batch, key, specs, of_batch, rows)
+        return gradients_of(params, state, batch, key, specs, of_batch, rows, shared)
 
     return find
 
 
-def _require_one_axis_type(mesh: Mesh, microbatches: int) -> None:
+def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
     """Refuses a mesh on which the loss cannot be mapped over the workers."""
     if len(set(mesh.axis_types)) > 1:
         raise ValueError(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
@@ -58,7 +58,9 @@ class _Difference(NamedTuple):
     trusted: np.ndarray
 
 
-def check_replicas(tree, mesh: Mesh, axis_name: AxisName = "data") -> tuple[Drift, ...]:
+def check_replicas(
+    tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"
+) -> tuple[Drift, ...]:
     """Compares, bit by bit, what should be the same on several devices.
 
     Each array's sharding says what should be the same. A leaf under ``P()`` is compared
@@ -91,11 +93,12 @@ def check_replicas(tree, mesh: Mesh, axis_name: AxisName = "data") -> tuple[Drif
       >>> check_replicas(params, mesh)
       ()
     """
+    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     return tuple(drift for found in differences for drift in _drifts(found, mesh, axis_name))
 
 
-def repair_replicas(tree, mesh: Mesh, axis_name: AxisName = "data"):
+def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """Gives every device the copy that more than half of its peers hold.
 
     What `check_replicas` compares becomes equal to the last bit. Leaves that belong to one worker
@@ -117,6 +120,7 @@ def repair_replicas(tree, mesh: Mesh, axis_name: AxisName = "data"):
       >>> repair_replicas(params, mesh)["w"] is params["w"]
       True
     """
+    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)

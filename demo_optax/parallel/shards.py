@@ -36,6 +36,24 @@ def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
+def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
+    """Whether a mesh has no devices, so that its workers are simulated on a single one.
+
+    Raises:
+      ValueError: a simulated mesh has other axes than that of the workers.
+    """
+    if isinstance(mesh, Mesh):
+        return False
+    if mesh.axis_names != (axis_name,):
+        raise ValueError(
+            f"the mesh {mesh} has no devices, so that its workers are simulated, and must have the "
+            f"workers' axis alone, not {mesh.axis_names}: make it with "
+            f"jax.sharding.AbstractMesh((workers,), ({axis_name!r},)), or with jax.make_mesh for "
+            "workers on devices."
+        )
+    return True
+
+
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
     """The mesh's axes inside a worker."""
     return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
@@ -98,8 +116,17 @@ def stacked_specs(specs, axis_name: AxisName):
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):
-    """The NamedShardings of these specs on a mesh."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    """The NamedShardings of these specs on the mesh's devices."""
+    concrete = with_devices(mesh)
+    return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
+
+
+def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh; one of a single device where it has none and simulates its workers."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    sizes, auto = (1,) * len(mesh.axis_names), (AxisType.Auto,) * len(mesh.axis_names)
+    return jax.make_mesh(sizes, mesh.axis_names, auto, devices=jax.devices()[:1])
 
 
 def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
@@ -143,6 +170,8 @@ def once_per_shapes(fn: Callable) -> Callable:
 
 def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """The tree, each leaf sharded as its spec says, or that of a prefix, inside ``jax.jit``."""
+    if isinstance(mesh, AbstractMesh):
+        return tree
     place = jax.device_put  # the only one where kinds of axes are mixed
     if set(mesh.axis_types) == {AxisType.Auto}:
         place = jax.lax.with_sharding_constraint
@@ -151,17 +180,20 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     return jax.tree.map(place, tree, jax.tree.broadcast(shardings(mesh, specs), tree))
 
 
-def copies(params, mesh: Mesh, axis_name: AxisName, specs):
+def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
     """A copy of the shared parameters for each worker, ``(workers, *shape)``.
 
-    Else XLA may fetch a part of the shared parameters from another worker.
+    Else XLA may fetch a part of the shared parameters from another worker. Simulated workers share
+    them.
     """
+    if isinstance(mesh, AbstractMesh):
+        return params
     workers = num_workers(mesh, axis_name)
     copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
     return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
 
 
-def put(mesh: Mesh, tree, specs):
+def put(mesh: Mesh | AbstractMesh, tree, specs):
     """The tree, each leaf placed as its spec says, or as that of a prefix.
 
     An array that has the sharding already is returned. All others are copied: the step donates its
@@ -170,7 +202,7 @@ def put(mesh: Mesh, tree, specs):
     seen: set[int] = set()
 
     def place(x, spec):
-        wanted = NamedSharding(mesh, spec)
+        wanted = shardings(mesh, spec)
         if isinstance(x, Tracer):
             return jax.device_put(x, wanted)
         if id(x) not in seen and _has_sharding(x, wanted):
@@ -188,7 +220,7 @@ def _has_sharding(x, wanted: NamedSharding) -> bool:
     return given.spec == wanted.spec or given.is_equivalent_to(wanted, np.ndim(x))
 
 
-def batch_leaf_specs(batch, batch_specs, mesh: Mesh, axis_name: AxisName):
+def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """A PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
 
     Without any, the first dimension is divided among all devices, worker after worker.
@@ -207,7 +239,9 @@ def batch_leaf_specs(batch, batch_specs, mesh: Mesh, axis_name: AxisName):
     return specs
 
 
-def _require_divisible(what: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
+def _require_divisible(
+    what: str, shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh
+) -> None:
     if missing := [name for name in axes_of(spec) if name not in mesh.shape]:
         raise ValueError(
             f"batch_specs names the axis {missing[0]!r} for {what}, but the mesh has the axes "
@@ -251,7 +285,7 @@ def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
     return tuple(map(row_dimension, jax.tree.leaves(specs)))
 
 
-def typed_batch_specs(batch, mesh: Mesh, axis_name: AxisName):
+def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """PartitionSpecs of a traced batch, whose first dimension is divided among the workers.
 
     Or another dimension, if its type is divided among them already. On an Explicit mesh, where a
@@ -271,7 +305,7 @@ def typed_batch_specs(batch, mesh: Mesh, axis_name: AxisName):
     return jax.tree.map(of_type, batch)
 
 
-def split_workers(batch, specs, rows, mesh: Mesh, axis_name: AxisName):
+def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """The batch with an axis of workers before each leaf's rows; shared leaves unchanged."""
     workers, worker_axes = num_workers(mesh, axis_name), axes.names(axis_name)
 
@@ -281,6 +315,8 @@ def split_workers(batch, specs, rows, mesh: Mesh, axis_name: AxisName):
         shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]
         inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
         entries = *spec[:row], axis_name, inner or None, *spec[row + 1 :]
+        if isinstance(mesh, AbstractMesh):
+            return x.reshape(shape)
         if AxisType.Explicit in mesh.axis_types:
             return jnp.reshape(x, shape, out_sharding=NamedSharding(mesh, P(*entries)))
         # Auto axes may divide the rest.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
@@ -58,7 +58,7 @@ class TrainMetrics(NamedTuple):
 def make_train_step(
     loss_fn: Callable,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     *,
     microbatches: int = 1,
@@ -82,7 +82,8 @@ def make_train_step(
       loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
         or a tuple of a scalar and aux.
       tx: any optax transformation that exchanges over ``axis_name``.
-      mesh: the workers' mesh.
+      mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
+        all workers are simulated on a single one, by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
       microbatches: parts into which each worker's batch is cut to save memory; gradients are
         averaged over them, and there is one exchange.
@@ -160,14 +161,16 @@ def make_train_step(
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, opt_state, state, batch, key, extra_args):
         copies = shards.copies(params, mesh, axis_name, layout.params)
-        found = gradients_of(own_parameters(copies, opt_state), state, batch, *key)
+        own = own_parameters(copies, opt_state)
+        found = gradients_of(own, state, batch, *key, shared=own is params)
         participates = {PARTICIPATES: jnp.isfinite(found.norm)}
         updates, opt_state = worker_axis.update_stacked(
             tx, layout, found.gradients, opt_state, params, extra_args, participates
         )
         custom = None
         if metrics_fn is not None:
-            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=axis_name)
+            over = None if shards.is_simulated(mesh, axis_name) else axis_name
+            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(found.gradients, updates, params)
         params = optax.apply_updates(params, updates)
         metrics = TrainMetrics(
@@ -224,8 +227,12 @@ def make_train_step(
     return step
 
 
-def manual_axes(axis_names: Collection[str] | None, mesh: Mesh, axis_name: AxisName) -> set[str]:
+def manual_axes(
+    axis_names: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
+) -> set[str]:
     """The axes that a step handles itself: all, those of the workers, or none."""
+    if shards.is_simulated(mesh, axis_name):
+        return set()
     given = mesh.axis_names if axis_names is None else axis_names
     manual = {given} if isinstance(given, str) else set(given)
     worker_axes = axes.names(axis_name)

@@ -5,13 +5,14 @@ mix the parts of several workers. Outside the step such leaves have a leading ax
 worker, sharded over the workers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
@@ -24,7 +25,7 @@ from demo_optax.parallel.layout import Layout, Stacked, find_layout, require_pla
 
 def stack_workers(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     param_specs=None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -88,8 +89,8 @@ def init_stacked(tx, layout: Layout, params):
         return _stack(tx.init(params), layout)
 
     placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
-    sharded = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=layout.state)
-    return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
+    on_workers = _on_workers(init, layout, (specs,), layout.state)
+    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
 
 def update_stacked(tx, layout: Layout, gradients, state, params, extra_args, stacked_args=None):
@@ -111,12 +112,31 @@ def update_stacked(tx, layout: Layout, gradients, state, params, extra_args, sta
         return _update_on_device(tx, layout, gradient, state, params, own_args)
 
     args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
-    return jax.shard_map(
-        update,
-        mesh=mesh,
-        in_specs=(*specs, P()),
-        out_specs=(layout.params, layout.state),
-    )(*args, extra_args)
+    on_workers = _on_workers(update, layout, (*specs, P()), (layout.params, layout.state))
+    return on_workers(*args, extra_args)
+
+
+def _on_workers(fn: Callable, layout: Layout, in_specs, out_specs) -> Callable:
+    """``jax.shard_map`` of a function of one device; ``jax.vmap`` where workers are simulated.
+
+    ``jax.vmap`` computes once what is the same on all workers.
+    """
+    if not shards.is_simulated(layout.mesh, layout.axis_name):
+        return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def with_axis(spec, tree):
+        return jax.tree.map(lambda x: x[None], tree) if spec else tree
+
+    def without_axis(spec, tree):
+        return jax.tree.map(lambda x: x[0], tree) if spec else tree
+
+    def of_worker(*args):
+        results = fn(*jax.tree.map(with_axis, in_specs, args))
+        return jax.tree.map(without_axis, out_specs, results)
+
+    in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
+    workers = shards.num_workers(layout.mesh, layout.axis_name)
+    return jax.vmap(of_worker, in_axes, out_axes, layout.axis_name, workers)
 
 
 def _update_on_device(tx, layout: Layout, gradient, state, params, extra_args):
@@ -153,7 +173,7 @@ def _stack(own, layout: Layout):
 def init_opt_state(
     tx: optax.GradientTransformation,
     params,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     param_specs=None,
 ):
@@ -192,7 +212,7 @@ def _require_outermost(updates) -> None:
         )
 
 
-def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
+def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
 
     All workers begin with equal arrays, but different random keys (``jax.random.key``), into which
@@ -219,7 +239,7 @@ def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
         return jnp.broadcast_to(x, (workers, *x.shape))
 
     stacked = jax.tree.map(stack, state)
-    return jax.device_put(stacked, jax.NamedSharding(mesh, P(axis_name)))
+    return jax.device_put(stacked, shards.shardings(mesh, P(axis_name)))
 
 
 def require_stacked(tree, workers: int, what: str, maker: str) -> None:
