@@ -19,8 +19,7 @@ from jax.typing import ArrayLike
 AxisName = str | tuple[str, ...] | None
 
 TRACING_ARGUMENTS = {"value": np.float32(0)}
-"""What a traced update is given, since ``optax.contrib.reduce_on_plateau`` asks for it by name."""
-
+"""Extra arguments of a traced update; ``optax.contrib.reduce_on_plateau`` requires ``value``."""
 
 _COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "psum")
 
@@ -44,7 +43,7 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def manual_names(axis_name: AxisName) -> tuple[str, ...]:
-    """Those of the names that ``shard_map`` or ``pmap`` binds; ``vmap`` leaves types alone."""
+    """The names among these that ``shard_map`` or ``pmap`` binds; ``vmap`` leaves types alone."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(name for name in names(axis_name) if name in manual)
 
@@ -55,10 +54,9 @@ def varying(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset:
 
 
 def as_varying(tree, axis_name: AxisName):
-    """Types every leaf as differing between the workers of ``axis_name``; values stay as they are.
+    """Types every leaf as differing between the workers of ``axis_name``; values do not change.
 
-    Works in every mode: leaves that vary already are left alone, and so is everything
-    where the types are silent.
+    Leaves that vary already are left alone, and so is everything where the types are silent.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: as_varying(x, "data"), axis_name="data")(jnp.ones(2)).tolist()
@@ -75,7 +73,7 @@ def as_varying(tree, axis_name: AxisName):
 def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
     """The program of a function without arguments, traced as a worker on a mesh of these sizes.
 
-    Nothing is computed or allocated, and the mesh that is in context plays no part.
+    Nothing is computed or allocated, and the mesh in context is ignored.
     """
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
@@ -88,7 +86,7 @@ def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
 
 
 def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):
-    """Shapes and dtypes of what a function gives a worker on a mesh of these sizes."""
+    """Shapes and dtypes of a function's results for a worker on a mesh of these sizes."""
     found = []
     trace_worker(lambda: found.append(jax.eval_shape(fn, *args)), sizes)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[-1])
@@ -99,9 +97,8 @@ def bytes_handed_over(program, axis_name: AxisName) -> int:
     total = 0
     for equation in _equations(program.jaxpr):
         along = equation.params.get("axes", equation.params.get("axis_name", ()))
-        collective = equation.primitive.name.startswith(_COLLECTIVES)
         along = along if isinstance(along, tuple) else (along,)
-        if collective and set(along) & set(names(axis_name)):
+        if equation.primitive.name.startswith(_COLLECTIVES) and set(along) & set(names(axis_name)):
             avals: list[Any] = [operand.aval for operand in equation.invars]
             total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
     return total
@@ -121,7 +118,7 @@ def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> j
 
 
 def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
-    """Branches of a ``jax.lax.cond``, whose results vary wherever those of either do."""
+    """Two branches for ``jax.lax.cond``, retyped so that the results of both have one type."""
     types = [jax.eval_shape(fn, *args) for fn in (one, other)]
     over = jax.tree.map(lambda x, y: varying(x) | varying(y), *types)
 
@@ -133,9 +130,15 @@ def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callabl
     return typed(one), typed(other)
 
 
-def on_all_devices(condition: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Whether a condition holds on all devices of this worker, where types tell these apart."""
-    inner = tuple(sorted(varying(condition) - set(names(axis_name))))
+def on_all_devices(
+    condition: jax.Array, axis_name: AxisName, sharded: tuple[str, ...] = ()
+) -> jax.Array:
+    """Whether a condition holds on all devices of this worker.
+
+    These are the devices along the axes over which its type varies, and along the ``sharded``
+    axes, for where the types are silent.
+    """
+    inner = tuple(sorted((varying(condition) - set(names(axis_name))) | set(sharded)))
     return jax.lax.pmin(condition.astype(jnp.int32), inner) > 0 if inner else condition
 
 

@@ -3,8 +3,8 @@
 A worker decides once a step, before anything is accumulated, by one boolean. It sits the step out
 where its gradient is infinite or NaN, or so large that its squares overflow float32. Then it sends
 packets that do not count, keeps everything that is its own, and applies what the others sent.
-A train step passes its answer on as the extra argument `PARTICIPATES`; a link of an optax chain
-that stands in front of the exchange may turn a yes into a no.
+The train step passes this boolean on as the extra argument `PARTICIPATES`. A link of an optax chain
+in front of the exchange may still make the gradient non-finite, and so exclude the worker.
 """
 
 import functools
@@ -17,13 +17,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from demo_optax import axes
-from demo_optax.arrays import (
-    BoolScalar,
-    FloatScalar,
-    IntScalar,
-    energy,
-    in_dtype_of,
-)
+from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, energy, in_dtype_of
 from demo_optax.axes import AxisName
 
 PARTICIPATES = "participates"
@@ -37,22 +31,16 @@ def decide(
     Args:
       gradient: the worker's own, or its device's shard.
       axis_name: the workers' axis, or axes.
-      extra_args: of the update. A train step may say there that the worker sits out; a link of the
-        chain may still have made a finite gradient infinite or NaN.
+      extra_args: of the update, where a train step may have excluded the worker already.
       sharded: axes along which the worker's devices hold shards, for where the types are silent.
     """
-    finite = on_all_shards(jnp.isfinite(energy(jax.tree.leaves(gradient))), sharded)
-    finite = axes.on_all_devices(finite, axis_name)
+    finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
+    finite = axes.on_all_devices(finite, axis_name, sharded)
     return finite & extra_args[PARTICIPATES] if PARTICIPATES in extra_args else finite
 
 
-def on_all_shards(condition: BoolScalar, sharded: tuple[str, ...]) -> BoolScalar:
-    """Whether a condition holds on all devices along some axes."""
-    return jax.lax.pmin(condition.astype(jnp.int32), sharded) > 0 if sharded else condition
-
-
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
-    """Whether a step's settings, which may be schedules, are finite, and the weight's square is."""
+    """Whether the settings of a step are finite, and the square of the weight too."""
     return jnp.isfinite(decay) & jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
 
 
@@ -68,20 +56,20 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
 
 
 def reset_nonfinite_leaves(state: Any, fresh: Any) -> Any:
-    """A state whose floating leaves start again where they hold anything infinite or NaN."""
+    """A state with a fresh leaf for each floating leaf that holds anything infinite or NaN."""
 
-    def leaf(x, anew):
+    def leaf(x, new):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return jnp.where(jnp.isfinite(x).all(), x, in_dtype_of(anew, x))
+        return jnp.where(jnp.isfinite(x).all(), x, in_dtype_of(new, x))
 
     return jax.tree.map(leaf, state, fresh)
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, tuple[FloatScalar, IntScalar]]:
-    """A tree of momenta ``(..., n)`` whose blocks start from zero where their energy is not finite.
+    """Momenta ``(..., n)``, with zeros in each block whose energy is not finite.
 
-    Also the energy of all of them, and how many started again. One flipped bit of an exponent
+    Also the energy of all blocks, and how many were reset. One flipped bit of an exponent
     would otherwise exclude its worker for ever.
     """
     leaves, structure = jax.tree.flatten(momenta)
@@ -105,14 +93,12 @@ def _schedule_states() -> tuple[type, ...]:
 
 
 def keep_base_if_nobody(participants: IntScalar, updates, new, old):
-    """Updates and state of what stands behind an exchange.
+    """Updates and state of the optimizer after an exchange.
 
-    On a step on which no worker took part, the updates are zero and the state stays as it was, but
-    for counts by which schedules find their step. Those go on, as that of the momentum does: a
-    learning rate inside the momentum and one behind it stay at the same step.
+    Where no worker took part, the updates are zero and the state keeps its old values. Only the
+    counts of schedules go on, as that of the momentum does: a learning rate in the momentum and
+    one after it stay at the same step.
     """
-    anyone = participants > 0
-
     injected = optax.InjectStatefulHyperparamsState
 
     def is_schedule(x) -> bool:
@@ -123,48 +109,40 @@ def keep_base_if_nobody(participants: IntScalar, updates, new, old):
             return new
         if isinstance(new, injected):
             return new._replace(inner_state=stay(new.inner_state, old.inner_state))
-        return in_dtype_of(jnp.where(anyone, new, old), new)
+        return in_dtype_of(jnp.where(participants > 0, new, old), new)
 
     def stay(new, old):
         return jax.tree.map(kept, new, old, is_leaf=is_schedule)
 
-    updates = jax.tree.map(lambda u: jnp.where(anyone, u, jnp.zeros_like(u)), updates)
-    return updates, stay(new, old)
+    return zero_updates_if_nobody(updates, participants), stay(new, old)
 
 
 def zero_updates_if_nobody(updates, participants: IntScalar):
-    """The updates; zeros on a step on which no worker took part.
-
-    For a base that stands behind `decoupled_momentum` in a chain made by hand.
-    """
+    """The updates, or zeros where no worker took part."""
     return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)
 
 
-def keep_own(new, old, is_own, participates: BoolScalar, sharded: tuple[str, ...] = ()):
-    """Restores a worker's own state if it skipped the step.
+def keep_own(
+    new, old, is_own, participates: BoolScalar, axis_name: AxisName, sharded: tuple[str, ...]
+):
+    """The state after a step; for a worker that skipped it, the old one where ``is_own``.
 
     So no second moment is lost to one bad batch. States whose type says ``handles_nonfinite`` do
     this themselves.
-
-    Args:
-      new: state after the step.
-      old: state before it.
-      is_own: a tree of bools, which leaves differ between workers.
-      participates: whether the worker takes part.
-      sharded: axes along which the worker's devices hold shards.
     """
 
     def handles_nonfinite(x) -> bool:
         return getattr(type(x), "handles_nonfinite", False) or isinstance(x, optax.MultiStepsState)
 
-    def kept(new, old, is_own):
+    def kept_node(new, old, is_own):
         if isinstance(new, optax.MultiStepsState):
             # A non-finite accumulator excludes the worker from the exchange.
-            finite = participates & on_all_shards(all_finite(old.acc_grads), sharded)
+            finite = axes.on_all_devices(all_finite(old.acc_grads), axis_name, sharded)
             inner = new.inner_opt_state, old.inner_opt_state, is_own.inner_opt_state
-            return new._replace(inner_opt_state=keep_own(*inner, finite, sharded))
+            kept = keep_own(*inner, participates & finite, axis_name, sharded)
+            return new._replace(inner_opt_state=kept)
         if handles_nonfinite(new) or not is_own:
             return new
         return jnp.where(participates, new, old)
 
-    return jax.tree.map(kept, new, old, is_own, is_leaf=handles_nonfinite)
+    return jax.tree.map(kept_node, new, old, is_own, is_leaf=handles_nonfinite)

@@ -1,25 +1,25 @@
-"""Gradients of each worker's own loss, on its own part of a batch."""
+"""Gradients of each worker's own loss, on its own part of a batch, stacked over the workers."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes, checks, participation
 from demo_optax.arrays import energy, upcast
 from demo_optax.axes import AxisName
-from demo_optax.parallel import batches, shards
+from demo_optax.parallel import shards
 
 
 def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callable:
     """``jax.value_and_grad`` whose gradients stay local to each worker of ``axis_name``.
 
     Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the
-    axis by itself, so that nothing would be left to exchange. Here the parameters are typed as
+    axis by itself, which leaves nothing to exchange. Here the parameters are typed as
     varying first. Under ``pmap`` and ``vmap`` gradients are local anyway.
 
     Args:
@@ -69,11 +69,11 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
 
 class WorkerGradients(NamedTuple):
-    """What `worker_gradients` gives.
+    """Results of `worker_gradients`, stacked over the workers.
 
     Attributes:
       loss: ``(workers,)``, each worker's own.
-      aux: what the loss function returned beside it, with a leading axis of workers.
+      aux: the aux of the loss function, with a leading axis of workers.
       state: each worker's model state, where the loss function has one.
       norm: float32 ``(workers,)``, of each worker's gradient before clipping.
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
@@ -94,7 +94,7 @@ class WorkerGradients(NamedTuple):
 
 def worker_gradients(
     loss_fn: Callable,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     *,
     microbatches: int = 1,
@@ -109,17 +109,8 @@ def worker_gradients(
     sharding constraints over the mesh's other axes, in any form, and a ``jax.shard_map`` of its
     own. Nothing is averaged over the workers.
 
-    Args:
-      loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
-        or a tuple of a scalar and aux. With a key, ``loss_fn(params, batch, key)``.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
-      microbatches: parts into which each worker's batch is cut; gradients are averaged over them.
-      clip_norm: largest global norm of each worker's gradient.
-      stateful: whether the model has a state, as in `make_train_step`.
-      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
-        prefix of one.
-      batch_specs: PartitionSpecs of the batch, as in `make_train_step`.
+    Arguments are those of `make_train_step`. Where the result is called with a key, so is
+    ``loss_fn(params, batch, key)``.
 
     Returns:
       ``fn(params, [state,] batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. Each
@@ -132,12 +123,14 @@ def worker_gradients(
       >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3)).gradients
       Array([3.], dtype=float32)
     """
-    find = mapped_gradients(
-        normalize_loss_fn(loss_fn, stateful),
+    gradients_of = stacked_gradients(
+        loss_fn,
         mesh,
         axis_name,
+        manual=set(),
         microbatches=microbatches,
         clip_norm=clip_norm,
+        stateful=stateful,
         param_specs=param_specs,
         batch_specs=batch_specs,
     )
@@ -145,24 +138,116 @@ def worker_gradients(
     def at_shared(params, *args):
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        return find(shards.copies(params, mesh, axis_name, specs), state, batch, *key)
+        copies = shards.copies(params, mesh, axis_name, specs)
+        return gradients_of(copies, state, batch, *key, shared=copies is params)
 
     return at_shared
 
 
-def mapped_gradients(
-    whole_loss: Callable,
-    mesh: Mesh,
+def stacked_gradients(
+    loss_fn: Callable,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName,
     *,
+    manual: set[str],
     microbatches: int,
     clip_norm: float | None,
+    stateful: bool,
     param_specs,
     batch_specs,
+    check_vma: bool = True,
 ) -> Callable:
-    """``fn(params, state, batch, *key) -> WorkerGradients``, for stacked parameters."""
-    require_options(microbatches, clip_norm)
+    """``fn(params, state, batch, *key, shared) -> WorkerGradients``, for a stacked state.
+
+    So are the parameters, unless they are ``shared`` by simulated workers.
+
+    The loss runs in a ``jax.shard_map`` over the ``manual`` axes. Each device gathers the
+    parameters along them and sees its own part of the batch; those of one worker average their
+    gradients. Without manual axes the loss is mapped over the workers.
+    """
+    checks.static_integer("microbatches", microbatches, at_least=1)
+    if clip_norm is not None:
+        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
+    if not manual:
+        _require_one_axis_type(mesh, microbatches)
     workers = shards.num_workers(mesh, axis_name)
+    simulated = shards.is_simulated(mesh, axis_name)
+    loss_fn = loss_fn if stateful else _with_state(loss_fn)
+    inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
+    own_axes = axes.names(axis_name) + inner
+
+    def in_shard_map(params, state, batch, key, specs, of_batch, rows, _):
+        specs, of_batch = jax.tree.map(only_manual, (specs, of_batch))
+
+        def loss_of_shards(params, *args):
+            return loss_fn(_gather(params, specs), *args)
+
+        def of_device(params, state, batch, key):
+            params, old = jax.tree.map(lambda x: x[0], (params, state))
+            keys = [jax.random.fold_in(k, jax.lax.axis_index(own_axes)) for k in key]
+            loss, new, aux, gradient = _accumulate(
+                loss_of_shards, own_axes, microbatches, rows, params, old, batch, *keys
+            )
+            if inner:
+                gradient = _mean_gradient(gradient, specs, inner)
+                loss, new = jax.lax.pmean(loss, inner), _mean_state(new, inner)
+            found = _finish(loss, aux, new, old, gradient, _norm(gradient, specs), clip_norm)
+            return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
+
+        of_worker, of_params = P(axis_name), shards.stacked_specs(specs, axis_name)
+        return jax.shard_map(
+            of_device,
+            mesh=mesh,
+            axis_names=manual,
+            in_specs=(of_params, of_worker, of_batch, P()),
+            out_specs=WorkerGradients._make(
+                (of_worker, P(own_axes), of_worker, of_worker, of_params)
+            ),
+            check_vma=check_vma,
+        )(params, state, batch, key)
+
+    def only_manual(spec: P) -> P:
+        kept = [tuple(n for n in axes.names(entry) if n in manual) for entry in spec]
+        return P(*[entry or None for entry in kept])
+
+    def mapped(params, state, batch, key, specs, of_batch, rows, shared):
+        def of_worker(params, old, batch, *key):
+            loss, new, aux, gradient = _accumulate(
+                loss_fn, None, microbatches, rows, params, old, batch, *key
+            )
+            norm = jnp.sqrt(energy(jax.tree.leaves(gradient)))
+            return _finish(loss, aux, new, old, gradient, norm, clip_norm)
+
+        batch = shards.split_workers(batch, of_batch, rows, mesh, axis_name)
+        keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
+        keys = shards.constrain_sharding(keys, mesh, P(axis_name))
+        structure: Any = jax.tree.structure(batch)
+        batch_axes = structure.unflatten(rows)
+        of_workers = jax.vmap(
+            of_worker,
+            (None if shared else 0, 0, batch_axes, *[0 for _ in key]),
+            spmd_axis_name=None if simulated else axis_name,
+        )
+        found = of_workers(params, state, batch, *keys)
+        of_params = shards.stacked_specs(specs, axis_name)
+        gradients = shards.constrain_sharding(found.gradients, mesh, of_params)
+        return found._replace(gradients=gradients)
+
+    def find(params, state, batch, *key, shared):
+        batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
+        if given is None and not manual:
+            given = shards.typed_batch_specs(batch, mesh, axis_name)
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        of_batch = shards.batch_leaf_specs(batch, given, mesh, axis_name)
+        rows = shards.row_dimensions(of_batch, axis_name)
+        gradients_of = in_shard_map if manual else mapped
+        return gradients_of(params, state, batch, key, specs, of_batch, rows, shared)
+
+    return find
+
+
+def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
+    """Refuses a mesh on which the loss cannot be mapped over the workers."""
     if len(set(mesh.axis_types)) > 1:
         raise ValueError(
             f"stacked gradients need a mesh whose axes are all Auto or all Explicit, not "
@@ -177,70 +262,9 @@ def mapped_gradients(
             "demo_optax.multi_steps."
         )
 
-    def of_worker(rows, params, state, batch, *key):
-        loss, new, aux, gradient = accumulate(
-            whole_loss, None, microbatches, rows, params, state, batch, *key
-        )
-        return finish(loss, aux, new, state, gradient, norm_of(gradient), clip_norm)
 
-    def find(params, state, batch, *key):
-        batch = jax.tree.map(jnp.asarray, batch)
-        given = batches.typed(batch, mesh, axis_name) if batch_specs is None else batch_specs
-        of_batch = batches.leaf_specs(batch, given, mesh, axis_name)
-        rows = batches.rows_of(of_batch, axis_name)
-        batch = batches.divided(batch, of_batch, rows, mesh, axis_name)
-        keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
-        keys = shards.constrain_sharding(keys, mesh, [P(axis_name) for _ in key])
-        structure: Any = jax.tree.structure(batch)
-        mapped = (0, 0, structure.unflatten(rows), *[0 for _ in key])
-        found = jax.vmap(functools.partial(of_worker, rows), mapped, spmd_axis_name=axis_name)(
-            params, state, batch, *keys
-        )
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        of_gradients = shards.stacked_specs(specs, axis_name)
-        return found._replace(
-            gradients=shards.constrain_sharding(found.gradients, mesh, of_gradients)
-        )
-
-    return find
-
-
-def require_options(microbatches: int, clip_norm: float | None) -> None:
-    """Refuses options of the gradients that cannot be."""
-    checks.static_integer("microbatches", microbatches, at_least=1)
-    if clip_norm is not None:
-        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
-
-
-def norm_of(gradient) -> jax.Array:
-    """Global norm of a gradient, float32."""
-    return jnp.sqrt(energy(jax.tree.leaves(gradient)))
-
-
-def finish(loss, aux, new, old, gradient, norm, limit: float | None) -> WorkerGradients:
-    """A worker's results: its gradient scaled down to a norm, and its model state.
-
-    The state stays as it was where the gradient is not finite.
-    """
-    given: Any = jax.tree.structure(new)
-    expected: Any = jax.tree.structure(old)
-    if given != expected:
-        raise ValueError(
-            f"the loss function must return a model state of the structure {expected}, as it was "
-            f"given, but returned {given}: return (loss, (state, aux)), where aux may be None."
-        )
-    state = participation.choose(jnp.isfinite(norm), new, old)
-    if limit is not None:
-        scale = jnp.where(norm > limit, limit / norm, 1.0)
-        scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)  # or it would be clipped to zeros
-        gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
-    return WorkerGradients(loss, aux, state, norm, gradient)
-
-
-def normalize_loss_fn(loss_fn: Callable, stateful: bool) -> Callable:
-    """``fn(params, state, batch[, key]) -> (loss, (state, aux))``, of any form of loss function."""
-    if stateful:
-        return loss_fn
+def _with_state(loss_fn: Callable) -> Callable:
+    """``fn(params, state, batch[, key]) -> (loss, (state, aux))``, of a loss without a state."""
 
     def with_state(params, state, *args):
         out = loss_fn(params, *args)
@@ -256,11 +280,10 @@ def normalize_loss_fn(loss_fn: Callable, stateful: bool) -> Callable:
     return with_state
 
 
-def accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
+def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
     """Loss, model state, aux and gradient of a worker's batch.
 
-    Loss and gradient are averaged over its microbatches, the state goes through one after the
-    other.
+    Loss and gradient are averaged over its microbatches, through which the state goes in turn.
     """
     value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=True)
     state = axes.as_varying(state, axis_name)
@@ -275,7 +298,7 @@ def accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *ke
         return (total, axes.as_varying(state, axis_name)), aux
 
     keys = [jax.random.split(k, microbatches) for k in key]
-    parts = batches.microbatches_of(batch, rows, microbatches), *keys
+    parts = shards.split_microbatches(batch, rows, microbatches), *keys
     first = jax.tree.map(lambda x: x[0], parts)
     (loss, _), gradient = jax.eval_shape(value_and_grad, params, state, *first)
     zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
@@ -286,115 +309,74 @@ def accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *ke
     return loss, state, aux, gradient
 
 
-def device_gradients(
-    whole_loss: Callable,
-    mesh: Mesh,
-    axis_name: AxisName,
-    manual: Collection[str],
-    specs,
-    rows,
-    *,
-    microbatches: int,
-    clip_norm: float | None,
-) -> Callable:
-    """``fn(params, state, batch, key) -> WorkerGradients`` of one device, inside a shard_map.
+def _gather(params, specs):
+    """Whole parameters from a device's shards; its gradient sums over the shards by itself."""
 
-    Each device gathers the parameters, whose ``specs`` these are along the ``manual`` axes, and
-    sees its own part of the batch, divided along ``rows``. Those of one worker average their
-    gradients.
+    def gather(x, spec):
+        for dimension, entry in enumerate(spec):
+            if entry is not None:
+                x = jax.lax.all_gather(x, entry, axis=dimension, tiled=True)
+        return x
+
+    return jax.tree.map(gather, params, specs)
+
+
+def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
+    """The worker's mean gradient, from that of gathered parameters on one device's batch.
+
+    In the dtype of the gradient, float32 for float32 parameters.
     """
-    inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
-    own_axes = axes.names(axis_name) + inner
 
-    def loss_of_shards(params, *args):
-        return whole_loss(shards.gather_params(params, specs), *args)
+    def mean(g, spec):
+        sharded = shards.axes_of(spec)
+        rest = tuple(name for name in inner if name not in sharded)
+        g = jax.lax.pmean(g, rest) if rest else g
+        return (g / axes.size(sharded)).astype(g.dtype) if sharded else g
 
-    def of_device(params, state, batch, key):
-        own_key = [jax.random.fold_in(k, jax.lax.axis_index(own_axes)) for k in key]
-        loss, new, aux, gradient = accumulate(
-            loss_of_shards, own_axes, microbatches, rows, params, state, batch, *own_key
-        )
-        if inner:
-            gradient = shards.mean_gradient(gradient, specs, inner)
-            loss, new = jax.lax.pmean(loss, inner), shards.agreed(new, inner)
-        norm = shards.norm(gradient, specs)
-        return finish(loss, aux, new, state, gradient, norm, clip_norm)
-
-    return of_device
+    return jax.tree.map(mean, gradient, specs)
 
 
-def found_specs(specs, mesh: Mesh, axis_name: AxisName, manual: Collection[str]):
-    """PartitionSpecs of stacked `WorkerGradients` that leave a shard_map."""
-    inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
-    of_worker = P(axis_name)
-    of_params = shards.stacked_specs(specs, axis_name)
-    every = P(axes.names(axis_name) + inner)
-    return WorkerGradients._make((of_worker, every, of_worker, of_worker, of_params))
+def _mean_state(state, inner: tuple[str, ...]):
+    """One model state for the devices of a worker: means of floats, the first device's else."""
+
+    def mean(x):
+        x = axes.as_varying(x, inner)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jax.lax.pmean(x, inner)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            numbers = shards.from_first(jax.random.key_data(x), inner)
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+        return shards.from_first(x, inner)
+
+    return jax.tree.map(mean, state)
 
 
-def manual_gradients(
-    whole_loss: Callable,
-    mesh: Mesh,
-    axis_name: AxisName,
-    manual: Collection[str],
-    *,
-    check_vma: bool,
-    param_specs,
-    batch_specs,
-    **options,
-) -> Callable:
-    """``fn(params, state, batch, *key) -> WorkerGradients``, for stacked parameters."""
-
-    def handled(spec: P) -> P:
-        kept = [tuple(n for n in axes.names(entry) if n in manual) for entry in spec]
-        return P(*[entry or None for entry in kept])
-
-    def find(params, state, batch, *key):
-        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
-        rows = batches.rows_of(of_batch, axis_name)
-        specs, of_batch = jax.tree.map(handled, (specs, of_batch))
-        fn = device_gradients(whole_loss, mesh, axis_name, manual, specs, rows, **options)
-
-        def of_device(params, state, batch, key):
-            params, state = jax.tree.map(lambda x: x[0], (params, state))
-            return jax.tree.map(lambda x: jnp.asarray(x)[None], fn(params, state, batch, key))
-
-        of_worker = P(axis_name)
-        return jax.shard_map(
-            of_device,
-            mesh=mesh,
-            axis_names=set(manual),
-            in_specs=(shards.stacked_specs(specs, axis_name), of_worker, of_batch, P()),
-            out_specs=found_specs(specs, mesh, axis_name, manual),
-            check_vma=check_vma,
-        )(params, state, batch, key)
-
-    return find
+def _norm(gradient, specs) -> jax.Array:
+    """Global norm of a worker's sharded gradient, float32."""
+    sharded: dict[tuple[str, ...], list[jax.Array]] = {}
+    for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
+        sharded.setdefault(shards.axes_of(spec), []).append(x)
+    energies = [
+        jax.lax.psum(energy(x), names) if names else energy(x) for names, x in sharded.items()
+    ]
+    return jnp.sqrt(sum(energies))
 
 
-def manual_axes(axis_names: Collection[str] | None, mesh: Mesh, axis_name: AxisName) -> set[str]:
-    """The axes that a step handles itself: all, those of the workers, or none."""
-    given = mesh.axis_names if axis_names is None else axis_names
-    manual = {given} if isinstance(given, str) else set(given)
-    worker_axes = axes.names(axis_name)
-    if manual not in (set(mesh.axis_names), set(worker_axes), set()):
+def _finish(loss, aux, new, old, gradient, norm, limit: float | None) -> WorkerGradients:
+    """A worker's results, with its gradient clipped to a global norm of ``limit``.
+
+    Where the gradient is not finite, the model state is the old one.
+    """
+    given: Any = jax.tree.structure(new)
+    expected: Any = jax.tree.structure(old)
+    if given != expected:
         raise ValueError(
-            f"axis_names must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
-            f"{worker_axes} alone, or (), with the others left to the compiler, not "
-            f"{axis_names!r}."
+            f"the loss function must return a model state of the structure {expected}, as it was "
+            f"given, but returned {given}: return (loss, (state, aux)), where aux may be None."
         )
-    left = [name for name in mesh.axis_names if manual and name not in manual]
-    if len(left) > 1:
-        raise ValueError(
-            f"axis_names={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
-            "more than one XLA may abort the process: use axis_names=()."
-        )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(kinds[name] == AxisType.Explicit for name in left):
-        raise ValueError(
-            f"the axes {left} are left to the compiler, but their type is Explicit, as "
-            "jax.make_mesh makes them by default: use axis_names=(), or make the mesh with "
-            "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
-        )
-    return manual
+    state = participation.choose(jnp.isfinite(norm), new, old)
+    if limit is not None:
+        scale = jnp.where(norm > limit, limit / norm, 1.0)
+        scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)  # or it would be clipped to zeros
+        gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
+    return WorkerGradients(loss, aux, state, norm, gradient)

@@ -1,12 +1,13 @@
-"""How parameters and optimizer state lie on a mesh: which leaves differ between workers, and where.
+"""The sharding of parameters and optimizer state: which leaves differ between workers.
 
-JAX's types know it. One update is evaluated abstractly under ``jax.shard_map``: what comes out
-varying over an axis differs along it.
+JAX's types say it. One update is traced under ``jax.shard_map`` without computing anything; a
+result whose type varies over an axis differs along it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +18,37 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
-from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.parallel import shards
 
 
-class Layout(NamedTuple):
-    """How parameters and state lie on a mesh.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The sharding of parameters and optimizer state on a mesh.
 
     Attributes:
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
       params: PartitionSpecs of the parameters.
       state: PartitionSpecs of the state.
       single: shapes of one worker's state.
-      state_axes: frozensets, the axes over which each leaf of the state differs.
-      update_axes: the same of the updates.
+      is_own: bools, which leaves of the state differ between workers.
+      state_copies: frozensets, the axes along which a worker's devices hold copies of each leaf of
+        the state, whose types do not say that they are equal.
+      update_copies: the same for the updates.
       frozen: bools, which updates are zero whatever the gradient is.
       sent: int, bytes that one device hands to collectives between workers.
     """
 
+    mesh: Mesh | AbstractMesh
+    axis_name: AxisName
     params: Any
     state: Any
     single: Any
-    state_axes: Any
-    update_axes: Any
+    is_own: Any
+    state_copies: Any
+    update_copies: Any
     frozen: Any
     sent: int
 
@@ -63,9 +71,9 @@ def state_specs(
         prefix of one.
 
     Returns:
-      A tree like the state. Leaves with a leading worker axis have ``P(axis_name, ...)``, those
-      that are the same on all workers have not. Where the shards of a worker differ, the spec of
-      the parameter follows whose path ends the leaf's path.
+      A tree like the state. A leaf that differs between workers has a leading worker axis, so
+      its spec is ``P(axis_name, ...)``. Where it also differs between the shards of a worker, the
+      rest is the spec of its parameter, whose path ends the leaf's path.
 
     Raises:
       ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a leaf
@@ -89,15 +97,9 @@ def state_shardings(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """NamedShardings of the state that `init_opt_state` makes (see `state_specs`).
+    """NamedShardings of the state that `init_opt_state` makes.
 
-    Args:
-      tx: any optax transformation that exchanges over ``axis_name``.
-      params: arrays or shapes of the parameters.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
-        prefix of one.
+    Arguments and errors are those of `state_specs`.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -119,25 +121,35 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     inner = unboxed(specs)
-    parts = shards.shard_shapes(jax.tree.map(_shape, unboxed(params)), inner, mesh)
+    parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
     single = axes.shapes_of_worker(tx.init, mesh.shape, parts)
     state_axes, update_axes, sent = _varying_axes(tx, parts, single, inner, mesh.shape, axis_name)
-    update_axes, frozen = _without_frozen(
-        tx, parts, single, state_axes, update_axes, mesh, axis_name
+    worker_axes = set(axes.names(axis_name))
+    is_own = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
+    state = _state_specs(state_axes, single, inner, mesh, axis_name)
+
+    def copied_axes(names, spec):
+        return names - set(shards.axes_of(spec)) - worker_axes
+
+    return Layout(
+        mesh=mesh,
+        axis_name=axis_name,
+        params=specs,
+        state=state,
+        single=single,
+        is_own=is_own,
+        state_copies=jax.tree.map(copied_axes, state_axes, state),
+        update_copies=jax.tree.map(copied_axes, update_axes, inner),
+        frozen=_frozen_updates(tx, parts, single, is_own, update_axes, mesh, axis_name),
+        sent=sent,
     )
-    state = _specs(state_axes, single, inner, mesh, axis_name)
-    return Layout(specs, state, single, state_axes, update_axes, frozen, sent)
-
-
-def _shape(x) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
 
 
 def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
     """The axes over which leaves of the state and of the updates differ, and the bytes sent.
 
-    With gradients that vary over ``axis_name`` and the axes of their parameter's spec. Repeats
-    until the varying axes of the state stop changing.
+    The gradients vary over ``axis_name`` and the axes of their parameter's spec. Repeats until the
+    varying axes of the state stop changing.
     """
     tx = optax.with_extra_args_support(tx)
     outcome = []
@@ -196,16 +208,19 @@ def _decides_alone(state) -> str:
     return next((_ALONE[type(node)] for node in nodes if type(node) in _ALONE), "")
 
 
-def _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name: AxisName):
-    """The axes of the updates, less the workers' for those that are frozen, and which are.
+def _frozen_updates(tx, parts, single, is_own, update_axes, mesh, axis_name: AxisName):
+    """Bools, which updates are zero although their type says that they differ between workers.
 
     An update that depends on no gradient, no parameter and no state of a worker's own, as that of
-    ``optax.set_to_zero``, is zero. By its type it may differ between workers.
+    ``optax.set_to_zero``, is zero.
+
+    Raises:
+      ValueError: another update differs between workers.
     """
-    worker_axes = frozenset(axes.names(axis_name))
-    differs = jax.tree.map(lambda names: bool(names & worker_axes), update_axes)
+    worker_axes = axes.names(axis_name)
+    differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)
     if not any(jax.tree.leaves(differs)):
-        return update_axes, differs
+        return differs
 
     def update(gradient, state, params):
         return tx.update(gradient, state, params, **TRACING_ARGUMENTS)[0]
@@ -214,9 +229,8 @@ def _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name:
     for name in worker_axes:
         of_workers = functools.partial(_on_all, of_workers, name, mesh.shape[name])
     program = jax.make_jaxpr(of_workers)(parts, single, parts)
-    of_worker = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
     everything = jax.tree.map(lambda _: True, parts)
-    local = jax.tree.leaves((everything, of_worker, everything))
+    local = jax.tree.leaves((everything, is_own, everything))
 
     def depends(number: int) -> bool:
         wanted = [i == number for i in range(len(program.jaxpr.outvars))]
@@ -233,21 +247,19 @@ def _without_frozen(tx, parts, single, state_axes, update_axes, mesh, axis_name:
                 f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer. "
                 "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
             )
-    return jax.tree.map(
-        lambda x, names: names - worker_axes if x else names, differs, update_axes
-    ), (differs)
+    return differs
 
 
 def _on_all(fn, name, size, *args):
-    """What a function gives on all workers of an axis that see the same."""
+    """The results of a function on all workers of an axis, which see the same arguments."""
     return jax.vmap(lambda _: fn(*args), axis_name=name)(jnp.arange(size))
 
 
-def _specs(state_axes, single, param_specs, mesh, axis_name: AxisName):
+def _state_specs(state_axes, single, param_specs, mesh, axis_name: AxisName):
     """A PartitionSpec for each leaf of the state."""
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
-    of_devices = paths_of_devices(single)
+    of_devices = _paths_of_devices(single)
 
     def inner_spec(path, varying_axes, leaf) -> P:
         if varying_axes <= worker_axes:
@@ -275,22 +287,18 @@ def _specs(state_axes, single, param_specs, mesh, axis_name: AxisName):
     return jax.tree.map_with_path(whole_spec, state_axes, single)
 
 
-def paths_of_devices(state) -> list[tuple]:
+def _paths_of_devices(state) -> list[tuple]:
     """Paths of the leaves that belong to a device, and to none of its parameters."""
-
-    def is_momentum(x) -> bool:
-        return isinstance(x, DecoupledMomentumState)
-
     return [
         (*path, GetAttrKey("exchange"), *inside)
-        for path, node in jax.tree.leaves_with_path(state, is_leaf=is_momentum)
-        if is_momentum(node)
+        for path, node in jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)
+        if shards.is_momentum(node)
         for inside, _ in jax.tree.leaves_with_path(node.exchange)
     ]
 
 
 class Stacked(optax.GradientTransformationExtraArgs):
-    """What `stack_workers` makes."""
+    """A transformation that `stack_workers` made."""
 
     def __iter__(self):
         raise TypeError(

@@ -1,7 +1,7 @@
-"""Copies that should be equal and are not: found by a checksum, repaired by the majority.
+"""Finds copies that differ although they should be equal, by a checksum; repairs them by majority.
 
 A bit that flips in one device's memory stays: the workers exchange gradients, not parameters,
-so nothing brings its replica back to the others.
+so nothing makes its replica equal to the others again.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
@@ -21,14 +21,14 @@ from demo_optax.parallel import shards
 
 
 class Drift(NamedTuple):
-    """One device's copy of a leaf that is not what it should be.
+    """One device's copy of a leaf that differs from the majority, or has none.
 
     Attributes:
       leaf: str, the path of the leaf in the tree, such as ``"[0]['w']"``.
       worker: int, index of the worker along ``axis_name``.
       position: ints, the device's place on the mesh: it is ``mesh.devices[position]``.
-      repairable: bool, whether more than half of the copies are equal, and this is another. Where
-        False, nobody can tell who is right, and every copy is listed.
+      repairable: bool, whether more than half of the copies are equal, and this one differs from
+        them. Where False, no copy can be called right, and every copy is listed.
 
     Example:
       >>> found = Drift("['w']", worker=3, position=(3, 0), repairable=True)
@@ -46,28 +46,30 @@ class _Difference(NamedTuple):
     """A leaf whose copies differ.
 
     Attributes:
-      number: among the leaves of the tree.
+      number: its index in the tree.
       leaf: its path.
-      copies: ``(parts, copies)``, the devices that hold each part, in the order of the mesh.
-      trusted: bool like ``copies``, those that are as more than half of that part's copies are.
+      holders: ``(parts, copies)``, the devices that hold each part, in the order of the mesh.
+      trusted: bools ``(parts, copies)``, which copies equal more than half of that part's copies.
     """
 
     number: int
     leaf: str
-    copies: np.ndarray
+    holders: np.ndarray
     trusted: np.ndarray
 
 
-def check_replicas(tree, mesh: Mesh, axis_name: AxisName = "data") -> tuple[Drift, ...]:
+def check_replicas(
+    tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"
+) -> tuple[Drift, ...]:
     """Compares, bit by bit, what should be the same on several devices.
 
-    What should be the same is read from each array's sharding. A leaf under ``P()`` is compared
+    Each array's sharding says what should be the same. A leaf under ``P()`` is compared
     between all devices, one under ``P("fsdp")`` between those that hold the same part of it. A leaf
-    that is divided among the workers, like a momentum, belongs to one each, and is compared only
-    where a worker's own devices hold copies of it.
+    that is divided among the workers, like a momentum, is compared only where the devices of one
+    worker hold copies of it.
 
     Each device sends four bytes a leaf in one all-gather: a checksum of the bits, which sees NaNs,
-    signs of zeros and the order of elements. It differs for certain where one element does (of
+    signs of zeros and the order of elements. It always differs where one element does (of
     64-bit numbers: one half), and misses any other difference with a chance of 2**-32. The
     program compiles once for each tree of shapes and shardings. With several processes all call
     this together, and all get the same answer.
@@ -82,7 +84,7 @@ def check_replicas(tree, mesh: Mesh, axis_name: AxisName = "data") -> tuple[Drif
       leaves; ``()`` where all is well.
 
     Raises:
-      ValueError: a leaf does not lie on the mesh; the mesh has no such axis.
+      ValueError: a leaf is not on the mesh; the mesh has no such axis.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -91,28 +93,22 @@ def check_replicas(tree, mesh: Mesh, axis_name: AxisName = "data") -> tuple[Drif
       >>> check_replicas(params, mesh)
       ()
     """
-    return tuple(
-        _drift(found.leaf, int(device), bool(found.trusted[part].any()), mesh, axis_name)
-        for found in _differences(tree, mesh, axis_name)
-        for part, devices in enumerate(found.copies)
-        for device in devices[~found.trusted[part]]
-    )
+    mesh = shards.with_devices(mesh)
+    differences = _differences(tree, mesh, axis_name)
+    return tuple(drift for found in differences for drift in _drifts(found, mesh, axis_name))
 
 
-def repair_replicas(tree, mesh: Mesh, axis_name: AxisName = "data"):
+def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """Gives every device the copy that more than half of its peers hold.
 
     What `check_replicas` compares becomes equal to the last bit. Leaves that belong to one worker
-    stay as they are: its momentum may hold gradients taken at damaged parameters, which training
-    outlives, and which are nobody else's to replace.
+    do not change: its momentum may hold gradients of damaged parameters, of which no other worker
+    has a copy; they decay as training goes on.
 
-    Args:
-      tree: as for `check_replicas`.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
+    Arguments are those of `check_replicas`.
 
     Returns:
-      The tree, with the same shardings. Leaves that agree everywhere are the very same arrays.
+      The tree, with the same shardings. Leaves that agree everywhere are the given arrays.
 
     Raises:
       ValueError: no copy has a majority, as when two workers differ; and as `check_replicas`.
@@ -124,13 +120,14 @@ def repair_replicas(tree, mesh: Mesh, axis_name: AxisName = "data"):
       >>> repair_replicas(params, mesh)["w"] is params["w"]
       True
     """
+    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)
     for found in differences:
         first = np.argmax(found.trusted, axis=1)
         source = np.zeros(mesh.devices.shape, bool)
-        source.flat[found.copies[np.arange(len(first)), first]] = True
+        source.flat[found.holders[np.arange(len(first)), first]] = True
         leaf = leaves[found.number]
         repaired = _spread(leaf, source, mesh, leaf.sharding.spec)
         # Explicit meshes write P() as P(None, None), for which a train step would compile again.
@@ -139,39 +136,49 @@ def repair_replicas(tree, mesh: Mesh, axis_name: AxisName = "data"):
 
 
 def _differences(tree, mesh, axis_name) -> list[_Difference]:
+    """The leaves whose copies differ."""
     shards.num_workers(mesh, axis_name)
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
     specs = [_spec(name, x, mesh) for name, x in leaves]
-    copies = [_copies(mesh, spec) for spec in specs]
-    compared = [i for i, devices in enumerate(copies) if devices.shape[1] > 1]
+    holders = [_holders(mesh, spec) for spec in specs]
+    compared = [i for i, devices in enumerate(holders) if devices.shape[1] > 1]
     if not compared:
         return []
     arrays, shared = zip(*[(leaves[i][1], specs[i]) for i in compared], strict=True)
     sums = np.asarray(_checksums(arrays, mesh, shared))
     found = []
     for i, column in zip(compared, sums.T, strict=True):
-        held = column[copies[i]]
+        held = column[holders[i]]
         if (held != held[:, :1]).any():
             equal = (held[:, :, None] == held[:, None]).sum(axis=-1)
-            found.append(_Difference(i, leaves[i][0], copies[i], 2 * equal > held.shape[1]))
+            found.append(_Difference(i, leaves[i][0], holders[i], 2 * equal > held.shape[1]))
     return found
 
 
-def _drift(leaf, device, repairable, mesh, axis_name) -> Drift:
-    position = tuple(int(i) for i in np.unravel_index(device, mesh.devices.shape))
-    places = dict(zip(mesh.axis_names, position, strict=True))
-    names = axes.names(axis_name)
-    worker = np.ravel_multi_index([places[n] for n in names], [mesh.shape[n] for n in names])
-    return Drift(leaf, int(worker), position, repairable)
+def _drifts(difference: _Difference, mesh, axis_name):
+    """A `Drift` for each copy of a leaf that is not trusted."""
+    worker_axes = axes.names(axis_name)
+    for devices, trusted in zip(difference.holders, difference.trusted, strict=True):
+        for device in devices[~trusted]:
+            position = tuple(int(i) for i in np.unravel_index(device, mesh.devices.shape))
+            places = dict(zip(mesh.axis_names, position, strict=True))
+            worker = np.ravel_multi_index(
+                [places[name] for name in worker_axes], [mesh.shape[name] for name in worker_axes]
+            )
+            yield Drift(difference.leaf, int(worker), position, repairable=bool(trusted.any()))
 
 
-def _require_majorities(differences, mesh, axis_name):
-    found = [
-        f"leaf{difference.leaf} differs between the workers {sorted(workers)}"
-        for difference in differences
-        if (workers := _disputing(difference, mesh, axis_name))
-    ]
-    if found:
+def _require_majorities(differences, mesh, axis_name) -> None:
+    """Refuses leaves with a part of which no copy has a majority."""
+    disputed: dict[str, set[int]] = {}
+    for difference in differences:
+        for drift in _drifts(difference, mesh, axis_name):
+            if not drift.repairable:
+                disputed.setdefault(drift.leaf, set()).add(drift.worker)
+    if disputed:
+        found = [
+            f"leaf{leaf} differs between the workers {sorted(disputed[leaf])}" for leaf in disputed
+        ]
         raise ValueError(
             f"no copy is held by more than half of the devices that should agree: "
             f"{'; '.join(found[:3])}{f'; and {len(found) - 3} more leaves' if found[3:] else ''}. "
@@ -181,14 +188,8 @@ def _require_majorities(differences, mesh, axis_name):
         )
 
 
-def _disputing(difference, mesh, axis_name) -> set[int]:
-    """The workers that hold the parts of a leaf of which no copy has a majority."""
-    disputed = difference.copies[~difference.trusted.any(axis=1)]
-    return {_drift("", device, False, mesh, axis_name).worker for device in disputed.flat}
-
-
 def _spec(name, x, mesh) -> P:
-    """How a leaf lies on the mesh."""
+    """The PartitionSpec of a leaf, which must be an array on the mesh."""
     concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     sharding = x.sharding if concrete else None
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
@@ -201,8 +202,8 @@ def _spec(name, x, mesh) -> P:
     )
 
 
-def _copies(mesh, spec) -> np.ndarray:
-    """``(parts, copies)``, for each part of an array the numbers of the devices that hold it."""
+def _holders(mesh, spec) -> np.ndarray:
+    """``(parts, copies)``, for each part of an array the devices that hold it."""
     dividing = [i for i, name in enumerate(mesh.axis_names) if name in shards.axes_of(spec)]
     parts = int(np.prod([mesh.devices.shape[i] for i in dividing]))
     devices = np.arange(mesh.size).reshape(mesh.devices.shape)
@@ -211,7 +212,7 @@ def _copies(mesh, spec) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _checksums(leaves, mesh, specs):
-    """uint32 ``(devices, leaves)``, of each device's copy or part, the same everywhere."""
+    """uint32 ``(devices, leaves)``, the checksums of each device's copies, on all devices."""
 
     def device(*leaves):
         sums = axes.as_varying([checksum(to_words(x)) for x in leaves], mesh.axis_names)
@@ -222,7 +223,7 @@ def _checksums(leaves, mesh, specs):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _spread(leaf, source, mesh, spec):
-    """The leaf with the bits that the ``source`` of each of its parts holds, in all copies."""
+    """The leaf, where all copies of a part have the bits of that on its ``source`` device."""
     copied = tuple(name for name in mesh.axis_names if name not in shards.axes_of(spec))
 
     def device(x, source):

@@ -1,37 +1,57 @@
-"""One worker on several devices: parameters sharded inside it, or its batch alone.
+"""Sharding on a mesh: of the parameters inside a worker, and of the batch.
 
 A mesh may have axes beside the workers' own (``fsdp``, ``tensor``, ``local``). Along these inner
 axes the devices of one worker share its parameters as their PartitionSpecs say, average their
 gradients, and compress each its own shard, whose blocks end where it ends (From
-et al., "DeToNATION", FlexDeMo). What the shards of a worker hold in common they must agree on.
+et al., "DeToNATION", FlexDeMo). Copies that all devices of a worker hold must stay equal.
 """
 
+import functools
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from demo_optax import axes, metrics
 from demo_optax._decoupled_momentum import DecoupledMomentumState
-from demo_optax.arrays import energy, unboxed
+from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     """Workers along ``axis_name``: the product of the sizes of its axes."""
-    missing = [name for name in axes.names(axis_name) if name not in mesh.shape]
-    if missing or axis_name is None:
+    names = axes.names(axis_name)
+    if axis_name is None or any(name not in mesh.shape for name in names):
         raise ValueError(
             f"axis_name must be one or several of the mesh's axes {tuple(mesh.shape)}, not "
             f"{axis_name!r}."
         )
-    size = 1
-    for name in axes.names(axis_name):
-        size *= mesh.shape[name]
-    return size
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
+    """Whether a mesh has no devices, so that its workers are simulated on a single one.
+
+    Raises:
+      ValueError: a simulated mesh has other axes than that of the workers.
+    """
+    if isinstance(mesh, Mesh):
+        return False
+    if mesh.axis_names != (axis_name,):
+        raise ValueError(
+            f"the mesh {mesh} has no devices, so that its workers are simulated, and must have the "
+            f"workers' axis alone, not {mesh.axis_names}: make it with "
+            f"jax.sharding.AbstractMesh((workers,), ({axis_name!r},)), or with jax.make_mesh for "
+            "workers on devices."
+        )
+    return True
 
 
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
@@ -44,6 +64,11 @@ def axes_of(spec: P) -> tuple[str, ...]:
     return tuple(name for entry in spec for name in axes.names(entry))
 
 
+def sharded_axes(specs) -> tuple[str, ...]:
+    """All axes that any of the specs shards over, in the order of their first use."""
+    return tuple(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in axes_of(spec)))
+
+
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """A PartitionSpec for every parameter, from a tree of these or of NamedShardings.
 
@@ -52,13 +77,13 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     Raises:
       ValueError: a spec shards over the workers' axis, or over one that the mesh lacks.
     """
-    specs = broadcast("param_specs", param_specs, unboxed(params))
+    specs = _broadcast("param_specs", param_specs, unboxed(params))
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
             what = "the workers' axis" if wrong[0] in axes.names(axis_name) else "not among them"
             raise ValueError(
-                f"param_specs{jax.tree_util.keystr(path)} is {spec}, but parameters are sharded "
+                f"param_specs{keystr(path)} is {spec}, but parameters are sharded "
                 f"inside a worker only, over the axes {inner}: {wrong[0]!r} is {what}. Leave it "
                 "out, or name another axis."
             )
@@ -66,7 +91,7 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     return structure.unflatten(jax.tree.leaves(specs))
 
 
-def broadcast(what: str, given, tree):
+def _broadcast(what: str, given, tree):
     """A PartitionSpec for every leaf, from a tree or a prefix of these, NamedShardings and None."""
 
     def spec_of(path, x) -> P:
@@ -77,7 +102,7 @@ def broadcast(what: str, given, tree):
         if isinstance(x, P):
             return x
         raise TypeError(
-            f"{what}{jax.tree_util.keystr(path)} must be a jax.P or a jax.NamedSharding, not "
+            f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
             f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
         )
 
@@ -85,48 +110,29 @@ def broadcast(what: str, given, tree):
     return jax.tree.broadcast(prefix, tree)
 
 
-def shardings(mesh: Mesh | AbstractMesh, specs):
-    """How arrays of these specs lie on the mesh."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-
-
-def constrain_sharding(tree, mesh: Mesh, specs):
-    """The tree, each leaf sharded as its spec says, in programs that the compiler partitions."""
-    place = jax.device_put  # the only one where kinds of axes are mixed
-    if set(mesh.axis_types) == {AxisType.Auto}:
-        place = jax.lax.with_sharding_constraint
-    elif set(mesh.axis_types) == {AxisType.Explicit}:
-        place = jax.sharding.reshard
-    return jax.tree.map(place, tree, shardings(mesh, specs))
-
-
-def copies(params, mesh: Mesh, axis_name: AxisName, specs):
-    """Shared parameters, a copy for each worker: ``(workers, *shape)``, where specs are theirs.
-
-    Of what workers hold in common, XLA may fetch a part from another worker.
-    """
-    workers = num_workers(mesh, axis_name)
-    copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
-    return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
-
-
 def stacked_specs(specs, axis_name: AxisName):
-    """Of arrays with an axis of workers in front."""
+    """The specs of arrays that have an axis of workers in front."""
     return jax.tree.map(lambda spec: P(axis_name, *spec), specs)
 
 
-def reshaped(x: jax.Array, shape: tuple[int, ...], mesh: Mesh, spec: P) -> jax.Array:
-    """An array in another shape, divided as the spec says; Auto axes may divide the rest of it."""
-    if AxisType.Explicit in mesh.axis_types:
-        return jnp.reshape(x, shape, out_sharding=NamedSharding(mesh, spec))
-    free = [P.UNCONSTRAINED if entry is None else entry for entry in spec]
-    free += [P.UNCONSTRAINED] * (len(shape) - len(free))
-    return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, P(*free)))
+def shardings(mesh: Mesh | AbstractMesh, specs):
+    """The NamedShardings of these specs on the mesh's devices."""
+    concrete = with_devices(mesh)
+    return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
 
 
-def sharded_axes(specs) -> tuple[str, ...]:
-    """All axes that any of the specs shards over, in the order of their first use."""
-    return tuple(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in axes_of(spec)))
+def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh; one of a single device where it has none and simulates its workers."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    sizes, auto = (1,) * len(mesh.axis_names), (AxisType.Auto,) * len(mesh.axis_names)
+    return jax.make_mesh(sizes, mesh.axis_names, auto, devices=jax.devices()[:1])
+
+
+def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Into how many shards a spec divides each dimension."""
+    divided = [math.prod(mesh.shape[name] for name in axes.names(entry)) for entry in spec]
+    return (*divided, *[1] * (len(shape) - len(divided)))
 
 
 def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
@@ -138,108 +144,255 @@ def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
     return jax.tree.map(shard, params, specs)
 
 
-def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Into how many shards a spec divides each dimension."""
-    divided = [math.prod(mesh.shape[name] for name in axes.names(entry)) for entry in spec]
-    return (*divided, *[1] * (len(shape) - len(divided)))
-
-
 def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
     """Shapes and dtypes of the whole arrays that these are one device's shards of."""
 
     def whole(x, spec):
-        divided = counts(x.shape, spec, mesh)
-        shape = tuple(size * count for size, count in zip(x.shape, divided, strict=True))
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+        shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     return jax.tree.map(whole, parts, specs)
 
 
-def gather_params(shards, specs):
-    """Whole parameters from a device's shards; its gradient sums over the shards by itself."""
+def once_per_shapes(fn: Callable) -> Callable:
+    """A function of trees, evaluated once for each structure, shapes and dtypes of theirs."""
 
-    def gather(x, spec):
-        for dimension, entry in enumerate(spec):
-            if entry is not None:
-                x = jax.lax.all_gather(x, entry, axis=dimension, tiled=True)
-        return x
+    @functools.lru_cache(maxsize=8)
+    def of_shapes(structure, shapes):
+        return fn(*structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes]))
 
-    return jax.tree.map(gather, shards, specs)
+    def of_trees(*trees):
+        leaves, structure = jax.tree.flatten(trees)
+        return of_shapes(structure, tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves)))
+
+    return of_trees
 
 
-def mean_gradient(gradient, specs, inner: tuple[str, ...]):
-    """The worker's mean gradient, from what `gather_params` and one device's batch gave.
+def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
+    """The tree, each leaf sharded as its spec says, or that of a prefix, inside ``jax.jit``."""
+    if isinstance(mesh, AbstractMesh):
+        return tree
+    place = jax.device_put  # the only one where kinds of axes are mixed
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        place = jax.lax.with_sharding_constraint
+    elif set(mesh.axis_types) == {AxisType.Explicit}:
+        place = jax.sharding.reshard
+    return jax.tree.map(place, tree, jax.tree.broadcast(shardings(mesh, specs), tree))
 
-    In the dtype of the gradient, float32 for float32 parameters.
+
+def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
+    """A copy of the shared parameters for each worker, ``(workers, *shape)``.
+
+    Else XLA may fetch a part of the shared parameters from another worker. Simulated workers share
+    them.
     """
-
-    def mean(g, spec):
-        rest = tuple(name for name in inner if name not in axes_of(spec))
-        g = jax.lax.pmean(g, rest) if rest else g
-        return (g / axes.size(axes_of(spec))).astype(g.dtype) if axes_of(spec) else g
-
-    return jax.tree.map(mean, gradient, specs)
+    if isinstance(mesh, AbstractMesh):
+        return params
+    workers = num_workers(mesh, axis_name)
+    copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
+    return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
 
 
-def agreed(tree, inner: tuple[str, ...]):
-    """A model state that the devices of a worker agree on: means of floats, the first's else."""
+def put(mesh: Mesh | AbstractMesh, tree, specs):
+    """The tree, each leaf placed as its spec says, or as that of a prefix.
 
-    def agree(x):
-        x = axes.as_varying(x, inner)
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jax.lax.pmean(x, inner)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            numbers = from_first(jax.random.key_data(x), inner)
-            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
-        return from_first(x, inner)
+    An array that has the sharding already is returned. All others are copied: the step donates its
+    arguments, and must not donate an array of the caller's, or one that is used for two leaves.
+    """
+    seen: set[int] = set()
 
-    return jax.tree.map(agree, tree)
+    def place(x, spec):
+        wanted = shardings(mesh, spec)
+        if isinstance(x, Tracer):
+            return jax.device_put(x, wanted)
+        if id(x) not in seen and _has_sharding(x, wanted):
+            seen.add(id(x))
+            return x
+        return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else np.asarray(x), wanted)
 
-
-def norm(tree, specs) -> jax.Array:
-    """Global norm of a worker's sharded tree, float32."""
-    shards: dict[tuple[str, ...], list[jax.Array]] = {}
-    for x, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True):
-        shards.setdefault(axes_of(spec), []).append(x)
-    energies = [
-        jax.lax.psum(energy(x), names) if names else energy(x) for names, x in shards.items()
-    ]
-    return jnp.sqrt(sum(energies))
+    return jax.tree.map(place, tree, jax.tree.broadcast(specs, tree))
 
 
-def from_first(x: jax.Array, copied_axes: tuple[str, ...]) -> jax.Array:
-    """What the first device along some axes has, on all of them.
+def _has_sharding(x, wanted: NamedSharding) -> bool:
+    given = getattr(x, "sharding", None)
+    if not isinstance(given, NamedSharding) or given.mesh != wanted.mesh:
+        return False
+    return given.spec == wanted.spec or given.is_equivalent_to(wanted, np.ndim(x))
 
-    What all shards of a worker hold was exchanged by each of them. Should one of their packets
-    arrive damaged, they would differ from then on.
+
+def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """A PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
+
+    Without any, the first dimension is divided among all devices, worker after worker.
+
+    Raises:
+      ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided so.
+    """
+    worker_axes = axes.names(axis_name)
+    all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
+    given = all_axes if batch_specs is None else batch_specs
+    specs = _broadcast("batch_specs", given, batch)
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
+    for (path, x), spec in leaves:
+        _require_divisible(f"batch{keystr(path)}", np.shape(x), spec, mesh)
+        _require_rows(f"batch{keystr(path)}", spec, worker_axes)
+    return specs
+
+
+def _require_divisible(
+    what: str, shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh
+) -> None:
+    if missing := [name for name in axes_of(spec) if name not in mesh.shape]:
+        raise ValueError(
+            f"batch_specs names the axis {missing[0]!r} for {what}, but the mesh has the axes "
+            f"{tuple(mesh.shape)}."
+        )
+    for dimension, devices in enumerate(counts(shape, spec, mesh)):
+        if dimension >= len(shape):
+            raise ValueError(
+                f"{what} of shape {shape} has no dimension {dimension} to divide among {devices} "
+                "devices: give arrays of rows, or say with batch_specs that all workers share it, "
+                "P()."
+            )
+        if shape[dimension] % devices:
+            raise ValueError(
+                f"{what} has shape {shape}, whose dimension {dimension} cannot be divided among "
+                f"{devices} devices: choose a batch size that is a multiple of their number, or "
+                "say with batch_specs how the batch is divided; P() is for a leaf that all "
+                "workers share."
+            )
+
+
+def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
+    """The workers divide one dimension, by all of their axes, before their devices do; or none."""
+    named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
+    if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):
+        raise ValueError(
+            f"{what} has the spec {spec}, but among the workers a batch is divided along one "
+            f"dimension, by all of their axes, {worker_axes}, in this order and before any other: "
+            f"give P({worker_axes}) for rows in front, and P() for what all workers share."
+        )
+
+
+def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
+    """For each leaf of a batch the dimension that the workers divide; None for what they share."""
+    worker_axes = set(axes.names(axis_name))
+
+    def row_dimension(spec):
+        divided = [d for d, entry in enumerate(spec) if worker_axes & set(axes.names(entry))]
+        return divided[0] if divided else None
+
+    return tuple(map(row_dimension, jax.tree.leaves(specs)))
+
+
+def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """PartitionSpecs of a traced batch, whose first dimension is divided among the workers.
+
+    Or another dimension, if its type is divided among them already. On an Explicit mesh, where a
+    loss sees the sharding of its batch, the specs keep the sharding inside a worker.
+    """
+    worker_axes = axes.names(axis_name)
+    if AxisType.Explicit not in mesh.axis_types:
+        return P(worker_axes)
+
+    def of_type(x):
+        entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
+        row = row_dimensions(P(*entries), axis_name)[0] or 0
+        kept = tuple(name for name in entries[row] if name not in worker_axes)
+        entries[row] = worker_axes + kept
+        return P(*entries)
+
+    return jax.tree.map(of_type, batch)
+
+
+def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """The batch with an axis of workers before each leaf's rows; shared leaves unchanged."""
+    workers, worker_axes = num_workers(mesh, axis_name), axes.names(axis_name)
+
+    def split(x, spec, row):
+        if row is None:
+            return x
+        shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]
+        inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
+        entries = *spec[:row], axis_name, inner or None, *spec[row + 1 :]
+        if isinstance(mesh, AbstractMesh):
+            return x.reshape(shape)
+        if AxisType.Explicit in mesh.axis_types:
+            return jnp.reshape(x, shape, out_sharding=NamedSharding(mesh, P(*entries)))
+        # Auto axes may divide the rest.
+        free = [P.UNCONSTRAINED if entry is None else entry for entry in entries]
+        free += [P.UNCONSTRAINED] * (len(shape) - len(free))
+        return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, P(*free)))
+
+    structure: Any
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten(map(split, leaves, jax.tree.leaves(specs), rows))
+
+
+def split_microbatches(batch, rows, number: int):
+    """One worker's batch, cut along its rows: ``(number, ...)``; shared leaves are repeated."""
+
+    def split(x, row):
+        if row is None:
+            return jnp.broadcast_to(x, (number, *np.shape(x)))
+        if x.shape[row] % number:
+            raise ValueError(
+                f"a part of the batch has {x.shape[row]} rows, which cannot be cut into {number} "
+                "equal microbatches: choose a batch size that is a multiple of the devices that "
+                "divide it x microbatches."
+            )
+        parts = x.reshape(*x.shape[:row], number, -1, *x.shape[row + 1 :])
+        return jnp.moveaxis(parts, row, 0)
+
+    structure: Any
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten(map(split, leaves, rows))
+
+
+def require_global(batch, specs) -> None:
+    """With several processes, refuses an array of one process as a batch that all divide."""
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
+    for (path, leaf), spec in leaves:
+        if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):
+            continue
+        if getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                "with several processes a batch must be a global array, but batch"
+                f"{keystr(path)} is of type {type(leaf).__name__} and shape "
+                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
+                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
+            )
+
+
+def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
+    """The value of the first device along some axes, on all of them.
+
+    Each shard of a worker exchanged its own copy of what all of them hold. Should one of their
+    packets arrive damaged, they would differ from then on.
     """
     if not copied_axes:
         return x
+    names = tuple(sorted(copied_axes))
     number = x.astype(jnp.int32) if x.dtype == bool else x
-    is_first = jax.lax.axis_index(copied_axes) == 0
-    first = jax.lax.psum(jnp.where(is_first, number, 0), copied_axes)
+    is_first = jax.lax.axis_index(names) == 0
+    first = jax.lax.psum(jnp.where(is_first, number, 0), names)
     return first.astype(x.dtype)
 
 
 def metrics_of_worker(new, old, sharded: tuple[str, ...]):
-    """A new state whose metrics are those of a worker; the old ones where it did not exchange."""
+    """A new state with the metrics of a whole worker; the old ones where it did not exchange."""
 
     def combine(new, old):
-        if not _is_momentum(new):
+        if not is_momentum(new):
             return new
         exchanged = new.count != old.count
         own = metrics.of_worker(new.metrics, sharded)
         chosen = [jnp.where(exchanged, x, y) for x, y in zip(own, old.metrics, strict=True)]
         return new._replace(metrics=own._make(chosen))
 
-    return jax.tree.map(combine, new, old, is_leaf=_is_momentum) if sharded else new
+    return jax.tree.map(combine, new, old, is_leaf=is_momentum) if sharded else new
 
 
-def momenta_of(state) -> list[DecoupledMomentumState]:
-    """The states of decoupled momentum in a state."""
-    nodes = jax.tree.leaves(state, is_leaf=_is_momentum)
-    return [node for node in nodes if _is_momentum(node)]
-
-
-def _is_momentum(x) -> bool:
+def is_momentum(x) -> bool:
+    """Whether a node of a state is that of decoupled momentum."""
     return isinstance(x, DecoupledMomentumState)

@@ -1,6 +1,5 @@
 """A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -9,39 +8,31 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import participation
+from demo_optax import axes
 from demo_optax._rounds import has_exchanged, own_parameters
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
-from demo_optax.parallel import batches, shards, worker_axis
-from demo_optax.parallel.gradients import (
-    device_gradients,
-    found_specs,
-    manual_axes,
-    manual_gradients,
-    mapped_gradients,
-    normalize_loss_fn,
-    require_options,
-)
+from demo_optax.parallel import shards, worker_axis
+from demo_optax.parallel.gradients import stacked_gradients
 from demo_optax.parallel.layout import Layout, find_layout, require_plain
+from demo_optax.participation import PARTICIPATES
 
 
 class TrainMetrics(NamedTuple):
-    """What one step tells, without a collective of its own.
+    """Measurements of one step, which need no collective of their own.
 
     Attributes:
       loss: float ``(workers,)``, each worker's own.
       gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
-      aux: what the loss function returned beside the loss, with a leading axis of workers, or of
-        all devices where a worker has several that the step handles itself.
-      custom: what ``metrics_fn`` returned, with a leading axis of workers; None without one.
+      aux: the aux of the loss function, with a leading axis of workers, or of all devices where a
+        worker has several that the step handles itself.
+      custom: the results of ``metrics_fn``, with a leading axis of workers; None without one.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last of a round.
-      exchange: `demo_optax.ExchangeMetrics` of the last exchange, or None where the optimizer keeps
-        none.
+      exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
       packet_bytes: int, the bytes that each worker, with all its devices, hands to an exchange.
 
     Example:
@@ -67,7 +58,7 @@ class TrainMetrics(NamedTuple):
 def make_train_step(
     loss_fn: Callable,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     *,
     microbatches: int = 1,
@@ -91,38 +82,37 @@ def make_train_step(
       loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
         or a tuple of a scalar and aux.
       tx: any optax transformation that exchanges over ``axis_name``.
-      mesh: the workers' mesh.
+      mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
+        all workers are simulated on a single one, by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
       microbatches: parts into which each worker's batch is cut to save memory; gradients are
         averaged over them, and there is one exchange.
       clip_norm: largest global norm of each worker's local gradient.
-      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``: another one for
-        each worker and microbatch.
+      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
+        and microbatch gets its own.
       stateful: whether the model has a state beside its parameters (statistics of BatchNorm, keys
         of Dropout, caches): ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker
-        keeps its own, made by `init_model_state`, and nothing of it crosses to the others; the
-        devices of one worker average its floats. It stays as it was on a step whose gradient is
-        not finite, and goes from one microbatch to the next.
+        keeps its own, made by `init_model_state`, and sends nothing of it; the devices of one
+        worker average its floats. It passes from one microbatch to the next, and does not change
+        on a step whose gradient is not finite.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
         are local and parameters replicated; for models whose operations do not support them.
       param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker,
         a tree or a prefix of one; by default each device holds all of them.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
-        a worker the same rows, ``P(None, axis_name)`` is for batches with time in front, ``P()``
-        for what all workers share: scalars, masks.
-      metrics_fn: ``metrics_fn(gradients, updates, params)``, a tree of whatever is to be measured
-        of one worker's clipped gradients, the updates and the parameters before the step, in their
-        whole shapes, sharded as the parameters are (on an Explicit mesh in their types as well);
-        it comes back as ``metrics.custom``.
+        a worker the same rows, ``P(None, axis_name)`` is for batches whose first dimension is
+        time, ``P()`` for what all workers share: scalars, masks.
+      metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
+        worker's clipped gradients, the updates and the parameters before the step. All have their
+        whole shapes, and the sharding of the parameters. ``metrics.custom`` holds the results.
       axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
-        ``loss_fn`` then sees one device's part of the batch and whole parameters, which are
-        gathered for it, while gradients are scattered. With the workers' axis alone, one other
-        is left to the compiler: ``loss_fn`` is a program for a whole worker, with constraints in
-        the form of PartitionSpecs; the axis' ``jax.sharding.AxisType`` must be ``Auto``. With
-        none, ``()``, all are: ``loss_fn`` is mapped over the workers (`worker_gradients`), and may
-        hold constraints of every form and a ``jax.shard_map`` of its own; only the optimizer runs
-        in one of ours.
+        ``loss_fn`` sees one device's part of the batch and whole parameters, which are gathered
+        for it, while gradients are scattered. With the workers' axis alone, the compiler handles
+        the one other axis, whose ``jax.sharding.AxisType`` must be ``Auto``: ``loss_fn`` is a
+        program for a whole worker, with constraints in the form of PartitionSpecs. With ``()``
+        the compiler handles all: ``loss_fn`` is mapped over the workers (`worker_gradients`), and
+        may hold any constraints and a ``jax.shard_map`` of its own.
       donate: whether parameters and state are given away to the step, so that it needs less memory.
 
     Returns:
@@ -130,12 +120,12 @@ def make_train_step(
       where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
       opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays, ``opt_state``
       comes from `init_opt_state`, ``extra_args`` go to the transformation, the same for all
-      workers, and ``metrics`` is a `TrainMetrics`. What does not lie on the mesh as it should is
-      placed. The step has ``lower`` as jitted functions have, and may be called inside ``jax.jit``
-      and ``jax.lax.scan``.
+      workers, and ``metrics`` is a `TrainMetrics`. Arguments with another sharding are moved. The
+      step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
+      ``jax.lax.scan``.
 
-      If no worker takes part in an exchange, since no gradient was finite, the parameters stay as
-      they are: with a delay one step later. Optimizers behind `mean_over_workers` get zeros then,
+      If no worker takes part in an exchange, since no gradient was finite, the parameters do not
+      change: with a delay one step later. Optimizers after `mean_over_workers` get zeros then,
       and may still move by their own momentum and weight decay.
 
     Raises:
@@ -153,150 +143,81 @@ def make_train_step(
       >>> metrics.loss
       Array([64.], dtype=float32)
     """
-    require_options(microbatches, clip_norm)
     require_plain(tx)
     workers = shards.num_workers(mesh, axis_name)
-    manual = manual_axes(axis_names, mesh, axis_name)
-    whole_loss = normalize_loss_fn(loss_fn, stateful)
-    options: dict[str, Any] = dict(microbatches=microbatches, clip_norm=clip_norm)
-    in_one = check_vma and manual == set(mesh.axis_names)
-    takes = Takes(stateful, random_key)
-
-    def update_in_one(layout, params, opt_state, state, batch, key, extra_args):
-        """Gradient, exchange and step of each device, in one ``jax.shard_map``."""
-        of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
-        rows = batches.rows_of(of_batch, axis_name)
-        gradients_of = device_gradients(
-            whole_loss, mesh, axis_name, manual, layout.params, rows, **options
-        )
-
-        def of_device(params, opt_state, state, batch, key, extra_args):
-            own = worker_axis.unstack(opt_state, layout, axis_name)
-            state = jax.tree.map(lambda x: x[0], state)
-            found = gradients_of(own_parameters(params, own), state, batch, key)
-            extra_args = {**extra_args, participation.PARTICIPATES: jnp.isfinite(found.norm)}
-            updates, own = worker_axis.update_own(
-                tx, layout, axis_name, found.gradients, own, params, extra_args
-            )
-            measured = updates if metrics_fn else None
-            found = found._replace(gradients=found.gradients if metrics_fn else None)
-            return (
-                optax.apply_updates(params, updates),
-                worker_axis.stack(own, layout, axis_name),
-                jax.tree.map(lambda x: jnp.asarray(x)[None], found),
-                measured,
-            )
-
-        of_found = found_specs(layout.params, mesh, axis_name, manual)
-        of_worker = P(axis_name)
-        return jax.shard_map(
-            of_device,
-            mesh=mesh,
-            in_specs=(layout.params, layout.state, of_worker, of_batch, P(), P()),
-            out_specs=(
-                layout.params,
-                layout.state,
-                of_found if metrics_fn else of_found._replace(gradients=None),
-                layout.params if metrics_fn else None,
-            ),
-        )(params, opt_state, state, batch, key, extra_args)
-
-    def update_apart(layout, params, opt_state, state, batch, key, extra_args):
-        """The same where the compiler has axes: the optimizer in a ``jax.shard_map`` of its own."""
-        make, own_options = mapped_gradients, {}
-        if manual:
-            make, own_options = manual_gradients, dict(manual=manual, check_vma=check_vma)
-        gradients_of = make(
-            whole_loss,
-            mesh,
-            axis_name,
-            **own_options,
-            **options,
-            param_specs=param_specs,
-            batch_specs=batch_specs,
-        )
-        copies = shards.copies(params, mesh, axis_name, layout.params)
-        found = gradients_of(own_parameters(copies, opt_state), state, batch, *key)
-        updates, opt_state = worker_axis.update_stacked(
-            tx, layout, mesh, axis_name, found.gradients, opt_state, params, extra_args
-        )
-        params = optax.apply_updates(params, updates)
-        params = shards.constrain_sharding(params, mesh, layout.params)
-        return params, opt_state, found, updates
-
-    def measured(found, updates, params):
-        if metrics_fn is not None:
-            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=axis_name)
-            return measure(found.gradients, updates, params)
+    gradients_of = stacked_gradients(
+        loss_fn,
+        mesh,
+        axis_name,
+        manual=manual_axes(axis_names, mesh, axis_name),
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        stateful=stateful,
+        param_specs=param_specs,
+        batch_specs=batch_specs,
+        check_vma=check_vma,
+    )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
-    def placed_step(prepared, params, opt_state, state, batch, key, extra_args):
-        update = update_in_one if in_one else update_apart
-        new, opt_state, found, updates = update(
-            prepared.layout, params, opt_state, state, batch, key, extra_args
+    def placed_step(layout, params, opt_state, state, batch, key, extra_args):
+        copies = shards.copies(params, mesh, axis_name, layout.params)
+        own = own_parameters(copies, opt_state)
+        found = gradients_of(own, state, batch, *key, shared=own is params)
+        participates = {PARTICIPATES: jnp.isfinite(found.norm)}
+        updates, opt_state = worker_axis.update_stacked(
+            tx, layout, found.gradients, opt_state, params, extra_args, participates
         )
+        custom = None
+        if metrics_fn is not None:
+            over = None if shards.is_simulated(mesh, axis_name) else axis_name
+            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
+            custom = measure(found.gradients, updates, params)
+        params = optax.apply_updates(params, updates)
         metrics = TrainMetrics(
-            found.loss,
-            found.norm,
-            found.aux,
-            measured(found, updates, params),
-            has_exchanged(opt_state),
-            exchange_metrics(opt_state),
-            0,
+            loss=found.loss,
+            gradient_norm=found.norm,
+            aux=found.aux,
+            custom=custom,
+            exchanged=has_exchanged(opt_state),
+            exchange=exchange_metrics(opt_state),
+            packet_bytes=0,
         )
-        return new, opt_state, found.state, metrics
+        params = shards.constrain_sharding(params, mesh, layout.params)
+        return params, opt_state, found.state, metrics
 
-    @functools.lru_cache(maxsize=8)
-    def prepare(structure: Any, shapes, state_structure: Any, state_shapes) -> Prepared:
-        """The layout of parameters and state, found once for each tree of shapes."""
-        params = structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes])
+    @shards.once_per_shapes
+    def layout_for(params, opt_state) -> Layout:
+        """The layout of parameters and state, found and checked once for each tree of shapes."""
         layout = find_layout(tx, params, mesh, axis_name, param_specs)
-        state = state_structure.unflatten([jax.ShapeDtypeStruct(*x) for x in state_shapes])
-        init = functools.partial(worker_axis.init_stacked, tx, layout, mesh, axis_name)
-        worker_axis.require_state(state, jax.eval_shape(init, params), workers)
-        return Prepared(layout, layout.sent * mesh.size // workers)
+        init = functools.partial(worker_axis.init_stacked, tx, layout)
+        worker_axis.require_state(opt_state, jax.eval_shape(init, params), workers)
+        return layout
 
-    def prepared_for(params, opt_state) -> Prepared:
-        trees = [
-            (jax.tree.structure(x), worker_axis.shapes_of(jax.tree.leaves(x)))
-            for x in (params, opt_state)
-        ]
-        return prepare(*trees[0], *trees[1])
-
-    def placed(params, opt_state, args, extra_args):
-        """What ``placed_step`` is called with."""
-        state, batch, key = takes.parts_of(args)
-        require_alive(params, opt_state, state)
-        require_in_order(params, opt_state)
-        prepared = prepared_for(params, opt_state)
-        of_batch = batches.leaf_specs(batch, batch_specs, mesh, axis_name)
-        batches.require_global(batch, of_batch)
-        worker_axis.require_stacked(state, workers, "model state", "init_model_state")
-        layout, of_worker = prepared.layout, P(axis_name)
-        put = functools.partial(batches.put, mesh)
-        (params, opt_state), state, batch, (key, extra_args) = (
-            put((params, opt_state), (layout.params, layout.state)),
-            put(state, of_worker),
-            put(batch, of_batch),
-            put((key, extra_args), P()),
-        )
-        return prepared, params, opt_state, state, batch, key, extra_args
+    def specs_of(layout, batch):
+        """PartitionSpecs of the arguments of ``placed_step`` after the layout."""
+        of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
+        return layout.params, layout.state, P(axis_name), of_batch, P(), P()
 
     def step(params, opt_state, *args, **extra_args):
-        prepared, *rest = placed(params, opt_state, args, extra_args)
-        params, opt_state, state, metrics = placed_step(prepared, *rest)
-        metrics = metrics._replace(packet_bytes=prepared.packet_bytes)
+        state, batch, key = split_arguments(args, stateful, random_key)
+        require_alive(params, opt_state, state)
+        require_in_order(params, opt_state)
+        layout = layout_for(params, opt_state)
+        specs = specs_of(layout, batch)
+        shards.require_global(batch, specs[3])
+        worker_axis.require_stacked(state, workers, "model state", "init_model_state")
+        given = params, opt_state, state, batch, key, extra_args
+        params, opt_state, state, metrics = placed_step(layout, *shards.put(mesh, given, specs))
+        metrics = metrics._replace(packet_bytes=layout.sent * mesh.size // workers)
         return params, opt_state, *([state] if stateful else []), metrics
 
     def lower(params, opt_state, *args, **extra_args):
-        whole = params, opt_state, *takes.parts_of(args), extra_args
-        shapes = jax.eval_shape(lambda *whole: whole, *whole)
-        layout = prepared_for(shapes[0], shapes[1]).layout
-        of_batch = batches.leaf_specs(shapes[3], batch_specs, mesh, axis_name)
-        specs = layout.params, layout.state, P(axis_name), of_batch, P(), P()
-        specs = tuple(map(jax.tree.broadcast, specs, shapes))
-        described = batches.described(shapes, mesh, specs)
-        params, opt_state, state, batch, key, extra_args = described
+        given = params, opt_state, *split_arguments(args, stateful, random_key), extra_args
+        shapes = jax.eval_shape(lambda *given: given, *given)
+        specs = jax.tree.broadcast(specs_of(layout_for(*shapes[:2]), shapes[3]), shapes)
+        params, opt_state, state, batch, key, extra_args = jax.tree.map(
+            lambda x, sharding: x.update(sharding=sharding), shapes, shards.shardings(mesh, specs)
+        )
         donated = tuple(range(2 + stateful)) if donate else ()
         jitted = jax.jit(lambda *args, **named: step(*args, **named), donate_argnums=donated)
         state = [state] if stateful else []
@@ -306,38 +227,49 @@ def make_train_step(
     return step
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Prepared:
-    """What a step needs to know of its trees.
+def manual_axes(
+    axis_names: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
+) -> set[str]:
+    """The axes that a step handles itself: all, those of the workers, or none."""
+    if shards.is_simulated(mesh, axis_name):
+        return set()
+    given = mesh.axis_names if axis_names is None else axis_names
+    manual = {given} if isinstance(given, str) else set(given)
+    worker_axes = axes.names(axis_name)
+    if manual not in (set(mesh.axis_names), set(worker_axes), set()):
+        raise ValueError(
+            f"axis_names must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
+            f"{worker_axes} alone, or (), with the others left to the compiler, not "
+            f"{axis_names!r}."
+        )
+    left = [name for name in mesh.axis_names if manual and name not in manual]
+    if len(left) > 1:
+        raise ValueError(
+            f"axis_names={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
+            "more than one XLA may abort the process: use axis_names=()."
+        )
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(kinds[name] == AxisType.Explicit for name in left):
+        raise ValueError(
+            f"the axes {left} are left to the compiler, but their type is Explicit, as "
+            "jax.make_mesh makes them by default: use axis_names=(), or make the mesh with "
+            "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
+        )
+    return manual
 
-    Attributes:
-      layout: how parameters and state lie on the mesh.
-      packet_bytes: that each worker hands to an exchange.
-    """
 
-    layout: Layout
-    packet_bytes: int
-
-
-class Takes(NamedTuple):
-    """Which arguments a step takes behind the optimizer state."""
-
-    stateful: bool
-    random_key: bool
-
-    def parts_of(self, args):
-        """Model state, batch and key."""
-        expected = self.stateful + 1 + self.random_key
-        if len(args) != expected:
-            raise TypeError(
-                f"the step takes params, opt_state, {'state, ' * self.stateful}batch"
-                f"{', key' * self.random_key}, but {2 + len(args)} arguments were given. "
-                "A batch is one pytree: pass several arrays as a tuple or dict, "
-                "step(params, opt_state, (x, y)), a key with make_train_step(random_key=True), and "
-                "a model state with make_train_step(stateful=True)."
-            )
-        state, (batch, *key) = (args[0], args[1:]) if self.stateful else ((), args)
-        return state, batch, tuple(key)
+def split_arguments(args, stateful: bool, random_key: bool):
+    """Model state, batch and key of a step, from its arguments after the optimizer state."""
+    if len(args) != stateful + 1 + random_key:
+        raise TypeError(
+            f"the step takes params, opt_state, {'state, ' * stateful}batch"
+            f"{', key' * random_key}, but {2 + len(args)} arguments were given. "
+            "A batch is one pytree: pass several arrays as a tuple or dict, "
+            "step(params, opt_state, (x, y)), a key with make_train_step(random_key=True), and "
+            "a model state with make_train_step(stateful=True)."
+        )
+    state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
+    return state, batch, tuple(key)
 
 
 def require_alive(*trees) -> None:
@@ -353,11 +285,7 @@ def require_alive(*trees) -> None:
 
 def require_in_order(params, opt_state) -> None:
     """Refuses an optimizer state in the place of the parameters."""
-
-    def holds_metrics(tree) -> bool:
-        return exchange_metrics(tree) is not None
-
-    if holds_metrics(params) and not holds_metrics(opt_state):
+    if exchange_metrics(params) is not None and exchange_metrics(opt_state) is None:
         raise TypeError(
             "the step takes params, opt_state, batch, but the optimizer state came first: call "
             "step(params, opt_state, batch)."

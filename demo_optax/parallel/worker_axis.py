@@ -1,19 +1,20 @@
 """The worker axis: how state that differs between workers lives in global arrays.
 
 A momentum that differs between workers must not be typed as replicated: a checkpoint would then
-store a patchwork of all of them. Outside the step such leaves have a leading axis, one entry a
+mix the parts of several workers. Outside the step such leaves have a leading axis, one entry a
 worker, sharded over the workers.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from demo_optax import axes, participation
 from demo_optax.arrays import unboxed
@@ -24,7 +25,7 @@ from demo_optax.parallel.layout import Layout, Stacked, find_layout, require_pla
 
 def stack_workers(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     param_specs=None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -33,21 +34,14 @@ def stack_workers(
     ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is
     called in any ``jax.jit``, as the outermost transformation, with *stacked* gradients
     ``(workers, *shape)`` as `worker_gradients` makes them: the optimizer alone runs in a
-    ``jax.shard_map`` of its own, each device on its own shards. Or it is called inside of one over
-    all axes of the mesh, where a device holds its worker's entry of that axis. With it a Flax
-    ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
-    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since an axis of
-    workers would not be in their names. A worker whose gradient is not finite keeps its entries.
+    ``jax.shard_map`` of its own, each device on its own shards. Or it is called inside a
+    ``jax.shard_map`` over all axes of the mesh, with its worker's own gradient and entries. A
+    Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
+    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since their
+    names lack the axis of workers. A worker whose gradient is not finite keeps its entries.
 
-    Args:
-      tx: any optax transformation that exchanges over ``axis_name``.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
-        prefix of one; by default each device of a worker holds all of them.
-
-    Returns:
-      An ``optax.GradientTransformationExtraArgs``.
+    Arguments are those of `state_specs`. The result is an
+    ``optax.GradientTransformationExtraArgs``.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -60,16 +54,12 @@ def stack_workers(
     workers = shards.num_workers(mesh, axis_name)
     worker_axes = set(axes.names(axis_name))
 
-    @functools.lru_cache(maxsize=8)
-    def layout_of(structure, shapes) -> Layout:
-        params = structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes])
+    @shards.once_per_shapes
+    def layout_for(params) -> Layout:
         return find_layout(tx, params, mesh, axis_name, param_specs)
 
-    def layout_for(params) -> Layout:
-        return layout_of(jax.tree.structure(params), shapes_of(jax.tree.leaves(params)))
-
     def init_fn(params):
-        return init_stacked(tx, layout_for(params), mesh, axis_name, params)
+        return init_stacked(tx, layout_for(params), params)
 
     def update_fn(updates, state, params=None, **extra_args):
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -77,8 +67,7 @@ def stack_workers(
             _require_outermost(updates)
             require_stacked(updates, workers, "gradients", "worker_gradients")
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
-            layout = layout_for(one)
-            return update_stacked(tx, layout, mesh, axis_name, updates, state, params, extra_args)
+            return update_stacked(tx, layout_for(one), updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
             raise ValueError(
                 f"update is called inside of a shard_map that leaves the axes {left} to the "
@@ -87,123 +76,110 @@ def stack_workers(
             )
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
-        own = unstack(state, layout, axis_name)
-        updates, own = update_own(tx, layout, axis_name, updates, own, params, extra_args)
-        return updates, stack(own, layout, axis_name)
+        return _update_on_device(tx, layout, updates, state, params, extra_args)
 
     return Stacked(init_fn, update_fn)
 
 
-def init_stacked(tx, layout: Layout, mesh: Mesh, axis_name: AxisName, params):
+def init_stacked(tx, layout: Layout, params):
     """The state of ``tx`` for all workers, placed on the mesh."""
-    specs = unboxed(layout.params)
+    mesh, specs = layout.mesh, unboxed(layout.params)
 
     def init(params):
-        return stack(tx.init(params), layout, axis_name)
+        return _stack(tx.init(params), layout)
 
     placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
-    sharded = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=layout.state)
-    return jax.jit(sharded, out_shardings=shards.shardings(mesh, layout.state))(placed)
+    on_workers = _on_workers(init, layout, (specs,), layout.state)
+    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
 
-def update_stacked(
-    tx, layout: Layout, mesh: Mesh, axis_name: AxisName, updates, state, params, extra_args
-):
-    """Updates with stacked gradients, in a ``jax.shard_map`` around the optimizer alone."""
-    of_params = P() if params is None else layout.params
-    of_gradients = shards.stacked_specs(layout.params, axis_name)
+def update_stacked(tx, layout: Layout, gradients, state, params, extra_args, stacked_args=None):
+    """Updates from stacked gradients, in a ``jax.shard_map`` around the optimizer alone.
 
-    def update(updates, state, params, extra_args):
-        gradient = jax.tree.map(lambda g: g[0], updates)
-        own = unstack(state, layout, axis_name)
-        updates, own = update_own(tx, layout, axis_name, gradient, own, params, extra_args)
-        return updates, stack(own, layout, axis_name)
-
-    return jax.shard_map(
-        update,
-        mesh=mesh,
-        in_specs=(of_gradients, layout.state, of_params, P()),
-        out_specs=(layout.params, layout.state),
-    )(
-        shards.constrain_sharding(updates, mesh, of_gradients),
-        shards.constrain_sharding(state, mesh, layout.state),
-        None if params is None else shards.constrain_sharding(params, mesh, layout.params),
-        extra_args,
+    Each worker gets its own entries of the ``stacked_args``, and all the same ``extra_args``.
+    """
+    mesh = layout.mesh
+    specs = (
+        shards.stacked_specs(layout.params, layout.axis_name),
+        layout.state,
+        P() if params is None else layout.params,
+        P(layout.axis_name),
     )
 
+    def update(gradients, state, params, stacked_args, extra_args):
+        gradient, own_args = jax.tree.map(lambda x: x[0], (gradients, stacked_args))
+        own_args = {**extra_args, **own_args}
+        return _update_on_device(tx, layout, gradient, state, params, own_args)
 
-def update_own(tx, layout: Layout, axis_name: AxisName, updates, old, params, extra_args):
-    """Updates of one device, with its worker's own gradient and state."""
-    structure: Any = jax.tree.structure(updates)
-    specs, worker_axes = unboxed(layout.params), set(axes.names(axis_name))
-    updates, params = unboxed(updates), unboxed(params)
-    sharded = shards.sharded_axes(specs)
-    participates = participation.decide(updates, axis_name, extra_args, sharded)
+    args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
+    on_workers = _on_workers(update, layout, (*specs, P()), (layout.params, layout.state))
+    return on_workers(*args, extra_args)
+
+
+def _on_workers(fn: Callable, layout: Layout, in_specs, out_specs) -> Callable:
+    """``jax.shard_map`` of a function of one device; ``jax.vmap`` where workers are simulated.
+
+    ``jax.vmap`` computes once what is the same on all workers.
+    """
+    if not shards.is_simulated(layout.mesh, layout.axis_name):
+        return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def with_axis(spec, tree):
+        return jax.tree.map(lambda x: x[None], tree) if spec else tree
+
+    def without_axis(spec, tree):
+        return jax.tree.map(lambda x: x[0], tree) if spec else tree
+
+    def of_worker(*args):
+        results = fn(*jax.tree.map(with_axis, in_specs, args))
+        return jax.tree.map(without_axis, out_specs, results)
+
+    in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
+    workers = shards.num_workers(layout.mesh, layout.axis_name)
+    return jax.vmap(of_worker, in_axes, out_axes, layout.axis_name, workers)
+
+
+def _update_on_device(tx, layout: Layout, gradient, state, params, extra_args):
+    """Updates of one device from its worker's own gradient, and its entries of the state."""
+    structure: Any = jax.tree.structure(gradient)
+    old = jax.tree.map(_own_entry, state, layout.single, layout.is_own)
+    gradient, params = unboxed(gradient), unboxed(params)
+    sharded = shards.sharded_axes(unboxed(layout.params))
+    participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
     extra_args = {**extra_args, participation.PARTICIPATES: participates}
-    updates, new = optax.with_extra_args_support(tx).update(updates, old, params, **extra_args)
+    updates, new = optax.with_extra_args_support(tx).update(gradient, old, params, **extra_args)
 
-    def unless_frozen(x, frozen):
+    def zero_if_frozen(x, frozen):
         return jnp.zeros(x.shape, x.dtype) if frozen else x
 
-    def in_common(x, varying_axes, spec):
-        copied_axes = varying_axes - set(shards.axes_of(spec)) - worker_axes
-        return shards.from_first(x, tuple(sorted(copied_axes)))
-
-    updates = jax.tree.map(unless_frozen, updates, layout.frozen)
-    updates = jax.tree.map(in_common, updates, layout.update_axes, specs)
+    updates = jax.tree.map(zero_if_frozen, updates, layout.frozen)
+    updates = jax.tree.map(shards.from_first, updates, layout.update_copies)
     new = shards.metrics_of_worker(new, old, sharded)
-    new = jax.tree.map(in_common, new, layout.state_axes, layout.state)
-    new = participation.keep_own(new, old, _is_own(layout, axis_name), participates, sharded)
-    momenta = shards.momenta_of(new)
+    new = jax.tree.map(shards.from_first, new, layout.state_copies)
+    new = participation.keep_own(new, old, layout.is_own, participates, layout.axis_name, sharded)
+    nodes = jax.tree.leaves(new, is_leaf=shards.is_momentum)
+    momenta = [node for node in nodes if shards.is_momentum(node)]
     if len(momenta) == 1 and len(jax.tree.leaves(momenta[0].momentum)) == structure.num_leaves:
         participants = momenta[0].metrics.participants
         updates = participation.zero_updates_if_nobody(updates, participants)
-    return structure.unflatten(jax.tree.leaves(updates)), new
+    return structure.unflatten(jax.tree.leaves(updates)), _stack(new, layout)
 
 
-def stack(own, layout: Layout, axis_name: AxisName):
-    """One worker's state with the worker axis in front of what differs between workers."""
-    return jax.tree.map(lambda x, s: x[None] if s else x, own, _is_own(layout, axis_name))
-
-
-def unstack(state, layout: Layout, axis_name: AxisName):
-    """One worker's entries of a state, checked against the shapes of a single worker's."""
-    return jax.tree.map(_own_entry, state, layout.single, _is_own(layout, axis_name))
-
-
-def _is_own(layout: Layout, axis_name: AxisName):
-    """A tree of bools: which leaves of the state differ between workers."""
-    worker_axes = set(axes.names(axis_name))
-    return jax.tree.map(lambda names: bool(names & worker_axes), layout.state_axes)
-
-
-def shapes_of(leaves) -> tuple:
-    """Shapes and dtypes."""
-    return tuple((np.shape(x), dtype_of(x)) for x in leaves)
-
-
-def dtype_of(x):
-    """The dtype that JAX gives a value."""
-    dtype = getattr(x, "dtype", None)
-    return dtype if dtype is not None else jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+def _stack(own, layout: Layout):
+    """One worker's state, with a leading worker axis on each leaf that differs between workers."""
+    return jax.tree.map(lambda x, is_own: x[None] if is_own else x, own, layout.is_own)
 
 
 def init_opt_state(
     tx: optax.GradientTransformation,
     params,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: AxisName = "data",
     param_specs=None,
 ):
     """The state of ``tx`` for all workers of a mesh, placed on it.
 
-    Args:
-      tx: any optax transformation that exchanges over ``axis_name``.
-      params: the parameters.
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
-      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
-        prefix of one.
+    Arguments are those of `state_specs`, with the arrays of the parameters.
 
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis of
@@ -236,12 +212,12 @@ def _require_outermost(updates) -> None:
         )
 
 
-def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
+def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
 
-    Every worker begins with the same, but for typed random keys (``jax.random.key``), into which
-    its number is folded: no two drop the same units. The devices of one worker share its keys. To
-    evaluate, average the floats over their first axis, or take a worker's.
+    All workers begin with equal arrays, but different random keys (``jax.random.key``), into which
+    their number is folded: no two drop the same units. The devices of one worker share its keys.
+    To evaluate, average the floats over their first axis, or take those of one worker.
 
     Args:
       state: arrays and random keys, such as ``nnx.state(model, nnx.BatchStat)``.
@@ -263,7 +239,7 @@ def init_model_state(state, mesh: Mesh, axis_name: AxisName = "data"):
         return jnp.broadcast_to(x, (workers, *x.shape))
 
     stacked = jax.tree.map(stack, state)
-    return jax.device_put(stacked, jax.NamedSharding(mesh, P(axis_name)))
+    return jax.device_put(stacked, shards.shardings(mesh, P(axis_name)))
 
 
 def require_stacked(tree, workers: int, what: str, maker: str) -> None:
@@ -272,7 +248,7 @@ def require_stacked(tree, workers: int, what: str, maker: str) -> None:
         if np.shape(x)[:1] != (workers,):
             raise ValueError(
                 f"the {what} of {workers} workers are expected, stacked in front, but leaf"
-                f"{jax.tree_util.keystr(path)} has shape {np.shape(x)}: make them with "
+                f"{keystr(path)} has shape {np.shape(x)}: make them with "
                 f"demo_optax.{maker}."
             )
 
@@ -282,11 +258,14 @@ def require_state(opt_state, expected, workers: int) -> None:
     given: Any = jax.tree.structure(opt_state)
     wanted: Any = jax.tree.structure(expected)
     if given != wanted:
-        has, needs = _names(opt_state), _names(expected)
+        has, needs = (
+            {keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+            for tree in (opt_state, expected)
+        )
         if has == needs:
-            one, other = (_static_parts(tree) for tree in (opt_state, expected))
             raise ValueError(
-                f"the optimizer state is stored as {one}, but this optimizer needs {other}: "
+                f"the optimizer state is stored as {_storage(opt_state)}, but this optimizer needs "
+                f"{_storage(expected)}: "
                 "transform, block_side or block_rule, or the parameters' shapes, changed since it "
                 "was made. Go back to the old ones, make it anew with demo_optax.init_opt_state, "
                 "or carry it over with demo_optax.checkpoint."
@@ -301,22 +280,18 @@ def require_state(opt_state, expected, workers: int) -> None:
     for (path, leaf), single in zip(leaves, jax.tree.leaves(expected), strict=True):
         if leaf.shape != single.shape:
             raise ValueError(
-                f"the optimizer state{jax.tree_util.keystr(path)} has shape {leaf.shape}, but "
+                f"the optimizer state{keystr(path)} has shape {leaf.shape}, but "
                 f"{workers} workers need {single.shape}: it was made for another number of "
                 "workers or another model, or by tx.init alone. Make it with "
                 "demo_optax.init_opt_state on the mesh that it is used on."
             )
 
 
-def _static_parts(tree) -> str:
-    """What the states of decoupled momentum say of how they are stored."""
+def _storage(tree) -> str:
+    """How the states of decoupled momentum in a tree are stored."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "coordinates"))
     found = [(x.coordinates, x.sides) for x in nodes if hasattr(x, "coordinates")]
     return ", ".join(f"{coordinates} with {sides}" for coordinates, sides in found) or "other nodes"
-
-
-def _names(tree) -> set[str]:
-    return {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
 
 
 def _own_entry(x, single, stacked):
