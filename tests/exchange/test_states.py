@@ -54,14 +54,17 @@ def batch(step):
     return np.random.default_rng(step).normal(size=(48, 32)).astype(np.float32)
 
 
+def ones():
+    return {n: jnp.ones(shape) for n, shape in SHAPES.items()}
+
+
 class Trained:
     """A run on a mesh of these sizes, which may be saved and restored."""
 
     def __init__(self, tx, *sizes, names=("data", "fsdp", "tensor"), specs=SPECS):
         self.tx, self.mesh = tx, workers.mesh_of(*sizes, names=names)
         self.specs = specs if len(sizes) > 1 else None
-        self.params = {n: jnp.ones(shape) for n, shape in SHAPES.items()}
-        self.state = demo_optax.init_opt_state(tx, self.params, self.mesh, param_specs=self.specs)
+        self.params, self.state = workers.first(tx, self.mesh, ones, param_specs=self.specs)
         self.step = workers.step_of(tx, self.mesh, loss, param_specs=self.specs)
 
     def run(self, steps):
