@@ -1,8 +1,10 @@
 # Two commands: `make train` and `make test`. Each makes the environment if there is none.
+# With EXTRA=cuda or EXTRA=tpu the environment gets JAX for these accelerators: without, for CPUs.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-READY := $(VENV)/installed
+READY := $(VENV)/installed$(addprefix -,$(EXTRA))
+COMMA := ,
 
 # The core of the tests, for the oldest versions that pyproject.toml declares and the newest.
 CORE := $(patsubst %,tests/%.py,test_aggregate test_compositions test_conservation test_errors \
@@ -15,7 +17,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
 	$$p -c "" 2>/dev/null && echo $$p && break; done)
 
-.PHONY: train test test-all torture versions oldest newest lint docs notebooks accelerators clean
+.PHONY: train test test-all torture versions oldest newest lint docs notebooks accelerators release-check clean
 
 # JAX takes fresh memory for every step on CPUs; in large pages touching it costs a fraction.
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -72,6 +74,21 @@ notebooks: $(READY)
 	$(VENV)/bin/jupytext --to ipynb notebooks/*.py
 	$(RUN) -m pytest -n 2 -m "slow or not slow" --overwrite notebooks
 
+# Builds both distributions, checks their metadata, and trains with each in an empty environment.
+release-check:
+	rm -rf dist
+	set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	environment() { $(PYTHON) -m venv "$$folder/$$1"; python="$$folder/$$1/bin/python"; }; \
+	environment build; \
+	"$$python" -m pip install --quiet build twine; \
+	"$$python" -m build --outdir dist .; \
+	"$$python" -m twine check --strict dist/*; \
+	for file in dist/*.whl dist/*.tar.gz; do \
+		environment "$$(basename "$$file")"; \
+		"$$python" -m pip install --quiet "$$file"; \
+		"$$python" -I tests/programs/train_installed.py "$$file"; \
+	done
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -80,9 +97,9 @@ lint: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable '.[examples]' --group test
+	$(RUN) -m pip install --quiet --editable '.[examples$(addprefix $(COMMA),$(EXTRA))]' --group test
 	touch $@
 
 clean:
 	rm -rf .venv .venv-oldest .venv-newest .venv-tpu .venv-h100 .pytest_cache .ruff_cache .hypothesis \
-		docs/_build
+		docs/_build dist

@@ -3,13 +3,14 @@
     make accelerators                                 environments and the table, about 7 GB
     python benchmarks/compile_only.py tpu             8 TPU v5e; needs jax[tpu]
     python benchmarks/compile_only.py h100 --layers 16
-    python benchmarks/compile_only.py tpu --chips 64 --exchange two-phase
+    python benchmarks/compile_only.py tpu --chips 64 --exchange two-phase --keep
 
 Compiles for eight chips, or another number, and runs nothing. Prints seconds to lower and compile,
 the collectives, temporary memory, XLA's own estimate of the cost (TPU: cycles; GPU: picoseconds at
 the speed of light; neither prices sorts, scatters and gathers well) and how many such operations
 there are.
-Times say something on idle cores only.
+Times say something on idle cores only. With --keep the figures go to results/compile_only.jsonl,
+which `python -m benchmarks.step_tables write` makes tables of.
 """
 
 import argparse
@@ -18,6 +19,9 @@ import os
 import pathlib
 import re
 import time
+from collections.abc import Iterable
+
+import kept
 
 ENVIRONMENT = {
     "tpu": {
@@ -36,6 +40,7 @@ ESTIMATE = {
     "h100": re.compile(r'"exec_time_us":([\d.eE+-]+)[^{}]*?"name":"sol"'),
 }
 UNIT = {"tpu": (1.0, "cycles"), "h100": (1e6, "ps")}
+CHIP = {"tpu": "TPU v5e", "h100": "H100"}
 UNPRICED = re.compile(r" (sort|scatter|gather|while|copy)\(|custom_call_target=\"[^\"]*(TopK)\"")
 
 
@@ -108,6 +113,8 @@ def update(optimizer: str, args):
 
 
 def measure(optimizer: str, args) -> None:
+    import jax
+
     from demo_optax.accounting import arguments_behind, collectives
 
     program, shapes = update(optimizer, args)
@@ -123,17 +130,51 @@ def measure(optimizer: str, args) -> None:
     scale, unit = UNIT[args.target]
     cost = scale * sum(float(price) for price in ESTIMATE[args.target].findall(hlo)) / count
     memory = compiled.memory_analysis().temp_size_in_bytes / count
-    print(f"{args.target}, {optimizer}: {len(shapes[2])} tensors, {count / 1e6:.1f}M parameters")
+    model = f"{count / 1e6:.1f}M parameters in {len(shapes[2])} tensors"
+    print(f"{args.target}, {optimizer}: {model}")
     print(f"  seconds: {lowering:.1f} to lower, {compiling:.1f} to compile")
     print(f"  temporary memory: {memory:.2f} bytes per parameter")
     print(f"  estimate: {cost:.4f} {unit} per parameter")
-    for found in collectives(hlo):
-        print(f"  {found.kind} of {found.operand_bytes} bytes of {found.dtype}")
+    found = collectives(hlo)
+    for each in found:
+        print(f"  {each.kind} of {each.operand_bytes} bytes of {each.dtype}")
     for name, arguments in arguments_behind(hlo):
         waits = any(argument.startswith("gradients") for argument in arguments)
         print(f"  {name} waits for the gradient: {waits}")
     unpriced = collections.Counter(a or b for a, b in UNPRICED.findall(hlo))
     print(f"  without a price: {dict(unpriced) or 'nothing'}", flush=True)
+    if args.keep:
+        kept.append(
+            "compile_only",
+            name=full_name(optimizer, args),
+            model=model,
+            where=f"compiled for {args.chips} {CHIP[args.target]}",
+            version=f"jax {jax.__version__}",
+            figures={
+                "seconds to compile": round(lowering + compiling, 1),
+                "collectives": counted(each.kind for each in found),
+                "temporary bytes per parameter": round(memory, 2),
+                "XLA's estimate per parameter": f"{cost:.3g} {unit}",
+                "not priced": counted(a or b for a, b in UNPRICED.findall(hlo)),
+            },
+        )
+
+
+def full_name(optimizer: str, args) -> str:
+    """The optimizer, what it sends and how, as the tables have them."""
+    from step_cost import name_of
+
+    if optimizer == "adamw":
+        return "adamw, float32 all-reduce"
+    words = [name_of(optimizer, args.topk, args)]
+    words += [args.exchange] * (args.exchange != "all-gather") + ["delayed"] * args.delay
+    return ", ".join(words)
+
+
+def counted(kinds: Iterable[str]) -> str:
+    """As in "1 sort, 2 gather"."""
+    numbers = collections.Counter(kinds).items()
+    return ", ".join(f"{number} {kind}" for kind, number in numbers) or "none"
 
 
 def main() -> None:
@@ -153,6 +194,7 @@ def main() -> None:
     kinds = ("adamw", "demo", "demo_scaled")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "demo"], choices=kinds)
     parser.add_argument("--hlo", help="a file for the optimised HLO of the last program")
+    parser.add_argument("--keep", action="store_true", help="append the figures to results/")
     args = parser.parse_args()
     # Before JAX is imported: the topology is found all the same.
     os.environ |= {"JAX_PLATFORMS": "cpu"} | ENVIRONMENT[args.target]

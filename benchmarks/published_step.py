@@ -1,9 +1,10 @@
 """What the published PyTorch step costs on the shapes of `step_cost.py`, ns per parameter.
 
-    python benchmarks/published_step.py FOLDER [--topk 8 32]
+    python benchmarks/published_step.py FOLDER [--topk 8 32] [--keep]
 
 FOLDER is a checkout of github.com/bloc97/DeMo, of which nothing is part of this project. Needs
 torch and einops, and idle cores: its threads slow down tenfold on busy ones.
+With --keep the figures go to results/step_cost.jsonl.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import os
 import statistics
 import sys
 import time
+
+import kept
 
 
 def shapes(layers: int, width: int) -> list[tuple[int, int]]:
@@ -26,6 +29,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--keep", action="store_true", help="append the figures to results/")
     args = parser.parse_args()
     sys.path.insert(0, args.folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
@@ -48,6 +52,14 @@ def main() -> None:
             times.append(time.perf_counter() - start)
         cost = 1e9 * statistics.median(times[2:]) / count
         print(f"torch {torch.__version__}, topk={k}: {cost:.2f} ns/parameter", flush=True)
+        if args.keep:
+            model = f"{count / 1e6:.1f}M parameters in {len(sizes)} tensors"
+            figures = {"ns per parameter": round(cost, 2)}
+            name, version = f"published PyTorch code, topk {k}", f"torch {torch.__version__}"
+            command = kept.command_line("FOLDER", "--topk", *map(str, args.topk))
+            kept.append(
+                "step_cost", name, model, kept.machine(), version, figures=figures, command=command
+            )
     torch.distributed.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Trains with two processes over a slow link, DeMo, delayed and not, beside AdamW; prints a table.
+# Trains with two processes over a slow link: DeMo, DeMo with a delay, AdamW. Prints a table.
 #
 #     sudo benchmarks/slow_link.sh [STEPS [ROUND_TRIP_MS [RATE ...]]]
+#     sudo KEEP=1 benchmarks/slow_link.sh         keeps the figures in benchmarks/results
 #
 # AdamW, whose steps are the long ones, takes a fifth of them.
 # Each process has a network namespace and a CPU core of its own. The link between them is first
@@ -149,4 +150,5 @@ for rate in unlimited "${rates[@]}"; do
     steps=$demo_steps measure $rate delayed "${demo[@]}" --delay 1
     steps=$adamw_steps measure $rate adamw --optimizer adamw
 done
-"$python" benchmarks/slow_link_table.py $warm_up <"$work/records"
+keep=(${KEEP:+--keep "sudo benchmarks/slow_link.sh $*" "$round_trip"})
+"$python" benchmarks/slow_link_table.py $warm_up "${keep[@]}" <"$work/records"

@@ -1,17 +1,23 @@
 """Prints the table of what slow_link.sh recorded.
 
-    python benchmarks/slow_link_table.py WARM_UP_STEPS < RECORDS
+    python benchmarks/slow_link_table.py WARM_UP_STEPS [--keep COMMAND ROUND_TRIP_MS] < RECORDS
 
 A record is a line of five columns between tabs: link, optimizer, time, bytes sent so far, and the
-line of the trainer's log, JSON with the `packet_bytes` that a worker sends on one step.
+line of the trainer's log, JSON with the `packet_bytes` that a worker sends on one step. With --keep
+the figures go to results/slow_link.jsonl, which `python -m benchmarks.step_tables write` makes a
+table of.
 """
 
+import argparse
 import itertools
 import json
 import statistics
 import sys
 from collections import defaultdict
 from typing import NamedTuple
+
+import jax
+import kept
 
 
 class Run(NamedTuple):
@@ -30,14 +36,26 @@ def measure(records: list[tuple[float, int, int]]) -> Run:
 
 
 def main() -> None:
-    warm_up = int(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("warm_up", type=int)
+    parser.add_argument(
+        "--keep", nargs=2, metavar=("COMMAND", "ROUND_TRIP"), help="append the figures to results/"
+    )
+    args = parser.parse_args()
     records = defaultdict(list)
     for record in sys.stdin:
         link, optimizer, time, sent, line = record.rstrip().split("\t")
         counted = json.loads(line)["packet_bytes"]
         records[link, optimizer].append((float(time), int(sent), counted))
-    runs = {setting: measure(rows[warm_up - 1 :]) for setting, rows in records.items()}
+    runs = {setting: measure(rows[args.warm_up - 1 :]) for setting, rows in records.items()}
+    show(runs)
+    if args.keep:
+        keep(runs, *args.keep)
 
+
+def show(runs: dict[tuple[str, str], Run]) -> None:
     print("MB (10^6 bytes) are those that one worker sends on one step.\n")
     print(
         f"{'link':10} {'optimizer':10} {'s/step':>8} {'MB, kernel':>11} {'MB, counted':>12} "
@@ -50,6 +68,21 @@ def main() -> None:
             f"{runs['unlimited', optimizer].seconds / run.seconds:13.1%} "
             f"{runs[link, 'adamw'].seconds / run.seconds:10.2f}x"
         )
+
+
+def keep(runs: dict[tuple[str, str], Run], command: str, round_trip: str) -> None:
+    for (link, optimizer), run in runs.items():
+        free = runs["unlimited", optimizer].seconds
+        figures = {
+            "seconds per step": float(f"{run.seconds:.3g}"),
+            "MB sent, by the kernel": float(f"{run.sent / 1e6:.4g}"),
+            "MB sent, by the accounting": float(f"{run.counted / 1e6:.4g}"),
+            "of its speed without a limit": f"{free / run.seconds:.1%}",
+            "times the speed of adamw": round(runs[link, "adamw"].seconds / run.seconds, 2),
+        }
+        where = link if link == "unlimited" else f"{link}, {round_trip} ms"
+        own = dict(version=f"jax {jax.__version__}", figures=figures, command=command)
+        kept.append("slow_link", optimizer, "small, 9.9M parameters", where, **own)
 
 
 if __name__ == "__main__":

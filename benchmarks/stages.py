@@ -18,7 +18,7 @@ from step_cost import transformer_params
 import demo_optax
 from demo_optax import metrics
 from demo_optax.compression import make_plan, packet
-from demo_optax.exchange import Sent, collectives
+from demo_optax.exchange import Outgoing, collectives
 
 PACKETS = 64, 96  # of which the difference tells what one more costs
 
@@ -89,7 +89,7 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         origin = packet.Origin(zero, own)
         layout = by_all_gather.layout(plan)
         built = packet.build(layout, header, fields, message, jnp.array(True), origin)
-        sent = Sent(built, message, jnp.float32(1), zero)
+        sent = Outgoing(built, message, jnp.float32(1), zero)
         with mock.patch.object(collectives, "gather", gather):
             found = by_all_gather.exchange(plan, sent, (), metrics.init_metrics(), "senders")
         return found._replace(mean=[x.dense() for x in found.mean])

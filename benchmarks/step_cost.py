@@ -1,9 +1,11 @@
-"""What one optimizer step costs on one device: nanoseconds per parameter, beside optax.adamw.
+"""What one optimizer step costs on one device, and optax.adamw: nanoseconds per parameter.
 
     python benchmarks/step_cost.py [--layers 4] [--topk 8 32]
     python benchmarks/step_cost.py --optimizer demo_scaled --selection bins --value-coding sign
 
-Only the ratios mean something on a shared machine; each is a median of steps run in turn.
+Only the ratios mean something on a shared machine; each is a median of steps run in turn. With
+--keep the figures go to results/step_cost.jsonl, which `python -m benchmarks.step_tables write`
+makes a table of.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import kept
 import optax
 
 import demo_optax
@@ -40,6 +43,12 @@ def transformer_params(layers: int, width: int) -> dict[str, jax.Array]:
     }
 
 
+def name_of(optimizer: str, topk: int, args: argparse.Namespace) -> str:
+    """The optimizer and what it sends, as the tables have them."""
+    words = [optimizer, f"{args.selection} {topk}", args.value_coding]
+    return ", ".join(words + [args.transform] * (args.transform != "dct"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
@@ -51,6 +60,7 @@ def main() -> None:
     parser.add_argument("--selection", default="topk")
     parser.add_argument("--transform", default="dct")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--keep", action="store_true", help="append the figures to results/")
     args = parser.parse_args()
 
     params = transformer_params(args.layers, args.width)
@@ -59,7 +69,7 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in names}
     make = getattr(demo_optax, args.optimizer)
     optimizers = {"optax.adamw": optax.adamw(1e-3)} | {
-        f"{args.optimizer}, topk={k}": make(1e-3, demo_optax.Compression(k, **settings))
+        name_of(args.optimizer, k, args): make(1e-3, demo_optax.Compression(k, **settings))
         for k in args.topk
     }
     runs = {}
@@ -80,10 +90,16 @@ def main() -> None:
             times.append(time.perf_counter() - start)
 
     medians = {name: statistics.median(times[2:]) for name, (_, _, times) in runs.items()}
-    print(f"{count / 1e6:.1f}M parameters on {jax.devices()[0].device_kind}")
+    where = kept.machine() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+    model = f"{count / 1e6:.1f}M parameters in {len(params)} tensors"
+    print(f"{model} on {where}")
     for name, seconds in medians.items():
         ratio = seconds / medians["optax.adamw"]
-        print(f"{name:16} {1e9 * seconds / count:7.2f} ns/parameter {ratio:6.1f}x adamw")
+        cost = 1e9 * seconds / count
+        print(f"{name:24} {cost:7.2f} ns/parameter {ratio:6.1f}x adamw")
+        if args.keep:
+            figures = {"ns per parameter": round(cost, 2), "times adamw": round(ratio, 1)}
+            kept.append("step_cost", name, model, where, f"jax {jax.__version__}", figures=figures)
 
 
 if __name__ == "__main__":

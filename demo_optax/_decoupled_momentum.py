@@ -20,10 +20,10 @@ from demo_optax.arrays import (
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Coordinates, Plan, make_plan, packet
 from demo_optax.compression.packet import Origin
-from demo_optax.compression.plan import Part, in_turn
+from demo_optax.compression.plan import Part, sequentially
 from demo_optax.compression.settings import BlockSides
 from demo_optax.compression.transforms import STORE
-from demo_optax.exchange import AllGather, Exchange, Sent
+from demo_optax.exchange import AllGather, Exchange, Outgoing
 from demo_optax.exchange.protocol import MEANS, Mean, own_numbers
 from demo_optax.metrics import ExchangeMetrics
 
@@ -88,8 +88,8 @@ def decoupled_momentum(
 
     A worker whose gradient is infinite or NaN, before or after the preconditioner, sends nothing on
     that step, and its momentum and preconditioner stay as they were. If no worker is left, the
-    update is zero. A packet that arrives damaged counts on no worker, and its sender keeps all of
-    it in the momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite
+    update is zero. A damaged packet is rejected by all workers, and its sender keeps all of it in
+    the momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite
     starts again.
 
     Args:
@@ -145,7 +145,7 @@ def decoupled_momentum(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
             f"{compression!r}."
         )
-    exchange = exchange_of(axis_name, exchange)
+    exchange = resolve_exchange(axis_name, exchange)
     axis_name = exchange.axis_name
     checks.in_interval("decay", decay, "[0, 1)")
     checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
@@ -196,9 +196,9 @@ def decoupled_momentum(
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
         participates &= participation.decide(local, axis_name, {})
 
-        def accumulate_and_select(part: Part, after, gradient, stored, shared):
+        def accumulate_and_select(part: Part, wait, gradient, stored, shared):
             # Transform: c = T(g)
-            gradient, stored = after(gradient, stored)
+            gradient, stored = wait(gradient, stored)
             coefficients = part.transform(part.blocks(gradient), step)
 
             # Accumulate: m <- beta m + w c
@@ -213,7 +213,9 @@ def decoupled_momentum(
 
         shared = plan.rows_per_part(plan.shared_positions(step))
         tensors = plan.per_part(local), plan.per_part(state.momentum)
-        momenta, selected, health = in_turn(accumulate_and_select, plan.parts, *tensors, shared)
+        momenta, selected, health = sequentially(
+            accumulate_and_select, plan.parts, *tensors, shared
+        )
 
         # Encode: the packets, and what the others decode of them
         selected = plan.join(selected)
@@ -225,27 +227,27 @@ def decoupled_momentum(
         packets = packet.build(layout, header, fields, message, participates, origin)
 
         # Exchange: mean(q_1, ..., q_N)
-        sent = Sent(packets, message, factor, step)
-        aggregate = exchange.exchange(plan, sent, state.exchange, last, mean)
+        outgoing = Outgoing(packets, message, factor, step)
+        aggregate = exchange.exchange(plan, outgoing, state.exchange, last, mean)
 
-        def subtract(part: Part, after, momenta, taken):
+        def subtract(part: Part, wait, momenta, rows):
             # Subtract: m <- m - alpha q, of what was accepted
-            taken, momenta = after(taken, momenta)
-            for message, own in zip(aggregate.taken, taken, strict=True):
-                momenta = part.subtract(momenta, own, step, message.delay)
+            rows, momenta = wait(rows, momenta)
+            for subtraction, own in zip(aggregate.subtractions, rows, strict=True):
+                momenta = part.subtract(momenta, own, step, subtraction.delay)
             stored = part.stored(momenta)
             return (stored,), stored
 
-        def invert(part: Part, after, mean):
+        def invert(part: Part, wait, mean):
             # Inverse: u = T^-1 mean(q_1, ..., q_N)
-            coefficients = [x.dense() for x in after(mean)[0]]
+            coefficients = [x.dense() for x in wait(mean)[0]]
             tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
             return (tensors,), tensors
 
-        taken = [plan.rows_per_part(t.rows()) for t in aggregate.taken]
-        (stored,) = in_turn(subtract, plan.parts, momenta, list(zip(*taken, strict=True)))
+        rows = [plan.rows_per_part(s.rows()) for s in aggregate.subtractions]
+        (stored,) = sequentially(subtract, plan.parts, momenta, list(zip(*rows, strict=True)))
         means = plan.rows_per_part(aggregate.mean, axis=1)
-        (tensors,) = in_turn(invert, plan.parts, means)
+        (tensors,) = sequentially(invert, plan.parts, means)
 
         return _as_tree(updates, map(in_dtype_of, _joined(tensors), jax.tree.leaves(updates))), (
             DecoupledMomentumState(
@@ -280,7 +282,7 @@ def decoupled_momentum(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def exchange_of(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
+def resolve_exchange(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
     """The exchange of an optimizer that was given an axis name, an exchange or neither."""
     if exchange is None:
         return AllGather(axis_name)

@@ -8,7 +8,7 @@ import optax
 
 from demo_optax import axes, checks, participation
 from demo_optax._decoupled_momentum import DecoupledMomentumState
-from demo_optax.arrays import BoolScalar, IntScalar, unboxed, upcast
+from demo_optax.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, upcast
 from demo_optax.axes import AxisName
 from demo_optax.participation import PARTICIPATES, all_finite, choose
 
@@ -20,7 +20,7 @@ class LocalStepsState(NamedTuple):
       mini_step: int32 scalar, inner steps of this round so far, in ``[0, every)``; the same on all
         workers.
       displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
-        the shared ones, the sum of its inner updates in this round; each worker its own.
+        the shared ones.
       inner: state of the inner optimizer; each worker its own.
       outer: state of the outer optimizer.
 
@@ -45,52 +45,40 @@ def local_steps(
     *,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Steps that each worker takes by itself, and one exchange at the end of each round of them.
+    r"""Steps that each worker takes by itself, with one exchange at the end of each round.
 
-    With :math:`x` the shared parameters, worker :math:`i` trains its own, :math:`x_i`, which begin
-    each round at :math:`x`. After ``every`` steps, :math:`H`, what it came along is a gradient for
-    the outer optimizer, which exchanges it:
+    :math:`x` are the shared parameters. Worker :math:`i` has its own, :math:`x_i`, which start each
+    round at :math:`x`. After :math:`H` inner steps the outer optimizer takes their differences as
+    gradients:
 
     .. math::
         x_i &\leftarrow x_i + \mathrm{inner}(\nabla f_i(x_i)) \quad (H \text{ times}) \\
         \Delta_i &= x - x_i \\
         x &\leftarrow x + \mathrm{outer}(\Delta_1, \dots, \Delta_N)
 
-    DiLoCo and SparseLoCo are two calls of it::
+    DiLoCo and SparseLoCo, with the axis ``"data"``::
 
-        local_steps(
-            optax.adamw(4e-4),
-            optax.chain(
-                mean_over_workers("data"), optax.sgd(0.7, momentum=0.9, nesterov=True)
-            ),
-            every=500,
-            axis_name="data",
-        )
-        sent = Compression(topk=64, value_coding="int2", transform="identity")
-        local_steps(
-            optax.adamw(4e-4),
-            decoupled(
-                optax.sgd(1.0), sent, decay=0.95, gradient_weight=1.0, mean="workers",
-                axis_name="data",
-            ),
-            every=30,
-            axis_name="data",
-        )
+        nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        diloco = optax.chain(mean_over_workers("data"), nesterov)
+        local_steps(optax.adamw(4e-4), diloco, every=500, axis_name="data")
 
-    `make_train_step` takes the gradients at each worker's own parameters, which the state holds as
-    their difference from the shared ones. In a loop of your own take them at `own_parameters`. The
-    updates are zero inside a round, and nothing is sent; ``jax.lax.scan`` over the step makes one
-    program of a round. Schedules of ``inner`` count inner steps, those of ``outer`` rounds.
+        compression = Compression(topk=64, value_coding="int2", transform="identity")
+        options = dict(decay=0.95, gradient_weight=1.0, mean="workers", axis_name="data")
+        sparseloco = decoupled(optax.sgd(1.0), compression, **options)
+        local_steps(optax.adamw(4e-4), sparseloco, every=30, axis_name="data")
 
-    A worker whose gradient is not finite skips that inner step. One whose own parameters are not
-    finite at the end of a round sends nothing, and starts again from the shared ones; one whose
-    inner state is not finite then, with a fresh one. Restored on another number of workers, own
+    `make_train_step` takes the gradients at each worker's own parameters. In a loop of your own
+    take them at `own_parameters`. Inside a round updates are zero and nothing is sent. Schedules
+    of ``inner`` count inner steps, those of ``outer`` rounds.
+
+    A worker skips an inner step whose gradient is not finite. If its own parameters are not finite
+    at the end of a round, it sends nothing and starts again from the shared ones. An inner state
+    that is not finite then is initialised again. Restored on another number of workers, own
     parameters and inner states keep their mean, as momenta do.
 
     Args:
-      inner: any optax optimizer that does not exchange. Where a worker's parameters are sharded,
-        norms inside of it (``optax.clip_by_global_norm``, ``optax.lamb``) are those of a shard:
-        clip with ``make_train_step(clip_norm=...)``.
+      inner: any optax optimizer that does not exchange. Norms inside it (``optax.lamb``) are those
+        of a shard where parameters are sharded: clip with ``make_train_step(clip_norm=...)``.
       outer: any optax optimizer that exchanges over ``axis_name``.
       every: inner steps of a round, :math:`H`.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
@@ -132,18 +120,16 @@ def local_steps(
             )
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
-            displacement=axes.as_varying(
-                jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params), axis_name
-            ),
-            inner=_typed_as_own(inner_state, axis_name),
+            displacement=axes.as_varying(_zeros_to_sum(params), axis_name),
+            inner=axes.as_varying(inner_state, axis_name),
             outer=outer.init(params),
         )
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(
-                "local_steps needs the shared parameters, from which workers set out, but params "
-                "is None: call update(gradient, state, params)."
+                "local_steps needs the shared parameters, to which each worker's own are relative, "
+                "but params is None: call update(gradient, state, params)."
             )
         checks.local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
@@ -153,44 +139,39 @@ def local_steps(
         steps, inner_state = inner.update(gradient, state.inner, own, **extra_args)
         _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
-        moves = participation.decide(gradient, axis_name, extra_args)
-        arrived = choose(moves, (displacement, inner_state), (state.displacement, state.inner))
+        participates = participation.decide(gradient, axis_name, extra_args)
+        old = state.displacement, state.inner
+        displacement, inner_state = choose(participates, (displacement, inner_state), old)
 
-        def exchange(displacement, inner_state, old):
-            ended = own_parameters(params, state._replace(displacement=displacement))
-            arrives = axes.on_all_devices(all_finite(ended), axis_name)
-            difference = jax.tree.map(lambda d, g: (-d).astype(g.dtype), displacement, gradient)
-            extra = {**extra_args, PARTICIPATES: arrives}
-            updates, new = outer.update(difference, old, params, **extra)
+        def exchange(displacement, inner_state, outer_state):
+            own = own_parameters(params, state._replace(displacement=displacement))
+            sends = axes.on_all_devices(all_finite(own), axis_name)
+            finite = axes.on_all_devices(all_finite(inner_state), axis_name)
+            difference = jax.tree.map(lambda d, g: in_dtype_of(-d, g), displacement, gradient)
+            extra = {**extra_args, PARTICIPATES: sends}
+            updates, new = outer.update(difference, outer_state, params, **extra)
             return updates, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
-                inner=restart_nonfinite(inner.init(params), inner_state),
-                outer=own_kept(arrives, new, old),
+                inner=choose(finite, inner_state, inner.init(params)),
+                outer=keep_own(sends, new, outer_state),
             )
 
-        def go_on(displacement, inner_state, old):
-            none = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), gradient)
-            return none, LocalStepsState(state.mini_step + 1, displacement, inner_state, old)
+        def go_on(*state_of_round):
+            return LocalStepsState(state.mini_step + 1, *state_of_round)
 
-        args = *arrived, state.outer
-        branches = axes.branches_of_one_type(exchange, go_on, *args)
-        updates, new = jax.lax.cond(state.mini_step >= every - 1, *branches, *args)
+        last = state.mini_step >= every - 1
+        args = displacement, inner_state, state.outer
+        updates, new = _step_or_wait(last, exchange, go_on, *args)
         return structure.unflatten(jax.tree.leaves(updates)), new
 
-    def restart_nonfinite(fresh, inner_state):
-        """A fresh inner state where a worker's own is not finite."""
-        finite = axes.on_all_devices(all_finite(inner_state), axis_name)
-        return choose(finite, inner_state, fresh)
-
-    def own_kept(arrives, new, old):
-        """A new outer state; what a worker has of its own stays where it sends nothing."""
+    def keep_own(sends, new, old):
+        """The new outer state; a worker that does not send keeps its own leaves of the old one."""
 
         def leaf(new, old):
-            if isinstance(new, DecoupledMomentumState):  # which protects itself
-                return new
-            own = axes.varying(new) & set(axes.names(axis_name))
-            return choose(arrives, new, old) if own else new
+            handled = isinstance(new, DecoupledMomentumState)
+            own = not handled and axes.varying(new) & set(axes.names(axis_name))
+            return choose(sends, new, old) if own else new
 
         return jax.tree.map(leaf, new, old, is_leaf=lambda x: isinstance(x, DecoupledMomentumState))
 
@@ -198,15 +179,15 @@ def local_steps(
 
 
 def own_parameters(params, opt_state):
-    """The parameters at which a worker's gradient is to be taken.
+    """The parameters at which a worker takes its gradient.
 
     Args:
       params: the shared parameters.
-      opt_state: a state in which one of `local_steps` may be, wherever in the chain.
+      opt_state: an optimizer's state, in which that of `local_steps` may be anywhere.
 
     Returns:
-      A tree like ``params``, in their dtypes: with local steps the worker's own parameters, with an
-      axis of workers in front where the state has one; otherwise ``params``.
+      A tree like ``params``, in their dtypes: with local steps the worker's own parameters, with a
+      leading worker axis where the state has one; otherwise ``params``.
 
     Raises:
       ValueError: the local steps are not those of all parameters.
@@ -222,32 +203,16 @@ def own_parameters(params, opt_state):
     wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in found]))
     if held != [wanted]:
         raise ValueError(
-            f"local_steps must be that of all parameters, {wanted}, but the state holds such of "
-            f"{held}: leave it outermost, and partition and mask inside of inner and outer."
+            f"local_steps must be that of all parameters, {wanted}, but the state has local steps "
+            f"of {held}: put it outermost, and partition and mask inside of inner and outer."
         )
-    structure: Any = jax.tree.structure(params)
 
     def moved(x, d):
-        in_front = tuple(range(d.ndim - jnp.ndim(x)))
-        return (jnp.expand_dims(x, in_front) + d).astype(jnp.result_type(x))
+        leading = tuple(range(d.ndim - jnp.ndim(x)))
+        return (jnp.expand_dims(x, leading) + d).astype(jnp.result_type(x))
 
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found[0].displacement), strict=True)
-    return structure.unflatten([moved(x, d) for x, d in pairs])
-
-
-def _typed_as_own(state, axis_name: AxisName):
-    """Types a state as each worker's own, but for momenta, which type themselves."""
-
-    def is_momentum(x) -> bool:
-        return isinstance(x, DecoupledMomentumState)
-
-    return jax.tree.map(
-        lambda x: x if is_momentum(x) else axes.as_varying(x, axis_name), state, is_leaf=is_momentum
-    )
-
-
-def _paths(tree) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    leaves, structure = jax.tree.flatten(params)
+    return structure.unflatten(map(moved, leaves, jax.tree.leaves(found[0].displacement)))
 
 
 def has_exchanged(opt_state) -> BoolScalar:
@@ -262,32 +227,14 @@ def has_exchanged(opt_state) -> BoolScalar:
     return jnp.all(jnp.array([x.mini_step == 0 for x in counting], bool))
 
 
-def _nodes(tree, kind: type) -> list:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [node for node in nodes if isinstance(node, kind)]
-
-
-def _require_no_exchange(steps, axis_name: AxisName) -> None:
-    """Refuses inner steps that are the same on all workers, where the types can tell."""
-    workers = set(axes.names(axis_name))
-    if axes.types_are_tracked(axis_name) and not any(
-        workers <= axes.varying(x) for x in jax.tree.leaves(steps)
-    ):
-        raise ValueError(
-            f"the inner optimizer of local_steps exchanges over {axis_name!r} on every step, so "
-            "that no worker goes a way of its own: give inner an ordinary optimizer, such as "
-            "optax.adamw, and let outer exchange."
-        )
-
-
 def multi_steps(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
     """``optax.MultiSteps`` for optimizers that exchange: local means, then one step of all workers.
 
     For loops that call the optimizer once for each microbatch. Each worker accumulates its own
-    gradients, and nothing is sent until the last of ``every`` calls, on which all workers step
-    together. `demo_optax.make_train_step` with ``microbatches`` needs less memory.
+    gradients, and only the last of ``every`` calls exchanges. `demo_optax.make_train_step` with
+    ``microbatches`` needs less memory.
 
     Args:
       tx: any optax transformation that exchanges.
@@ -309,34 +256,23 @@ def multi_steps(
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params):
-        zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), params)
         zero = jnp.zeros((), jnp.int32)
-        return optax.MultiStepsState(zero, zero, tx.init(params), zeros, skip_state=())
+        return optax.MultiStepsState(zero, zero, tx.init(params), _zeros_to_sum(params), ())
 
     def update_fn(updates, state, params=None, **extra_args):
-        extra_args.pop(PARTICIPATES, None)  # which is of this call's gradient, not of the mean
+        extra_args.pop(PARTICIPATES, None)  # it is of this call's gradient, not of the mean
         calls = (state.mini_step + 1).astype(jnp.float32)
-        mean = jax.tree.map(
-            lambda m, g: m + (g.astype(m.dtype) - m) / calls.astype(m.dtype),
-            state.acc_grads,
-            updates,
-        )
+
+        def add(m, g):
+            return m + (g.astype(m.dtype) - m) / calls.astype(m.dtype)
 
         def step(mean, inner):
-            gradient = jax.tree.map(lambda m, g: m.astype(g.dtype), mean, updates)
+            gradient = jax.tree.map(in_dtype_of, mean, updates)
             return tx.update(gradient, inner, params, **extra_args)
 
-        def wait(_, inner):
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stepped[0]), inner
-
-        stepped = jax.eval_shape(step, mean, state.inner_opt_state)
+        mean = jax.tree.map(add, state.acc_grads, updates)
         last = state.mini_step == every - 1
-        new, inner = jax.lax.cond(
-            last,
-            *axes.branches_of_one_type(step, wait, mean, state.inner_opt_state),
-            mean,
-            state.inner_opt_state,
-        )
+        new, inner = _step_or_wait(last, step, lambda _, inner: inner, mean, state.inner_opt_state)
         return new, optax.MultiStepsState(
             mini_step=(state.mini_step + 1) % every,
             gradient_step=state.gradient_step + last.astype(jnp.int32),
@@ -346,3 +282,40 @@ def multi_steps(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _step_or_wait(last: BoolScalar, step, wait, *args):
+    """``step(*args)`` if this call is the last of its round, else zeros and ``wait(*args)``."""
+    shapes, _ = jax.eval_shape(step, *args)
+
+    def zeros_and_wait(*args):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), wait(*args)
+
+    return jax.lax.cond(last, *axes.branches_of_one_type(step, zeros_and_wait, *args), *args)
+
+
+def _zeros_to_sum(params):
+    """Zeros in which updates of the parameters are summed: float32 or wider."""
+    return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
+
+
+def _nodes(tree, kind: type) -> list:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def _paths(tree) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def _require_no_exchange(steps, axis_name: AxisName) -> None:
+    """Refuses inner steps that are the same on all workers, where the types can tell."""
+    workers = set(axes.names(axis_name))
+    if axes.types_are_tracked(axis_name) and not any(
+        workers <= axes.varying(x) for x in jax.tree.leaves(steps)
+    ):
+        raise ValueError(
+            f"the inner optimizer of local_steps exchanges over {axis_name!r} on every step, so "
+            "that all workers have the same parameters: give inner an ordinary optimizer, such as "
+            "optax.adamw, and let outer exchange."
+        )

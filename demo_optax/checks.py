@@ -16,7 +16,7 @@ from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 
 LARGEST_RATE = 1e9
-"""Of learning rates and weights: beyond, the energies of messages overflow float32."""
+"""The largest learning rate or weight: with larger ones sums of squares overflow float32."""
 
 
 def static_integer(name: str, value: Any, *, at_least: int) -> None:
@@ -44,7 +44,7 @@ def static_dtype(name: str, value: Any) -> None:
 
 
 def in_interval(name: str, value: Any, interval: str) -> None:
-    """Requires a number inside ``"[low, high)"`` or the like; traced values pass."""
+    """Requires a number in an interval such as ``"[0, 1)"``; traced values pass."""
     dtype = getattr(value, "dtype", None)
     if dtype in (jnp.bfloat16, jnp.float16):
         raise TypeError(
@@ -56,15 +56,13 @@ def in_interval(name: str, value: Any, interval: str) -> None:
     if not isinstance(value, (int, float, np.number, jax.Array, np.ndarray)) or np.ndim(value):
         raise TypeError(f"{name} must be a number in {interval}, not {value!r}.")
     value = float(value)
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-    above = value >= low if interval[0] == "[" else value > low
-    below = value <= high if interval[-1] == "]" else value < high
-    if not (above and below):
+    low, high = map(float, interval[1:-1].split(","))
+    at_limit = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+    if not (low < value < high or at_limit):
         raise ValueError(f"{name} must lie in {interval}, not {value}.")
 
 
 def one_of(name: str, value: object, choices: Collection[Any]) -> None:
-    """Requires one of some names."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
@@ -78,7 +76,7 @@ def rate(name: str, value: Any) -> None:
 
 
 def at_step(name: str, value: Any, step: jax.Array) -> Any:
-    """A number, or a schedule's value at a step, which must be a scalar."""
+    """The value of a number or a schedule at a step, which must be a scalar."""
     value = value(step) if callable(value) else value
     if np.ndim(value):
         raise ValueError(
@@ -89,7 +87,6 @@ def at_step(name: str, value: Any, step: jax.Array) -> Any:
 
 
 def floating_leaves(params) -> None:
-    """Requires real floating-point leaves."""
     for path, leaf in jax.tree.leaves_with_path(params):
         dtype = jnp.result_type(leaf)
         if not hasattr(leaf, "shape") or not jnp.issubdtype(dtype, jnp.floating):
@@ -97,8 +94,7 @@ def floating_leaves(params) -> None:
                 f"parameter{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and dtype "
                 f"{dtype}, but decoupled momentum takes arrays of real floating-point numbers "
                 "only. Leave other leaves out with optax.masked or optax.partition, or by "
-                "splitting the model "
-                "(flax.nnx.split(model, flax.nnx.Param, ...))."
+                "splitting the model (flax.nnx.split(model, flax.nnx.Param, ...))."
             )
 
 
@@ -108,8 +104,7 @@ def local_gradient(updates, axis_name: AxisName) -> None:
     if axis_name is None or not axes.types_are_tracked(axis_name):
         return
     for path, leaf in jax.tree.leaves_with_path(updates):
-        missing = [name for name in axes.names(axis_name) if name not in axes.varying(leaf)]
-        if missing:
+        if missing := [name for name in axes.names(axis_name) if name not in axes.varying(leaf)]:
             raise ValueError(
                 f"the gradient{jax.tree_util.keystr(path)} is not local: its type "
                 f"{jax.typeof(leaf)} says that it is the same on all workers of axis "
@@ -121,14 +116,14 @@ def local_gradient(updates, axis_name: AxisName) -> None:
 
 
 def gradient_fits_state(updates, state, coordinates, geometries, kept) -> None:
-    """Requires a gradient of the tree, and in the blocks, that the state was made for.
+    """Requires a `demo_optax.DecoupledMomentumState` made for this gradient and these settings.
 
     Args:
       updates: the gradient.
-      state: a `demo_optax.DecoupledMomentumState`.
-      coordinates: in which the optimizer stores momenta.
+      state: the optimizer's state.
+      coordinates: transform and blocks in which the optimizer stores momenta.
       geometries: blocks of each leaf of the gradient.
-      kept: shapes of what the exchange is to keep.
+      kept: shapes of the exchange's state.
     """
     given: Any = jax.tree.structure(unboxed(updates))
     expected: Any = jax.tree.structure(state.momentum)
@@ -157,7 +152,7 @@ def gradient_fits_state(updates, state, coordinates, geometries, kept) -> None:
             continue
         if stored.shape[1:] == shape:
             raise ValueError(
-                f"the momentum of gradient{name} has shape {stored.shape}: {shape} behind an "
+                f"the momentum of gradient{name} has shape {stored.shape}: {shape} after an "
                 f"axis of {stored.shape[0]} workers. One worker's own momentum is expected here. "
                 "Wrap the optimizer with demo_optax.stack_workers, which takes the worker axis "
                 "off inside the step, or use demo_optax.make_train_step."

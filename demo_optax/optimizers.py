@@ -1,15 +1,17 @@
-"""Decoupled momentum in front of any optax optimizer, ready-made optimizers, and their baseline.
+"""Decoupled momentum before any optax optimizer, ready-made optimizers, and their baseline.
 
-The aggregate is a momentum already: the ready-made bases keep no first moment of their own.
+The aggregate is a momentum already, so the ready-made optimizers keep no second one. Arguments that
+all of them share are described at `demo`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from demo_optax import checks, participation
 from demo_optax._decoupled_momentum import decoupled_momentum
@@ -26,42 +28,34 @@ def decoupled(
     base: optax.GradientTransformation,
     compression: Compression = Compression(),
     *,
-    decay: ArrayLike = 0.999,
+    decay: chex.Numeric = 0.999,
     gradient_weight: optax.ScalarOrSchedule | None = None,
     mean: Mean = "senders",
-    subtraction_factor: ArrayLike = 1.0,
+    subtraction_factor: chex.Numeric = 1.0,
     momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.chain(decoupled_momentum(...), base)``: the base steps by the exchanged aggregate.
+    """``optax.chain(decoupled_momentum(...), base)``: the base steps by the aggregate.
 
-    It takes the worker's local gradient; its state is ``(DecoupledMomentumState, that of base)``.
-    Give the base no momentum of its own (``optax.adamw(..., b1=0.0)``): a second one behind the
-    exchange made training much worse in our runs. On a step on which no worker took part the
-    updates are zero and the base's state stays, but for the counts of its schedules.
+    Its ``update`` takes the worker's local gradient; its state is the pair
+    ``(DecoupledMomentumState, state of base)``. Give the base no momentum of its own
+    (``optax.adamw(..., b1=0.0)``): a second one made training much worse in our runs. On a step
+    without participants the updates are zero, and of the base's state only the counts of its
+    schedules change.
 
     Args:
       base: any optax optimizer.
       compression: what is sent of the momentum, and how.
-      decay: momentum decay in [0, 1).
-      gradient_weight: of the gradient in the momentum; ``1 - decay`` by default.
-      mean: for each coefficient over the ``"senders"`` that sent it, or over all ``"workers"``.
-      subtraction_factor: the part of what was sent that leaves the momentum, in (0, 1].
-      momentum_dtype: of the stored momentum.
-      precondition: a transformation of the local gradient, before the momentum; its state stays
-        with the worker.
-      axis_name: the workers' axis, a tuple of axes, or None for a single worker; short for
-        ``exchange=AllGather(axis_name)``.
-      exchange: how the messages travel.
+      decay: this and the other arguments are those of `decoupled_momentum`.
 
     Example:
       >>> tx = decoupled(optax.adafactor(1e-3), Compression(topk=8), decay=0.95)
       >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
       (1, 1, 4096)
     """
-    momentum = decoupled_momentum(
+    momentum: Any = decoupled_momentum(
         decay,
         compression,
         gradient_weight=gradient_weight,
@@ -78,11 +72,9 @@ def decoupled(
         return momentum.init(params), base.init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        own: Any
         aggregate, own = momentum.update(updates, state[0], params, **extra_args)
-        updates, new = base.update(aggregate, state[1], params, **extra_args)
-        participants = own.metrics.participants
-        updates, new = participation.keep_base_if_nobody(participants, updates, new, state[1])
+        new = base.update(aggregate, state[1], params, **extra_args)
+        updates, new = participation.keep_base_if_nobody(own.metrics.participants, *new, state[1])
         return updates, (own, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -92,21 +84,21 @@ def demo(
     learning_rate: optax.ScalarOrSchedule,
     compression: Compression = Compression(),
     *,
-    decay: ArrayLike = 0.999,
-    weight_decay: ArrayLike = 0.0,
+    decay: chex.Numeric = 0.999,
+    weight_decay: chex.Numeric = 0.0,
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DeMo as first published: the sign of the aggregate is the step.
+    r"""DeMo as first published: the step is the sign of the aggregate.
 
     .. math::
         m_i &\leftarrow \beta m_i + \eta_t\, T(g_i) \\
         q_i &= \mathrm{top}_k(m_i), \quad m_i \leftarrow m_i - q_i \\
         x &\leftarrow x - \eta_t (\mathrm{sign}(T^{-1} \mathrm{mean}\, q_i) + \lambda x)
 
-    The learning rate :math:`\eta_t` stands inside the momentum as well, as in the published code
+    The learning rate :math:`\eta_t` is a factor inside the momentum too, as in the published code
     (`arXiv 2411.19870v1 <https://arxiv.org/abs/2411.19870v1>`_).
 
     Args:
@@ -114,28 +106,29 @@ def demo(
       compression: what is sent of the momentum, and how.
       decay: momentum decay :math:`\beta` in [0, 1).
       weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it is for.
-      precondition: a transformation of the local gradient, before the momentum, whose state stays
-        with its worker. `demo_scaled` divides by the root of its second moment.
-      axis_name, exchange: the workers' axis or axes; or how the messages travel.
+      precondition: a transformation of the local gradient before the momentum; its state stays
+        with its worker.
+      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+      exchange: how the messages travel; ``AllGather(axis_name)`` by default.
 
     Example:
       >>> tx, params = demo(0.1, Compression(topk=4)), jax.numpy.ones(3)
       >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
-    base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    momentum = _momentum(decay, precondition, axis_name, exchange)
-    return decoupled(base, compression, gradient_weight=learning_rate, **momentum)
+    base = _base(optax.scale_by_sign(), learning_rate, weight_decay, mask)
+    options = _options(decay, precondition, axis_name, exchange)
+    return decoupled(base, compression, gradient_weight=learning_rate, **options)
 
 
 def demo_scaled(
     learning_rate: optax.ScalarOrSchedule,
     compression: Compression = Compression(32, value_coding="sign", selection="bins"),
     *,
-    b2: ArrayLike = 0.95,
-    eps: ArrayLike = 1e-8,
-    decay: ArrayLike = 0.98,
-    weight_decay: ArrayLike = 0.0,
+    b2: chex.Numeric = 0.95,
+    eps: chex.Numeric = 1e-8,
+    decay: chex.Numeric = 0.98,
+    weight_decay: chex.Numeric = 0.0,
     mask: Mask = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
@@ -150,69 +143,60 @@ def demo_scaled(
         x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
         + \lambda x\big)
 
-    Of a plain gradient the largest coefficients are those of a few large rows, of a scaled one
-    those that matter; :math:`v_i`, bias-corrected to :math:`\hat v_i`, never travels. A
-    coefficient counts by how many workers sent it, where `demo` averages over these alone. And of
-    the sum the root is taken where `demo` takes the sign, so that elements of which little was
-    heard move less. :math:`\Sigma u^2 / \Sigma |u|` is a tensor's mean magnitude, each weighted by
-    itself: a step's root mean square is at most the learning rate, whatever share of a tensor is
-    still sent. Where a worker's parameters are sharded the sums are those of a shard.
-    ``docs/quality.md`` has what each of these did in our runs. Begin with the learning rate of an
-    AdamW that was tuned for the same model.
+    Without the scaling a few rows with large gradients take most of the packet. The second moment
+    :math:`v_i`, bias-corrected to :math:`\hat v_i`, is never sent. A coefficient counts by how many
+    workers sent it, where `demo` averages over these alone. The root, where `demo` takes the sign,
+    makes small elements move less (`scale_by_signed_root`). ``docs/quality.md`` shows the effect of
+    each. Begin with the learning rate of an AdamW that was tuned for the same model.
 
     Args:
-      learning_rate, compression: a number or a schedule; what is sent of the momentum.
-      b2, eps: decay of the second moment; what is added to its root.
-      decay: momentum decay in [0, 1).
-      weight_decay, mask: decoupled weight decay; the parameters that it is for.
-      axis_name, exchange: the workers' axis or axes; or how the messages travel.
+      learning_rate: this and the arguments not named here are those of `demo`.
+      b2, eps: decay of the second moment in [0, 1); what is added to its root.
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
       >>> tx.update(jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params), params)[0].round(3)
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
-    base = _step(scale_by_signed_root(), learning_rate, weight_decay, mask)
-    momentum = _momentum(decay, _scale_by_rms(b2, eps), axis_name, exchange)
-    return decoupled(base, compression, gradient_weight=learning_rate, mean="workers", **momentum)
+    base = _base(scale_by_signed_root(), learning_rate, weight_decay, mask)
+    options = _options(decay, _scale_by_rms(b2, eps), axis_name, exchange)
+    return decoupled(base, compression, gradient_weight=learning_rate, mean="workers", **options)
 
 
 def demo_sgd(
     learning_rate: optax.ScalarOrSchedule,
     compression: Compression = Compression(),
     *,
-    decay: ArrayLike = 0.995,
-    weight_decay: ArrayLike = 0.0,
+    decay: chex.Numeric = 0.995,
+    weight_decay: chex.Numeric = 0.0,
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Decoupled momentum in the place of SGD's: the aggregate itself is the step.
+    r"""Decoupled momentum in the place of SGD's: the step is the aggregate itself.
 
     Section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_, :math:`\varphi` the
     identity. The learning rate is about ``1 / (1 - decay)`` times that of SGD without momentum.
-
-    Args:
-      learning_rate: a number or a schedule; the other arguments are those of `demo`.
+    All arguments are those of `demo`.
 
     Example:
       >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jax.numpy.ones(3)
       >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round()
       Array([-1., -2.,  3.], dtype=float32)
     """
-    base = _step(optax.identity(), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
+    base = _base(optax.identity(), learning_rate, weight_decay, mask)
+    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
 
 
 def demo_adamw(
     learning_rate: optax.ScalarOrSchedule,
     compression: Compression = Compression(),
     *,
-    b2: ArrayLike = 0.95,
-    eps: ArrayLike = 1e-8,
-    decay: ArrayLike = 0.995,
-    weight_decay: ArrayLike = 1e-4,
+    b2: chex.Numeric = 0.95,
+    eps: chex.Numeric = 1e-8,
+    decay: chex.Numeric = 0.995,
+    weight_decay: chex.Numeric = 1e-4,
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
@@ -220,53 +204,47 @@ def demo_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled momentum in the place of AdamW's first moment.
 
-    The second moment is that of the aggregate (From et al., `arXiv 2502.06728
-    <https://arxiv.org/abs/2502.06728>`_). Scaling local gradients, by ``precondition``, is better.
-
-    Args:
-      learning_rate: a number or a schedule.
-      b2, eps: decay of the second moment in [0, 1); what is added to its root.
-      decay: and the other arguments are those of `demo`.
+    The second moment, with decay ``b2``, is that of the aggregate (From et al., `arXiv 2502.06728
+    <https://arxiv.org/abs/2502.06728>`_); ``eps`` is added to its root. Scaling local gradients, as
+    `demo_scaled` does, is better. The other arguments are those of `demo`.
 
     Example:
       >>> tx = demo_adamw(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
-    base = _step(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
+    base = _base(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask)
+    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
 
 
 def demo_signum(
     learning_rate: optax.ScalarOrSchedule,
     compression: Compression = Compression(),
     *,
-    decay: ArrayLike = 0.995,
-    weight_decay: ArrayLike = 0.0,
+    decay: chex.Numeric = 0.995,
+    weight_decay: chex.Numeric = 0.0,
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The sign of the aggregate is the step, as in Signum (version 2 of the paper, section 3).
+    """The step is the sign of the aggregate, as in Signum (version 2 of the paper, section 3).
 
-    `demo` without the learning rate inside the momentum, so that a schedule acts once.
-
-    Args:
-      learning_rate: a number or a schedule; the other arguments are those of `demo`.
+    `demo` without the learning rate inside the momentum, so that a schedule acts once. All
+    arguments are those of `demo`.
 
     Example:
       >>> tx = demo_signum(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
-    base = _step(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
+    base = _base(optax.scale_by_sign(), learning_rate, weight_decay, mask)
+    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
 
 
 def demo_muon(
     learning_rate: optax.ScalarOrSchedule,
     compression: Compression = Compression(),
     *,
-    b2: ArrayLike = 0.95,
-    decay: ArrayLike = 0.995,
-    weight_decay: ArrayLike = 0.0,
+    b2: chex.Numeric = 0.95,
+    decay: chex.Numeric = 0.995,
+    weight_decay: chex.Numeric = 0.0,
     mask: Mask = None,
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
@@ -274,14 +252,10 @@ def demo_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled momentum before Muon's orthogonalised step.
 
-    Matrices step by the aggregate with its singular values set to about 1, as
-    ``optax.contrib.muon`` does it; all else is divided by the root of its second moment. Leave
-    matrices whole: of sharded ones each shard would be made orthogonal by itself.
-
-    Args:
-      learning_rate: a number or a schedule.
-      b2: decay of the second moment of parameters that are not matrices.
-      decay: and the other arguments are those of `demo`.
+    The step of a matrix is the aggregate with its singular values set to about 1, as in
+    ``optax.contrib.muon``. That of other parameters is the aggregate divided by the root of its
+    second moment, which decays by ``b2``. The other arguments are those of `demo`. Do not shard
+    matrices inside a worker: each shard would be orthogonalised by itself.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
@@ -289,19 +263,19 @@ def demo_muon(
       >>> bool(abs(updates + jax.numpy.eye(4)).max() < 0.5)
       True
     """
-    muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: the sign is turned further down
+    muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: _base negates
     orthogonal = optax.stateless(lambda u, _: muon.update(u, muon.init(u), u)[0])
     parts: Any = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
     direction = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
-    base = _step(direction, learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_momentum(decay, precondition, axis_name, exchange))
+    base = _base(direction, learning_rate, weight_decay, mask)
+    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
 
 
-def _momentum(decay, precondition, axis_name, exchange) -> dict[str, Any]:
+def _options(decay, precondition, axis_name, exchange) -> dict[str, Any]:
     return dict(decay=decay, precondition=precondition, axis_name=axis_name, exchange=exchange)
 
 
-def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
+def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
     checks.rate("learning_rate", learning_rate)
     checks.rate("weight_decay", weight_decay)
     none = isinstance(weight_decay, (int, float)) and weight_decay == 0  # which needs no parameters
@@ -312,7 +286,7 @@ def _step(direction, learning_rate, weight_decay, mask) -> optax.GradientTransfo
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
     """``optax.scale_by_rms`` with a second moment in float32 or wider.
 
-    In bfloat16 a moment with a decay of 0.999 would never fall again.
+    In bfloat16 a moment with a decay of 0.999 never decreases.
     """
     checks.in_interval("b2", b2, "[0, 1)")
     checks.in_interval("eps", eps, "[0, inf)")
@@ -329,12 +303,14 @@ def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
 
 
 def scale_by_signed_root() -> optax.GradientTransformation:
-    """Each element's sign times the root of its magnitude, in units of a tensor's mean magnitude.
+    r"""Each element's signed root, relative to the tensor's mean magnitude.
 
-    The step of `demo_scaled`, to put behind `decoupled_momentum` in a chain of your own. The mean
-    is weighted by the magnitudes themselves, so that elements that no worker sends any more
-    do not make the others' steps longer. By Cauchy and Schwarz the mean square of the steps is at
-    most that of signs.
+    .. math:: u \mapsto \mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
+
+    The step of `demo_scaled`, to put after `decoupled_momentum` in a chain of your own. The mean
+    :math:`\Sigma u^2 / \Sigma |u|` weights each magnitude by itself. So the root mean square of the
+    steps is at most 1, however many elements are zero. The sums are over a device's shard where
+    parameters are sharded.
 
     Example:
       >>> tx, params = scale_by_signed_root(), jax.numpy.ones(3)
@@ -343,7 +319,7 @@ def scale_by_signed_root() -> optax.GradientTransformation:
       [1.085, -0.542, 0.0]
     """
 
-    def step(update):
+    def step(update, _):
         u = upcast(update)
         magnitude = jnp.abs(u)
         total, squares = jnp.sum(magnitude), jnp.sum(jnp.square(u))
@@ -351,15 +327,15 @@ def scale_by_signed_root() -> optax.GradientTransformation:
         relative = magnitude / jnp.where(mean > 0, mean, 1.0)
         return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
 
-    return optax.stateless_with_tree_map(lambda update, _: step(update))
+    return optax.stateless_with_tree_map(step)
 
 
 def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
 
-    In front of any optax optimizer it gives the baseline that DeMo is compared with, on the same
-    train step. The mean is over the workers whose gradient is finite, whose number takes four more
-    bytes; where there are none, it is zero.
+    Before any optax optimizer it makes the baseline for DeMo, on the same train step. The mean is
+    over the workers whose gradient is finite; counting them takes four more bytes. It is zero if
+    there are none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -374,11 +350,11 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
         if axis_name is None:
             return updates, state
         participates = participation.decide(updates, axis_name, extra_args)
-        heard = jnp.maximum(jax.lax.psum(participates.astype(jnp.float32), axis_name), 1.0)
+        number = jnp.maximum(jax.lax.psum(participates.astype(jnp.float32), axis_name), 1.0)
 
         def mean(g):
             total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), axis_name)
-            return (upcast(total) / heard).astype(g.dtype)
+            return (upcast(total) / number).astype(g.dtype)
 
         return jax.tree.map(mean, updates), state
 

@@ -1,4 +1,4 @@
-"""Builds the documentation with Sphinx: docstrings, notebooks, and pages that share the README."""
+"""Builds the documentation with Sphinx: pages, docstrings and notebooks."""
 
 project = "demo_optax"
 author = "The demo_optax authors"
@@ -6,6 +6,11 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax",
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "demo_optax"
+html_theme_options = {
+    "source_repository": "https://github.com/demo-optax/demo_optax/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 
 default_role = "code"
 autodoc_member_order = "bysource"
@@ -18,5 +23,5 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 # Notebooks run in the tests, which store their pictures.
 nb_execution_mode = "off"
-# Sections of the README begin below the top; widgets need a kernel.
-suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]
+# Widgets need a kernel.
+suppress_warnings = ["mystnb.unknown_mime_type"]

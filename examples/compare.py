@@ -1,11 +1,11 @@
-"""Trains with DeMo and with AdamW, and draws what each loss cost in bytes.
+"""Trains with DeMo and with AdamW, and draws the loss against the bytes sent.
 
     python examples/compare.py                          four minutes on two CPU cores
     python examples/compare.py --steps 600 --topk 8     any setting of train_lm.py
-    python examples/compare.py --seeds 3                three times, with the mean and its error
+    python examples/compare.py --seeds 3                three runs of each, with mean and error
 
-Each optimizer has the learning rate that suits it, and everything else in common: model, text and
-its order, number of steps. The picture, loss_against_bytes.png, and each run's log go to --log-dir.
+Each optimizer gets its own learning rate. Model, text, order of the text and number of steps are
+the same for both. The picture, loss_against_bytes.png, and the log of each run go to --log-dir.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Runs = dict[OptimizerName, list[Trained]]
 @dataclasses.dataclass(frozen=True)
 class Comparison(Config):
     seeds: Count = 1
-    """Runs of each optimizer, with the seeds from --seed on."""
+    """Runs of each optimizer. Their seeds are --seed, --seed + 1, and so on."""
 
 
 def main() -> None:
@@ -41,8 +41,9 @@ def main() -> None:
     folder = config.log_dir or Path("runs")
     if config.optimizer == BASELINE or config.checkpoint_dir:
         configuration.refuse(
-            f"this compares an --optimizer with {BASELINE}, from the first step to the "
-            f"last: choose another than {BASELINE}, and train_lm.py to use a --checkpoint-dir."
+            f"compare.py compares an --optimizer with {BASELINE}, from the first step to the "
+            f"last: choose an --optimizer other than {BASELINE}. It takes no --checkpoint-dir: "
+            "use train_lm.py for that."
         )
     first = Config(**{each.name: getattr(config, each.name) for each in dataclasses.fields(Config)})
     baseline = dataclasses.replace(
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def of_its_own(config: Config, folder: Path, seed: int) -> Config:
-    """With a folder that only this optimizer and seed write to."""
+    """A configuration with a log folder of its own for this optimizer and seed."""
     folder = folder / config.optimizer
     if seed != config.seed:
         folder /= f"seed-{seed}"
@@ -74,12 +75,12 @@ def of_its_own(config: Config, folder: Path, seed: int) -> Config:
 
 
 def table(compared: Runs, rings: bool) -> Table:
-    """With ``rings``, where a packet goes to all others, also what crosses each link."""
+    """Figures of both; with ``rings``, where packets go to all others, also those of each link."""
     firsts = {name: runs[0].log for name, runs in compared.items()}
     packets = {name: log.bytes_per_step / 1e6 for name, log in firsts.items()}
     smallest = min(packets.values())
     workers = len(next(iter(firsts.values())).devices)
-    # As rings: packets of all others come by, a dense all-reduce passes the gradient nearly twice.
+    # In a ring, packets of all others cross a link; an all-reduce passes a gradient almost twice.
     rounds = dict.fromkeys(compared, workers - 1)
     rounds |= dict.fromkeys((BASELINE, "diloco"), 2 * (workers - 1) / workers)
     over_links = f"over each link of a ring of {workers}, MB per step"
@@ -103,7 +104,7 @@ def table(compared: Runs, rings: bool) -> Table:
 
 
 def mean(runs: list[Trained]) -> str:
-    """Of the losses, with its standard error where there are several."""
+    """The mean loss, with its standard error where there are several."""
     return written([run.loss for run in runs], ".3f")
 
 

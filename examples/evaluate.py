@@ -1,15 +1,16 @@
-"""Loads the parameters that a run saved, without its optimizer, and looks at what they learned.
+"""Loads the parameters that a run saved, and prints their loss and samples of their text.
 
     python examples/train_lm.py --checkpoint-dir run --log-dir run-log
     python examples/evaluate.py --config run-log/config.yaml --sample-length 200
 
-One device is enough, however many workers the run had.
+The optimizer's state is not loaded. One device is enough for a run with any number of workers.
 """
 
 import dataclasses
 
 from demo_optax.checkpoint import load_params
 from lm import config as configuration
+from lm import stores
 from lm.report import console
 from lm.setup import make_evaluation, prepare
 from lm.train import LAST_EVALUATION_TOKENS, mistakes_said, show, written_by
@@ -18,9 +19,13 @@ from lm.train import LAST_EVALUATION_TOKENS, mistakes_said, show, written_by
 def main() -> None:
     config = configuration.from_command_line(__doc__)
     if (folder := config.checkpoint_dir) is None:
-        configuration.refuse("--checkpoint-dir, or a --config that names one, says what to load.")
-    if config.tokenizer and not config.tokenizer.exists():
-        configuration.refuse(f"--tokenizer {config.tokenizer}: there is no such file.")
+        configuration.refuse(
+            "there is nothing to load: give a --checkpoint-dir, or a --config that names one."
+        )
+    if config.tokenizer and not stores.exists(config.tokenizer):
+        configuration.refuse(
+            f"--tokenizer {config.tokenizer}: there is no such file. Give that of the run."
+        )
     config = dataclasses.replace(
         config,
         checkpoint_dir=None,  # which may be read-only

@@ -1,9 +1,9 @@
-"""Starts several processes of the trainer on this machine, as on so many hosts.
+"""Starts several processes of the trainer on this machine, as if each were a host.
 
     python examples/launch_local.py -n 4 -- --steps 100 --workers 4
 
-What follows -- goes to train_lm.py, or to the script that it begins with. The output of all
-processes is relayed; when one of them fails, the others are stopped.
+The words after -- go to train_lm.py, or to another script if they begin with its path. This
+prints the output of all processes. If one of them fails, it stops the others.
 """
 
 import os
@@ -25,9 +25,9 @@ TRAINER = pathlib.Path(__file__).with_name("train_lm.py")
 @dataclass(frozen=True)
 class Launch:
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
-    """Processes to start."""
+    """Number of processes to start."""
     grace: float = 15.0
-    """Seconds that the others have for their last words when one has failed."""
+    """Seconds that the other processes get to end by themselves, after one has failed."""
 
 
 def free_port() -> int:

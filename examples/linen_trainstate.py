@@ -1,9 +1,10 @@
-"""Flax Linen's `TrainState` with DeMo, in a `shard_map` of one's own.
+"""Trains Flax Linen's `TrainState` with DeMo, in your own `shard_map`.
 
     python examples/linen_trainstate.py
 
-`stack_workers` makes of DeMo a transformation that `TrainState` holds like any other. Its state has
-a leading axis of workers where workers differ, and `state_specs` says where that is.
+`stack_workers` makes DeMo a transformation that `TrainState` holds like any other. The leaves of
+its state that differ between workers have a leading axis of workers. `state_specs` has a spec for
+each leaf.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ import demo_optax
 @dataclass(frozen=True)
 class Config:
     workers: int = 4
-    """Simulated on the CPU; with accelerators one on each, up to so many."""
+    """Number of workers: simulated on the CPU, or at most one on each accelerator."""
     steps: int = 200
     """Updates of the parameters."""
     batch_size: int = 128

@@ -5,17 +5,17 @@
     python examples/train_lm.py --config run.yaml    settings from a file, and others as given
     python examples/train_lm.py --help               all settings
 
-On a machine with accelerators each of them is a worker. With one process on each of several hosts,
-start the same command on all of them, with --distributed under SLURM, Kubernetes or on a TPU pod,
-or with --coordinator, --num-processes and --process-id; examples/launch_local.py does so on one
-machine for a try. With --checkpoint-dir a run that was stopped goes on when it is started again,
-on as many processes or others.
+On a machine with accelerators, each accelerator is a worker. On several hosts, start the same
+command on each host. Under SLURM, Kubernetes or on a TPU pod add --distributed; elsewhere add
+--coordinator, --num-processes and --process-id. examples/launch_local.py tries that on one machine.
+With --checkpoint-dir, a run that was stopped continues when it is started again, on the same number
+of processes or another one.
 """
 
 import signal
 
 if __name__ == "__main__":
-    # Until there is something to save Ctrl-C ends this without a word; imports take seconds.
+    # Ctrl-C ends this at once until there is something to save; imports take seconds.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     from lm import config

@@ -1,9 +1,9 @@
-"""A small convolutional network learns scikit-learn's digits, on simulated workers.
+"""Trains a small convolutional network on scikit-learn's digits, on simulated workers.
 
     python examples/vision_flax.py
 
-Its kernels are four-dimensional. The first, (3, 3, 1, 32), is a single block for DeMo; of the
-second, (3, 3, 32, 64), each of the nine taps is one.
+Its kernels are four-dimensional. For DeMo the first, (3, 3, 1, 32), is one block. In the second,
+(3, 3, 32, 64), each of the nine taps is one block.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ import demo_optax
 @dataclass(frozen=True)
 class Config:
     workers: int = 4
-    """Simulated on the CPU; with accelerators one on each, up to so many."""
+    """Number of workers: simulated on the CPU, or at most one on each accelerator."""
     steps: int = 200
     """Updates of the parameters."""
     batch_size: int = 128
     """Images in one step, of all workers together."""
     learning_rate: float = 5e-3
-    """Of the sign that every parameter steps by."""
+    """Learning rate, which is also the size of every parameter's step."""
     topk: int = 32
     """Coefficients that are sent of each block."""
     seed: int = 0
-    """Of the parameters' start and the order of the images."""
+    """Seed of the initial parameters and of the order of the images."""
 
 
 class Network(nnx.Module):

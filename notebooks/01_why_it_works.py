@@ -14,10 +14,22 @@
 # %% [markdown]
 # # Why it works: where the energy of a momentum lies
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/01_why_it_works.ipynb)
+#
 # DeMo sends a few coefficients of each block of the momentum and keeps the rest for later. That can
 # only work if few coefficients hold much of the energy. Here we take momenta from a real training
 # run, cut them into blocks of 64 × 64, and look at them in four bases: the cosine transform (DCT),
 # Hadamard, a random orthogonal one, and none at all (identity).
+
+# %%
+# In Colab this installs the library and its examples. If it is installed, nothing happens.
+try:
+    import demo_optax
+except ImportError:
+    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
+    # %cd demo_optax/notebooks
+    # %pip install -q "..[examples]"
+    import demo_optax  # noqa: F401
 
 # %%
 import itertools

@@ -14,16 +14,24 @@
 # %% [markdown]
 # # The optimizer from first principles
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/02_from_first_principles.ipynb)
+#
 # DeMo in sixty lines of JAX, as one would write it down from the paper: no packets, no codings, a
 # dense array for everything. Then the library beside it, step by step, on the same gradients.
+
+# %%
+# In Colab this installs the library. If it is installed, nothing happens.
+try:
+    import demo_optax
+except ImportError:
+    # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
+    import demo_optax
 
 # %%
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-
-import demo_optax
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
 

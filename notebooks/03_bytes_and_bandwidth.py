@@ -14,8 +14,18 @@
 # %% [markdown]
 # # Bytes, bandwidth, and the number of workers
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/03_bytes_and_bandwidth.ipynb)
+#
 # From a model and a link to seconds per step, before anything is trained. Nothing here allocates a
 # parameter: shapes are enough.
+
+# %%
+# In Colab this installs the library. If it is installed, nothing happens.
+try:
+    import demo_optax
+except ImportError:
+    # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
+    import demo_optax
 
 # %%
 import math
@@ -24,7 +34,6 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-import demo_optax
 from demo_optax.accounting.models import preset_shapes
 from demo_optax.accounting.traffic import index_cost
 

@@ -14,9 +14,21 @@
 # %% [markdown]
 # # From one device to many hosts
 #
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/05_many_hosts.ipynb)
+#
 # The same few lines on one device, on eight, on four workers of two devices each, and as separate
 # processes that talk over a socket. This notebook simulates the devices on a CPU; nothing else
 # changes on real ones.
+
+# %%
+# In Colab this installs the library and its examples. If it is installed, nothing happens.
+try:
+    import demo_optax
+except ImportError:
+    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
+    # %cd demo_optax/notebooks
+    # %pip install -q "..[examples]"
+    import demo_optax
 
 # %%
 import os
@@ -36,7 +48,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
-import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})

@@ -11,7 +11,7 @@ jax.devices()  # all are there before the trainer asks for its own
 ROOT = pathlib.Path(__file__).parents[1]
 NANO = Config(
     preset="nano",
-    text=(ROOT / "demo_optax",),
+    text=(str(ROOT / "demo_optax"),),
     workers=2,
     batch_size=4,
     sequence_length=16,

@@ -120,7 +120,7 @@ def test_two_processes_that_differ_write_nothing(second, environment, told, tmp_
     assert statuses == [2, 2], lines
     for errors in lines:
         (line,) = [line for line in errors if "[Gloo]" not in line]
-        assert line.startswith("error: the processes are not alike: ")
+        assert line.startswith("error: the processes differ: ")
         for expected in told:
             assert expected in line
     assert list(tmp_path.iterdir()) == []

@@ -116,7 +116,7 @@ WORDS = [
     ("--optimizer adamw --transform hadamard", "--transform hadamard is for optimizers that send"),
     ("--optimizer diloco --block-side 32", "--block-side 32 is for optimizers that send packets"),
     ("--optimizer sparseloco --transform hadamard", "sends parts of parameters as they are"),
-    ("--optimizer demo-muon --workers 4 --fsdp 2", "would make orthogonal by itself"),
+    ("--optimizer demo-muon --workers 4 --fsdp 2", "would make each part orthogonal by itself"),
     ("--optimizer diloco --exchange two-phase", "--exchange two-phase is for optimizers that"),
     ("--exchange two-phase --topk-back 5000", "--topk-back 5000 is more than a block has"),
     ("--topk-back 64", "--topk-back 64 is for what owners send back"),
@@ -137,6 +137,7 @@ WORDS = [
     ("--text missing.arrayrecord", "--text missing.arrayrecord"),
     ("--text no-dataset", "--text no-dataset"),
     ("--text broken-dataset", "--text broken-dataset"),
+    ("--text s3://bucket/text", "--text s3://bucket/text cannot be read (ImportError"),
     ("--text splits", "ValueError: it is a dataset of several splits"),
     ("--tokenizer short.txt", "--tokenizer short.txt is no file of the library tokenizers"),
     ("--tokenizer empty.txt", "empty.txt is no file of the library tokenizers"),
@@ -144,6 +145,7 @@ WORDS = [
     ("--tokenizer binary", "binary is no file of the library tokenizers"),
     ("--tokenizer text", "text is no file of the library tokenizers"),
     ("--tokenizer no-end.json", "which must be 0"),
+    ("--tokenizer s3://bucket/tokens.json", "s3:// needs s3fs"),
     ("--tokenizer empty.txt/tokenizer.json", "empty.txt is no folder"),
     # Folders
     (["--checkpoint-dir", ""], "--checkpoint-dir '' must"),
@@ -348,7 +350,7 @@ def test_processes_that_count_differently(files):
 
 @pytest.mark.parametrize(
     "words, message",
-    [("--distributed", "the processes do not find each other"), ("--steps 0", "--steps 0 must")],
+    [("--distributed", "the processes cannot find each other"), ("--steps 0", "--steps 0 must")],
 )
 def test_the_trainer_itself_refuses(words, message, files):
     command = [sys.executable, str(TRAINER), *GOOD, *words.split()]

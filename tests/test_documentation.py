@@ -1,10 +1,13 @@
-"""The documentation builds without a warning, shows every public name, and its code runs."""
+"""The documentation builds without a warning, is complete, and its code and links work."""
 
+import argparse
+import dataclasses
 import inspect
 import pathlib
 import re
 import subprocess
 import sys
+import urllib.parse
 
 import jupytext
 import nbformat
@@ -12,8 +15,12 @@ import pytest
 
 import demo_optax
 from demo_optax import checkpoint
+from demo_optax.accounting.__main__ import parse_arguments
+from lm.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 PUBLIC = {
     f"{module.__name__}.{name}": value
@@ -29,9 +36,9 @@ def test_the_site_builds_with_warnings_as_errors(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", ROOT / "docs", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    page = (tmp_path / "api.html").read_text()
+    page = (tmp_path / "reference" / "api.html").read_text()
     for name in PUBLIC:
-        assert f'id="{name}"' in page, f"{name} is not in docs/api.md"
+        assert f'id="{name}"' in page, f"{name} is not in docs/reference/api.md"
     for notebook in NOTEBOOKS:
         page = (tmp_path / "notebooks" / notebook.with_suffix(".html").name).read_text()
         assert "image/png" in page or "_images/" in page, f"no picture in {notebook.stem}"
@@ -45,11 +52,73 @@ def test_every_public_name_has_an_example(name):
         assert len(documented.split()) > 20, name
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def name_of(page):
+    return page.relative_to(ROOT).with_suffix("").as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_on_a_page_runs(page, capsys):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
     assert capsys.readouterr().out or not blocks
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
+def test_links_of_a_page_resolve(page):
+    for target in links(page.read_text()):
+        path, _, anchor = urllib.parse.unquote(target).partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.is_relative_to(ROOT) and found.exists(), f"{target}: there is no such file"
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found.read_text()), f"{target}: there is no such heading"
+
+
+def links(text):
+    """Targets of a page's relative links and pictures."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    inline = re.findall(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)", prose)
+    of_html = re.findall(r"(?:src|href)=\"([^\"]+)\"", prose)
+    named = re.findall(r"^\[[^\]]+\]: (\S+)", prose, re.MULTILINE)
+    return [
+        link for link in inline + of_html + named if "://" not in link and "mailto:" not in link
+    ]
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
+
+
+def test_links_and_anchors_are_found():
+    text = "[a](b.md#c) ![d](e.png) `[no](code)` [far](https://x.y)\n```\n[no](code)\n```\n"
+    assert links(text) == ["b.md#c", "e.png"]
+    assert anchors("# One `two`, three\n## *Four*\n") == {"one-two-three", "four"}
+
+
+def test_the_command_lines_name_every_setting(monkeypatch):
+    page = (DOCS / "reference" / "command_lines.md").read_text()
+    trainer, accounting = page.split("## `python -m demo_optax.accounting`")
+    flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(Config)]
+    assert [flag for flag in flags if f"`{flag}`" not in trainer] == []
+    added = []
+    add = argparse.ArgumentParser.add_argument
+    monkeypatch.setattr(
+        argparse._ActionsContainer,
+        "add_argument",
+        lambda self, *words, **options: added.append(words[-1]) or add(self, *words, **options),
+    )
+    parse_arguments(["--preset", "300m"])
+    assert len(added) > 10
+    own = [flag for flag in added if flag != "--help"]
+    assert [flag for flag in own if f"`{flag}`" not in accounting] == []
+
+
+@pytest.mark.parametrize("values", [demo_optax.ExchangeMetrics, demo_optax.TrainMetrics])
+def test_the_metrics_page_names_every_field(values):
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    assert [field for field in values._fields if f"| `{field}` |" not in page] == []
 
 
 @pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda script: script.stem)

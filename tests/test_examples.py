@@ -7,6 +7,7 @@ import itertools
 import re
 
 import datasets
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from array_record.python import array_record_module
 from flax import nnx
 
 from lm import config as configuration
-from lm import data, model, sampling, tokens, utilization, validation
+from lm import data, model, sampling, setup, stores, tokens, utilization, validation
 from lm.config import Config
 from tests.nano import NANO, ROOT
 
@@ -28,7 +29,8 @@ TEXTS = [f"document {i}: it has änd 日本 and ends\n" * (i % 9 + 1) for i in r
 def test_a_configuration_written_and_read_is_the_same(tmp_path):
     changed = dataclasses.replace(
         NANO,
-        tokenizer=tmp_path / "tokenizer.json",
+        text=("gs://bucket/text", str(tmp_path)),
+        tokenizer="gs://bucket/tokenizer.json",
         dtype="bfloat16",
         remat=True,
         learning_rate=1.25e-3,
@@ -43,6 +45,15 @@ def test_a_configuration_written_and_read_is_the_same(tmp_path):
         "", ["--steps", "9", "--no-remat", "--config", str(path)]
     )
     assert (found.steps, found.remat, found.batch_size) == (9, False, 4)
+
+
+@pytest.mark.parametrize("optimizer", ["demo-scaled", "adamw"])
+def test_the_default_learning_rate_falls_as_the_width_grows(optimizer):
+    config = Config(optimizer=optimizer)
+    assert setup.peak_rate(config, 128) == pytest.approx(3e-3)
+    assert setup.peak_rate(config, 1024) == pytest.approx(3e-3 * 128 / 1024)
+    given = dataclasses.replace(config, learning_rate=7e-4)
+    assert setup.peak_rate(given, 1024) == 7e-4
 
 
 def test_the_papers_run_is_a_file():
@@ -78,7 +89,7 @@ def test_a_dataset_of_several_splits_is_refused(tmp_path):
     split = datasets.Dataset.from_dict({"text": TEXTS})
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "both"))
     with pytest.raises(ValueError, match=r"several splits.*both/test"):
-        data.read([tmp_path / "both"])
+        data.read([str(tmp_path / "both")])
 
 
 def saved(kind, folder):
@@ -100,24 +111,41 @@ def saved(kind, folder):
 
 @pytest.mark.parametrize("kind", ["files", "dataset", "arrayrecord"])
 def test_text_comes_from_files_datasets_and_records(kind, tmp_path):
-    text = data.read([saved(kind, tmp_path)])
+    path = saved(kind, tmp_path)
+    text = data.read([str(path)])
     assert sorted(text.train + text.held_out) == sorted(TEXTS)
     assert 0 < len(text.held_out) < 20
-    assert text == data.read([tmp_path / "set" if kind == "dataset" else saved(kind, tmp_path)])
+    assert text == data.read([str(path)])
+    url = f"memory://{tmp_path.name}/{path.name}"
+    store, inside = fsspec.url_to_fs(url)
+    store.put(str(path), inside, recursive=True)
+    assert text == data.read([url])
+
+
+def test_a_store_without_the_text():
+    with pytest.raises(ValueError, match="--text memory://nothing/here cannot be read"):
+        data.read(["memory://nothing/here"])
+    with pytest.raises(ValueError, match=r"--text s4://bucket cannot be read.*s4"):
+        data.read(["s4://bucket"])
 
 
 def test_of_a_single_file_the_end_is_held_out(tmp_path):
     (tmp_path / "one.txt").write_text("".join(TEXTS))
-    text = data.read([tmp_path / "one.txt"])
+    text = data.read([str(tmp_path / "one.txt")])
     assert text.train[0] + text.held_out[0] == "".join(TEXTS)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "pairs"])
+@pytest.mark.parametrize("kind", ["bytes", "pairs", "pairs in a store"])
 def test_tokens_give_back_their_text(kind, tmp_path):
     coding = tokens.Bytes()
-    if kind == "pairs":
-        tokens.train(TEXTS, 300, tmp_path / "tokenizer.json")
-        coding = tokens.load(tmp_path / "tokenizer.json")
+    if kind != "bytes":
+        root = f"memory://{tmp_path.name}" if kind == "pairs in a store" else str(tmp_path)
+        place = f"{root}/new/tokenizer.json"
+        assert not stores.exists(place)
+        tokens.train(TEXTS, 300, place)
+        store, path = fsspec.url_to_fs(place)
+        assert store.find(path.removesuffix("/tokenizer.json")) == [path]
+        coding = tokens.load(place)
     encoded = coding.encode(TEXTS)
     assert coding.decode(encoded) == "".join(text + tokens.END for text in TEXTS)
     assert np.sum(encoded == 0) == len(TEXTS)
@@ -132,7 +160,7 @@ def test_a_file_that_is_no_tokenizer(content, message, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        tokens.load(path)
+        tokens.load(str(path))
 
 
 def test_the_order_of_the_text_is_exact_wherever_it_is_taken_up():

@@ -1,7 +1,8 @@
-"""What is installed: the library alone, quick to import."""
+"""What is installed, and how: the library alone, quick to import."""
 
 import email
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
     assert any(name.endswith("LICENSE") for name in names)
     metadata = zipfile.ZipFile(wheel).read(f"demo_optax-{PROJECT['version']}.dist-info/METADATA")
     extras = email.message_from_bytes(metadata).get_all("Provides-Extra")
-    assert set(extras) == {"cuda", "flax", "checkpoint", "examples"}
+    assert set(extras) == {"cuda", "tpu", "flax", "checkpoint", "examples"}
 
 
 def test_import_takes_less_than_a_third_of_a_second_beyond_jax_and_optax():
@@ -59,3 +60,24 @@ def test_versions_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == PROJECT["version"]
     assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def make(*words):
+    """What make would run, in the place of a new environment."""
+    command = ["make", "--dry-run", "VENV=new", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_make_installs_jax_for_accelerators_where_it_is_told_to():
+    assert "--editable '.[examples]' " in make("train")
+    shown = make("train", "EXTRA=cuda")
+    assert "--editable '.[examples,cuda]' " in shown
+    assert "touch new/installed-cuda" in shown
+
+
+def test_workflows_run_what_make_knows():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for step in job.get("steps", []):
+                if found := re.fullmatch(r"make ([a-z-]+)", step.get("run", "")):
+                    make(found[1])

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import demo_optax
+from benchmarks import pages
 from benchmarks.quality import __main__ as main
 from benchmarks.quality import levers, pictures, study, tables
 from lm.config import Config
@@ -114,11 +115,13 @@ def test_differences_are_paired_by_seed(monkeypatch):
     monkeypatch.setattr(study.Study, "results", lambda self: results)
     other = tables.rows(each)[1]
     assert other.loss.value == pytest.approx(1.8) and other.loss.error == pytest.approx(0.3)
-    assert other.beside.value == pytest.approx(0.3) and other.beside.error == pytest.approx(0.2)
-    assert (
-        "| b | 1 | 327,680 | 2 | 1.800 ± 0.300 | +0.300 ± 0.200 | 2 | +0.500 |"
-        in tables.of_study(each)
+    assert other.difference.value == pytest.approx(0.3)
+    assert other.difference.error == pytest.approx(0.2)
+    # Student's t for 95% and two values is 12.706.
+    line = (
+        "| b | 1 | 327,680 | 2 | 1.800 ± 0.300 | +0.300 ± 0.200 | -2.241 to +2.841 | 2 | +0.500 |"
     )
+    assert line in tables.of_study(each)
 
 
 @pytest.mark.slow
@@ -147,7 +150,7 @@ def test_runs_beside_each_other_are_kept_and_not_repeated(monkeypatch, tmp_path)
     assert each.results_path.read_text() == found
 
 
-def test_pictures_show_every_method_with_a_result(monkeypatch, tmp_path):
+def test_the_picture_shows_the_methods_of_at_most_seven_curves(monkeypatch, tmp_path):
     drawn = {}
     monkeypatch.setattr(pictures.plt, "close", lambda figure: drawn.update({len(drawn): figure}))
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
@@ -157,7 +160,10 @@ def test_pictures_show_every_method_with_a_result(monkeypatch, tmp_path):
     shown = sum(
         len(line.get_xdata()) for line in axes.lines if line.get_marker() in pictures.MARKERS
     )
-    assert shown == len(tables.rows(STUDIES["tiny"]))
+    found = [row.method.curve for row in tables.rows(STUDIES["tiny"]) if row.method.curve]
+    assert shown == len(found) > 10
+    labels = axes.get_legend_handles_labels()[1]
+    assert set(labels) == set(found) and len(labels) == len(set(found)) <= 7
     assert {path.suffix for path in tmp_path.iterdir()} == {".png"}
 
 
@@ -222,9 +228,12 @@ def test_levers_are_optimizers_that_differ_from_demo(name, params_of_demo):
 
 
 def test_pages_say_what_was_found():
-    assert tables.check(STUDIES) == [], "run python -m benchmarks.quality write"
-    assert "<!-- study tiny: " in (ROOT / "README.md").read_text()
-    some = tables.replaced("<!-- study tiny: Muon; DeMo, k = ? -->\n<!-- end -->", STUDIES)
+    table = tables.table_of(STUDIES)
+    outdated = pages.outdated(tables.PAGES, tables.KIND, table)
+    assert outdated == [], "run python -m benchmarks.quality write"
+    assert "<!-- study tiny -->" in (ROOT / "docs/explanation/quality.md").read_text()
+    marks = "<!-- study tiny: Muon; DeMo, k = ? -->\n<!-- end -->"
+    some = pages.replaced(marks, tables.KIND, table)
     assert [line.split(" | ")[0] for line in some.splitlines()[3:-1]] == [
         "| Muon", "| DeMo, k = 8", "| DeMo, k = 4",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The README's Python runs from top to bottom, as a reader would paste it."""
+"""The README's Python runs as a reader would paste it and prints what is shown; its links exist."""
 
 import pathlib
 import re
@@ -6,8 +6,18 @@ import re
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
-def test_python_blocks_run_in_order(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) >= 5
-    exec(compile("\n".join(blocks), str(README), "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_python_blocks_run_in_order_and_print_what_is_shown(capsys):
+    assert blocks("python")
+    exec(compile("\n".join(blocks("python")), str(README), "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out == "".join(blocks("text"))
+
+
+def test_links_to_files_resolve():
+    links = re.findall(r"\]\(([^)\s]+)\)", README.read_text())
+    inside = [link.partition("#")[0] for link in links if "://" not in link]
+    assert len(inside) > 20
+    assert [path for path in inside if not (README.parent / path).exists()] == []

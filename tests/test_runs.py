@@ -50,7 +50,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
     """With everything that can be asked for: tokens of pairs, mixed precision, scan and remat."""
     full = dataclasses.replace(
         NANO,
-        tokenizer=tmp_path / "tokenizer.json",
+        tokenizer=str(tmp_path / "tokenizer.json"),
         vocabulary=300,
         dtype="bfloat16",
         remat=True,
@@ -214,7 +214,7 @@ def test_text_begins_anew_where_it_is_another(tmp_path, capsys):
     with train.open_checkpoints(prepare(more)) as checkpointer:
         run = prepare(more)
         assert train.begin(run, checkpointer)[:2] == (3, 2 * 4 + 8)
-        another = prepare(dataclasses.replace(more, text=(ROOT / "tests",)))
+        another = prepare(dataclasses.replace(more, text=(str(ROOT / "tests"),)))
         assert train.begin(another, checkpointer)[:2] == (3, 0)
     assert "begins anew" in capsys.readouterr().out
 

@@ -5,8 +5,8 @@
     python -m benchmarks.quality write
 
 `train` appends a line of JSON to results/STUDY.jsonl for each run, and goes on from there when it
-is started again. `show` prints the tables, `write` puts them between their marks in the README and
-the documentation, and draws the pictures beside them.
+is started again. `show` prints the tables. `write` puts them between their marks in the
+documentation, and draws the pictures.
 """
 
 import fnmatch
@@ -42,7 +42,7 @@ class Train:
     seeds: int | None = None
     """How many of each study's seeds, all by default."""
     jobs: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Runs beside each other, each on a core of its own."""
+    """Runs at the same time, each on a core of its own."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from .study import Study
-from .tables import ROOT, rows
+from benchmarks.pages import ROOT
+
+from .study import Method, Study
+from .tables import Row, rows
 
 FOLDER = ROOT / "docs"
-MARKERS = "os^vDP*X<>h"
+COLOURS = ("#000000", "#8d8d8d", "#1b6ca8", "#c8553d", "#3a9d6e", "#8e5ea2", "#d19a00")
+MARKERS = "osv^D*X"
 
 
 def draw(studies: Mapping[str, Study]) -> None:
@@ -24,26 +27,42 @@ def draw(studies: Mapping[str, Study]) -> None:
 
 
 def loss_against_bytes(study: Study, path: Path) -> None:
-    """Each method a point, on the first seed, which all have; those of one curve are joined."""
-    figure, axes = plt.subplots(figsize=(9, 5), dpi=150)
+    """Methods that belong to a curve, on the first seed, which all have. The table has all methods.
+
+    Next to a point stands its number of coefficients, or of local steps, where the curve has
+    several.
+    """
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
     results, seed = study.results(), study.seeds[0]
-    found = sorted(rows(study), key=lambda row: row.method.curve)
-    for (name, points), style in zip(
-        itertools.groupby(found, key=lambda row: row.method.curve), _styles(), strict=False
-    ):
+    curves: dict[str, list[Row]] = {}
+    for row in rows(study):
+        if row.method.curve is not None:
+            curves.setdefault(row.method.curve, []).append(row)
+    for place, ((name, points), style) in enumerate(zip(curves.items(), _styles(), strict=False)):
         points = sorted(points, key=lambda row: row.bytes_per_step)
+        sizes = [row.bytes_per_step for row in points]
         losses = [study.of_method(row.method, results)[seed].comparable_loss for row in points]
-        axes.plot([row.bytes_per_step for row in points], losses, label=name, **style)
+        axes.plot(sizes, losses, label=name, **style)
+        numbers = [_number(row.method) for row in points]
+        if len(set(numbers)) > 1:
+            offset = (0, -15 if place % 2 else 6)
+            style = {"color": style["color"], "fontsize": 8, "ha": "center"}
+            for number, *at in zip(numbers, sizes, losses, strict=True):
+                axes.annotate(str(number), at, offset, textcoords="offset points", **style)
     axes.set(xscale="log", xlabel="bytes that a worker hands to the exchange, per step")
     axes.set_ylabel(f"held-out loss with seed {seed}, nats per byte")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, bbox_inches="tight")
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    figure.savefig(path)
     plt.close(figure)
 
 
+def _number(method: Method) -> int | None:
+    return method.settings.get("local_steps", method.settings.get("topk"))
+
+
 def _styles() -> Iterator[dict[str, Any]]:
-    for n in itertools.count():
-        yield {"color": f"C{n % 10}", "marker": MARKERS[n % len(MARKERS)], "linewidth": 1}
+    for colour, marker in itertools.cycle(zip(COLOURS, MARKERS, strict=True)):
+        yield {"color": colour, "marker": marker, "linewidth": 1}
 
 
 def over_steps(study: Study, path: Path) -> None:
@@ -71,7 +90,7 @@ def over_steps(study: Study, path: Path) -> None:
         _line(shares, result.sent_shares or [], style)
     losses.legend(frameon=False)
     losses.set_ylabel("held-out loss, nats per byte")
-    differences.set_ylabel(f"the same beside {study.baseline}")
+    differences.set_ylabel(f"the same, minus that of {study.baseline}")
     differences.axhline(0.0, color="grey", linewidth=0.5)
     residuals.set(ylabel="norm of what stays in a momentum", xlabel="steps", ylim=(0, None))
     shares.set(ylabel="share of the energy that is sent", xlabel="steps", ylim=(0, None))

@@ -76,13 +76,13 @@ class Method:
       search_from: the learning rate that a search begins with; None where ``learning_rate`` is set.
       learning_rate: of all runs, for methods that are not searched for the best.
       like: the method whose best rate this one takes.
-      curve: what it is a point of in the picture.
+      curve: what it is a point of in the picture, or None.
     """
 
     name: str
     settings: Mapping[str, Any]
     lever: Mapping[str, Any]
-    curve: str
+    curve: str | None = None
     search_from: float | None = None
     learning_rate: float | None = None
     like: str | None = None
@@ -192,5 +192,5 @@ def _method(name: str, common: dict[str, Any], own: dict[str, Any]) -> Method:
         rates["learning_rate"] = usual
     if sum(value is not None for value in rates.values()) != 1:
         raise ValueError(f"{name}: give one of search_from, learning_rate and like, not {rates}.")
-    lever, curve = own.pop("lever"), own.pop("curve", name)
+    lever, curve = own.pop("lever"), own.pop("curve", None)
     return Method(name, common | own, lever, curve, **rates)

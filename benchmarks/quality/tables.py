@@ -2,28 +2,29 @@
 
 import fnmatch
 import math
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from scipy import stats
 
 import demo_optax
+from benchmarks import pages
 from lm.model import PRESETS, build
 
-from .study import FOLDER, Method, Result, Study
+from .study import Method, Result, Study
 
-ROOT = FOLDER.parents[1]
-PAGES = ("README.md", "docs/quality.md")
+PAGES = ("docs/explanation/quality.md",)
+KIND = "study"
 
 
 class Mean(NamedTuple):
-    """A mean, and its standard error where there are several values."""
+    """A mean of some values, and its standard error where there are several."""
 
     value: float
     error: float | None
+    values: int = 1
 
     def __str__(self) -> str:
         return self.written(".3f")
@@ -33,14 +34,19 @@ class Mean(NamedTuple):
         error = "" if self.error is None else f" ± {self.error:.3f}"
         return f"{self.value:{form}}{error}"
 
+    def interval(self) -> str:
+        """The interval that holds the true mean with 95%, by Student's t; nothing for one value."""
+        if self.error is None:
+            return ""
+        reach = float(stats.t.ppf(0.975, self.values - 1)) * self.error
+        return f"{self.value - reach:+.3f} to {self.value + reach:+.3f}"
+
 
 def mean(values) -> Mean:
     values = np.asarray(values, float)
     several = len(values) > 1
-    return Mean(
-        float(values.mean()),
-        float(values.std(ddof=1) / math.sqrt(len(values))) if several else None,
-    )
+    error = float(values.std(ddof=1) / math.sqrt(len(values))) if several else None
+    return Mean(float(values.mean()), error, len(values))
 
 
 class Row(NamedTuple):
@@ -52,8 +58,8 @@ class Row(NamedTuple):
       seeds: that are done.
       bytes_per_step: that a worker hands to the exchange.
       loss: at the end, nats per held-out byte; not finite where a run broke.
-      beside: its difference from the baseline, seed by seed.
-      beside_first: that of the first seed alone, on which all methods can be compared.
+      difference: from the baseline's loss, the mean of the differences on each seed.
+      difference_first: that of the first seed alone, on which all methods can be compared.
     """
 
     method: Method
@@ -61,8 +67,8 @@ class Row(NamedTuple):
     seeds: list[int]
     bytes_per_step: float
     loss: Mean
-    beside: Mean | None
-    beside_first: Mean | None
+    difference: Mean | None
+    difference_first: Mean | None
 
 
 def rows(study: Study) -> list[Row]:
@@ -82,7 +88,7 @@ def _row(
 ) -> Row:
     one = next(iter(found.values()))
 
-    def beside(seeds) -> Mean | None:
+    def difference(seeds) -> Mean | None:
         common = sorted(found.keys() & baseline.keys() & set(seeds))
         apart = [found[s].comparable_loss - baseline[s].comparable_loss for s in common]
         return mean(apart) if common and method.name != study.baseline else None
@@ -93,8 +99,8 @@ def _row(
         sorted(found),
         one.bytes_per_step,
         mean([result.comparable_loss for result in found.values()]),
-        beside(study.seeds),
-        beside(study.seeds[:1]),
+        difference(study.seeds),
+        difference(study.seeds[:1]),
     )
 
 
@@ -111,9 +117,10 @@ def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
         "times fewer",
         "learning rate",
         "loss",
-        f"beside {study.baseline}",
+        f"minus {study.baseline}",
+        "95% interval",
         "seeds",
-        f"beside, seed {study.seeds[0]}",
+        f"minus, seed {study.seeds[0]}",
     ]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in found:
@@ -123,9 +130,10 @@ def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
             f"{dense_gradient(row.method) / row.bytes_per_step:,.0f}",
             f"{row.rate:g}" + ("" if row.method.like is None else "*"),
             str(row.loss),
-            _difference(row.beside),
+            _difference(row.difference),
+            "" if row.difference is None else row.difference.interval(),
             str(len(row.seeds)),
-            _difference(row.beside_first),
+            _difference(row.difference_first),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -141,31 +149,11 @@ def dense_gradient(method: Method) -> int:
     return demo_optax.dense_bytes(jax.eval_shape(lambda: build(preset, 0)[1]))
 
 
-def replaced(text: str, studies: Mapping[str, Study]) -> str:
-    """A page with today's tables between their marks.
-
-    These are ``<!-- study NAME -->``, or ``<!-- study NAME: PATTERN; PATTERN -->`` for some of its
-    methods, and ``<!-- end -->``.
-
-    Raises:
-      KeyError: a mark names no study.
-    """
-
-    def table(mark: re.Match) -> str:
-        patterns = mark[3].split("; ") if mark[3] else ("*",)
-        return f"{mark[1]}\n{of_study(studies[mark[2]], patterns)}\n{mark[4]}"
-
-    marks = r"(<!-- study (\w+)(?:: (.*?))? -->).*?(<!-- end -->)"
-    return re.sub(marks, table, text, flags=re.DOTALL)
+def table_of(studies: Mapping[str, Study]) -> pages.Table:
+    """The tables of these studies, for `benchmarks.pages`."""
+    return lambda name, patterns: of_study(studies[name], patterns)
 
 
 def write(studies: Mapping[str, Study]) -> None:
     """Brings the pages up to date."""
-    for page in map(ROOT.__truediv__, PAGES):
-        page.write_text(replaced(page.read_text(), studies))
-
-
-def check(studies: Mapping[str, Study]) -> list[Path]:
-    """Pages whose tables are not what the results give."""
-    pages = map(ROOT.__truediv__, PAGES)
-    return [page for page in pages if replaced(page.read_text(), studies) != page.read_text()]
+    pages.write(PAGES, KIND, table_of(studies))

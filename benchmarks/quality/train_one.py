@@ -2,14 +2,13 @@
 
     python -m benchmarks.quality.train_one CORE JOB
 
-It keeps to one core, so that as many run beside each other as there are cores.
+It keeps to one core, so that as many can run at the same time as there are cores.
 """
 
 import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ def main() -> None:
 
 def result_of(job: dict) -> dict:
     """As `study.Result` has it."""
+    from benchmarks.kept import commit
     from lm.config import Config
     from lm.report import console
     from lm.setup import prepare
@@ -52,20 +52,6 @@ def result_of(job: dict) -> dict:
         "residuals": _means(exchanged, "residual_norm", ends),
         "sent_shares": _means(exchanged, "sent_share", ends),
     }
-
-
-def commit() -> str | None:
-    """Of the checkout that this runs from; "-dirty" where more than results have changed."""
-
-    def git(*words: str) -> str:
-        run = subprocess.run(
-            ["git", *words], cwd=Path(__file__).parents[2], capture_output=True, text=True
-        )
-        return run.stdout.strip()
-
-    found = git("rev-parse", "--short=12", "HEAD")
-    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/quality/results")
-    return f"{found}-dirty" if found and changed else found or None
 
 
 def _means(steps: list[dict], name: str, ends: list[int]) -> list[tuple[int, float]] | None:

@@ -13,7 +13,7 @@ from .outcomes import Try
 from .processes import ROOT, Hangs, Trainer, last_words, side_by_side, workplace
 
 NOISE = "[Gloo]"  # which JAX's CPU backend prints for each group it makes
-SAYS = "error: the processes are not alike: "
+SAYS = "error: the processes differ: "
 
 
 class Difference(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a compiled program really sends, read from its optimised HLO."""
+"""The collectives of a compiled program, read from its optimised HLO."""
 
 import math
 import re
@@ -32,7 +32,7 @@ class Collective(NamedTuple):
     Attributes:
       kind: as in HLO: ``"all-gather"``, ``"all-reduce"``, ...
       dtype: of its elements, as in HLO: ``"u32"``, ``"f32"``, ...
-      operand_bytes: what each participant hands to it.
+      operand_bytes: bytes that each participant hands to it.
       groups: numbers of the devices that take part together, in the order of the mesh.
     """
 
@@ -43,9 +43,9 @@ class Collective(NamedTuple):
 
     def crosses(self, mesh: Mesh, axis_name: AxisName) -> bool:
         """Whether workers along ``axis_name`` send anything to each other."""
-        places = np.unravel_index(np.arange(mesh.size), tuple(mesh.shape.values()))
-        along = [places[tuple(mesh.shape).index(name)] for name in axes.names(axis_name)]
-        return any(len({tuple(x[i] for x in along) for i in group}) > 1 for group in self.groups)
+        places = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_names), -1)
+        along = places[[mesh.axis_names.index(name) for name in axes.names(axis_name)]]
+        return any(np.ptp(along[:, group], axis=1).any() for group in self.groups)
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -61,11 +61,10 @@ def collectives(hlo: str) -> list[Collective]:
       [Collective(kind='all-gather', dtype='u32', operand_bytes=4928, groups=((0, 1),))]
     """
     found: dict[str, Collective] = {}
-    in_background = "AsyncCollectiveStart" in hlo
+    on_tpu = "AsyncCollectiveStart" in hlo
     partitions = re.search(r"(?:num_partitions|replica_count)=(\d+)", hlo)
     for line in hlo.splitlines():
-        instruction = _INSTRUCTION.search(line)
-        if not instruction:
+        if not (instruction := _INSTRUCTION.search(line)):
             continue
         groups = _groups(line, int(partitions[1]) if partitions else 1)
         size = len(groups[0])
@@ -77,23 +76,17 @@ def collectives(hlo: str) -> list[Collective]:
             share = 1
         operands = round(share * sum(map(_bytes, shapes)))
         # TPU programs write an asynchronous collective three times, with one channel.
-        channel = _CHANNEL.search(line) if in_background else None
-        found[f"{kind} {channel[0]}" if channel else line] = Collective(
-            kind, shapes[0]["dtype"], operands, groups
-        )
+        channel = _CHANNEL.search(line) if on_tpu else None
+        key = f"{kind} {channel[0]}" if channel else line
+        found[key] = Collective(kind, shapes[0]["dtype"], operands, groups)
     return list(found.values())
 
 
 def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
-    """For each collective of the entry computation, the arguments that it depends on.
+    """Each collective of the entry computation, and the names of the arguments it depends on.
 
-    A collective that does not depend on the batch may overlap with the gradient.
-
-    Args:
-      hlo: optimised HLO.
-
-    Returns:
-      The collective's name, and the arguments' names as JAX wrote them, or their numbers.
+    A collective that does not depend on the batch may overlap with the gradient. Arguments without
+    a name in the optimised HLO have their number.
 
     Example:
       >>> arguments_behind('''
@@ -105,7 +98,7 @@ def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
       [('%a', frozenset({'state.pending'}))]
     """
     found: dict[str, frozenset[str]] = {}
-    collective = []
+    names = []
     for line in hlo[hlo.index("\nENTRY") :].splitlines()[2:]:
         if not (instruction := _NAMED.match(line)):
             continue
@@ -116,10 +109,10 @@ def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
             continue
         # Operands come before their instruction; after them the line names computations.
         operands = re.findall(r"%[\w.-]+", _ATTRIBUTES.split(text)[0])
-        found[name] = frozenset().union(*[found.get(operand, frozenset()) for operand in operands])
+        found[name] = frozenset().union(*[found.get(operand, ()) for operand in operands])
         if _INSTRUCTION.search(line) or name.startswith("%async-collective-start"):
-            collective.append(name)
-    return [(name, found[name]) for name in collective]
+            names.append(name)
+    return [(name, found[name]) for name in names]
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -131,8 +124,8 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if mesh := _MESH.search(line):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh["mesh"])}
         over = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh["over"])]
-        shape = ",".join(map(str, sizes.values()))
-        ids = _iota(mesh["ids"] or shape, mesh["order"]).reshape(_numbers(shape))
+        shape = tuple(sizes.values())
+        ids = _iota(mesh["ids"] or str(shape), mesh["order"]).reshape(shape)
         last = range(ids.ndim - len(over), ids.ndim)
         members = math.prod(ids.shape[i] for i in over)
         return tuple(map(tuple, np.moveaxis(ids, over, last).reshape(-1, members).tolist()))
@@ -151,15 +144,9 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def _bytes(shape: re.Match) -> int:
-    elements = math.prod(int(dim) for dim in shape["dims"].split(",") if dim)
-    return elements * _bits(shape["dtype"]) // 8
-
-
-def _bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    return int(re.findall(r"\d+", dtype)[0])
+    bits = 8 if shape["dtype"] == "pred" else _numbers(shape["dtype"])[0]
+    return math.prod(_numbers(shape["dims"])) * bits // 8

@@ -1,6 +1,7 @@
 """Parameter shapes to count with: the paper's models, or a checkpoint's."""
 
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ PRESETS = {"300m": 1024, "1b": 2048}
 
 
 def preset_shapes(preset: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Parameter shapes of the models that Peng et al., version 2, train: 16 layers, all matrices.
+    """Parameter shapes of the models in Peng et al., version 2: 16 layers, all matrices.
 
     Example:
       >>> import math
@@ -32,7 +33,7 @@ def preset_shapes(preset: str) -> dict[str, jax.ShapeDtypeStruct]:
 def checkpoint_shapes(path: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the floating-point arrays in an Orbax checkpoint or an ``.npz`` file.
 
-    Of a checkpoint with an entry ``params`` only that entry is counted.
+    Only the entry ``params`` is counted where there is one.
     """
     found = pathlib.Path(path)
     if found.suffix == ".npz":
@@ -67,11 +68,9 @@ def _orbax_metadata(path: pathlib.Path) -> dict:
             "path of one of them."
         )
     with checkpoint.PyTreeCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(path.resolve())
-    tree = getattr(metadata, "item_metadata", metadata)
-    tree = getattr(tree, "tree", tree)
+        metadata: Any = checkpointer.metadata(path.resolve())
     return {
         jax.tree_util.keystr(keys, simple=True, separator="/"): leaf
-        for keys, leaf in jax.tree.leaves_with_path(tree)
+        for keys, leaf in jax.tree.leaves_with_path(metadata.item_metadata.tree)
         if getattr(leaf, "shape", None) is not None
     }

@@ -30,26 +30,24 @@ def packet_bytes(
     workers: int = 1,
     exchange: Exchange | None = None,
 ) -> int:
-    """Bytes that each worker hands to the collectives of one update, with local steps of a round.
+    """Bytes that each worker hands to the collectives of one update.
 
-    Reads them from the program that the update traces to, so that any optax chain can be asked.
-    Computes and allocates nothing.
+    With local steps it is the last update of a round. The bytes are read from the traced update, so
+    any optax chain will do. Nothing is computed.
 
     Args:
       tx_or_compression: an optax transformation, or a compression alone.
       params: arrays or shapes of the parameters.
       axis_name: the axis that the transformation exchanges over.
-      mesh: where workers have several devices, their mesh; it may be a
-        ``jax.sharding.AbstractMesh``. The optimizer must then exchange over ``axis_name``.
-      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker.
-        Each device sends a packet of its own shards; those that hold the same send parts of one.
-      workers: their number, where no mesh gives it. `demo_optax.TwoPhase` depends on it.
+      mesh: the mesh, if workers have several devices.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker. Each device
+        sends a packet of its own shards; devices with the same shards send parts of one packet.
+      workers: their number, if no mesh is given; `demo_optax.TwoPhase` depends on it.
       exchange: of a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
-      Bytes: the packet's size for `decoupled_momentum`, the dense gradient's for
-      `mean_over_workers`, 0 for an optimizer of a single worker (``axis_name=None``). For a worker
-      with several devices, the sum over its devices.
+      Bytes, summed over the worker's devices: the packet's size for `decoupled_momentum`, the dense
+      gradient's for `mean_over_workers`, 0 without an axis (``axis_name=None``).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -88,11 +86,7 @@ def received_bytes(
 ) -> float:
     """Bytes that each worker gets from the others in one exchange.
 
-    Args:
-      compression: what is sent.
-      params: arrays or shapes of the parameters.
-      workers: their number.
-      exchange: how it travels; `demo_optax.AllGather` by default, which brings all other packets.
+    The arguments are those of `packet_bytes`.
 
     Example:
       >>> import demo_optax, jax, jax.numpy as jnp
@@ -111,18 +105,10 @@ def _traffic(compression: Compression, params, workers: int, exchange: Exchange)
 
 
 def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
-    """What the published code sends by its own count: 12 bytes for each coefficient.
+    """Bytes per step and worker as the published code counts them: 12 for each coefficient.
 
-    An int64 index and a float32 value, for blocks by the rule ``"divisor"``; the counts in the
-    byte table of Peng et al., version 2.
-
-    Args:
-      params: arrays or shapes of the parameters.
-      topk: coefficients of each block.
-      block_side: elements per side of a block at most.
-
-    Returns:
-      Bytes per step and worker.
+    An int64 index and a float32 value for each of the ``topk`` of a block, in blocks by the rule
+    ``"divisor"``: the counts in the byte table of Peng et al., version 2.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -134,7 +120,7 @@ def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
 
 
 def dense_bytes(params, bytes_per_value: int = 4) -> int:
-    """Bytes of the whole gradient, which data parallelism hands to an all-reduce.
+    """Bytes of the whole gradient, which ordinary data parallelism hands to an all-reduce.
 
     Example:
       >>> import jax.numpy as jnp
@@ -145,13 +131,7 @@ def dense_bytes(params, bytes_per_value: int = 4) -> int:
 
 
 class IndexCost(NamedTuple):
-    """What the position of one of ``k`` of ``n`` coefficients costs.
-
-    Attributes:
-      coding: the cheapest coding.
-      bits: per position.
-      bound: bits that no coding can beat, ``log2(C(n, k)) / k``.
-    """
+    """Bits per position by the cheapest coding, and their lower bound ``log2(C(n, k)) / k``."""
 
     coding: str
     bits: float
@@ -159,7 +139,7 @@ class IndexCost(NamedTuple):
 
 
 def index_cost(n: int, k: int) -> IndexCost:
-    """Bits per position for ``k`` of ``n`` coefficients, by the coding with the fewest.
+    """Bits per position for ``k`` of ``n`` coefficients.
 
     Example:
       >>> cost = index_cost(4096, 8)
@@ -178,18 +158,11 @@ class StepTime(NamedTuple):
       wire: bytes that cross each worker's link, in each direction.
       transfer: seconds that they take at the link's bandwidth.
       waiting: seconds of latency.
-      step: seconds of the whole step: compute plus transfer plus waiting, or the longer of compute
-        and exchange where the exchange is delayed.
-      hiding_bandwidth: bits per second above which transfer and waiting take no longer than the
-        compute, so that an exchange that overlaps with it costs nothing; infinite where the
-        latency alone takes longer.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
-      >>> time = step_times(params, Compression(topk=8), workers=2, bandwidth=1e8)["DeMo"]
-      >>> time.packet == time.wire, f"{time.transfer:.4f} s"
-      (True, '0.0035 s')
+      step: seconds of compute, transfer and waiting. If the exchange is delayed, the longer of
+        compute and exchange.
+      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute,
+        so that an exchange that overlaps with it costs nothing; infinite if the latency alone takes
+        longer.
     """
 
     packet: int
@@ -214,11 +187,10 @@ def step_times(
 ) -> dict[str, StepTime]:
     """Seconds per step of ordinary data parallelism and of DeMo, over the same link.
 
-    All collectives are taken as rings. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N`` over
-    each link in ``2 (N-1)`` rounds. What an exchange sends is its own ``traffic``: an all-gather of
-    packets of ``B`` bytes sends ``B (N-1)`` in ``N-1`` rounds, two phases send
-    ``B (N-1)/N`` each. A delayed exchange overlaps with the compute of the next step, except at the
-    end of a round of local steps.
+    All collectives are rings. With ``N`` workers an all-reduce of ``B`` bytes sends
+    ``2 B (N-1)/N`` over each link in ``2 (N-1)`` rounds, an all-gather of packets of ``B`` bytes
+    ``B (N-1)`` in ``N-1`` rounds, and each of two phases ``B (N-1)/N``. A delayed exchange overlaps
+    with the compute of the next step, but not after local steps.
 
     Args:
       params: arrays or shapes of the parameters.
@@ -231,9 +203,9 @@ def step_times(
       local_steps: steps of a round, which ends with one exchange (`demo_optax.local_steps`).
 
     Returns:
-      A `StepTime` for ``"AdamW, float32"`` and ``"AdamW, bfloat16"`` (a dense all-reduce of the
-      gradient in these dtypes, on every step), for the same with local steps, ``"DiLoCo, ..."``, if
-      there are any, and for each setting.
+      A `StepTime` for each setting and for a dense all-reduce of the gradient in two dtypes:
+      ``"AdamW, float32"`` and ``"AdamW, bfloat16"`` on every step, ``"DiLoCo, ..."`` after
+      ``local_steps > 1``.
 
     Raises:
       ValueError: a number is out of range.
@@ -253,6 +225,12 @@ def step_times(
         )
     checks.static_integer("local_steps", local_steps, at_least=1)
 
+    settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
+
+    def dense_traffic(bytes_per_value: int) -> Traffic:
+        dense = dense_bytes(params, bytes_per_value)
+        return Traffic(dense, 2 * dense * (workers - 1) / workers, 2 * (workers - 1))
+
     def time(traffic: Traffic, steps: int) -> StepTime:
         wire = traffic.received / steps
         transfer, waiting = 8 * wire / bandwidth, traffic.rounds * latency / steps
@@ -263,16 +241,12 @@ def step_times(
         step = max(compute_time, exchange) if overlaps else compute_time + exchange
         return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
 
-    times, others = {}, workers - 1
+    times = {}
     for method, steps in {"AdamW": 1, "DiLoCo": local_steps}.items():
-        for dtype, size in (("float32", 4), ("bfloat16", 2)):
-            if method == "AdamW" or steps > 1:
-                dense = dense_bytes(params, size)
-                ring = Traffic(dense, 2 * dense * others / workers, 2 * others)
-                times[f"{method}, {dtype}"] = time(ring, steps)
-    for name, setting in (
-        compression if isinstance(compression, Mapping) else {"DeMo": compression}
-    ).items():
+        if method == "AdamW" or steps > 1:
+            times[f"{method}, float32"] = time(dense_traffic(4), steps)
+            times[f"{method}, bfloat16"] = time(dense_traffic(2), steps)
+    for name, setting in settings.items():
         setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
         times[name] = time(_traffic(setting, params, workers, exchange), local_steps)
     return times

@@ -20,7 +20,7 @@ from demo_optax.compression.packet import Layout, Origin
 from demo_optax.compression.plan import Part
 from demo_optax.compression.settings import Coordinates
 from demo_optax.exchange.delayed import decode_pending
-from demo_optax.exchange.protocol import Taken
+from demo_optax.exchange.protocol import Subtraction
 from demo_optax.parallel import shards
 
 Shape = tuple[int, ...]
@@ -122,7 +122,7 @@ def _decoder(packet_format: dict, owners: int) -> Callable:
     def decode(packets, worker, step, factor):
         numbers = worker * owners + jnp.arange(owners, dtype=jnp.int32)
         message = decode_pending(plan, layout, packets, Origin(step, numbers))
-        taken = Taken(message, [jnp.full((s.blocks, 1), -factor) for s in plan.sections])
+        taken = Subtraction(message, [jnp.full((s.blocks, 1), -factor) for s in plan.sections])
         stored = []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
             zeros = part.momenta([jnp.zeros(x.stored_shape) for x in part.geometries])

@@ -107,10 +107,10 @@ class Bins:
         )
 
     def senders(
-        self, places: AllPlaces, counted: Bool[Array, "workers 1 1"]
+        self, places: AllPlaces, accepted: Bool[Array, "workers 1 1"]
     ) -> Float32[Array, "workers blocks k"]:
-        """How many of the workers that count sent each of these coefficients."""
-        equal = (places[:, None] == places[None]) & counted[:, None]
+        """How many of the accepted workers sent each of these coefficients."""
+        equal = (places[:, None] == places[None]) & accepted[:, None]
         return jnp.sum(equal, axis=0, dtype=jnp.float32)
 
     def encode(self, places: Places) -> Array:
@@ -123,8 +123,8 @@ class Bins:
         places = places.reshape(blocks, self.k).astype(jnp.int32)
         return places, jnp.all(self.in_block(places) < self.n)
 
-    def harmless(self) -> Int32[Array, "k"]:
-        """Places in the block, for those of a worker that does not count."""
+    def placeholder(self) -> Int32[Array, "k"]:
+        """Places in the block, in place of those of a rejected packet."""
         return jnp.zeros(self.k, jnp.int32)
 
     def in_block(

@@ -69,11 +69,11 @@ def _period(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def is_there(arrays: Sequence[Array]) -> Bool[Array, ""]:
+def are_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
     """Always True, which XLA cannot know before these arrays are computed.
 
     An ``optimization_barrier`` does not make XLA wait: it takes out of it what nobody uses. The
-    first element of each is compared with a NaN that no arithmetic gives.
+    first element of each array is compared with a NaN that no arithmetic gives.
     """
     first = [to_words(x.reshape(-1)[0].astype(jnp.float32)) for x in arrays]
     return jnp.all(jnp.stack(first) != jnp.uint32(0x7FC0DE40))

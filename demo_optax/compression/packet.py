@@ -155,23 +155,23 @@ def build(
     layout: Layout,
     header: Header,
     fields: Sequence[Fields],
-    sent: Message,
-    counts: BoolScalar,
+    message: Message,
+    valid: BoolScalar,
     origin: Origin,
     extra: UInt32[Array, "extra"] | None = None,
 ) -> Packets:
     """Seals a message in packets, one for each owner of an equal share of its blocks.
 
-    The first word of each is the checksum of the rest, of its layout and its origin, or the
-    complement where it must not count. So a packet that was changed on the way, or comes from
-    another step or worker, does not count.
+    The first word of each is a checksum of the rest, of its layout and its origin; the complement
+    of it, if the packet is to be rejected. A packet that was changed on the way, or comes from
+    another step or worker, is rejected too.
 
     Args:
       layout: of one of them.
       header: for all of them, but for the energy of the message.
       fields: the coded values of each section.
-      sent: the message that these decode to.
-      counts: whether the packets are to be accepted.
+      message: that these decode to.
+      valid: whether the packets may be accepted.
       origin: of them, whose ``number`` has an entry for each.
       extra: words for ``layout.extra``; none by default.
     """
@@ -179,11 +179,11 @@ def build(
     divided: Any = functools.partial(divide_rows, owners=owners)
     coded = jax.tree.map(divided, fields)
     energies = jnp.zeros(owners, jnp.float32)
-    for values in sent.values:
+    for values in message.values:
         energies += jnp.sum(jnp.square(divided(values)), (1, 2))
     positions = [
         divided(p, mode="edge") if section.selector.travels else jnp.zeros((owners, 0), jnp.int32)
-        for section, p in zip(layout.sections, sent.positions, strict=True)
+        for section, p in zip(layout.sections, message.positions, strict=True)
     ]
 
     def seal(
@@ -204,7 +204,7 @@ def build(
         rest = jnp.concatenate(words)
         rest = jnp.pad(rest, (0, layout.words - 1 - len(rest)))
         validity = _validity(layout, rest, Origin(origin.step, number))
-        return jnp.concatenate([jnp.where(counts, validity, ~validity)[None], rest])
+        return jnp.concatenate([jnp.where(valid, validity, ~validity)[None], rest])
 
     return jax.vmap(seal)(energies, positions, coded, origin.number)
 

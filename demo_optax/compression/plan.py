@@ -1,10 +1,12 @@
 """The plan of a tree of tensors: a few arrays of equal blocks, and back, part by part.
 
-    tensor ── blocks ──► (blocks, *sides) ── transform ──► (blocks, n) ── stored ──► (*grid, n)
-           ◄─ tensors ──                  ◄── inverse ────             ◄─ stacked ──
+tensor ── blocks ───► (blocks, *sides) ── transform ──► (blocks, n) ── stored ──► (*grid, n)
+       ◄ to_tensors ─                  ◄── inverse ────             ◄─ momenta ──
 
-A part is a run of neighbouring tensors, with one array for each shape of blocks. Parts run one
-after the other, so that temporary memory is that of a part.
+part     a run of neighbouring tensors; one part is computed after the other
+piece    the blocks of one shape in a tensor
+group    the blocks of one shape in a part, of all its tensors: one array
+section  the blocks of one shape in all parts: one stretch of the packet
 """
 
 import dataclasses
@@ -30,10 +32,10 @@ from demo_optax.arrays import (
     widest,
 )
 from demo_optax.compression import transforms
-from demo_optax.compression.bits import is_there
+from demo_optax.compression.bits import are_computed
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Message, Section
-from demo_optax.compression.selection import make_selector
+from demo_optax.compression.selection import make_selector, select
 from demo_optax.compression.settings import Compression, Coordinates
 
 Shape = tuple[int, ...]
@@ -157,12 +159,8 @@ class Part:
 
     def select(self, momenta: Momenta, shared: Sequence[Positions | None]) -> Message:
         """For each group the coefficients to send, at shared positions or at chosen ones."""
-        positions, values = [], []
-        for group, pieces, at in zip(self.groups, momenta, shared, strict=True):
-            blocks = _concatenated(pieces)
-            positions.append(group.selector.select(blocks) if at is None else at)
-            values.append(group.selector.take(blocks, positions[-1]))
-        return Message(tuple(positions), tuple(values))
+        selectors = [group.selector for group in self.groups]
+        return select(selectors, list(map(_concatenated, momenta)), shared)
 
     def subtract(
         self,
@@ -324,12 +322,12 @@ def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
     return [*runs, (start, len(sizes))]
 
 
-def in_turn(
+def sequentially(
     fn: Callable[..., Any], parts: Sequence[Part], *arguments: Sequence[Any]
 ) -> list[list[Any]]:
-    """Calls ``fn(part, after, *own)`` for one part after the other.
+    """Calls ``fn(part, wait, *own)`` for one part after the other.
 
-    What ``fn`` passes through ``after`` waits for the result of the part before: XLA cannot keep
+    XLA starts what is passed through ``wait`` when the previous part is computed. So it cannot keep
     the temporary arrays of all parts, or merge their products.
 
     Args:
@@ -339,29 +337,29 @@ def in_turn(
     Returns:
       For each result a list with an entry for each part.
     """
-    results, done = [], []
+    results, previous = [], []
     for part, *own in zip(parts, *arguments, strict=True):
-        result, made = fn(part, functools.partial(_after, done, part.merged), *own)
-        done = [x for x in made if x.size]
+        result, computed = fn(part, functools.partial(_wait, previous, part.merged), *own)
+        previous = [x for x in computed if x.size]
         results.append(result)
     return [list(x) for x in zip(*results, strict=True)]
 
 
-def _after(done: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> tuple[Any, Any]:
-    """Two trees, used after ``done``.
+def _wait(previous: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> tuple[Any, Any]:
+    """Two trees that wait for arrays.
 
-    On TPUs a barrier keeps the parts apart. Elsewhere XLA removes it: the first tree depends on
-    ``done`` by a select.
+    A barrier does it on TPUs. XLA removes barriers for CPUs and GPUs: there the first tree depends
+    on the arrays by a select.
     """
-    if not done:
+    if not previous:
         return small, large
     if merged:
-        first = [x.reshape(-1)[0] for x in done]
+        first = [x.reshape(-1)[0] for x in previous]
         return jax.lax.optimization_barrier((small, large, first))[:2]
-    there = is_there(done)
+    computed = are_computed(previous)
 
     def use(x: Array) -> Array:
-        return jnp.where(there, x, jnp.zeros_like(x))
+        return jnp.where(computed, x, jnp.zeros_like(x))
 
     return jax.tree.map(use, small), large
 

@@ -4,13 +4,14 @@ To add one, write a frozen dataclass with the methods of `SharedSelector` or `Tr
 or derive it from `TopK` and choose otherwise. Enter it in `Selection` and in `SELECTORS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
-from demo_optax.arrays import BoolScalar, IntScalar
+from demo_optax.arrays import BoolScalar, Coefficients, IntScalar, Positions
 from demo_optax.compression.bins import Bins
+from demo_optax.compression.packet import Message
 from demo_optax.compression.shared import Everything, SharedRun, SharedSet
 from demo_optax.compression.top_k import TopK
 
@@ -74,9 +75,9 @@ class TravellingSelector(Selector, Protocol):
         ...
 
     def senders(
-        self, positions: Int32[Array, "workers blocks places"], counted: Bool[Array, "workers 1 1"]
+        self, positions: Int32[Array, "workers blocks places"], accepted: Bool[Array, "workers 1 1"]
     ) -> Float32[Array, "workers blocks k"]:
-        """How many of the workers that count sent each of these coefficients."""
+        """How many of the accepted workers sent each of these coefficients."""
         ...
 
     def index_words(self, blocks: int) -> int:
@@ -93,7 +94,7 @@ class TravellingSelector(Selector, Protocol):
         """Unpacks untrusted words: positions, and whether `add` may be given them."""
         ...
 
-    def harmless(self) -> Int32[Array, "places"]:
+    def placeholder(self) -> Int32[Array, "places"]:
         """Valid positions of any block, used in place of a rejected packet's."""
         ...
 
@@ -125,3 +126,22 @@ def make_selector(selection: Selection, n: int, k: int, seed: int, stream: int) 
       stream: number of the section, which draws positions of its own.
     """
     return Everything(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
+
+
+def select(
+    selectors: Sequence[AnySelector],
+    blocks: Sequence[Coefficients],
+    shared: Sequence[Positions | None],
+) -> Message:
+    """The coefficients of some blocks that are sent.
+
+    Args:
+      selectors: one for each array of blocks.
+      blocks: of which each selector selects.
+      shared: the positions that all workers know; None where the selector chooses.
+    """
+    positions, values = [], []
+    for selector, own, known in zip(selectors, blocks, shared, strict=True):
+        positions.append(selector.select(own) if known is None else known)
+        values.append(selector.take(own, positions[-1]))
+    return Message(tuple(positions), tuple(values))

@@ -49,14 +49,14 @@ def add_all(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
 
 
 def senders(
-    positions: Int32[Array, "workers blocks k"], counted: Bool[Array, "workers 1 1"]
+    positions: Int32[Array, "workers blocks k"], accepted: Bool[Array, "workers 1 1"]
 ) -> Float32[Array, "workers blocks k"]:
-    """How many of the workers that count sent each of these coefficients.
+    """How many of the accepted workers sent each of these coefficients.
 
     Found by comparing all positions of a block with each other.
     """
     workers, blocks, k = positions.shape
-    every = _blocks_last(jnp.where(counted, positions, -1))
+    every = _blocks_last(jnp.where(accepted, positions, -1))
     number = jnp.sum(every[:, None] == every[None], axis=0, dtype=jnp.float32)
     return number.reshape(workers, k, blocks).transpose(0, 2, 1)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped, UInt32
+from jaxtyping import Array, Float, Float32, Int, Int32, UInt32
 
 from demo_optax.arrays import BoolScalar
 from demo_optax.compression import sparse
@@ -41,6 +41,10 @@ class TopK:
     n: int
     k: int
     travels = True
+    take = staticmethod(sparse.take)
+    add = staticmethod(sparse.add)
+    add_all = staticmethod(sparse.add_all)
+    senders = staticmethod(sparse.senders)
 
     @property
     def workers_at_once(self) -> int:
@@ -76,36 +80,6 @@ class TopK:
         )
         return jnp.sort(chosen, axis=-1)
 
-    def take(
-        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks k"]
-    ) -> Shaped[Array, "blocks k"]:
-        """The elements at these positions."""
-        return sparse.take(blocks, positions)
-
-    def add(
-        self,
-        blocks: Float[Array, "blocks n"],
-        positions: Int32[Array, "blocks k"],
-        values: Float[Array, "blocks k"],
-    ) -> Float[Array, "blocks n"]:
-        """Adds values at these positions."""
-        return sparse.add(blocks, positions, values)
-
-    def add_all(
-        self,
-        blocks: Float[Array, "blocks n"],
-        positions: Int32[Array, "workers blocks k"],
-        values: Float[Array, "workers blocks k"],
-    ) -> Float[Array, "blocks n"]:
-        """Adds the values of several workers, one worker after the other."""
-        return sparse.add_all(blocks, positions, values)
-
-    def senders(
-        self, positions: Int32[Array, "workers blocks k"], counted: Bool[Array, "workers 1 1"]
-    ) -> Float32[Array, "workers blocks k"]:
-        """How many of the workers that count sent each of these coefficients."""
-        return sparse.senders(positions, counted)
-
     def encode(self, positions: Int32[Array, "blocks k"]) -> UInt32[Array, "words"]:
         """Packs ascending positions into words."""
         return encode(positions, self.n, self.coding)
@@ -116,8 +90,8 @@ class TopK:
         """Unpacks untrusted words: positions, and whether they ascend and lie in the block."""
         return decode(words, blocks, self.n, self.k, self.coding)
 
-    def harmless(self) -> Int32[Array, "k"]:
-        """Positions in the block, for those of a worker that does not count."""
+    def placeholder(self) -> Int32[Array, "k"]:
+        """Positions in the block, in place of those of a rejected packet."""
         return jnp.arange(self.k, dtype=jnp.int32)
 
     def _by_kernel(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:

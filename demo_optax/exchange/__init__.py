@@ -4,5 +4,5 @@ from demo_optax.exchange.all_gather import AllGather as AllGather
 from demo_optax.exchange.delayed import Delayed as Delayed
 from demo_optax.exchange.protocol import Aggregate as Aggregate
 from demo_optax.exchange.protocol import Exchange as Exchange
-from demo_optax.exchange.protocol import Sent as Sent
+from demo_optax.exchange.protocol import Outgoing as Outgoing
 from demo_optax.exchange.two_phase import TwoPhase as TwoPhase

@@ -10,7 +10,7 @@ from demo_optax.compression import Plan
 from demo_optax.compression.packet import Layout, Origin, open_heads
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average, largest_norm
-from demo_optax.exchange.protocol import Aggregate, Mean, Sent, Taken, Traffic
+from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
 from demo_optax.metrics import ExchangeMetrics, summarise
 
 
@@ -52,7 +52,7 @@ class AllGather:
         return ()
 
     def exchange(
-        self, plan: Plan, sent: Sent, state: tuple[()], last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, sent: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Gathers all packets and averages them (see `Exchange.exchange`)."""
         layout = self.layout(plan)
@@ -61,13 +61,15 @@ class AllGather:
         headers, _, intact = open_heads(layout, packets, Origin(sent.step, numbers))
         largest = largest_norm(headers, intact, self.norm_limit)
         means, weights = average(layout, packets, intact, sent.message.positions, largest, mean)
-        counted = weights > 0
+        accepted = weights > 0
         factor = sent.factor * weights[axes.index(self.axis_name)]
         return Aggregate(
             mean=means,
-            taken=[Taken(sent.message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])],
+            subtractions=[
+                Subtraction(sent.message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])
+            ],
             state=state,
-            metrics=summarise(headers, counted, jnp.where(counted, packets[:, 0], 0), last),
+            metrics=summarise(headers, accepted, jnp.where(accepted, packets[:, 0], 0), last),
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:

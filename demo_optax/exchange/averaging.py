@@ -25,34 +25,34 @@ class Read(NamedTuple):
     """What packets hold, with an axis of packets in front of each array.
 
     Attributes:
-      message: positions that `add` may be given, and values; zeros where a packet does not count.
-      counted: whether it does.
+      message: positions that `add` may be given, and values; zeros where a packet is rejected.
+      accepted: whether a packet is intact, well formed and finite.
       norms: of the messages.
     """
 
     message: Message
-    counted: Bool[Array, "packets"]
+    accepted: Bool[Array, "packets"]
     norms: Float32[Array, "packets"]
 
 
 def read(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Read:
-    """Decodes packets. One counts if it is intact and well formed and its energies are finite.
+    """Decodes packets, and rejects those that are not intact, well formed and finite.
 
     The energy is checked per block: one bad block would not show in the norm of all blocks.
     """
     found, valid = decode(layout, packets)
-    counted, total = intact & valid, jnp.zeros(len(intact), jnp.float32)
+    accepted, total = intact & valid, jnp.zeros(len(intact), jnp.float32)
     for values in found.values:
         energies = jnp.sum(jnp.square(values), axis=2)
-        counted &= jnp.isfinite(energies).all(axis=1)
+        accepted &= jnp.isfinite(energies).all(axis=1)
         total += jnp.sum(energies, axis=1)
-    here = counted[:, None, None]
+    here = accepted[:, None, None]
     positions = [
-        at if at is None else jnp.where(here, at, section.selector.harmless()[None, None])
+        at if at is None else jnp.where(here, at, section.selector.placeholder()[None, None])
         for section, at in zip(layout.sections, found.positions, strict=True)
     ]
     values = [jnp.where(here, v, 0.0) for v in found.values]
-    return Read(Message(tuple(positions), tuple(values)), counted, jnp.sqrt(in_float32(total)))
+    return Read(Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(in_float32(total)))
 
 
 def average(
@@ -70,17 +70,17 @@ def average(
       packets: one of each worker.
       intact: which packets are intact.
       shared: positions that every worker knows.
-      largest: norm that counts of a message; a longer one is scaled down to it.
-      mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that count.
+      largest: norm to which a larger message is scaled down.
+      mean: over the ``"senders"`` of each coefficient, or over all accepted ``"workers"``.
 
     Returns:
-      The mean of each section, and the weights of the workers' messages; 0 where one does not
-      count.
+      The mean of each section, and the weights of the workers' messages; 0 where one was
+      rejected.
     """
 
     def weigh(packets, intact):
         found = read(layout, packets, intact)
-        weights = jnp.where(found.counted, clip_factor(found.norms, largest), 0.0)
+        weights = jnp.where(found.accepted, clip_factor(found.norms, largest), 0.0)
         values = tuple(v * weights[:, None, None] for v in found.message.values)
         return found.message._replace(values=values), weights
 
@@ -109,14 +109,14 @@ def average(
     return means, weights
 
 
-def _mean_of_few(section: Section, shared, positions, values, counted, mean: Mean) -> SparseSum:
+def _mean_of_few(section: Section, shared, positions, values, accepted, mean: Mean) -> SparseSum:
     """The mean of messages that are all at hand."""
-    selector, participants = section.selector, jnp.sum(counted, dtype=jnp.float32)
+    selector, participants = section.selector, jnp.sum(accepted, dtype=jnp.float32)
     if not selector.travels:
         return _of_values(selector, shared, jnp.sum(values, axis=0), participants)
     number = participants
     if mean == "senders" and len(values) > 1:
-        number = selector.senders(positions, counted[:, None, None])
+        number = selector.senders(positions, accepted[:, None, None])
     return SparseSum(positions, values / jnp.maximum(number, 1.0), selector)
 
 
@@ -127,12 +127,12 @@ def _zeros(section: Section) -> tuple[Array, Array]:
     return zeros, zeros
 
 
-def _add(section: Section, sums, positions, values, counted) -> tuple[Array, Array]:
+def _add(section: Section, sums, positions, values, accepted) -> tuple[Array, Array]:
     """Adds some workers' messages to the sums of those before."""
     total, senders = sums
     if not section.selector.travels:
         return total + jnp.sum(values, axis=0), senders
-    ones = jnp.broadcast_to(counted[:, None, None].astype(jnp.float32), values.shape)
+    ones = jnp.broadcast_to(accepted[:, None, None].astype(jnp.float32), values.shape)
     add_all = section.selector.add_all
     return add_all(total, positions, values), add_all(senders, positions, ones)
 
@@ -174,7 +174,7 @@ def clip_factor(
 def largest_norm(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
 ) -> FloatScalar:
-    """The norm that counts of a message: a multiple of the median of what the packets say.
+    """The largest norm of a message: a multiple of the median of the norms in the headers.
 
     For an even number of packets the lower of the two middle norms is taken, and messages of zeros
     are ignored. Whoever lies about its norm moves the median by one place at most.

@@ -32,7 +32,7 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
     return split_across_devices(gathered_in_a_row, packet, axis_name)
 
 
-def deal(
+def all_to_all(
     packets: UInt32[Array, "workers words"], axis_name: AxisName
 ) -> UInt32[Array, "workers words"]:
     """Gives worker ``i`` the ``i``-th packet of each worker."""

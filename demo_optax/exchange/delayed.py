@@ -16,8 +16,8 @@ from demo_optax.exchange.protocol import (
     Aggregate,
     Exchange,
     Mean,
-    Sent,
-    Taken,
+    Outgoing,
+    Subtraction,
     Traffic,
     own_numbers,
 )
@@ -57,7 +57,7 @@ class DelayedState(NamedTuple):
       pending: uint32 ``(owners, words)``, the packets of the last step; each worker its own.
       subtracted: float32 scalar, the part of their message that has left the momentum; each worker
         its own.
-      inner: state of the exchange inside.
+      inner: state of the inner exchange.
       format: static, of the pending packets.
     """
 
@@ -71,7 +71,7 @@ class DelayedState(NamedTuple):
 class Delayed:
     r"""Exchanges the packets of the last step while this one computes its gradient.
 
-    A message leaves the momentum when it is sent, and counts a step later:
+    A message leaves the momentum when it is sent, and enters the mean a step later:
 
     .. math::
         m_t &\leftarrow \beta m_{t-1} + w\, T(g_t) \\
@@ -79,8 +79,8 @@ class Delayed:
             + \alpha\, (1 - c_{t-1})\, q_{t-1} \\
         u_t &= T^{-1}(\mathrm{mean}(q_{t-1}))
 
-    :math:`c_{t-1}` is the part of the last message that has counted: 1, or less where the packet
-    was damaged or its norm limited. What has not counted goes back.
+    :math:`c_{t-1}` is the part of the last message that was accepted: 1, or less where the packet
+    was damaged or its norm limited. The rest goes back into the momentum.
 
     Attributes:
       inner: the exchange that is delayed.
@@ -102,19 +102,19 @@ class Delayed:
 
     @property
     def axis_name(self) -> AxisName:
-        """That of the exchange inside."""
+        """The axis of the inner exchange."""
         return self.inner.axis_name
 
     def owners(self) -> int:
-        """As the exchange inside."""
+        """As the inner exchange."""
         return self.inner.owners()
 
     def layout(self, plan: Plan) -> Layout:
-        """As the exchange inside."""
+        """As the inner exchange."""
         return self.inner.layout(plan)
 
     def init(self, plan: Plan) -> DelayedState:
-        """Packets that count nowhere."""
+        """Empty packets, which every worker rejects."""
         none = jnp.zeros((self.owners(), self.layout(plan).words), jnp.uint32)
         none, nothing = axes.as_varying((none, jnp.zeros((), jnp.float32)), self.axis_name)
         return DelayedState(none, nothing, self.inner.init(plan), self._format(plan))
@@ -124,7 +124,7 @@ class Delayed:
         return PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
 
     def exchange(
-        self, plan: Plan, sent: Sent, state: DelayedState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, sent: Outgoing, state: DelayedState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Exchanges the packets of the call before (see `Exchange.exchange`).
 
@@ -139,24 +139,27 @@ class Delayed:
             )
         origin = Origin(sent.step - 1, own_numbers(len(state.pending), self.axis_name))
         message = decode_pending(plan, self.layout(plan), state.pending, origin)
-        pending = Sent(state.pending, message, state.subtracted, origin.step)
+        pending = Outgoing(state.pending, message, state.subtracted, origin.step)
         found = self.inner.exchange(plan, pending, state.inner, last, mean)
-        (counted,) = found.taken
+        (accepted,) = found.subtractions
         now = [jnp.full((s.blocks, 1), sent.factor) for s in plan.sections]
-        back = [part - state.subtracted for part in counted.factors]
+        excess = [factors - state.subtracted for factors in accepted.factors]
         return found._replace(
-            taken=[Taken(sent.message, now), Taken(counted.message, back, delay=1)],
+            subtractions=[
+                Subtraction(sent.message, now),
+                Subtraction(accepted.message, excess, delay=1),
+            ],
             state=DelayedState(sent.packets, sent.factor, found.state, self._format(plan)),
             delay=1,
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """That of the exchange inside, beside the compute."""
+        """The traffic of the inner exchange, overlapped with the compute."""
         return self.inner.traffic(plan, workers)._replace(overlaps=True)
 
 
 def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
-    """What a worker sealed in its packets; zeros where it was not to count, or is damaged."""
+    """What a worker sealed in its packets; zeros where these are to be rejected, or damaged."""
     _, _, intact = open_heads(layout, packets, origin)
     found = read(layout, packets, intact).message
     blocks = [section.blocks for section in plan.sections]

@@ -18,7 +18,7 @@ from demo_optax import axes
 from demo_optax.arrays import Coefficients, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.bits import is_there
+from demo_optax.compression.bits import are_computed
 from demo_optax.compression.packet import Layout, Message, Packets
 from demo_optax.metrics import ExchangeMetrics
 
@@ -26,7 +26,7 @@ Mean = Literal["senders", "workers"]
 MEANS = get_args(Mean)
 
 
-class Sent(NamedTuple):
+class Outgoing(NamedTuple):
     """What a worker hands to an exchange.
 
     Attributes:
@@ -66,7 +66,7 @@ class SparseSum:
         """The coefficients ``(blocks, n)``, zero where nobody sent any."""
         blocks = self.values.shape[1]
         # Zeros that wait for the values: XLA would make those of all sections at once.
-        zeros = jnp.where(is_there([self.values]), jnp.float32(0), jnp.float32(1))
+        zeros = jnp.where(are_computed([self.values]), jnp.float32(0), jnp.float32(1))
         zeros = jnp.broadcast_to(zeros, (blocks, self.selector.n))
         if len(self.values) == 1:
             return self.selector.add(zeros, self.positions[0], self.values[0])
@@ -77,7 +77,7 @@ class SparseSum:
     jax.tree_util.register_dataclass, data_fields=["message", "factors"], meta_fields=["delay"]
 )
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class Subtraction:
     """A message of a worker, and the part of it that leaves its momentum.
 
     Attributes:
@@ -100,14 +100,14 @@ class Aggregate(NamedTuple):
 
     Attributes:
       mean: for each section, the same on all workers.
-      taken: what leaves this worker's momentum.
+      subtractions: what leaves this worker's momentum.
       state: what the exchange keeps for its next call.
       metrics: of the step.
       delay: steps since the messages were sent that ``mean`` is of.
     """
 
     mean: Sequence[SparseSum]
-    taken: Sequence[Taken]
+    subtractions: Sequence[Subtraction]
     state: Any
     metrics: ExchangeMetrics
     delay: int = 0
@@ -161,7 +161,7 @@ class Exchange(Protocol):
         ...
 
     def exchange(
-        self, plan: Plan, sent: Sent, state: Any, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, sent: Outgoing, state: Any, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Gives every worker the mean of the workers' messages.
 

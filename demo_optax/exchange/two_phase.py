@@ -1,28 +1,28 @@
 """The exchange in two phases, whose traffic does not grow with the workers.
 
-    every worker ── a part ──► each part's owner, who averages
-                               and compresses ── the mean ──► everybody
+    worker ── a packet for each owner ──► owner ── its result ──► every worker
 
-Each worker owns an equal share of the blocks. It averages what all workers send of these, adds what
-it could not send before, and sends everybody the largest coefficients of the sum. What those leave
-out stays in its residual: error feedback on both sides, as in 1-bit Adam (Tang et al., arXiv
-2102.02888) and DoubleSqueeze (Tang et al., arXiv 1905.05957).
+Each worker owns an equal share of the blocks. Of these it averages what all workers send, adds its
+residual, and sends everybody the largest coefficients of the total. The rest is its new residual:
+error feedback on both sides, as in 1-bit Adam (Tang et al., arXiv 2102.02888) and DoubleSqueeze
+(Tang et al., arXiv 1905.05957).
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, UInt32
+from jaxtyping import Array, Float32
 
 from demo_optax import axes, checks
 from demo_optax.arrays import Coefficients, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
+from demo_optax.compression.bits import pack_bits, to_words, unpack_bits, words_of
 from demo_optax.compression.packet import (
     Layout,
-    Message,
     Origin,
     Section,
     build,
@@ -32,16 +32,16 @@ from demo_optax.compression.packet import (
     open_heads,
 )
 from demo_optax.compression.plan import rebase
-from demo_optax.compression.selection import make_selector
+from demo_optax.compression.selection import make_selector, select
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import Shared, average, clip_factor, largest_norm, read
 from demo_optax.exchange.protocol import (
     Aggregate,
     Mean,
-    Sent,
+    Outgoing,
     SparseSum,
-    Taken,
+    Subtraction,
     Traffic,
     own_numbers,
 )
@@ -106,78 +106,63 @@ class TwoPhase:
 
     def init(self, plan: Plan) -> TwoPhaseState:
         """The residual starts at zero."""
-        self._sections_back(plan)  # raises for settings that do not fit together
+        self._result_sections(plan)  # raises for settings that do not fit together
         zeros = [
             jnp.zeros((s.blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
         ]
         return TwoPhaseState(axes.as_varying(tuple(zeros), self.axis_name))
 
     def exchange(
-        self, plan: Plan, sent: Sent, state: TwoPhaseState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, sent: Outgoing, state: TwoPhaseState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Exchanges in two phases (see `Exchange.exchange`).
 
-        Whether a packet counts is decided once, by the owner that it is for, which tells everybody.
-        Where an owner's packet is damaged, its residual stays as it was, and what was sent to it
-        stays with the senders. On a step on which no worker takes part nothing changes.
+        The owner of a packet alone decides whether to accept it, and tells everybody. Where an
+        owner's result is damaged, its residual stays as it was, and the senders keep what they sent
+        to it. On a step on which no worker takes part nothing changes.
         """
         workers, own, step = len(sent.packets), axes.index(self.axis_name), sent.step
         every = jnp.arange(workers, dtype=jnp.int32)
-        layout, back = self.layout(plan), self._layout_back(plan, workers)
+        layout, result_layout = self.layout(plan), self._result_layout(plan, workers)
 
-        # To the owners
-        dealt = collectives.deal(sent.packets, self.axis_name)
-        headers, _, intact = open_heads(layout, dealt, Origin(step, every * workers + own))
+        # Each owner averages its share of the blocks
+        packets = collectives.all_to_all(sent.packets, self.axis_name)
+        headers, _, intact = open_heads(layout, packets, Origin(step, every * workers + own))
         largest = largest_norm(headers, intact, self.norm_limit)
-        of_share = _of_owner(plan.shared_positions(step), workers, own)
-        means, weights = average(layout, dealt, intact, of_share, largest, mean)
+        positions = _of_share(plan.shared_positions(step), workers, own)
+        means, weights = average(layout, packets, intact, positions, largest, mean)
 
-        # The largest of what they have
-        coordinates = plan.compression.coordinates
-        owed, _ = reset_nonfinite_blocks(
-            [
-                rebase(coordinates, [x], sides, step)[0]
-                for x, sides in zip(state.residual, plan.sides, strict=True)
-            ]
-        )
-        totals = [old + new.dense() for old, new in zip(owed, means, strict=True)]
-        sections = self._sections_back(plan)
+        # It adds its residual, and selects and encodes as a worker does
+        residual = self._residual(plan, state, step)
+        totals = [old + new.dense() for old, new in zip(residual, means, strict=True)]
+        sections = self._result_sections(plan)
         shared = [
             None if s.selector.travels else s.selector.positions(s.blocks, step) for s in sections
         ]
-        positions = [
-            s.selector.select(total) if at is None else at
-            for s, total, at in zip(
-                back.sections, totals, _of_owner(shared, workers, own), strict=True
-            )
-        ]
-        values = [
-            s.selector.take(total, at)
-            for s, total, at in zip(back.sections, totals, positions, strict=True)
-        ]
-        fields, of_owner = encode(back.sections, Message(tuple(positions), tuple(values)))
+        selectors = [section.selector for section in sections]
+        selected = select(selectors, totals, _of_share(shared, workers, own))
+        fields, result = encode(result_layout.sections, selected)
 
-        # To everybody
-        numbers = own_numbers(workers, self.axis_name)
-        mine, _, _ = open_heads(layout, sent.packets, Origin(step, numbers))
-        heard = _pack_bits(weights > 0)
-        extra = jnp.concatenate([jax.lax.bitcast_convert_type(largest, jnp.uint32)[None], heard])
-        header = jax.tree.map(lambda x: x[0], mine)
-        (packet,) = build(
-            back, header, fields, of_owner, jnp.array(True), Origin(step, own[None]), extra
+        # Everybody gets all results
+        own_headers, _, _ = open_heads(
+            layout, sent.packets, Origin(step, own_numbers(workers, self.axis_name))
         )
+        extra = jnp.append(to_words(largest), pack_bits((weights > 0).astype(jnp.uint32), 1))
+        header = jax.tree.map(lambda x: x[0], own_headers)
+        origin = Origin(step, own[None])
+        (packet,) = build(result_layout, header, fields, result, jnp.array(True), origin, extra)
         packets = collectives.gather(packet, self.axis_name)
-        headers, extra, intact = open_heads(back, packets, Origin(step, every))
-        found = read(back, packets, intact)
-        limits = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
-        heard = _unpack_bits(extra[:, 1:], workers) & found.counted[:, None]
+        headers, extra, intact = open_heads(result_layout, packets, Origin(step, every))
+        results = read(result_layout, packets, intact)
 
-        counted = heard.any(axis=0) & found.counted
-        anyone = counted.any()  # else nothing happens on this step, and what owners owe waits
-        of_owners = clip_factor(jnp.sqrt(mine.message), limits)
-        factors = sent.factor * jnp.where(heard[:, own] & anyone, of_owners, 0.0)
-        arrives = found.counted[own] & anyone
-        kept = zip(back.sections, totals, *of_owner, owed, strict=True)
+        # What was accepted, where, and how much of it
+        accepted = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
+        accepted = (accepted > 0) & results.accepted[:, None]
+        participates = accepted.any(axis=0) & results.accepted
+        anyone = participates.any()
+        limits = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
+        clipped = clip_factor(jnp.sqrt(own_headers.message), limits)
+        factors = sent.factor * jnp.where(accepted[:, own] & anyone, clipped, 0.0)
         return Aggregate(
             mean=[
                 SparseSum(
@@ -185,34 +170,30 @@ class TwoPhase:
                     jnp.where(anyone, merge_rows(v, s.blocks), 0.0)[None],
                     s.selector,
                 )
-                for s, known, at, v in zip(sections, shared, *found.message, strict=True)
+                for s, known, at, v in zip(sections, shared, *results.message, strict=True)
             ],
-            taken=[
-                Taken(
-                    sent.message,
-                    [
-                        jnp.repeat(factors, share.blocks)[: s.blocks, None]
-                        for s, share in zip(plan.sections, layout.sections, strict=True)
-                    ],
-                )
-            ],
+            subtractions=[Subtraction(sent.message, _rows(factors, layout, plan))],
             state=TwoPhaseState(
                 tuple(
-                    jnp.where(arrives, s.selector.add(total, at, -v), old)
-                    for s, total, at, v, old in kept
+                    jnp.where(results.accepted[own] & anyone, s.selector.add(total, at, -v), old)
+                    for s, total, at, v, old in zip(
+                        result_layout.sections, totals, *result, residual, strict=True
+                    )
                 )
             ),
-            metrics=summarise(headers, counted, jnp.where(found.counted, packets[:, 0], 0), last),
+            metrics=summarise(
+                headers, participates, jnp.where(results.accepted, packets[:, 0], 0), last
+            ),
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """A part to each owner, and each owner's packet to everybody."""
-        dealt = 4 * workers * _layout(plan, workers).words
-        gathered, others = 4 * self._layout_back(plan, workers).words, workers - 1
-        return Traffic(dealt + gathered, (dealt / workers + gathered) * others, 2 * others)
+        """A packet to each owner, and each owner's result to everybody."""
+        packets = 4 * workers * _layout(plan, workers).words
+        result, others = 4 * self._result_layout(plan, workers).words, workers - 1
+        return Traffic(packets + result, (packets / workers + result) * others, 2 * others)
 
-    def _sections_back(self, plan: Plan) -> list[Section]:
-        """The sections of all that the owners send back."""
+    def _result_sections(self, plan: Plan) -> list[Section]:
+        """The sections of all owners' results together."""
         sent = plan.compression
         # A selector of any block, only to ask whether positions travel.
         travels = make_selector(sent.selection, sent.topk + 1, sent.topk, sent.seed, 0).travels
@@ -235,26 +216,34 @@ class TwoPhase:
             for number, s in enumerate(plan.sections)
         ]
 
-    def _layout_back(self, plan: Plan, workers: int) -> Layout:
-        """Of an owner's packet: the limit of norms and whom it has heard follow the header."""
-        extra = 1 + -(-workers // 32)
-        return Layout(tuple(self._sections_back(plan)), extra).share(workers)
+    def _result_layout(self, plan: Plan, workers: int) -> Layout:
+        """The layout of an owner's result.
+
+        The header is followed by the limit of norms, and a bit for each worker: whether the owner
+        accepted its packet.
+        """
+        return Layout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).share(workers)
+
+    def _residual(self, plan: Plan, state: TwoPhaseState, step: IntScalar) -> list[Coefficients]:
+        """The owner's residual in a step's basis; blocks that are not finite are zero."""
+        coordinates = plan.compression.coordinates
+        pairs = zip(state.residual, plan.sides, strict=True)
+        residual = [rebase(coordinates, [x], sides, step)[0] for x, sides in pairs]
+        return reset_nonfinite_blocks(residual)[0]
 
 
 def _layout(plan: Plan, owners: int) -> Layout:
     return Layout(plan.sections, multiple=1).share(owners)
 
 
-def _of_owner(shared: Shared, owners: int, owner: IntScalar) -> Shared:
+def _of_share(shared: Shared, owners: int, owner: IntScalar) -> Shared:
     """The shared positions of one owner's blocks."""
     return [None if at is None else divide_rows(at, owners, "edge")[owner] for at in shared]
 
 
-def _pack_bits(bits: Bool[Array, "bits"]) -> UInt32[Array, "words"]:
-    padded = jnp.pad(bits, (0, -len(bits) % 32)).reshape(-1, 32).astype(jnp.uint32)
-    return jnp.sum(padded << jnp.arange(32, dtype=jnp.uint32)[None], axis=1, dtype=jnp.uint32)
-
-
-def _unpack_bits(words: UInt32[Array, "packets words"], size: int) -> Bool[Array, "packets {size}"]:
-    bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & 1
-    return bits.reshape(len(words), -1)[:, :size] > 0
+def _rows(
+    factors: Float32[Array, "owners"], layout: Layout, plan: Plan
+) -> list[Float32[Array, "_blocks 1"]]:
+    """For each section and each of its blocks the factor of the block's owner."""
+    shares = zip(plan.sections, layout.sections, strict=True)
+    return [jnp.repeat(factors, share.blocks)[: s.blocks, None] for s, share in shares]

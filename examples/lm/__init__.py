@@ -1,1 +1,1 @@
-"""The language-model trainer of the examples: what train_lm.py and the scripts beside it run."""
+"""The language-model trainer that train_lm.py, compare.py and evaluate.py run."""

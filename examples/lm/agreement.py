@@ -1,4 +1,4 @@
-"""What all processes must hold alike, compared before it can hang, abort or diverge.
+"""Compares what must be the same on all processes, before they hang, abort or diverge.
 
 They talk over JAX's coordination service, which needs neither devices nor equal numbers of them.
 """
@@ -48,23 +48,23 @@ def digest(text: str) -> str:
 
 
 def require_same(facts: Mapping[str, str], timeout: float) -> None:
-    """Raises ValueError, on all processes, for facts that they do not hold alike.
+    """Raises ValueError, on all processes, for facts that differ between them.
 
     Where not all come here within ``timeout`` seconds, it ends those that did.
     """
     if not jax.distributed.is_initialized():
         return
     try:
-        held = _gathered(f"alike/{next(_rounds)}", json.dumps(facts), timeout)
+        held = _gathered(f"facts/{next(_rounds)}", json.dumps(facts), timeout)
     except jax.errors.JaxRuntimeError as error:
         hosts.leave(
-            f"process {global_state.process_id}, which prepares: another is gone, or was not as "
-            f"far within --peer-timeout {timeout:g} s ({str(error).splitlines()[0][:60]})"
+            f"process {global_state.process_id}, which prepares: another one is gone, or did not "
+            f"come as far within --peer-timeout {timeout:g} s ({str(error).splitlines()[0][:60]})"
         )
     if found := differences({process: json.loads(text) for process, text in held.items()}):
         raise ValueError(
-            f"the processes are not alike: {'; '.join(found)}. Start the same command on all "
-            "hosts, where they see the same files and have the same versions."
+            f"the processes differ: {'; '.join(found)}. Start the same command on all hosts, with "
+            "the same files and the same versions."
         )
 
 

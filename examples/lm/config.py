@@ -21,8 +21,8 @@ from demo_optax.compression.values import ValueCoding
 from .model import PresetName
 from .recipes import OptimizerName
 
-PROFILE_BEHIND = 10  # steps, the first of which compile and warm up
-WRONG = 2  # the exit status of whatever a user may have set wrongly
+PROFILE_AFTER = 10  # steps, the first of which compile and warm up
+WRONG = 2  # the exit status for settings that are wrong
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
@@ -33,120 +33,151 @@ ExchangeName = Literal["all-gather", "two-phase"]
 @dataclass(frozen=True)
 class Config:
     config: Path | None = None
-    """YAML file with any of these settings, `steps: 300` for --steps 300. What the command line
-    says comes first."""
+    """YAML file with any of these settings: `steps: 300` sets --steps
+    300. The command line overrides the file."""
     optimizer: OptimizerName = "demo-scaled"
-    """demo-scaled: DeMo of gradients that each worker scales. demo: DeMo as published. demo-sgd and
-    the like: decoupled momentum before other steps. diloco, sparseloco: AdamW on each worker for
-    itself, and at the end of each round an exchange, dense or sparse, of how far they came. adamw:
-    ordinary data parallelism with a dense all-reduce."""
+    """demo-scaled: DeMo, each worker scales its gradients first. demo:
+    DeMo as published. demo-sgd, demo-adamw, demo-signum, demo-muon:
+    decoupled momentum before other steps. diloco, sparseloco: each worker
+    trains alone with AdamW; after each round the workers exchange their
+    progress, dense or sparse. adamw: ordinary data parallelism with a
+    dense all-reduce."""
     preset: PresetName = "tiny"
-    """Size of the model: about 1M (tiny) and 10M (small) parameters, or the paper's two; nano is
-    for trying out the machinery."""
-    text: tuple[Path, ...] = ()
-    """Files or folders to learn from, *.arrayrecord files of text, or folders that Hugging Face
-    datasets were saved to; by default the source of Python's standard library."""
-    tokenizer: Path | None = None
-    """File of the library tokenizers, learned from the text where it does not exist yet; with
-    several hosts one that all of them see. By default every byte is a token."""
+    """Size of the model: tiny has about 1M parameters and small 10M; the
+    other two are the paper's. nano only tries out the machinery."""
+    text: tuple[str, ...] = ()
+    """Files, folders or URLs (gs://bucket/folder) of text to learn from.
+    Also *.arrayrecord files of text, and folders that Hugging Face
+    datasets were saved to. By default the sources of Python's standard
+    library. Files of a URL are copied to a temporary folder first."""
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    """File of the library tokenizers, a path or a URL. If it does not
+    exist, a tokenizer is learned from the text and saved there. With
+    several hosts, all must see the same file: use a shared disk or a URL.
+    By default every byte is a token."""
     vocabulary: Annotated[int, Field(gt=256, le=2**20)] = 4096
-    """Tokens of a tokenizer that is yet to be learned."""
+    """Number of tokens, if a tokenizer is learned."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """In which the model computes, by default the preset's; its parameters are float32."""
+    """Dtype in which the model computes, by default the preset's.
+    Parameters are float32."""
     remat: bool = False
-    """Compute each layer's activations again on the way back, to save memory."""
+    """Save memory: compute each layer's activations again in the backward
+    pass."""
     scan_layers: bool = False
-    """Compile one layer instead of all: quicker to compile, often a little slower to run."""
+    """Compile one layer instead of all. Compiling is faster; steps are
+    often a little slower."""
     workers: Devices | None = None
-    """DeMo workers, of all processes together; by default one on each accelerator, or 8 simulated
-    ones on the CPU."""
+    """Number of DeMo workers in all processes. By default one on each
+    accelerator, or 8 simulated workers on the CPU."""
     fsdp: Devices = 1
-    """Devices of each worker, which share its batch and hold a part of its parameters each."""
+    """Devices of each worker. They share its batch, and each holds a part
+    of its parameters."""
     steps: Count = 600
     """Updates of the parameters."""
     batch_size: Count = 32
-    """Sequences in one step, of all workers together. Like the next, chosen for tiny on a CPU."""
+    """Sequences in one step, of all workers together. The default suits
+    the preset tiny on a CPU."""
     sequence_length: Count = 64
-    """Tokens in a sequence."""
+    """Tokens in a sequence. The default suits the preset tiny on a
+    CPU."""
     local_steps: Count | None = None
-    """Steps of a round of diloco and sparseloco, by default 20. Held-out text is read by the
-    parameters of the last round's end."""
+    """Steps in a round of diloco and sparseloco, by default 20. The held-
+    out loss is that of the parameters after the last complete round."""
     microbatches: Count = 1
-    """Parts into which each worker cuts its sequences, to save memory."""
+    """Parts into which each worker divides its sequences, to save
+    memory."""
     learning_rate: Annotated[float, Field(gt=0, le=1e3)] | None = None
-    """Highest learning rate, behind a linear warm-up and before a cosine to a tenth. By default
-    what suits the optimizer on tiny, less in proportion for wider models."""
+    """Highest learning rate. The rate warms up linearly, then falls along
+    a cosine to a tenth. By default the rate that suits the optimizer at
+    width 128, times 128 / width: for demo-scaled and adamw 3e-3 * 128 /
+    width."""
     warmup_steps: Count | None = None
-    """Steps of the warm-up, by default 50; at most half of all."""
+    """Steps of the warm-up, by default 50, and at most half of all
+    steps."""
     decay: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Decay of the momentum, for adamw b1; by default what suits the optimizer."""
+    """Decay of the momentum; b1 of adamw. By default what suits the
+    optimizer."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] | None = None
-    """Decoupled weight decay; by default what suits the optimizer."""
+    """Decoupled weight decay. By default what suits the optimizer."""
     clip_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Largest norm of each worker's own gradient."""
+    """Largest norm of each worker's gradient. Larger gradients are
+    clipped."""
     topk: Count | None = None
     """Coefficients that are sent of each block, by default 32."""
     block_side: Annotated[int, Field(ge=1, le=2**12)] = 64
     """Elements per side of a block."""
     value_coding: ValueCoding | None = None
-    """Coding of the values that are sent, by default sign for demo-scaled, float32 for demo and
-    int4 for the others; benchmarks/value_codings.py compares them."""
+    """Coding of the values that are sent. By default sign for demo-
+    scaled, float32 for demo, and int4 for the others.
+    benchmarks/value_codings.py compares them."""
     transform: TransformName = "dct"
-    """Of the blocks, in whose coefficients the momentum is stored."""
+    """Transform of the blocks. The momentum is stored in its
+    coefficients."""
     selection: Selection | None = None
-    """Which coefficients: topk the largest, bins the largest of each of --topk bins; the others are
-    known to every worker from the step, so that their positions do not travel (docs/settings.md
-    says when). By default bins for demo-scaled and topk for the others."""
+    """Which coefficients are sent. topk: the largest. bins: the largest
+    in each of --topk bins. The others follow from the step, so that no
+    positions are sent (see docs/settings.md). By default bins for demo-
+    scaled, and topk for the others."""
     exchange: ExchangeName = "all-gather"
-    """all-gather: every worker gets all packets. two-phase: each averages a share of the blocks and
-    sends that to all, traffic that does not grow with the workers."""
+    """all-gather: every worker receives all packets. two-phase: each
+    worker averages a share of the blocks and sends the result to all;
+    traffic does not grow with the number of workers."""
     topk_back: Count | None = None
-    """Coefficients of each block that are sent back in two phases, by default four times --topk."""
+    """Coefficients of each block that are sent back in two phases, by
+    default four times --topk."""
     value_coding_back: ValueCoding | None = None
-    """How the values that are sent back travel, by default as --value-coding has it."""
+    """Coding of the values that are sent back, by default that of
+    --value-coding."""
     delay: Literal[0, 1] = 0
-    """1: packets are exchanged while the next step computes its gradient."""
+    """1: exchange packets while the next step computes its gradient."""
     norm_limit: Annotated[float, Field(ge=1, lt=float("inf"))] | None = 10.0
-    """Largest norm of a worker's message, in medians of all workers' messages: what bounds one
-    broken worker. Ordinary runs never reach it; None sets no limit."""
+    """Largest norm of a worker's message, as a multiple of the median
+    norm of all messages. It limits the damage that one broken worker can
+    do. Ordinary runs never reach it. None: no limit."""
     evaluate_every: Count = 100
     """Steps between two evaluations on held-out text."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of the parameters' start and of the order of the text."""
+    """Seed of the initial parameters and of the order of the text."""
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
-    """Folder or gs:// URL to save to, and to go on from if there is something in it. With several
-    hosts one that all of them see. SIGTERM and SIGINT save and stop; a second SIGINT only stops."""
+    """Folder or gs:// URL for checkpoints. If it holds checkpoints, the
+    run continues from the last one. With several hosts, all must see it.
+    SIGTERM and SIGINT save and stop; a second SIGINT stops at once."""
     checkpoint_every: Count = 100
     """Steps between two checkpoints."""
     keep_checkpoints: Count = 3
-    """Checkpoints to keep, the latest."""
+    """Number of checkpoints to keep. Older ones are deleted."""
     check_replicas_every: Count = 100
-    """Steps between two comparisons of the workers' parameters, bit by bit; damage is repaired
-    from the majority, or ends the run where there is none."""
+    """Steps between two checks that all workers hold the same parameters,
+    bit by bit. Damage is repaired from the majority. Without a majority,
+    the run ends."""
     log_dir: Path | None = None
-    """Folder for config.yaml, for steps.jsonl with a line for each step, and for TensorBoard,
-    which has the held-out losses and samples too. Of several processes, all but the first log
-    their own workers to folders inside of it."""
+    """Folder for config.yaml, for steps.jsonl with a line for each step,
+    and for TensorBoard, which also shows held-out losses and samples.
+    Processes other than the first log their own workers in subfolders."""
     profile_steps: CountOrZero = 0
-    """Steps to profile, behind the tenth of this start; for TensorBoard or Perfetto, in
-    --log-dir."""
+    """Steps to profile, after the tenth step of this start. The profile
+    is written to --log-dir, for TensorBoard or Perfetto."""
     sample_length: CountOrZero = 0
-    """Tokens of a sample that the trained model writes behind each prompt, at the end."""
+    """Tokens of text that the trained model writes after each prompt, at
+    the end."""
     prompts: tuple[str, ...] = ("", "def ")
-    """What the samples begin with."""
+    """Prompts of the samples."""
     coordinator: str | None = None
-    """HOST:PORT of the first process, where there are several; needs the next two."""
+    """HOST:PORT of the first process, if there are several. Needs --num-
+    processes and --process- id."""
     num_processes: Devices | None = None
-    """Processes in all, one on each host."""
+    """Number of processes, one on each host."""
     process_id: CountOrZero | None = None
     """Number of this process, from 0."""
     distributed: bool = False
-    """Several processes that JAX finds itself: under SLURM, Kubernetes, or on a TPU pod."""
+    """There are several processes, and JAX finds them itself: under
+    SLURM, Kubernetes, or on a TPU pod."""
     peer_timeout: Annotated[int, Field(ge=1, le=10**6)] = 300
-    """Seconds without progress after which other processes are given up for gone."""
+    """Seconds without progress after which a process considers the others
+    lost, and ends."""
 
     def write(self, path: Path) -> None:
-        """As a YAML file that ``--config`` takes, without what only this process is."""
+        """Writes a YAML file for ``--config``, without the settings of this process alone."""
         own = ("config", "coordinator", "num_processes", "process_id")
         settings = dataclasses.asdict(self).items()
         plain = {
@@ -165,7 +196,7 @@ DEFAULT = Config()
 
 
 def refuse(message: object) -> NoReturn:
-    """Leaves with one line on stderr."""
+    """Exits with one line on stderr."""
     line = " ".join(f"error: {message}".split())
     Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(WRONG)
@@ -177,7 +208,7 @@ C = TypeVar("C", bound=Config)
 def from_command_line(
     description: str | None, words: Sequence[str] | None = None, default: C = DEFAULT
 ) -> C:
-    """The settings of the command line, in front of those of its file, and these of the default."""
+    """Settings from the command line; for others from its file, and then from the default."""
     words = list(sys.argv[1:] if words is None else words)
     config = _parsed(description, words, default)
     if config.config is None:
@@ -190,7 +221,7 @@ def from_command_line(
 
 
 def _parsed(description: str | None, words: list[str], default: C) -> C:
-    """Leaves with the first sentence of what tyro would draw a box around."""
+    """Exits with the first sentence of the message that tyro would draw a box around."""
     drawn = io.StringIO()
     try:
         with contextlib.redirect_stderr(drawn):
@@ -205,7 +236,7 @@ def _parsed(description: str | None, words: list[str], default: C) -> C:
 
 
 def from_file(path: Path) -> list[str]:
-    """A YAML file's settings as the words of a command line, which are checked like any other.
+    """Turns the settings of a YAML file into the words of a command line.
 
     Raises:
       OSError, ValueError, yaml.YAMLError: the file holds no settings.

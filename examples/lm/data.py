@@ -14,6 +14,7 @@ import datasets
 import grain
 import numpy as np
 
+from . import stores
 from .tokens import Tokens
 
 HELD_OUT = 0.05  # share of the documents
@@ -35,25 +36,27 @@ class Corpus(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """Of the tokens to train on."""
+        """Checksum of the tokens to train on."""
         return zlib.crc32(self.train.tobytes())
 
 
-def read(paths: Sequence[Path] = ()) -> Text:
+def read(places: Sequence[str] = ()) -> Text:
     """Reads documents, by default the sources of Python's standard library.
+
+    A place is a path or a URL; what a URL names is copied to a temporary folder and read there.
 
     Whole documents are held out, chosen by a hash of their name, which is a file's path or the
     number of a record or row: the choice is the same on every machine. Where that leaves one side
     empty, as with a single file, the end of the whole text is held out instead.
 
     Raises:
-      ValueError: a path does not exist, cannot be read, or holds no text.
+      ValueError: a place does not exist, cannot be read, or holds no text.
     """
-    sources: Sequence[Path | None] = paths or [None]
-    named = [item for path in sources for item in _named(path)]
+    sources: Sequence[str | None] = places or [None]
+    named = [item for place in sources for item in _named(place)]
     if not named:
         raise ValueError(
-            f"no text found in {', '.join(map(str, paths)) or 'the standard library'}: --text "
+            f"no text found in {', '.join(places) or 'the standard library'}: --text "
             "takes files or folders of UTF-8 text, *.arrayrecord files of such text, or a folder "
             "that datasets' save_to_disk wrote, with a column `text`."
         )
@@ -68,26 +71,27 @@ def read(paths: Sequence[Path] = ()) -> Text:
     return Text([whole[:cut]], [whole[cut:]])
 
 
-def _named(path: Path | None) -> list[tuple[str, str]]:
-    """All documents at a path, or a ValueError that names it."""
+def _named(place: str | None) -> list[tuple[str, str]]:
+    """All documents at a place, or a ValueError that names it."""
     try:
-        return list(documents(path))
+        if place is None:
+            return list(_files(Path(sysconfig.get_path("stdlib")), "*.py", {"site-packages"}))
+        with stores.on_disk(place) as path:
+            return list(documents(path))
     except Exception as error:  # the formats' libraries have errors of many types
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--text {path or 'by default'} cannot be read ({what})") from error
+        raise ValueError(f"--text {place or 'by default'} cannot be read ({what})") from error
 
 
-def documents(path: Path | None) -> Iterable[tuple[str, str]]:
+def documents(path: Path) -> Iterable[tuple[str, str]]:
     """Names and texts of all documents at a path, in a fixed order."""
-    if path is None:
-        return _files(Path(sysconfig.get_path("stdlib")), "*.py", {"site-packages"})
     if not path.exists():
         raise FileNotFoundError("there is no such file or folder.")
     if (path / "dataset_dict.json").exists():
         splits = sorted(inside.name for inside in path.iterdir() if inside.is_dir())
         raise ValueError(
             "it is a dataset of several splits: give one of them, as in "
-            f"{path / splits[0] if splits else path}."
+            f"{'/'.join([path.name, *splits[:1]])}."
         )
     if (path / "dataset_info.json").exists():
         rows: Any = datasets.load_from_disk(str(path))

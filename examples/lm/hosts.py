@@ -50,7 +50,7 @@ def connect(config: Config) -> None:
         )
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"the processes do not find each other ({error}): --distributed is for SLURM, "
+            f"the processes cannot find each other ({error}): --distributed is for SLURM, "
             "Kubernetes and TPU pods; elsewhere give --coordinator, --num-processes and "
             "--process-id."
         ) from error
@@ -73,11 +73,11 @@ def leave(line: str) -> NoReturn:
 
 
 class Watch:
-    """Ends this process when others seem to be gone: at an error, or when nothing goes on.
+    """Ends this process when others seem to be gone: at an error, or without progress.
 
     Args:
-      timeout: seconds without progress, behind the first step, after which to give up.
-      advice: how to go on, for the last line.
+      timeout: seconds without progress, after the first step, before it gives up.
+      advice: how to continue, for the last line.
     """
 
     def __init__(self, timeout: float, advice: str):
@@ -132,7 +132,7 @@ class Watch:
         while not self.ended.wait(min(1.0, self.timeout / 4)):
             last = self.last
             if last is not None and time.monotonic() - last > self.timeout:
-                self._give_up(f"nothing has gone on for {self.timeout:g} s")
+                self._give_up(f"there was no progress for {self.timeout:g} s")
             if self.pulse.silence() > self.timeout:
                 self._give_up(f"there was no sign of life for {self.timeout:g} s")
 

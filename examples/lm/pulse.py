@@ -1,6 +1,6 @@
 """A sign of life from each process, which goes on while the run itself takes its time.
 
-JAX has one as well, behind which it aborts without a word of advice.
+JAX has one too, but aborts after it without any advice.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The optimizers by name, with defaults found in short sweeps on the `tiny` model."""
+"""The optimizers by name, with defaults found in runs of the `tiny` model (docs/quality.md)."""
 
 import dataclasses
 import functools
@@ -40,6 +40,7 @@ class Settings(NamedTuple):
 class Recipe(NamedTuple):
     """Default learning rate, momentum decay and weight decay, and what makes the optimizer.
 
+    The learning rate is that of width 128: the trainer multiplies it by 128 / width.
     With an ``outer`` optimizer it is that of each worker's local steps. Those without a default
     ``compression`` all-reduce whole gradients, or differences of parameters.
     """
@@ -87,10 +88,10 @@ RECIPES: dict[OptimizerName, Recipe] = {
         3e-3, 0.98, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled), ONE_BIT
     ),
     "demo": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo), PUBLISHED),
-    "demo-sgd": Recipe(1.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
+    "demo-sgd": Recipe(12.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
-    "demo-muon": Recipe(1e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
+    "demo-muon": Recipe(2.4e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
     "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, compression=None, outer=_diloco),
     "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco),
     "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compression=None),
@@ -100,7 +101,7 @@ RECIPES: dict[OptimizerName, Recipe] = {
 def make(
     optimizer: OptimizerName, settings: Settings, local_steps: int | None
 ) -> optax.GradientTransformation:
-    """The optimizer of a name; where it takes local steps, those and what exchanges behind them."""
+    """The optimizer of a name: for local steps, the steps and the exchange after them."""
     recipe = RECIPES[optimizer]
     tx = recipe.make(settings)
     if recipe.outer is None:

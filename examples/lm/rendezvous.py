@@ -120,5 +120,5 @@ def _require_same_count(number: int, counted: int, processes: int) -> None:
     if counted != processes:
         raise ValueError(
             f"--num-processes is {processes} for process 0, and {counted} for process {number}: "
-            "give all the same."
+            "give every process the same number."
         )

@@ -22,7 +22,7 @@ def samples(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> list[str]:
-    """Each prompt and ``length`` tokens behind it.
+    """Each prompt and ``length`` tokens after it.
 
     Args:
       logits_fn: from parameters and tokens ``(1, context)`` to logits

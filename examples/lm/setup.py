@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
-from . import agreement, data, hosts, recipes
+from . import agreement, data, hosts, recipes, stores
 from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
@@ -68,7 +68,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
     tokens = tokens_of(config, text)
     corpus = data.encode(text, tokens, config.sequence_length)
     agreement.require_same(
-        {"the text, or what its tokens are,": f"{corpus.checksum:x}"}, config.peer_timeout
+        {"the text, or its tokens,": f"{corpus.checksum:x}"}, config.peer_timeout
     )
     preset = architecture(config, tokens.vocabulary)
     definition, params = build(preset, config.seed)
@@ -81,9 +81,10 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         return cross_entropy(model(tokens_BxT[:, :-1].astype(jnp.int32)), tokens_BxT[:, 1:])
 
     recipe = RECIPES[config.optimizer]
-    peak = default(config.learning_rate, recipe.learning_rate * TUNED_WIDTH / preset.width)
     settings = Settings(
-        learning_rate=schedule(peak, config.warmup_steps or WARMUP_STEPS, config.steps),
+        learning_rate=schedule(
+            peak_rate(config, preset.width), config.warmup_steps or WARMUP_STEPS, config.steps
+        ),
         decay=default(config.decay, recipe.decay),
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=compression(config),
@@ -126,7 +127,7 @@ def tokens_of(config: Config, text: data.Text) -> coding.Tokens:
     """Bytes, or byte pairs from a file, which the first process makes where there is none."""
     if config.tokenizer is None:
         return coding.Bytes()
-    if hosts.is_first() and not config.tokenizer.exists():
+    if hosts.is_first() and not stores.exists(config.tokenizer):
         coding.train(text.train, config.vocabulary, config.tokenizer)
         console.print(f"learned a tokenizer of {config.vocabulary:,} tokens: {config.tokenizer}")
     hosts.meet("tokenizer")
@@ -148,8 +149,14 @@ def default(given: float | None, otherwise: float) -> float:
     return otherwise if given is None else given
 
 
+def peak_rate(config: Config, width: int) -> float:
+    """The highest learning rate; the optimizer's is for width 128, and falls as 1 / width."""
+    usual = RECIPES[config.optimizer].learning_rate * TUNED_WIDTH / width
+    return default(config.learning_rate, usual)
+
+
 def compression(config: Config) -> demo_optax.Compression:
-    """Of the settings, and for the rest what suits the optimizer."""
+    """What the settings say, and for the rest what suits the optimizer."""
     usual = RECIPES[config.optimizer].compression or demo_optax.Compression()
     given = {
         "topk": config.topk,
@@ -180,16 +187,16 @@ def make_mesh(config: Config) -> Mesh:
     used = (config.workers or len(devices) // config.fsdp) * config.fsdp
     if not 1 <= used <= len(devices) or used % jax.process_count():
         raise ValueError(
-            f"--workers {config.workers} of --fsdp {config.fsdp} devices each: there are "
-            f"{len(devices)} devices ({devices[0].device_kind}) in {jax.process_count()} "
-            "processes, of each of which as many are taken."
+            f"--workers {config.workers} with --fsdp {config.fsdp} devices each do not fit: there "
+            f"are {len(devices)} devices ({devices[0].device_kind}) in {jax.process_count()} "
+            "processes, and each process gives the same number. Give other --workers or --fsdp."
         )
     shape, kinds = (used // config.fsdp, config.fsdp), (AxisType.Auto, AxisType.Auto)
     return Mesh(np.reshape(chosen(devices, used), shape), ("data", "fsdp"), kinds)
 
 
 def chosen(devices: list, used: int) -> list:
-    """As many devices of every process, so that a worker's lie together."""
+    """An equal number of devices of every process, in the order of the processes."""
     each = used // jax.process_count()
     return [
         device
@@ -220,7 +227,7 @@ def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
 
 
 def batches_of(run: Run, windows: int) -> Iterator[jax.Array]:
-    """Batches behind so many windows, of which each process reads the rows of its own devices."""
+    """Batches after so many windows; each process reads the rows of its own devices."""
     sharding = rows_sharding(run.mesh)
     batch, length = run.batch_shape
     indices = sharding.addressable_devices_indices_map((batch,)).values()

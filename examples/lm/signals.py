@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT: the first saves and stops behind a step; a second SIGINT stops at once.
+"""SIGTERM and SIGINT: the first saves and stops after a step; a second SIGINT stops at once.
 
-Several processes stop behind the same step, whichever of them a signal came to. JAX has a service
-for it, which Orbax uses as well: behind every save it tells it, from a thread, how many steps were
+Several processes stop after the same step, whichever of them a signal came to. JAX has a service
+for it, which Orbax uses as well: after every save it tells it, from a thread, how many steps were
 done when the save began, and the processes may then agree on a step that is over.
 """
 
@@ -18,7 +18,7 @@ from .report import console
 
 TERMINATED, INTERRUPTED = 143, 130  # exit statuses, of signals what a shell makes of them
 
-# To ask behind a step is to have read the loss of the one before, and for that parameters to which
+# To ask after a step is to have read the loss of the one before, and for that parameters to which
 # all processes had contributed two steps before: nobody can be further ahead than these two.
 AHEAD = 2
 
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 class Signals:
-    """Notes signals from ``with`` on, behind ``hosts.connect``; before it they end the process.
+    """Notes signals from ``with`` on, after ``hosts.connect``; before it they end the process.
 
     A thread reads them: a handler in Python would wait for the end of a compilation, or of a
     collective that hangs.
@@ -40,10 +40,10 @@ class Signals:
         self.place = f"signals/{next(_numbers)}"
         self.received: set[int] = set()
         self.steps = 0  # that this process has done since it was started
-        self.last: int | None = None  # the one to stop behind
+        self.last: int | None = None  # the one to stop after
 
     def stop_requested(self) -> bool:
-        """Asked by all processes behind every step, it tells all of them the same."""
+        """Whether to stop now: all processes ask after every step, and get the same answer."""
         if jax.process_count() == 1:
             return bool(self.received)
         self.steps += 1
@@ -86,4 +86,4 @@ class Signals:
             os._exit(INTERRUPTED)
         self.received.add(number)
         if number == signal.SIGINT:
-            console.print("Saves and stops; interrupted once more, stops at once.")
+            console.print("Saves and stops. A second Ctrl-C stops at once, without saving.")

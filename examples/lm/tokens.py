@@ -1,12 +1,12 @@
 """Tokens: the bytes themselves, or byte pairs that a tokenizer learned from the text."""
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from . import stores
 
 END = "<|end|>"  # of a document; its number is 0 in every coding
 
@@ -54,21 +54,24 @@ class BytePairs:
         return self.tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False)
 
 
-def load(path: Path) -> BytePairs:
-    """Raises ValueError where the file holds no tokenizer."""
+def load(place: str) -> BytePairs:
+    """Reads a tokenizer from a path or a URL.
+
+    Raises:
+      ValueError: there is no tokenizer.
+    """
     try:
-        return BytePairs(Tokenizer.from_file(str(path)))
-    except ValueError:
-        raise
-    except Exception as error:  # the library raises nothing more special
+        tokenizer = Tokenizer.from_buffer(stores.read(place))
+    except Exception as error:  # each store's package has errors of its own
         raise ValueError(
-            f"--tokenizer {path} is no file of the library tokenizers ({error}): give another, or "
+            f"--tokenizer {place} is no file of the library tokenizers ({error}): give another, or "
             "the name of a file that does not exist, to learn one from the text."
         ) from error
+    return BytePairs(tokenizer)
 
 
-def train(documents: Iterable[str], vocabulary: int, path: Path) -> None:
-    """Learns byte pairs and writes them to a file, whole or not at all."""
+def train(documents: Iterable[str], vocabulary: int, place: str) -> None:
+    """Learns byte pairs and writes them to a file at a path or a URL."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,7 +80,4 @@ def train(documents: Iterable[str], vocabulary: int, path: Path) -> None:
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet
     )
     tokenizer.train_from_iterator(documents, trainer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    tokenizer.save(str(unfinished))
-    unfinished.replace(path)
+    stores.write(place, tokenizer.to_str(pretty=True).encode())

@@ -18,7 +18,7 @@ import demo_optax
 from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
 
 from . import agreement, data, hosts, logs, report
-from .config import PROFILE_BEHIND, Config, refuse
+from .config import PROFILE_AFTER, Config, refuse
 from .recipes import steps_of_a_round
 from .report import console
 from .sampling import samples
@@ -32,14 +32,14 @@ LAST_EVALUATION_TOKENS = 2**18
 
 
 class Trained(NamedTuple):
-    """What became of a run: its figures, and the loss at its end in nats per held-out byte."""
+    """A run's figures, and its final loss on held-out text in nats per byte."""
 
     log: report.Log
     loss: float
 
 
 def train(run: Run, signals: Signals | None = None) -> Trained:
-    """Trains to the end, or leaves with an exit status; shows and saves what is asked for."""
+    """Trains to the end, or exits with a status; shows and saves what the settings ask for."""
     config, mesh = run.config, run.mesh
     signals = signals or Signals(how_to_go_on(config))  # to which nobody listens
     describe(run)
@@ -133,18 +133,18 @@ def open_log(run: Run, start: int) -> report.Log:
 
 @contextlib.contextmanager
 def profiler(config: Config) -> Iterator[Callable[[int, demo_optax.TrainMetrics], None]]:
-    """What to call behind each step of this start, so that those to profile are profiled."""
+    """A function to call after each step of this start, which starts and stops the profile."""
     running = False
 
     def profile(number, metrics):
         nonlocal running
         if not (config.profile_steps and hosts.is_first()):
             return
-        if number == PROFILE_BEHIND:
+        if number == PROFILE_AFTER:
             jax.block_until_ready(metrics)
             jax.profiler.start_trace(str(config.log_dir))
             running = True
-        elif running and number == PROFILE_BEHIND + config.profile_steps:
+        elif running and number == PROFILE_AFTER + config.profile_steps:
             jax.block_until_ready(metrics)
             jax.profiler.stop_trace()
             running = False
@@ -163,7 +163,7 @@ def show(written: list[str]) -> None:
 
 
 def written_by(run: Run, params: nnx.State) -> list[str]:
-    """What the model writes behind each prompt."""
+    """What the model writes after each prompt."""
     config = run.config
     if not config.sample_length:
         return []
@@ -181,10 +181,10 @@ def written_by(run: Run, params: nnx.State) -> list[str]:
 def how_to_go_on(config: Config) -> str:
     if config.checkpoint_dir:
         return (
-            "Start the same command again, on as many processes or others, to go on from the last "
+            "Start the same command again, on any number of processes, to continue from the last "
             f"checkpoint in {config.checkpoint_dir}."
         )
-    return "Nothing was saved; with --checkpoint-dir it could go on."
+    return "Nothing was saved. Give --checkpoint-dir to be able to continue a run."
 
 
 def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer | None]:
@@ -230,8 +230,8 @@ def begin(
         sys.exit(f"error: {error}")
     except (ValueError, OSError) as error:
         sys.exit(
-            f"error: the run in {run.config.checkpoint_dir} cannot go on: {error} Give "
-            "the --preset, --tokenizer, --optimizer and its settings that it was begun with, or "
+            f"error: the run in {run.config.checkpoint_dir} cannot continue: {error} Give "
+            "the --preset, --tokenizer, --optimizer and settings that it was started with, or "
             "another --checkpoint-dir."
         )
     for warning in caught:
@@ -241,8 +241,8 @@ def begin(
         read = found.extra["windows"]
         if found.extra != order(run, read):
             console.print(
-                "The text, its tokens or their order is another than before: it begins anew. It "
-                f"was {found.extra}, and is {order(run, read)}."
+                "The text, its tokens or their order changed: reading begins anew. Before: "
+                f"{found.extra}. Now: {order(run, read)}."
             )
             read = 0
         return found.step, read, found.params, found.opt_state
@@ -291,13 +291,13 @@ def describe(run: Run) -> None:
     )
     if device.platform == "cpu":
         console.print(
-            f"The workers are simulated and share {os.cpu_count()} CPU cores: times here say "
-            "nothing about real workers."
+            f"The workers are simulated and share {os.cpu_count()} CPU cores: do not compare "
+            "these times with those of real workers."
         )
 
 
 def run_or_exit(config: Config) -> Trained:
-    """Prepares and trains, with one clear line for whatever a user may have set wrongly."""
+    """Prepares and trains; a wrong setting ends it with one clear line."""
     with mistakes_said():
         require_sensible(config)
         hosts.connect(config)
@@ -311,7 +311,7 @@ def run_or_exit(config: Config) -> Trained:
 
 @contextlib.contextmanager
 def mistakes_said() -> Iterator[None]:
-    """Ends the process with a line for what a user may have set wrongly."""
+    """Ends the process with one line for a wrong setting."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:

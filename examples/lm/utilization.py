@@ -21,7 +21,7 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(params, preset: Preset, length: int) -> float:
-    """Of forward and backward pass: 6 for each parameter, and attention (Chowdhery et al., 2022).
+    """FLOPs of forward and backward pass: 6 a parameter, and attention (Chowdhery et al., 2022).
 
     What is computed again (remat) does not count, nor that half of the attention is masked.
     """

@@ -1,12 +1,14 @@
-"""What no run could be made of, said before anything is read, compiled or written."""
+"""Refuses wrong settings, before anything is read, compiled or written."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pydantic
 from etils import epath
 
-from .config import DEFAULT, PROFILE_BEHIND, Config
+from . import stores
+from .config import DEFAULT, PROFILE_AFTER, Config
 from .recipes import RECIPES, steps_of_a_round
 
 OF_PACKETS = (
@@ -21,13 +23,13 @@ OF_PACKETS = (
     "block_side",
     "norm_limit",
 )
-"""Settings that only optimizers which send packets know."""
+"""Settings only of optimizers that send packets."""
 
 _RANGES = pydantic.TypeAdapter(Config)
 
 
 def require_sensible(config: Config) -> None:
-    """Raises ValueError or OSError for what no run could be made of, on whatever devices."""
+    """Raises ValueError or OSError for settings that no run is possible with, on any devices."""
     try:
         _RANGES.validate_python(vars(config))
     except pydantic.ValidationError as error:
@@ -36,15 +38,20 @@ def require_sensible(config: Config) -> None:
     if config.workers:
         require_divisible(config, config.workers * config.fsdp)
     _require_folder("--log-dir", config.log_dir)
-    _require_folder("--tokenizer", config.tokenizer and config.tokenizer.parent)
-    if config.checkpoint_dir and "://" in config.checkpoint_dir:
-        _require_reachable(config.checkpoint_dir)
+    if config.tokenizer and stores.is_url(config.tokenizer):
+        _require_reachable("--tokenizer", config.tokenizer, stores.exists)
+    elif config.tokenizer:
+        _require_folder("--tokenizer", Path(config.tokenizer).parent)
+    if config.checkpoint_dir and stores.is_url(config.checkpoint_dir):
+        _require_reachable(
+            "--checkpoint-dir", config.checkpoint_dir, lambda url: epath.Path(url).exists()
+        )
     elif config.checkpoint_dir:
         _require_folder("--checkpoint-dir", Path(config.checkpoint_dir))
 
 
 def require_divisible(config: Config, devices: int) -> None:
-    """Raises ValueError where a batch cannot be shared out."""
+    """Raises ValueError where a batch cannot be divided."""
     parts = devices * config.microbatches
     if config.batch_size % parts:
         raise ValueError(
@@ -72,15 +79,15 @@ def _sentence(error) -> str:
 
 
 def _require_agreement(config: Config) -> None:
-    """Raises ValueError for settings that make no run together."""
-    if config.log_dir == Path():  # which an empty word becomes, too
-        raise ValueError("--log-dir must name a folder, not '' or '.': its whole path will do.")
+    """Raises ValueError for settings that exclude each other."""
+    if config.log_dir == Path():  # an empty word becomes this too
+        raise ValueError("--log-dir must name a folder, not '' or '.': give its whole path.")
     if config.profile_steps and not config.log_dir:
         raise ValueError("--profile-steps needs a --log-dir to write the profile to.")
-    if config.profile_steps and config.steps < PROFILE_BEHIND + config.profile_steps:
+    if config.profile_steps and config.steps < PROFILE_AFTER + config.profile_steps:
         raise ValueError(
-            f"--profile-steps {config.profile_steps} follow {PROFILE_BEHIND} others: --steps "
-            f"must be at least {PROFILE_BEHIND + config.profile_steps}, not {config.steps}."
+            f"--profile-steps {config.profile_steps} come after {PROFILE_AFTER} others: --steps "
+            f"must be at least {PROFILE_AFTER + config.profile_steps}, not {config.steps}."
         )
     if (config.warmup_steps or 0) > config.steps:
         raise ValueError(
@@ -90,19 +97,20 @@ def _require_agreement(config: Config) -> None:
     if config.local_steps and not RECIPES[config.optimizer].outer:
         raise ValueError(
             f"--local-steps {config.local_steps} are for --optimizer diloco and sparseloco: "
-            f"{config.optimizer} exchanges on every step. Leave them out, or choose one of these."
+            f"{config.optimizer} exchanges on every step. Leave them out, or choose one of the two."
         )
     every = steps_of_a_round(config.optimizer, config.local_steps)
     if config.steps % every:
         raise ValueError(
-            f"--steps {config.steps} end inside a round of --local-steps {every}, whose end alone "
-            f"exchanges: choose a multiple, such as {config.steps - config.steps % every + every}."
+            f"--steps {config.steps} end inside a round of --local-steps {every}; workers exchange "
+            "only at its end. Choose a multiple, such as "
+            f"{config.steps - config.steps % every + every}."
         )
     for name in ("topk_back", "value_coding_back"):
         if getattr(config, name) and config.exchange != "two-phase":
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(config, name)} is for what owners send back, "
-                "whom --exchange all-gather does not know: leave it out, or set --exchange "
+                "and --exchange all-gather has no owners: leave it out, or set --exchange "
                 "two-phase."
             )
     sends_packets = RECIPES[config.optimizer].compression is not None
@@ -115,26 +123,26 @@ def _require_agreement(config: Config) -> None:
             )
     if config.optimizer == "sparseloco" and config.transform != DEFAULT.transform:
         raise ValueError(
-            f"--transform {config.transform} is for momenta, where --optimizer sparseloco sends "
-            "parts of parameters as they are: leave it out."
+            f"--transform {config.transform} is for momenta, but --optimizer sparseloco sends "
+            "parts of parameters as they are, without a transform: leave it out."
         )
     if config.optimizer == "demo-muon" and config.fsdp > 1:
         raise ValueError(
-            f"--fsdp {config.fsdp} cuts the matrices into parts, each of which --optimizer "
-            "demo-muon would make orthogonal by itself: leave one of the two."
+            f"--fsdp {config.fsdp} cuts the matrices into parts, and --optimizer demo-muon would "
+            "make each part orthogonal by itself: give only one of the two settings."
         )
     for name in ("topk", "topk_back"):
         number = getattr(config, name) or 0
         if number > config.block_side**2:
             raise ValueError(
                 f"--{name.replace('_', '-')} {number} is more than a block has: give at most "
-                f"{config.block_side**2}, which is all of it, or blocks of a larger --block-side "
-                f"than {config.block_side}."
+                f"{config.block_side**2}, which is all of it, or a --block-side larger than "
+                f"{config.block_side}."
             )
     if config.scan_layers and config.optimizer == "demo-muon":
         raise ValueError(
-            "--scan-layers makes one array of all layers' matrices, which --optimizer "
-            "demo-muon would not take for matrices: leave one of the two."
+            "--scan-layers makes one array of all layers' matrices, and --optimizer demo-muon "
+            "would not treat it as matrices: leave one of the two settings out."
         )
     explicit = config.coordinator, config.num_processes, config.process_id
     if not config.distributed and 0 < explicit.count(None) < len(explicit):
@@ -158,7 +166,7 @@ def _require_agreement(config: Config) -> None:
 
 
 def _require_folder(flag: str, folder: Path | None) -> None:
-    """Raises OSError where nothing could be written to, or made at, a path."""
+    """Raises OSError where a folder cannot be made or written to."""
     if folder is None:
         return
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
@@ -170,12 +178,12 @@ def _require_folder(flag: str, folder: Path | None) -> None:
         )
 
 
-def _require_reachable(url: str) -> None:
-    """Raises ValueError where the package that speaks to a store, or the store itself, is not."""
+def _require_reachable(flag: str, url: str, exists: Callable[[str], bool]) -> None:
+    """Raises ValueError where a store, or the package for it, is missing."""
     try:
-        epath.Path(url).exists()
+        exists(url)
     except Exception as error:  # each store's package has errors of its own
         raise ValueError(
-            f"--checkpoint-dir {url} cannot be reached ({type(error).__name__}: {error}): gs:// "
+            f"{flag} {url} cannot be reached ({type(error).__name__}: {error}): gs:// "
             "needs the package gcsfs, s3:// needs s3fs, and other stores are not known."
         ) from error

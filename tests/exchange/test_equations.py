@@ -314,7 +314,9 @@ def test_a_part_that_is_damaged_on_its_way_to_an_owner_stays_with_its_sender(mon
         is_2 = jax.lax.axis_index("data") == 2
         return jnp.where(is_2, flipped(packets, places), packets)
 
-    monkeypatch.setattr(collectives, "deal", damaged(collectives.deal, from_1_to_2, [1]))
+    monkeypatch.setattr(
+        collectives, "all_to_all", damaged(collectives.all_to_all, from_1_to_2, [1])
+    )
     _, new = started(tx, 3)[0](drawn, state)
     # Of five whole blocks two each; the first one has the shorter block as well.
     of_owner = [np.r_[0:16, 40:44], np.r_[16:32], np.r_[32:40]]

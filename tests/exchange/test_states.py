@@ -16,7 +16,7 @@ from demo_optax.checkpoint import Checkpointer
 from demo_optax.compression import make_plan
 from demo_optax.compression.packet import Origin
 from demo_optax.exchange.delayed import decode_pending
-from demo_optax.exchange.protocol import Taken, own_numbers
+from demo_optax.exchange.protocol import Subtraction, own_numbers
 from tests import workers
 from tests.sweeps import sweep
 
@@ -105,7 +105,7 @@ def with_pending(trained, exchange):
         (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted
         origin = Origin(state.count - 1, own_numbers(len(packets), "data"))
         message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
-        taken = Taken(message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])
+        taken = Subtraction(message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])
         leaves, found = jax.tree.leaves(state.momentum), []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
             own = part.momenta([x[0] for x in leaves[slice(*part.tensors)]])
