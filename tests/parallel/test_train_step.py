@@ -128,8 +128,8 @@ def test_step_compiles_once_with_schedules(compiled):
 
 def test_bfloat16_parameters_have_a_float32_momentum():
     tx = demo_optax.decoupled_momentum(0.9, demo_optax.Compression(1, 8), axis_name="data")
-    start = model.init(jnp.bfloat16)
-    params, state, _ = workers.train(tx, range(1), params=functools.partial(model.init, jnp.bfloat16))
+    start = functools.partial(model.init, jnp.bfloat16)
+    params, state, _ = workers.train(tx, range(1), params=start)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.momentum))
     for worker in range(model.WORKERS):
