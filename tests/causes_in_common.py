@@ -16,7 +16,7 @@ def two():
 
 
 def state_of(workers_number):
-    return workers.first(DEMO, workers.mesh_of(workers_number))[1]
+    return workers.initial(DEMO, workers.mesh_of(workers_number))[1]
 
 
 def without(name, action):

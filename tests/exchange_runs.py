@@ -61,7 +61,7 @@ class Trained:
     def __init__(self, tx, *sizes, names=("data", "fsdp", "tensor"), specs=SPECS):
         self.tx, self.mesh = tx, workers.mesh_of(*sizes, names=names)
         self.specs = specs if len(sizes) > 1 else None
-        self.params, self.state = workers.first(tx, self.mesh, ones, param_specs=self.specs)
+        self.params, self.state = workers.initial(tx, self.mesh, ones, param_specs=self.specs)
         self.step = workers.step_of(tx, self.mesh, loss, param_specs=self.specs)
 
     def run(self, steps):

@@ -15,7 +15,7 @@ EXTRA = {"key": jax.random.key(5), "windows": 3, "note": "abc", "table": np.aran
 def run_of(step):
     """Parameters, state and extra that no other step has, of momenta that differ by worker."""
     numbers = np.random.default_rng(step)
-    run = workers.first(TX, workers.mesh_of(2))
+    run = workers.initial(TX, workers.mesh_of(2))
 
     def another(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -286,7 +286,7 @@ def test_what_is_frozen_stays_so_behind_other_links(name):
 
 
 def test_energies_beyond_float32_mute_nobody():
-    state = jax.device_get(workers.first(DEMO, MESH)[1])
+    state = jax.device_get(workers.initial(DEMO, MESH)[1])
     for name in ("hidden", "out"):
         state[0].momentum[name] = state[0].momentum[name].copy()
         state[0].momentum[name][2, 0, 0, 0] = 1.5e19

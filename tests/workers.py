@@ -29,7 +29,7 @@ def train(
     Returns what ``start`` holds (parameters and state, unless given) and the metrics of each step.
     """
     mesh = mesh or mesh_of(model.WORKERS)
-    carry = start or first(tx, mesh, params, axis_name, param_specs)
+    carry = start or initial(tx, mesh, params, axis_name, param_specs)
     step = step_of(tx, mesh, loss, axis_name, param_specs=param_specs, **options)
     all_metrics = []
     for i in steps:
@@ -39,19 +39,19 @@ def train(
     return *carry, all_metrics
 
 
-def first(tx, mesh, params=model.init, axis_name="data", param_specs=None):
+def initial(tx, mesh, params=model.init, axis_name="data", param_specs=None):
     """``params()`` and a state for them, which is made once for all that give the same arguments.
 
     The arrays are the caller's own, who may donate them.
     """
     specs, structure = jax.tree.flatten(param_specs)
-    state = _first_state(tx, mesh, params, axis_name, structure, *specs)
+    state = _initial_state(tx, mesh, params, axis_name, structure, *specs)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return params(), jax.device_put(state, shardings, may_alias=False)
 
 
 @functools.lru_cache(64)
-def _first_state(tx, mesh, params, axis_name, structure, *specs):
+def _initial_state(tx, mesh, params, axis_name, structure, *specs):
     specs = jax.tree.unflatten(structure, specs)
     return demo_optax.init_opt_state(tx, params(), mesh, axis_name, specs)
 

@@ -134,7 +134,7 @@ def test_an_axis_that_the_mesh_lacks_is_named():
 def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
     specs = {"whole": P(), "sharded": {"hidden": P("fsdp"), "bias": P(), "out": P()}}[specs]
     mesh = MESH
-    params, state = workers.first(TX, mesh, param_specs=specs)
+    params, state = workers.initial(TX, mesh, param_specs=specs)
     step = workers.step_of(TX, mesh, param_specs=specs)
     program = step.lower(params, state, model.batch(0)).compile().as_text()
     _, _, metrics = step(params, state, model.batch(0))

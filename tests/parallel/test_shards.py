@@ -140,7 +140,7 @@ def test_a_worker_of_several_devices_may_hold_whole_parameters(way):
 
 
 def lower_step(mesh, specs, way):
-    _, state = workers.first(SGD, mesh, params, "replica", specs)
+    _, state = workers.initial(SGD, mesh, params, "replica", specs)
     step = demo_optax.make_train_step(
         model.loss, SGD, mesh, "replica", param_specs=specs, **WAYS[way]
     )
@@ -310,7 +310,7 @@ def test_a_sharded_model_trains_in_a_loop_of_ones_own():
 @sweep("manual", way=["manual", "compiler"])
 def test_sharded_steps_compile_once(way, compiled):
     mesh = mesh_of(2, 2)
-    values, state = workers.first(SGD, mesh, params, "replica", SPECS)
+    values, state = workers.initial(SGD, mesh, params, "replica", SPECS)
     step = demo_optax.make_train_step(
         model.loss, SGD, mesh, "replica", param_specs=SPECS, **WAYS[way]
     )

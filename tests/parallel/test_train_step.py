@@ -87,7 +87,7 @@ def test_each_worker_and_microbatch_has_its_own_key():
         return model.loss(params, batch), jax.random.bits(key, (2,))
 
     step = demo_optax.make_train_step(loss_fn, PLAIN_SGD, MESH, microbatches=2, random_key=True)
-    params, state = workers.first(PLAIN_SGD, MESH)
+    params, state = workers.initial(PLAIN_SGD, MESH)
     drawn = set()
     for i in range(3):
         key = jax.random.fold_in(jax.random.key(0), i)
