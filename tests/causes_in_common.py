@@ -5,7 +5,7 @@ import sys
 from unittest import mock
 
 import demo_optax
-from tests import model, workers
+from tests import workers
 
 LIBRARY = pathlib.Path(demo_optax.__file__).parent
 DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
@@ -16,7 +16,7 @@ def two():
 
 
 def state_of(workers_number):
-    return demo_optax.init_opt_state(DEMO, model.init(), workers.mesh_of(workers_number))
+    return workers.initial(DEMO, workers.mesh_of(workers_number))[1]
 
 
 def without(name, action):

@@ -15,14 +15,14 @@ EXTRA = {"key": jax.random.key(5), "windows": 3, "note": "abc", "table": np.aran
 def run_of(step):
     """Parameters, state and extra that no other step has, of momenta that differ by worker."""
     numbers = np.random.default_rng(step)
-    state = demo_optax.init_opt_state(TX, model.init(), workers.mesh_of(2))
+    run = workers.initial(TX, workers.mesh_of(2))
 
     def another(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return jax.device_put(numbers.normal(size=x.shape).astype(x.dtype), x.sharding)
 
-    return jax.tree.map(another, (model.init(), state)), EXTRA | {"windows": 100 * step}
+    return jax.tree.map(another, run), EXTRA | {"windows": 100 * step}
 
 
 RUNS = {step: run_of(step) for step in (1, 2)}

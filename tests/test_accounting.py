@@ -113,6 +113,14 @@ def test_step_times_add_up():
         demo_optax.accounting.step_times(params, settings, 0, 1e8)
 
 
+def test_traffic_does_not_grow_with_the_workers():
+    shapes = preset_shapes("300m")
+    compression = Compression(topk=8, value_coding="int4")
+    at_64 = demo_optax.accounting.received_bytes(compression, shapes, 64, TWO_PHASE)
+    assert at_64 < demo_optax.accounting.received_bytes(compression, shapes, 64) / 10
+    assert demo_optax.accounting.received_bytes(compression, shapes, 1024, TWO_PHASE) < 1.15 * at_64
+
+
 EXCHANGES = {
     "gather": GATHER,
     "two-phase": TWO_PHASE,

@@ -78,7 +78,7 @@ REFUSED = {
 def test_it_trains_and_replicas_stay_alike(name):
     mesh, tx = MESH, TRAIN[name]
     extra = {"value": 1.0} if name == "reduce_on_plateau" else {}
-    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    params, state = workers.initial(tx, mesh)
     step = workers.step_of(tx, mesh)
     batch = model.batch(0)
     first = model.loss(params, batch)
@@ -97,7 +97,7 @@ def test_it_is_refused_with_advice(name, annotations_unchecked):
 
 def test_multi_steps_are_one_step_of_the_mean_and_keep_the_fields_of_optax():
     mesh, tx = MESH, TRAIN["demo_optax.multi_steps"]
-    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    params, state = workers.initial(tx, mesh)
     assert isinstance(state, optax.MultiStepsState)
     step = workers.step_of(tx, mesh)
     batches = [model.batch(i) for i in range(2)]

@@ -145,7 +145,7 @@ def test_local_gradients_are_not_accused_even_where_clipping_makes_their_norms_e
     step = demo_optax.make_train_step(
         model.loss, DEMO, workers.mesh_of(2), "data", clip_norm=clip_norm
     )
-    params, state = model.init(), demo_optax.init_opt_state(DEMO, model.init(), workers.mesh_of(2))
+    params, state = workers.initial(DEMO, workers.mesh_of(2))
     for i in range(50):
         params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
         demo_optax.check_metrics(metrics.exchange)
@@ -166,9 +166,8 @@ def test_train_step_refuses_an_optimizer_that_does_not_exchange():
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.parametrize("made_for, used_on", [(8, 4), (4, 8)])
 def test_state_of_another_number_of_workers(made_for, used_on, placed):
-    params = model.init()
-    state = demo_optax.init_opt_state(DEMO, params, workers.mesh_of(made_for))
-    step = demo_optax.make_train_step(model.loss, DEMO, workers.mesh_of(used_on))
+    params, state = workers.initial(DEMO, workers.mesh_of(made_for))
+    step = workers.step_of(DEMO, workers.mesh_of(used_on))
     with pytest.raises(ValueError, match="another number of workers"):
         step(params, state if placed else jax.device_get(state), model.batch(0))
 

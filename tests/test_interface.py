@@ -86,7 +86,7 @@ def test_a_parameter_may_be_a_number():
     params = train(
         DEMO,
         loss=lambda p, b: model.loss(p | {"bias": p["bias"] + jnp.zeros(16)}, b),
-        params=model.init() | {"bias": 0.5},
+        params=lambda: model.init() | {"bias": 0.5},
     )[0]
     assert params["bias"].shape == () and params["bias"] != 0.5
 
@@ -169,7 +169,7 @@ def test_a_module_of_flax_is_a_tree_of_parameters():
     def loss(module, batch):
         return jnp.mean(jnp.square(module(batch["x"]) - batch["y"]))
 
-    module, _, metrics = train(DEMO, loss=loss, params=Model(nnx.Rngs(0)))
+    module, _, metrics = train(DEMO, loss=loss, params=lambda: Model(nnx.Rngs(0)))
     assert isinstance(module, Model)
     assert metrics[-1].exchange.participants == WORKERS
 
@@ -191,7 +191,7 @@ class Identical:
 
 def test_a_registered_class_without_equality_is_a_tree_of_parameters():
     params, *_ = train(
-        DEMO, loss=lambda p, b: model.loss(p.leaves, b), params=Identical(model.init())
+        DEMO, loss=lambda p, b: model.loss(p.leaves, b), params=lambda: Identical(model.init())
     )
     plain, *_ = train(DEMO)
     np.testing.assert_array_equal(params.leaves["out"], plain["out"])
@@ -254,8 +254,7 @@ def test_doubles_train_where_jax_has_them(name, dtype):
         ),
     }[name]
     with jax.enable_x64(True):
-        before = model.init(dtype)
-        params, _, metrics = train(tx(), params=before)
+        params, _, metrics = train(tx(), params=lambda: model.init(dtype))
         assert metrics[-1].exchange.participants == WORKERS
         for n, x in params.items():
             assert x.dtype == dtype
@@ -287,7 +286,7 @@ def test_what_is_frozen_stays_so_behind_other_links(name):
 
 
 def test_energies_beyond_float32_mute_nobody():
-    state = jax.device_get(demo_optax.init_opt_state(DEMO, model.init(), MESH))
+    state = jax.device_get(workers.initial(DEMO, MESH)[1])
     for name in ("hidden", "out"):
         state[0].momentum[name] = state[0].momentum[name].copy()
         state[0].momentum[name][2, 0, 0, 0] = 1.5e19

@@ -210,7 +210,7 @@ def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     tx = BOTH[name]
     step = workers.step_of(tx, MESH)
     batches = jax.tree.map(lambda *x: np.stack(x), *[model.batch(i) for i in range(3)])
-    start = model.init(), demo_optax.init_opt_state(tx, model.init(), MESH)
+    start = workers.initial(tx, MESH)
 
     @jax.jit
     def a_round(*carry):

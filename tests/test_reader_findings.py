@@ -81,7 +81,7 @@ def test_accumulation_in_sharded_workers_keeps_what_is_whole_inside_them():
         tx,
         range(2),
         mesh=mesh,
-        params=params,
+        params=lambda: params,
         loss=lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2),
         batch=lambda _: batch,
         param_specs=specs,
@@ -98,7 +98,7 @@ def test_a_partition_that_exchanges_by_itself_moves_while_another_waits():
         tx,
         range(1),
         mesh=workers.mesh_of(4),
-        params=params,
+        params=lambda: params,
         loss=lambda p, x: jnp.sum(p["w"]) + jnp.sum(p["e"]) * jnp.mean(x),
         batch=lambda _: jnp.ones((4, 1)),
     )

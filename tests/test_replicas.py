@@ -80,9 +80,11 @@ def test_replicas_along_two_axes_are_those_along_one():
 @pytest.mark.parametrize("kind, placed", [("Explicit", True), ("Auto", False), slow("Auto", True)])
 def test_replicas_are_the_same_on_every_type_of_mesh(kind, placed):
     mesh = workers.mesh_of(8, kind=jax.sharding.AxisType[kind])
-    params = model.init()
-    if placed:
-        params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+
+    def params():
+        everywhere = jax.NamedSharding(mesh, jax.P())
+        return jax.device_put(model.init(), everywhere) if placed else model.init()
+
     params, state, _ = workers.train(OPTIMIZERS["demo"], range(5), mesh=mesh, params=params)
     ours = params, state[0].momentum
     chex.assert_trees_all_equal(ours, trained(5))

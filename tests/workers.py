@@ -21,7 +21,7 @@ def mesh_of(*sizes, names=("data", "fsdp", "tensor"), kind=AxisType.Explicit):
 
 
 def train(
-    tx, steps, *, mesh=None, start=None, params=None, loss=model.loss, batch=model.batch,
+    tx, steps, *, mesh=None, start=None, params=model.init, loss=model.loss, batch=model.batch,
     axis_name="data", param_specs=None, **options,
 ):  # fmt: skip
     """Trains on ``batch(i)`` for each ``i`` of ``steps``, from ``start`` or from the beginning.
@@ -29,11 +29,9 @@ def train(
     Returns what ``start`` holds (parameters and state, unless given) and the metrics of each step.
     """
     mesh = mesh or mesh_of(model.WORKERS)
-    if start is None:
-        params = model.init() if params is None else params
-        start = params, demo_optax.init_opt_state(tx, params, mesh, axis_name, param_specs)
+    carry = start or initial(tx, mesh, params, axis_name, param_specs)
     step = step_of(tx, mesh, loss, axis_name, param_specs=param_specs, **options)
-    carry, all_metrics = start, []
+    all_metrics = []
     for i in steps:
         # Simulated devices share a few threads: several steps in flight can wait for each other.
         *carry, metrics = jax.block_until_ready(step(*carry, batch(i)))
@@ -41,8 +39,25 @@ def train(
     return *carry, all_metrics
 
 
+def initial(tx, mesh, params=model.init, axis_name="data", param_specs=None):
+    """``params()`` and a state for them, which is made once for all that give the same arguments.
+
+    The arrays are the caller's own, who may donate them.
+    """
+    specs, structure = jax.tree.flatten(param_specs)
+    state = _initial_state(tx, mesh, params, axis_name, structure, *specs)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return params(), jax.device_put(state, shardings, may_alias=False)
+
+
+@functools.lru_cache(64)
+def _initial_state(tx, mesh, params, axis_name, structure, *specs):
+    specs = jax.tree.unflatten(structure, specs)
+    return demo_optax.init_opt_state(tx, params(), mesh, axis_name, specs)
+
+
 def step_of(tx, mesh, loss=model.loss, axis_name="data", **options):
-    """The train step, which is compiled once for all that ask with the same arguments."""
+    """The train step, which is compiled once for all that give the same arguments."""
     leaves, structure = jax.tree.flatten(options)
     return _step_of(tx, mesh, loss, axis_name, structure, *leaves)
 

@@ -236,8 +236,8 @@ def test_other_shards_are_reached_through_parameter_space(tmp_path):
 
 
 def test_the_last_few_are_kept_and_any_of_them_can_be_restored(tmp_path):
-    mesh, params = workers.mesh_of(2), model.init()
-    state = demo_optax.init_opt_state(SGD, params, mesh)
+    mesh = workers.mesh_of(2)
+    params, state = workers.initial(SGD, mesh)
     with Checkpointer(tmp_path, SGD, mesh, keep=2) as checkpointer:
         for step in (1, 2, 3):
             scaled = {name: x * step for name, x in params.items()}
@@ -280,7 +280,7 @@ def test_parameters_alone_of_a_flax_model(tmp_path):
 def test_a_checkpoint_of_something_else_is_refused(tx, params, message, tmp_path):
     mesh = workers.mesh_of(2)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
-        checkpointer.save(1, model.init(), demo_optax.init_opt_state(SGD, model.init(), mesh))
+        checkpointer.save(1, *workers.initial(SGD, mesh))
     with (
         Checkpointer(tmp_path, tx, mesh) as checkpointer,
         pytest.raises(ValueError, match=message),
@@ -300,8 +300,8 @@ def test_names_that_look_alike_and_leaves_without_elements_stay_apart(tmp_path):
 
 
 def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
-    mesh, params = workers.mesh_of(2), model.init()
-    state = demo_optax.init_opt_state(SGD, params, mesh)
+    mesh = workers.mesh_of(2)
+    params, state = workers.initial(SGD, mesh)
     with Checkpointer(tmp_path, SGD, mesh) as writer:
         writer.save(1, params, state, wait=True)
         writer.save(2, params, state)
@@ -313,9 +313,9 @@ def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
 
 @pytest.mark.parametrize("extra", [None, {"a": 1}, {"a": 1, "b": 2, "c": 3}])
 def test_another_extra_is_refused(extra, tmp_path):
-    mesh, params = workers.mesh_of(2), model.init()
+    mesh = workers.mesh_of(2)
+    params, state = workers.initial(SGD, mesh)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
-        state = demo_optax.init_opt_state(SGD, params, mesh)
         checkpointer.save(1, params, state, {"a": 1, "b": 2})
         with pytest.raises(ValueError, match="extra are not those"):
             checkpointer.restore(params, extra)

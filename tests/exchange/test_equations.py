@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import demo_optax
 from demo_optax import AllGather, Delayed, TwoPhase, accounting
-from demo_optax.accounting.models import preset_shapes
 from demo_optax.exchange import collectives, two_phase
 from tests import draws, workers
 from tests.sweeps import sweep
@@ -134,6 +133,7 @@ def plain(**settings):
 
 
 ALL, OWNERS = AllGather("data"), TwoPhase("data")
+AT_ONCE = {"gather": ALL, "two-phase": OWNERS}
 # Means of a few rounded values lie between two others, where NumPy's last bit would decide.
 EXACT = TwoPhase("data", value_coding_back="float32")
 WAYS = {
@@ -148,9 +148,7 @@ WAYS = {
     ("gather", "topk", "float32", ("senders", 1.0, 3)),
     ("gather", "bins", "bfloat16", ("workers", 0.4, 4)),
     ("two-phase", "striding", "float32", ("workers", 0.4, 4)),
-    ("two-phase", "topk", "bfloat16", ("senders", 1.0, 3)),
     ("delayed", "random-slicing", "bfloat16", ("senders", 1.0, 3)),
-    ("delayed", "bins", "float32", ("workers", 0.4, 4)),
     ("delayed two-phase", "random-slicing", "float32", ("senders", 1.0, 3)),
     ("delayed two-phase", "topk", "bfloat16", ("workers", 0.4, 4)),
     exchange=WAYS,
@@ -174,11 +172,10 @@ def test_twenty_steps_follow_the_equations(exchange, selection, coding, setting)
         np.testing.assert_allclose(stored, simulated.momenta, atol=2e-5)
 
 
-@sweep("two-phase", exchange=["gather", "two-phase"])
-def test_delayed_by_a_step_constant_gradients_give_the_same_steps(exchange):
-    exchange = {"gather": ALL, "two-phase": OWNERS}[exchange]
+@sweep("two-phase", name=AT_ONCE)
+def test_delayed_by_a_step_constant_gradients_give_the_same_steps(name):
     drawn, runs = gradients(0, 3), []
-    for way in (exchange, Delayed(exchange)):
+    for way in (AT_ONCE[name], Delayed(AT_ONCE[name])):
         update, state = started(momentum(plain(topk=2), way), 3)
         runs.append([])
         for _ in range(10):
@@ -384,17 +381,9 @@ def test_one_deal_and_one_gather_as_large_as_accounted(count, selection):
     assert received == (dealt / count + gathered) * (count - 1)
 
 
-def test_traffic_does_not_grow_with_the_workers():
-    shapes = preset_shapes("300m")
-    compression = demo_optax.Compression(topk=8, value_coding="int4")
-    at_64 = accounting.received_bytes(compression, shapes, 64, OWNERS)
-    assert at_64 < accounting.received_bytes(compression, shapes, 64) / 10
-    assert accounting.received_bytes(compression, shapes, 1024, OWNERS) < 1.15 * at_64
-
-
-@sweep(("gather", 0), ("two-phase", 1), exchange=["gather", "two-phase"], delay=[0, 1])
-def test_a_delayed_collective_does_not_wait_for_the_gradient(exchange, delay):
-    exchange = {"gather": ALL, "two-phase": OWNERS}[exchange]
+@sweep(("gather", 0), ("two-phase", 1), name=AT_ONCE, delay=[0, 1])
+def test_a_delayed_collective_does_not_wait_for_the_gradient(name, delay):
+    exchange = AT_ONCE[name]
     way, mesh = Delayed(exchange) if delay else exchange, workers.mesh_of(4)
     tx = momentum(plain(topk=2), way)
     stacked = demo_optax.stack_workers(tx, mesh)

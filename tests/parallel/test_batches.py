@@ -133,8 +133,8 @@ def test_an_axis_that_the_mesh_lacks_is_named():
 @sweep("sharded", specs=["whole", "sharded"])
 def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
     specs = {"whole": P(), "sharded": {"hidden": P("fsdp"), "bias": P(), "out": P()}}[specs]
-    mesh, params = MESH, model.init()
-    state = demo_optax.init_opt_state(TX, params, mesh, param_specs=specs)
+    mesh = MESH
+    params, state = workers.initial(TX, mesh, param_specs=specs)
     step = workers.step_of(TX, mesh, param_specs=specs)
     program = step.lower(params, state, model.batch(0)).compile().as_text()
     _, _, metrics = step(params, state, model.batch(0))

@@ -272,7 +272,7 @@ TX = demo_optax.demo(5e-3, demo_optax.Compression(4, 8), decay=0.95, axis_name="
 def test_training_goes_on_after_a_repair_as_if_nothing_had_happened():
     def train(steps, start=None):
         params, state, metrics = workers.train(
-            TX, steps, mesh=MESH, params=place(model.init(), MESH), start=start
+            TX, steps, mesh=MESH, params=lambda: place(model.init(), MESH), start=start
         )
         return params, state, [np.asarray(one.loss).tolist() for one in metrics]
 

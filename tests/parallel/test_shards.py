@@ -64,7 +64,7 @@ def train(mesh, specs, steps=4, tx=SGD, **way):
         tx,
         range(steps),
         mesh=mesh,
-        params=params(),
+        params=params,
         axis_name="replica",
         param_specs=specs,
         clip_norm=1.0,
@@ -140,7 +140,7 @@ def test_a_worker_of_several_devices_may_hold_whole_parameters(way):
 
 
 def lower_step(mesh, specs, way):
-    state = demo_optax.init_opt_state(SGD, params(), mesh, "replica", specs)
+    _, state = workers.initial(SGD, mesh, params, "replica", specs)
     step = demo_optax.make_train_step(
         model.loss, SGD, mesh, "replica", param_specs=specs, **WAYS[way]
     )
@@ -232,7 +232,7 @@ def test_a_worker_is_left_out_with_all_its_shards(way):
         workers.train,
         SGD,
         mesh=mesh,
-        params=params(),
+        params=params,
         loss=loss,
         batch=batch,
         axis_name="replica",
@@ -310,7 +310,7 @@ def test_a_sharded_model_trains_in_a_loop_of_ones_own():
 @sweep("manual", way=["manual", "compiler"])
 def test_sharded_steps_compile_once(way, compiled):
     mesh = mesh_of(2, 2)
-    values, state = params(), demo_optax.init_opt_state(SGD, params(), mesh, "replica", SPECS)
+    values, state = workers.initial(SGD, mesh, params, "replica", SPECS)
     step = demo_optax.make_train_step(
         model.loss, SGD, mesh, "replica", param_specs=SPECS, **WAYS[way]
     )

@@ -141,7 +141,7 @@ def test_only_the_packet_crosses_between_workers(name):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         step = workers.step_of(TX, mesh, MODELS[name](mesh), axis_names=(), **OPTIONS)
-        state = demo_optax.init_opt_state(TX, model.init(), mesh, "replica", SPECS)
+        _, state = workers.initial(TX, mesh, axis_name="replica", param_specs=SPECS)
         program = step.lower(model.init(), state, model.batch(0)).compile().as_text()
     sent = demo_optax.accounting.collectives(program)
     (packet,) = [one for one in sent if one.crosses(mesh, "replica")]

@@ -20,7 +20,7 @@ MESH = workers.mesh_of(WORKERS)
 
 def prepared(tx=TX, **options):
     step = workers.step_of(tx, MESH, **options)
-    return step, model.init(), demo_optax.init_opt_state(tx, model.init(), MESH)
+    return step, *workers.initial(tx, MESH)
 
 
 def batches(steps):
@@ -143,7 +143,7 @@ def test_a_random_key_is_placed():
         return model.loss(params, batch) + jax.random.normal(key)
 
     step = workers.step_of(TX, MESH, noisy, random_key=True)
-    state = demo_optax.init_opt_state(TX, model.init(), MESH)
+    _, state = workers.initial(TX, MESH)
     key = jax.device_put(jax.random.key(0), jax.devices()[7])
     losses = step(model.init(), state, model.batch(0), key)[2].loss
     assert len(np.unique(losses)) == WORKERS

@@ -87,8 +87,7 @@ def test_each_worker_and_microbatch_has_its_own_key():
         return model.loss(params, batch), jax.random.bits(key, (2,))
 
     step = demo_optax.make_train_step(loss_fn, PLAIN_SGD, MESH, microbatches=2, random_key=True)
-    params = model.init()
-    state = demo_optax.init_opt_state(PLAIN_SGD, params, MESH)
+    params, state = workers.initial(PLAIN_SGD, MESH)
     drawn = set()
     for i in range(3):
         key = jax.random.fold_in(jax.random.key(0), i)
@@ -129,7 +128,7 @@ def test_step_compiles_once_with_schedules(compiled):
 
 def test_bfloat16_parameters_have_a_float32_momentum():
     tx = demo_optax.decoupled_momentum(0.9, demo_optax.Compression(1, 8), axis_name="data")
-    start = model.init(jnp.bfloat16)
+    start = functools.partial(model.init, jnp.bfloat16)
     params, state, _ = workers.train(tx, range(1), params=start)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.momentum))

@@ -1,0 +1,124 @@
+"""Runs with each exchange, which are saved and restored on other meshes and with other settings."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax.checkpoint import Checkpointer
+from demo_optax.compression import make_plan
+from demo_optax.compression.packet import Origin
+from demo_optax.exchange.delayed import decode_pending
+from demo_optax.exchange.protocol import Subtraction, own_numbers
+from tests import workers
+
+SHAPES = {"v": (30,), "w": (32, 24)}
+SPECS = {"v": P(), "w": P("fsdp")}
+EXCHANGES = {
+    "all-gather": demo_optax.AllGather("data"),
+    "two-phase": demo_optax.TwoPhase("data"),
+    "delayed": demo_optax.Delayed(demo_optax.AllGather("data")),
+    "delayed two-phase": demo_optax.Delayed(demo_optax.TwoPhase("data")),
+}
+KEEPING = ["two-phase", "delayed", "delayed two-phase"]
+
+
+@functools.cache
+def optimizer(exchange, subtraction_factor=1.0, **settings):
+    settings = {"topk": 4, "block_side": 8, "value_coding": "int4"} | settings
+    return optax.chain(
+        demo_optax.decoupled_momentum(
+            0.9,
+            demo_optax.Compression(**settings),
+            exchange=EXCHANGES[exchange],
+            subtraction_factor=subtraction_factor,
+        ),
+        optax.scale_by_sign(),
+        optax.scale(-1e-2),
+    )
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"] - 1) ** 2) + jnp.sum(params["v"] ** 2) * jnp.mean(batch)
+
+
+def batch(step):
+    return np.random.default_rng(step).normal(size=(48, 32)).astype(np.float32)
+
+
+def ones():
+    return {n: jnp.ones(shape) for n, shape in SHAPES.items()}
+
+
+class Trained:
+    """A run on a mesh of these sizes, which may be saved and restored."""
+
+    def __init__(self, tx, *sizes, names=("data", "fsdp", "tensor"), specs=SPECS):
+        self.tx, self.mesh = tx, workers.mesh_of(*sizes, names=names)
+        self.specs = specs if len(sizes) > 1 else None
+        self.params, self.state = workers.initial(tx, self.mesh, ones, param_specs=self.specs)
+        self.step = workers.step_of(tx, self.mesh, loss, param_specs=self.specs)
+
+    def run(self, steps):
+        self.params, self.state, (*_, self.metrics) = workers.train(
+            self.tx,
+            steps,
+            mesh=self.mesh,
+            start=(self.params, self.state),
+            loss=loss,
+            batch=batch,
+            param_specs=self.specs,
+        )
+        return self
+
+    def checkpointer(self, folder):
+        return Checkpointer(folder, self.tx, self.mesh, param_specs=self.specs)
+
+    def restored(self, folder):
+        with self.checkpointer(folder) as checkpointer:
+            found = checkpointer.restore(self.params)
+        self.params, self.state = found.params, found.opt_state
+        return self
+
+    def saved(self, folder):
+        with self.checkpointer(folder) as checkpointer:
+            checkpointer.save(int(self.state[0].count), self.params, self.state, wait=True)
+        return self
+
+
+def with_pending(trained, exchange):
+    """Momenta with the pending messages in them, put back by each device itself."""
+    specs = demo_optax.state_specs(
+        trained.tx, trained.params, trained.mesh, param_specs=trained.specs
+    )[0]
+
+    def put_back(state):
+        plan = make_plan(state.exchange.format.compression, state.exchange.format.shapes)
+        (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted
+        origin = Origin(state.count - 1, own_numbers(len(packets), "data"))
+        message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
+        taken = Subtraction(message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])
+        leaves, found = jax.tree.leaves(state.momentum), []
+        for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
+            own = part.momenta([x[0] for x in leaves[slice(*part.tensors)]])
+            added = [(at, -values, factors) for at, values, factors in rows]
+            found += [x[None] for x in part.stored(part.subtract(own, added, origin.step, delay=0))]
+        return jax.tree.unflatten(jax.tree.structure(state.momentum), found)
+
+    put_back = jax.shard_map(
+        put_back, mesh=trained.mesh, in_specs=(specs,), out_specs=specs.momentum, check_vma=False
+    )
+    return jax.jit(put_back)(trained.state[0])
+
+
+def assert_nothing_pending(state):
+    kept = state[0].exchange
+    assert not np.any(kept.pending) and not np.any(kept.subtracted)
+
+
+assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)
