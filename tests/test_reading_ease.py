@@ -20,7 +20,7 @@ One sentence of six words here. And [a link](https://example.org/a.b.c) with `co
 |---|---|
 
 - An item without a full stop
-- *Another one.* With two.
+- Another one! With two.
 
 ```python
 print("Code. Is. Not. Counted.")
@@ -38,7 +38,7 @@ def test_sentences_are_those_of_paragraphs_and_lists():
         "One sentence of six words here.",
         "And a link with `codeof_it`!",
         "An item without a full stop",
-        "*Another one.*",
+        "Another one!",
         "With two.",
     ]
     ease = reading_ease.measure(PAGE)
