@@ -14,7 +14,7 @@ from .study import Method, Study
 from .tables import Row, rows
 
 FOLDER = ROOT / "docs"
-COLOURS = ("#000000", "#8d8d8d", "#1b6ca8", "#c8553d", "#3a9d6e", "#8e5ea2", "#d19a00")
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = "osv^D*X"
 
 
