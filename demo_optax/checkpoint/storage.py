@@ -176,8 +176,9 @@ class Checkpointer:
         }
         described = {part: digests(x) for part, x in leaves.items()}
         found = layout.find_layout(self._tx, params, *self._where)
-        meaning = description.describe(found, params, opt_state, *self._where[:2]) | {
-            "leaves": described
+        meaning: dict[str, Any] = {
+            **description.describe(found, params, opt_state, *self._where[:2]),
+            "leaves": described,
         }
         meaning["seal"] = seal(meaning)
         with reading.caught() as failure:
