@@ -146,8 +146,8 @@ def demo_scaled(
     Without the scaling a few rows with large gradients take most of the packet. The second moment
     :math:`v_i`, bias-corrected to :math:`\hat v_i`, is never sent. A coefficient counts by how many
     workers sent it, where `demo` averages over these alone. The root, where `demo` takes the sign,
-    makes small elements move less (`scale_by_signed_root`). ``docs/quality.md`` shows the effect of
-    each. Begin with the learning rate of an AdamW that was tuned for the same model.
+    makes small elements move less (`scale_by_signed_root`). ``docs/explanation/quality.md`` shows
+    the effect of each. Begin with the learning rate of an AdamW that was tuned for the same model.
 
     Args:
       learning_rate: this and the arguments not named here are those of `demo`.

@@ -183,7 +183,7 @@ plt.show()
 # it waits for its turn. How long is too long depends on the run: what waited for hundreds of steps
 # is stale when it is sent. Here even the published 0.999 does little harm. The language model of the
 # examples had about the same loss with 0.98, 0.99 and 0.995, and a higher one with 0.95 and 0.9 (one
-# seed, 1,020 steps; `docs/quality.md` has the figures). $\alpha$ below 1 leaves a
+# seed, 1,020 steps; `docs/explanation/quality.md` has the figures). $\alpha$ below 1 leaves a
 # part of what was sent in the momentum, to be sent again; here it hardly matters. DCT and
 # Hadamard have about the same loss. The identity has a much higher one, though its entries hold more
 # energy (notebook 1). An entry moves one parameter; a coefficient of a transform moves a whole block.

@@ -6,7 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
@@ -21,7 +21,9 @@ FORMAT = 6
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
 
-def describe(layout: Layout, params, opt_state, mesh: Mesh, axis_name: AxisName) -> dict:
+def describe(
+    layout: Layout, params, opt_state, mesh: Mesh | AbstractMesh, axis_name: AxisName
+) -> dict:
     """Describes a state of arrays or shapes. A restore compares what was saved with what it needs.
 
     Returns:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from demo_optax import checks
 from demo_optax.axes import AxisName
@@ -77,7 +77,7 @@ class Checkpointer:
         self,
         directory: str | os.PathLike,
         tx: optax.GradientTransformation,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         axis_name: AxisName = "data",
         param_specs=None,
         *,

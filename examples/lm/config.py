@@ -69,6 +69,9 @@ class Config:
     workers: Devices | None = None
     """Number of DeMo workers in all processes. By default one on each
     accelerator, or 8 simulated workers on the CPU."""
+    simulate: Devices | None = None
+    """Workers to simulate on a single device, a GPU or a CPU, in place of
+    --workers with a device each. They train as real ones do."""
     fsdp: Devices = 1
     """Devices of each worker. They share its batch, and each holds a part
     of its parameters."""
@@ -116,7 +119,7 @@ class Config:
     selection: Selection | None = None
     """Which coefficients are sent. topk: the largest. bins: the largest
     in each of --topk bins. The others follow from the step, so that no
-    positions are sent (see docs/settings.md). By default bins for demo-
+    positions are sent (see docs/reference/settings.md). By default bins for demo-
     scaled, and topk for the others."""
     exchange: ExchangeName = "all-gather"
     """all-gather: every worker receives all packets. two-phase: each

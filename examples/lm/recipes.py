@@ -1,4 +1,7 @@
-"""The optimizers by name, with defaults found in runs of the `tiny` model (docs/quality.md)."""
+"""The optimizers by name, with defaults found in runs of the `tiny` model.
+
+``docs/explanation/quality.md`` has these runs.
+"""
 
 import dataclasses
 import functools

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -38,7 +38,7 @@ class Run(NamedTuple):
     config: Config
     tokens: coding.Tokens
     corpus: data.Corpus
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     preset: Preset
     definition: nnx.GraphDef
     loss_fn: Callable[..., jax.Array]
@@ -46,6 +46,13 @@ class Run(NamedTuple):
     param_specs: nnx.State
     tx: optax.GradientTransformation
     train_step: Any
+
+    @property
+    def devices(self) -> Mesh:
+        """The mesh; one of a single device where it simulates all workers."""
+        if isinstance(self.mesh, Mesh):
+            return self.mesh
+        return jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -177,8 +184,10 @@ def exchange(config: Config) -> demo_optax.Exchange:
     return demo_optax.Delayed(made) if config.delay else made
 
 
-def make_mesh(config: Config) -> Mesh:
-    """Workers, and the devices of each; accelerators where there are any, else simulated ones."""
+def make_mesh(config: Config) -> Mesh | AbstractMesh:
+    """Workers, and the devices of each: accelerators, else CPU devices; none with ``simulate``."""
+    if config.simulate:
+        return AbstractMesh((config.simulate,), ("data",))
     wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
         each = max(wanted // (config.num_processes or 1), 1)
@@ -228,7 +237,7 @@ def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
 
 def batches_of(run: Run, windows: int) -> Iterator[jax.Array]:
     """Batches after so many windows; each process reads the rows of its own devices."""
-    sharding = rows_sharding(run.mesh)
+    sharding = rows_sharding(run.devices)
     batch, length = run.batch_shape
     indices = sharding.addressable_devices_indices_map((batch,)).values()
     ranges = [index[0].indices(batch) if index else (0, batch, 1) for index in indices]
@@ -245,8 +254,8 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
 
 def make_evaluation(run: Run, progress: Callable) -> Callable[[nnx.State, int], float]:
     """A function of parameters and a number of tokens: nats per byte of the same held-out text."""
-    length, sharding = run.config.sequence_length, rows_sharding(run.mesh)
-    rows = max(EVALUATED_AT_ONCE // length, 1) * run.mesh.size
+    length, sharding = run.config.sequence_length, rows_sharding(run.devices)
+    rows = max(EVALUATED_AT_ONCE // length, 1) * run.devices.size
 
     @jax.jit
     def sum_of(params, batch, counts):

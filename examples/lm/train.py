@@ -98,7 +98,7 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
     bigrams = data.bigram_entropy(run.corpus) if config.tokenizer is None else None
     console.print(report.closing_table(log, loss, bigrams, demo_optax.dense_bytes(run.params)))
     console.print(
-        f"parameters on {mesh.size} devices: {'DIFFERENT' if different else 'bit-identical'}"
+        f"parameters on {run.devices.size} devices: {'DIFFERENT' if different else 'bit-identical'}"
     )
     if not saved:
         advice = how_to_go_on(config)
@@ -125,7 +125,7 @@ def open_log(run: Run, start: int) -> report.Log:
         tokens,
         run.corpus.bytes_per_token,
         flops,
-        run.mesh.devices,
+        run.devices.devices,
         start,
         files,
     )
@@ -169,7 +169,7 @@ def written_by(run: Run, params: nnx.State) -> list[str]:
         return []
     return samples(
         run.logits,
-        on_one_device(params, run.mesh),
+        on_one_device(params, run.devices),
         run.tokens,
         config.sequence_length,
         list(config.prompts),
@@ -277,16 +277,16 @@ def checked(state, mesh: Mesh):
 
 
 def describe(run: Run) -> None:
-    corpus, device = run.corpus, run.mesh.devices.flat[0]
+    corpus, device = run.corpus, run.devices.devices.flat[0]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
-    workers, devices_each = run.mesh.devices.shape
+    workers, each = run.mesh.shape["data"], run.config.fsdp
     console.print(
         f"{corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out, of "
         f"{corpus.bytes_per_token:.3g} bytes; vocabulary of {run.tokens.vocabulary:,}"
     )
     console.print(
-        f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {devices_each} "
-        f"({device.device_kind}) in {jax.process_count()} processes, optimizer "
+        f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {each} "
+        f"on {run.devices.size} {device.device_kind} in {jax.process_count()} processes, optimizer "
         f"{run.config.optimizer}"
     )
     if device.platform == "cpu":

@@ -35,8 +35,8 @@ def require_sensible(config: Config) -> None:
     except pydantic.ValidationError as error:
         raise ValueError("; ".join(map(_sentence, error.errors()))) from None
     _require_agreement(config)
-    if config.workers:
-        require_divisible(config, config.workers * config.fsdp)
+    if workers := config.simulate or config.workers:
+        require_divisible(config, workers * config.fsdp)
     _require_folder("--log-dir", config.log_dir)
     if config.tokenizer and stores.is_url(config.tokenizer):
         _require_reachable("--tokenizer", config.tokenizer, stores.exists)
@@ -88,6 +88,17 @@ def _require_agreement(config: Config) -> None:
         raise ValueError(
             f"--profile-steps {config.profile_steps} come after {PROFILE_AFTER} others: --steps "
             f"must be at least {PROFILE_AFTER + config.profile_steps}, not {config.steps}."
+        )
+    several = {
+        "--workers": config.workers,
+        "--fsdp": config.fsdp > 1,
+        "--distributed": config.distributed,
+        "--num-processes": config.num_processes,
+    }
+    for flag in [flag for flag, given in several.items() if config.simulate and given]:
+        raise ValueError(
+            f"--simulate {config.simulate} is for one device in one process, and {flag} is for "
+            "several: give only one of the two settings."
         )
     if (config.warmup_steps or 0) > config.steps:
         raise ValueError(

@@ -1,0 +1,108 @@
+"""Workers simulated on one device train as workers on a device each do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import demo_optax
+from demo_optax import Compression
+from demo_optax.checkpoint import Checkpointer
+from tests import workers
+
+SIMULATED = AbstractMesh((8,), ("data",))
+OPTIMIZERS = {
+    "demo_scaled": demo_optax.demo_scaled(1e-2, axis_name="data"),
+    "two phases": demo_optax.demo(1e-2, Compression(8), exchange=demo_optax.TwoPhase("data")),
+    "delayed": demo_optax.demo_sgd(
+        1e-2, Compression(8), exchange=demo_optax.Delayed(demo_optax.AllGather("data"))
+    ),
+    "local steps": demo_optax.local_steps(
+        optax.adamw(1e-2),
+        demo_optax.decoupled(optax.sgd(1.0), Compression(8), axis_name="data"),
+        every=2,
+        axis_name="data",
+    ),
+    "adamw": optax.chain(demo_optax.mean_over_workers("data"), optax.adamw(1e-2)),
+}
+
+
+def loss_fn(params, state, batch, key):
+    """Of a model with a state and random numbers of its own."""
+    hidden = jax.nn.relu(batch @ params["w"] + params["b"][None])
+    dropped = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0.0)
+    loss = jnp.mean((jnp.sum(dropped, 1) - jnp.sum(batch, 1)) ** 2)
+    return loss, (state + jnp.mean(hidden), jnp.max(hidden))
+
+
+def as_numpy(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def trained(tx, mesh, *, microbatches=1):
+    """Losses, aux and model states of five steps; parameters and exchange after them."""
+    params = {"w": jax.random.normal(jax.random.key(0), (24, 40)) * 0.1, "b": jnp.zeros(40)}
+    opt_state = demo_optax.init_opt_state(tx, params, mesh)
+    state = demo_optax.init_model_state(jnp.zeros(()), mesh)
+    step = demo_optax.make_train_step(
+        loss_fn,
+        tx,
+        mesh,
+        microbatches=microbatches,
+        clip_norm=1.0,
+        random_key=True,
+        stateful=True,
+        metrics_fn=lambda gradient, *_: optax.tree.norm(gradient),
+    )
+    told = []
+    for number, key in enumerate(jax.random.split(jax.random.key(1), 5)):
+        batch = jax.random.normal(key, (32, 24))
+        batch = batch.at[:4].set(jnp.nan) if number == 3 else batch  # worker 0 sits out
+        params, opt_state, state, metrics = step(params, opt_state, state, batch, key)
+        told.append(as_numpy((metrics.loss, metrics.aux, metrics.custom, state)))
+    return (told, *as_numpy((params, metrics.exchange))), metrics.packet_bytes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_simulated_workers_train_as_workers_on_devices(name):
+    devices = jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices()[:8])
+    tx, microbatches = OPTIMIZERS[name], 2 if name == "demo_scaled" else 1
+    expected, sent = trained(tx, devices, microbatches=microbatches)
+    got, simulated = trained(tx, SIMULATED, microbatches=microbatches)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-5, 2e-5), got[:2], expected[:2])
+    assert simulated == sent
+    if expected[2] is not None:
+        assert got[2].participants == expected[2].participants
+        assert not got[2].identical and got[2].agreed
+
+
+def test_a_run_goes_on_from_simulated_workers_to_devices_and_back(tmp_path):
+    tx, params = OPTIMIZERS["demo_scaled"], {"w": jnp.ones((24, 40))}
+    gradient = jax.random.normal(jax.random.key(0), (8, 24, 40))
+    saved = SIMULATED
+    opt_state = demo_optax.init_opt_state(tx, params, saved)
+    update = jax.jit(demo_optax.stack_workers(tx, SIMULATED).update)
+    _, opt_state = update({"w": gradient}, opt_state, params)
+    momentum = np.asarray(opt_state[0].momentum["w"])
+    assert momentum.any()
+    for step, mesh in enumerate([workers.mesh_of(8), SIMULATED]):
+        with Checkpointer(tmp_path, tx, saved) as checkpointer:
+            checkpointer.save(step, params, opt_state)
+        with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+            found = checkpointer.restore(params)
+        np.testing.assert_array_equal(found.opt_state[0].momentum["w"], momentum)
+        params, opt_state, saved = found.params, found.opt_state, mesh
+
+
+def test_replicas_of_simulated_workers_cannot_differ():
+    params = jax.device_put({"w": jnp.ones(8)}, jax.devices()[0])
+    opt_state = demo_optax.init_opt_state(OPTIMIZERS["demo_scaled"], params, SIMULATED)
+    assert demo_optax.check_replicas(opt_state, SIMULATED) == ()
+
+
+def test_further_axes_of_a_simulated_mesh_are_refused():
+    mesh = AbstractMesh((4, 2), ("data", "fsdp"))
+    with pytest.raises(ValueError, match=r"has no devices.*'data', 'fsdp'.*AbstractMesh"):
+        demo_optax.make_train_step(lambda p, b: p, OPTIMIZERS["demo_scaled"], mesh)
