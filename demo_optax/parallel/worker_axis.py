@@ -110,13 +110,15 @@ def update_stacked(tx, layout: Layout, gradients, state, params, extra_args, sta
         own_args = {**extra_args, **own_args}
         return _update_on_device(tx, layout, gradient, state, params, own_args)
 
-    args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
+    gradients, state, params, stacked_args = shards.constrain_sharding(
+        (gradients, state, params, stacked_args or {}), mesh, specs
+    )
     return jax.shard_map(
         update,
         mesh=mesh,
         in_specs=(*specs, P()),
         out_specs=(layout.params, layout.state),
-    )(*args, extra_args)
+    )(gradients, state, params, stacked_args, extra_args)
 
 
 def _update_on_device(tx, layout: Layout, gradient, state, params, extra_args):
