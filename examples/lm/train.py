@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -265,7 +265,7 @@ def agreed(metrics: demo_optax.TrainMetrics) -> bool:
     return metrics.exchange is None or bool(metrics.exchange.agreed)
 
 
-def checked(state, mesh: Mesh):
+def checked(state, mesh: Mesh | AbstractMesh):
     """The state with every replica like the majority; ends the run where there is none."""
     found = demo_optax.check_replicas(state, mesh)
     for drift in found:

@@ -14,7 +14,7 @@ from tests import workers
 
 SIMULATED = AbstractMesh((8,), ("data",))
 OPTIMIZERS = {
-    "demo_scaled": demo_optax.demo_scaled(1e-2, axis_name="data"),
+    "demo": demo_optax.demo(1e-2, Compression(8, value_coding="int4"), axis_name="data"),
     "two phases": demo_optax.demo(1e-2, Compression(8), exchange=demo_optax.TwoPhase("data")),
     "delayed": demo_optax.demo_sgd(
         1e-2, Compression(8), exchange=demo_optax.Delayed(demo_optax.AllGather("data"))
@@ -68,7 +68,7 @@ def trained(tx, mesh, *, microbatches=1):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_simulated_workers_train_as_workers_on_devices(name):
     devices = jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices()[:8])
-    tx, microbatches = OPTIMIZERS[name], 2 if name == "demo_scaled" else 1
+    tx, microbatches = OPTIMIZERS[name], 2 if name == "delayed" else 1
     expected, sent = trained(tx, devices, microbatches=microbatches)
     got, simulated = trained(tx, SIMULATED, microbatches=microbatches)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-5, 2e-5), got[:2], expected[:2])
@@ -79,7 +79,7 @@ def test_simulated_workers_train_as_workers_on_devices(name):
 
 
 def test_a_run_goes_on_from_simulated_workers_to_devices_and_back(tmp_path):
-    tx, params = OPTIMIZERS["demo_scaled"], {"w": jnp.ones((24, 40))}
+    tx, params = OPTIMIZERS["demo"], {"w": jnp.ones((24, 40))}
     gradient = jax.random.normal(jax.random.key(0), (8, 24, 40))
     saved = SIMULATED
     opt_state = demo_optax.init_opt_state(tx, params, saved)
@@ -98,11 +98,11 @@ def test_a_run_goes_on_from_simulated_workers_to_devices_and_back(tmp_path):
 
 def test_replicas_of_simulated_workers_cannot_differ():
     params = jax.device_put({"w": jnp.ones(8)}, jax.devices()[0])
-    opt_state = demo_optax.init_opt_state(OPTIMIZERS["demo_scaled"], params, SIMULATED)
+    opt_state = demo_optax.init_opt_state(OPTIMIZERS["demo"], params, SIMULATED)
     assert demo_optax.check_replicas(opt_state, SIMULATED) == ()
 
 
 def test_further_axes_of_a_simulated_mesh_are_refused():
     mesh = AbstractMesh((4, 2), ("data", "fsdp"))
     with pytest.raises(ValueError, match=r"has no devices.*'data', 'fsdp'.*AbstractMesh"):
-        demo_optax.make_train_step(lambda p, b: p, OPTIMIZERS["demo_scaled"], mesh)
+        demo_optax.make_train_step(lambda p, b: p, OPTIMIZERS["demo"], mesh)
