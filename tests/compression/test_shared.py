@@ -58,6 +58,9 @@ def test_random_draws_visit_every_coefficient_about_equally_often(name):
     assert np.abs(visits(name, n, k, steps) - expected).max() < 5 * math.sqrt(expected)
 
 
+EXCHANGES = {"gather": demo_optax.AllGather("data"), "two-phase": demo_optax.TwoPhase("data")}
+
+
 def program(exchange, **settings):
     """Of a step of eight workers, as XLA takes it, and as it is optimised for the CPU."""
     compression = demo_optax.Compression(6, 8, "sign", **settings)
@@ -69,11 +72,8 @@ def program(exchange, **settings):
     return lowered.as_text() + lowered.compile().as_text()
 
 
-EXCHANGES = {"gather": demo_optax.AllGather("data"), "two-phase": demo_optax.TwoPhase("data")}
-
-
 @sweep("gather", exchange=EXCHANGES)
 def test_runs_need_no_sort_and_no_scatter(exchange):
-    shared = dict(transform="randomized-dct", exchange=EXCHANGES[exchange])
+    shared = dict(transform="randomized-dct", exchange=exchange)
     assert not SLOW.findall(program(selection="random-slicing", **shared))
     assert set(SLOW.findall(program(selection="random", **shared))) == {"sort", "scatter"}
