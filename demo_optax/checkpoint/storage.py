@@ -174,12 +174,9 @@ class Checkpointer:
             "opt_state": description.by_path(opt_state),
             "extra": description.extra_by_path(step, extra),
         }
-        described = {part: digests(x) for part, x in leaves.items()}
-        found = layout.find_layout(self._tx, params, *self._where)
-        meaning: dict[str, Any] = {
-            **description.describe(found, params, opt_state, *self._where[:2]),
-            "leaves": described,
-        }
+        placement = layout.find_layout(self._tx, params, *self._where)
+        meaning = description.describe(placement, params, opt_state, *self._where[:2])
+        meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
         meaning["seal"] = seal(meaning)
         with reading.caught() as failure:
             self._orbax = self._orbax or self._writer()
