@@ -298,8 +298,9 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
 EXAMPLES = {"vision_flax": vision_flax, "linen_trainstate": linen_trainstate}
 
 
-@sweep("vision_flax", example=EXAMPLES)
-def test_small_examples_learn(example):
+@sweep("vision_flax", name=EXAMPLES)
+def test_small_examples_learn(name):
+    example = EXAMPLES[name]
     assert example.main(example.Config(workers=2, steps=50)) > 0.7
     source = pathlib.Path(example.__file__).read_text()
     assert len(source.splitlines()) < 100
