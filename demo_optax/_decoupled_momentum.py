@@ -77,10 +77,12 @@ def decoupled_momentum(
     :math:`m_i` of its own momentum and on each step computes
 
     .. math::
-        m_i &\leftarrow \beta m_i + w\, T(g_i) \\
+        c_i &= T(g_i) \\
+        m_i &\leftarrow \beta m_i + w\, c_i \\
         q_i &= \mathrm{top}_k(m_i) \\
-        m_i &\leftarrow m_i - \alpha\, q_i \\
-        u &= T^{-1}(\mathrm{mean}(q_1, \dots, q_N))
+        q &= \mathrm{mean}(q_1, \dots, q_N) \\
+        m_i &\leftarrow m_i - \alpha\, q_i \quad \text{if the others accepted its packet} \\
+        u &= T^{-1}(q)
 
     All workers return the same :math:`u` to the last bit, in the parameters' shapes, for the
     next transformation of the chain. What is subtracted is what the others decode: rounding by
@@ -194,8 +196,9 @@ def decoupled_momentum(
         fresh = precondition.init(updates if params is None else params)
         past = participation.reset_nonfinite_leaves(state.precondition, fresh)
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
-        participates &= participation.decide(local, axis_name, {})
+        participates &= participation.decide(local, axis_name)
 
+        # `wait(x)` is x, once the part before is computed: see `sequentially`
         def accumulate_and_select(part: Part, wait, gradient, stored, shared):
             # Transform: c = T(g)
             gradient, stored = wait(gradient, stored)
@@ -226,7 +229,7 @@ def decoupled_momentum(
         layout = exchange.layout(plan)
         packets = packet.build(layout, header, fields, message, participates, origin)
 
-        # Exchange: mean(q_1, ..., q_N)
+        # Exchange: q = mean(q_1, ..., q_N)
         outgoing = Outgoing(packets, message, factor, step)
         aggregate = exchange.exchange(plan, outgoing, state.exchange, last, mean)
 
@@ -238,16 +241,16 @@ def decoupled_momentum(
             stored = part.stored(momenta)
             return (stored,), stored
 
-        def invert(part: Part, wait, mean):
-            # Inverse: u = T^-1 mean(q_1, ..., q_N)
-            coefficients = [x.dense() for x in wait(mean)[0]]
+        def invert(part: Part, wait, averages):
+            # Inverse: u = T^-1(q)
+            coefficients = [x.dense() for x in wait(averages)[0]]
             tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
             return (tensors,), tensors
 
         rows = [plan.rows_per_part(s.rows()) for s in aggregate.subtractions]
         (stored,) = sequentially(subtract, plan.parts, momenta, list(zip(*rows, strict=True)))
-        means = plan.rows_per_part(aggregate.mean, axis=1)
-        (tensors,) = sequentially(invert, plan.parts, means)
+        averages = plan.rows_per_part(aggregate.mean, axis=1)
+        (tensors,) = sequentially(invert, plan.parts, averages)
 
         return _as_tree(updates, map(in_dtype_of, _joined(tensors), jax.tree.leaves(updates))), (
             DecoupledMomentumState(

@@ -1,13 +1,18 @@
 """Who takes part in a step, and what stays where somebody does not.
 
-A worker decides once a step, before anything is accumulated, by one boolean. It sits the step out
-where its gradient is infinite or NaN, or so large that its squares overflow float32. Then it sends
-packets that do not count, keeps everything that is its own, and applies what the others sent.
-The train step passes this boolean on as the extra argument `PARTICIPATES`. A link of an optax chain
-in front of the exchange may still make the gradient non-finite, and so exclude the worker.
+Each worker has one boolean a step. It sits the step out where its gradient is infinite or NaN, or
+so large that its squares overflow float32. Then the others reject its packets, it keeps everything
+that is its own, and applies what the others sent. The train step passes the boolean on as the extra
+argument `PARTICIPATES`. A link of an optax chain before the exchange, or the preconditioner, may
+still make the gradient non-finite, and so exclude the worker; nothing takes it back in.
+
+A worker that takes part may still be rejected by all, where its packet arrives damaged
+(`demo_optax.exchange.averaging.read`).
 """
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,7 +29,10 @@ PARTICIPATES = "participates"
 
 
 def decide(
-    gradient, axis_name: AxisName, extra_args: dict[str, Any], sharded: tuple[str, ...] = ()
+    gradient,
+    axis_name: AxisName,
+    extra_args: Mapping[str, Any] = MappingProxyType({}),
+    sharded: tuple[str, ...] = (),
 ) -> BoolScalar:
     """Whether this worker takes part with a gradient, the same on all of its devices.
 

@@ -247,6 +247,9 @@ RAISED = [
     ),
     lambda: demo_optax.worker_gradients(model.loss, two(), microbatches=2),
     lambda: demo_optax.worker_gradients(model.loss, mixed_kinds()),
+    lambda: demo_optax.make_train_step(
+        model.loss, DEMO, jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))
+    ),
     lambda: demo_optax.make_train_step(lambda params, batch: (0.0, 1, 2), DEMO, two())(
         model.init(), state_of(2), model.batch(0)
     ),

@@ -83,7 +83,7 @@ def test_packet_is_a_header_indices_and_values(values, width):
     vector = math.ceil(4 * 3 / 32) + 4 * width // 32
     words = 128 * math.ceil((5 + matrix + edge + vector) / 128)
     sections = make_plan(compression, ((16, 20), (8,))).sections
-    assert sum(sum(section.parts) for section in sections) == matrix + edge + vector
+    assert sum(sum(section.word_counts) for section in sections) == matrix + edge + vector
     tx = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
     assert demo_optax.packet_bytes(compression, params) == 4 * words
     assert demo_optax.packet_bytes(tx, params) == 4 * words

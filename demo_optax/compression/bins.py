@@ -42,7 +42,7 @@ class Bins:
         """
         return (self._depth - 1).bit_length()
 
-    def index_words(self, blocks: int) -> int:
+    def position_words(self, blocks: int) -> int:
         """Words that the places of some blocks take."""
         return words_of(blocks * self.k, self.place_bits)
 
@@ -52,6 +52,7 @@ class Bins:
         if self.n % (8 * self.k):  # a strand would belong to several bins
             return self._largest(magnitudes)
 
+        # Strands are a multiple of k apart, so a position is k * place + bin.
         def by_strands(magnitudes: Float32[Array, "blocks n"]) -> Places:
             def largest(x: Float32[Array, "_blocks _n"]) -> Int32[Array, "_blocks _k"]:
                 inner = Bins(x.shape[1], self.k)
@@ -124,7 +125,7 @@ class Bins:
         return places, jnp.all(self.in_block(places) < self.n)
 
     def placeholder(self) -> Int32[Array, "k"]:
-        """Places in the block, in place of those of a rejected packet."""
+        """Valid places, used for a rejected packet."""
         return jnp.zeros(self.k, jnp.int32)
 
     def in_block(

@@ -69,7 +69,7 @@ def _period(bits: int) -> tuple[int, int]:
     return 32 // shared, bits // shared
 
 
-def are_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
+def true_once_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
     """Always True, which XLA cannot know before these arrays are computed.
 
     An ``optimization_barrier`` does not make XLA wait: it takes out of it what nobody uses. The

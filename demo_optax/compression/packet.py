@@ -70,9 +70,9 @@ class Section:
     value_coding: ValueCoding
 
     @property
-    def parts(self) -> tuple[int, int, int]:
+    def word_counts(self) -> tuple[int, int, int]:
         """Words of positions, scales and values."""
-        positions = self.selector.index_words(self.blocks) if self.selector.travels else 0
+        positions = self.selector.position_words(self.blocks) if self.selector.travels else 0
         scales = words_of(self.blocks, value_codings.scale_bits(self.value_coding))
         bits = value_codings.value_bits(self.value_coding)
         return positions, scales, words_of(self.blocks * self.selector.k, bits)
@@ -100,7 +100,7 @@ class Layout:
     @property
     def words(self) -> int:
         """Length of a packet in 32-bit words."""
-        used = self.head + sum(sum(section.parts) for section in self.sections)
+        used = self.head + sum(sum(section.word_counts) for section in self.sections)
         return used + -used % self.multiple
 
     def share(self, owners: int) -> "Layout":
@@ -203,8 +203,8 @@ def build(
             words.append(pack_bits(coded.values, value_codings.value_bits(coding)))
         rest = jnp.concatenate(words)
         rest = jnp.pad(rest, (0, layout.words - 1 - len(rest)))
-        validity = _validity(layout, rest, Origin(origin.step, number))
-        return jnp.concatenate([jnp.where(valid, validity, ~validity)[None], rest])
+        expected = _expected_checksum(layout, rest, Origin(origin.step, number))
+        return jnp.concatenate([jnp.where(valid, expected, ~expected)[None], rest])
 
     return jax.vmap(seal)(energies, positions, coded, origin.number)
 
@@ -220,11 +220,11 @@ def open_heads(
     def open_one(
         packet: UInt32[Array, "words"], number: Int32[Array, ""]
     ) -> tuple[Header, UInt32[Array, "extra"], BoolScalar]:
-        validity = _validity(layout, packet[1:], Origin(origin.step, number))
+        expected = _expected_checksum(layout, packet[1:], Origin(origin.step, number))
         words = packet[1 : 1 + len(Header._fields)]
         fields = [jax.lax.bitcast_convert_type(w, t) for w, t in zip(words, _DTYPES, strict=True)]
         finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
-        intact = (packet[0] == validity) & jnp.all(jnp.stack(finite))
+        intact = (packet[0] == expected) & jnp.all(jnp.stack(finite))
         return Header(*fields), packet[1 + len(Header._fields) : layout.head], intact
 
     return jax.vmap(open_one)(packets, origin.number)
@@ -248,9 +248,9 @@ def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, Bo
     rest = packet[layout.head :]
     for section in layout.sections:
         blocks, selector, coding = section.blocks, section.selector, section.value_coding
-        for_positions, for_scales, _ = section.parts
+        for_positions, for_scales, _ = section.word_counts
         position_words, scale_words, value_words, rest = jnp.split(
-            rest, [for_positions, for_positions + for_scales, sum(section.parts)]
+            rest, [for_positions, for_positions + for_scales, sum(section.word_counts)]
         )
         positions = None
         if selector.travels:
@@ -280,6 +280,8 @@ def merge_rows(shares: Shaped[Array, "owners share k"], blocks: int) -> Shaped[A
     return shares.reshape(-1, shares.shape[2])[:blocks]
 
 
-def _validity(layout: Layout, rest: UInt32[Array, "words"], origin: Origin) -> UInt32[Array, ""]:
+def _expected_checksum(
+    layout: Layout, rest: UInt32[Array, "words"], origin: Origin
+) -> UInt32[Array, ""]:
     of_layout = jnp.uint32(zlib.crc32(repr(layout).encode()))
     return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ of_layout

@@ -32,7 +32,7 @@ from demo_optax.arrays import (
     widest,
 )
 from demo_optax.compression import transforms
-from demo_optax.compression.bits import are_computed
+from demo_optax.compression.bits import true_once_computed
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Message, Section
 from demo_optax.compression.selection import make_selector, select
@@ -126,7 +126,7 @@ class Part:
         return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
 
     def split(self, by_group: Sequence[Any]) -> list[list[Any]]:
-        """For each group and each of its momenta the rows of a tree of arrays."""
+        """Cuts each group's rows as its momenta are cut."""
         return [[tree] for tree in by_group] if self.merged else _members(self.groups, by_group)
 
     def momenta(self, stored: Sequence[Stored]) -> Momenta:
@@ -151,7 +151,7 @@ class Part:
         return self._assembled(pieces, put, shapes)
 
     def rebase(self, momenta: Momenta, step: IntScalar) -> Momenta:
-        """The coefficients in a step's basis, of those in the basis of the step before."""
+        """Carries momenta from the basis of the step before into that of this step."""
         return [
             rebase(self.coordinates, pieces, group.sides, step)
             for group, pieces in zip(self.groups, momenta, strict=True)
@@ -196,12 +196,12 @@ class Part:
         shapes: Sequence[Shape],
     ) -> list[Tensor]:
         """The tensors of these shapes, each joined of its pieces."""
-        parts: dict[tuple[int, Piece], Tensor] = {}
+        piece_of: dict[tuple[int, Piece], Tensor] = {}
         for group, pieces in zip(self.groups, by_group, strict=True):
-            parts |= zip(group.members, pieces, strict=True)
+            piece_of |= zip(group.members, pieces, strict=True)
         tensors: list[Tensor] = []
         for number, (geometry, shape) in enumerate(zip(self.geometries, shapes, strict=True)):
-            pieces = [restore(parts[number, piece], piece, shape) for piece in geometry.pieces]
+            pieces = [restore(piece_of[number, piece], piece, shape) for piece in geometry.pieces]
             for axis, segments in reversed(list(enumerate(geometry.segments))):
                 starts = range(0, len(pieces), max(len(segments), 1))
                 pieces = [_concatenated(pieces[i : i + len(segments)], axis) for i in starts]
@@ -243,7 +243,7 @@ class Plan:
         return [leaves[slice(*part.tensors)] for part in self.parts]
 
     def rows_per_part(self, trees: Iterable[Any], axis: int = 0) -> list[list[Any]]:
-        """For each part and group its rows, along an axis, of a tree for each section."""
+        """Cuts each section's rows, along an axis, into those of each part and group."""
 
         def rows(group: Group, tree: Any) -> Any:
             first, last = group.first, group.first + group.blocks
@@ -256,7 +256,7 @@ class Plan:
         return [[rows(group, trees[group.section]) for group in p.groups] for p in self.parts]
 
     def join(self, messages: Sequence[Message]) -> Message:
-        """The message of all sections, of those of the parts."""
+        """Joins the parts' messages, section by section."""
         rows: list[list[tuple[Any, Any]]] = [[] for _ in self.sections]
         for part, message in zip(self.parts, messages, strict=True):
             for group, own in zip(part.groups, zip(*message, strict=True), strict=True):
@@ -356,7 +356,7 @@ def _wait(previous: Sequence[Array], merged: bool, small: Any, large: Any = ()) 
     if merged:
         first = [x.reshape(-1)[0] for x in previous]
         return jax.lax.optimization_barrier((small, large, first))[:2]
-    computed = are_computed(previous)
+    computed = true_once_computed(previous)
 
     def use(x: Array) -> Array:
         return jnp.where(computed, x, jnp.zeros_like(x))
@@ -365,7 +365,7 @@ def _wait(previous: Sequence[Array], merged: bool, small: Any, large: Any = ()) 
 
 
 def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]]:
-    """For each group and each of its pieces the rows of a tree of arrays."""
+    """Cuts each group's rows into those of its pieces."""
 
     def members(group: Group, tree: Any) -> list[Any]:
         if len(group.members) == 1:
@@ -380,7 +380,7 @@ def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]
 def rebase(
     coordinates: Coordinates, momenta: Sequence[Coefficients], sides: Shape, step: IntScalar
 ) -> list[Coefficients]:
-    """The coefficients in a step's basis, of those in the basis of the step before."""
+    """Carries momenta from the basis of the step before into that of this step."""
     if not transforms.is_redrawn(coordinates.transform):
         return list(momenta)
     last, now = (coordinates.basis(s) for s in (step - 1, step))

@@ -80,12 +80,12 @@ class TravellingSelector(Selector, Protocol):
         """How many of the accepted workers sent each of these coefficients."""
         ...
 
-    def index_words(self, blocks: int) -> int:
+    def position_words(self, blocks: int) -> int:
         """Words that the positions of some blocks take in a packet."""
         ...
 
     def encode(self, positions: Int32[Array, "blocks places"]) -> UInt32[Array, "words"]:
-        """Packs positions into ``index_words(blocks)`` words."""
+        """Packs positions into ``position_words(blocks)`` words."""
         ...
 
     def decode(

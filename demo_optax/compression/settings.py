@@ -41,9 +41,10 @@ class Coordinates:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockSides:
-    """Sides of the blocks of every tensor, a static node that tells ``(8, 4)`` from ``(4, 8)``.
+    """Sides of the blocks of every tensor: a static node of the optimizer state.
 
-    All compare equal, since ``optax.tree.map_params`` takes states of different shapes for one.
+    An update compares them (`demo_optax.checks.gradient_fits_state`). ``==`` is always True:
+    ``optax.tree.map_params`` compares states of different shapes, and must find them equal.
     """
 
     of_leaves: tuple[tuple[int, ...], ...]

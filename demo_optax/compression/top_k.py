@@ -59,9 +59,9 @@ class TopK:
           >>> [TopK(4096, k).coding for k in (1, 8, 2048)]
           ['packed', 'elias-fano', 'bitmap']
         """
-        return min(CODINGS, key=lambda coding: index_bits(self.n, self.k, coding))
+        return min(CODINGS, key=lambda coding: position_bits(self.n, self.k, coding))
 
-    def index_words(self, blocks: int) -> int:
+    def position_words(self, blocks: int) -> int:
         """Words that the positions of some blocks take."""
         low, bitmap = _fields(self.n, self.k, self.coding)
         return (
@@ -91,7 +91,7 @@ class TopK:
         return decode(words, blocks, self.n, self.k, self.coding)
 
     def placeholder(self) -> Int32[Array, "k"]:
-        """Positions in the block, in place of those of a rejected packet."""
+        """Valid positions, used for a rejected packet."""
         return jnp.arange(self.k, dtype=jnp.int32)
 
     def _by_kernel(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
@@ -121,7 +121,7 @@ def largest_by_strands(
     return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
 
 
-def index_bits(n: int, k: int, coding: str) -> int:
+def position_bits(n: int, k: int, coding: str) -> int:
     """Bits for the positions of one block."""
     low, bitmap = _fields(n, k, coding)
     return k * low + bitmap
@@ -214,12 +214,13 @@ def _positions_of_ones(
     counts = jax.lax.population_count(bitmap).astype(jnp.int32)
     through = jnp.cumsum(counts, axis=1)
     rank = jnp.arange(k, dtype=jnp.int32)[None]
+    # The word that holds the i-th one, and how many ones of it come before
     word = jnp.sum(through[:, None] <= rank[:, :, None], 2, jnp.int32)
     own = word[:, :, None] == words
     rank -= jnp.sum(jnp.where(own, (through - counts)[:, None], 0), 2, jnp.int32)
     bits = jnp.sum(jnp.where(own, bitmap[:, None], jnp.uint32(0)), 2, jnp.uint32)
     place = jnp.zeros_like(rank)
-    for width in (16, 8, 4, 2, 1):
+    for width in (16, 8, 4, 2, 1):  # binary search inside the word
         below = bits & jnp.uint32((1 << width) - 1)
         inside = jax.lax.population_count(below).astype(jnp.int32)
         above = rank >= inside

@@ -60,7 +60,8 @@ class AllGather:
         numbers = jnp.arange(len(packets), dtype=jnp.int32)
         headers, _, intact = open_heads(layout, packets, Origin(sent.step, numbers))
         largest = largest_norm(headers, intact, self.norm_limit)
-        means, weights = average(layout, packets, intact, sent.message.positions, largest, mean)
+        shared = plan.shared_positions(sent.step)
+        means, weights = average(layout, packets, intact, shared, largest, mean)
         accepted = weights > 0
         factor = sent.factor * weights[axes.index(self.axis_name)]
         return Aggregate(

@@ -12,7 +12,7 @@ from demo_optax.compression.packet import MULTIPLE
 
 
 def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
-    """All workers' packets, typed as the same everywhere where types are."""
+    """All workers' packets. Under ``shard_map`` the type says that they are equal on all."""
     if axis_name is None:
         return packet[None]
     manual = axes.manual_names(axis_name)
@@ -24,7 +24,7 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
         return gathered.reshape(-1, packet.size)
 
     def gathered_in_a_row(x):
-        # As rows of a matrix, or joined to what made it, XLA makes an all-reduce of it for 64 TPUs.
+        # As rows of a matrix, or fused with its producer, it would be an all-reduce on 64 TPUs.
         row = jax.lax.optimization_barrier(x[None])
         row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
         return row.reshape(-1, x.size)
@@ -40,7 +40,7 @@ def all_to_all(
         return packets
     every = axes.names(axis_name)
     if axes.manual_names(axis_name) != every:
-        # Of what is the same on all workers, vmap would deal out a wrong shape.
+        # vmap gives a wrong shape for an array that does not vary: make it vary.
         packets = packets + jnp.uint32(0) * axes.index(axis_name).astype(jnp.uint32)
         dealt = packets.reshape(*map(axes.size, every), -1)
         for place, name in enumerate(every):

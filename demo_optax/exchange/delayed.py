@@ -29,7 +29,8 @@ from demo_optax.metrics import ExchangeMetrics
 class PacketFormat:
     """What it takes to decode the pending packets: a static node, which checkpoints describe.
 
-    All compare equal, since ``optax.tree.map_params`` takes states of different shapes for one.
+    ``==`` is always True: ``optax.tree.map_params`` compares states of different shapes, and must
+    find them equal.
 
     Attributes:
       compression: the settings.
@@ -141,13 +142,14 @@ class Delayed:
         message = decode_pending(plan, self.layout(plan), state.pending, origin)
         pending = Outgoing(state.pending, message, state.subtracted, origin.step)
         found = self.inner.exchange(plan, pending, state.inner, last, mean)
-        (accepted,) = found.subtractions
+        (of_inner,) = found.subtractions
         now = [jnp.full((s.blocks, 1), sent.factor) for s in plan.sections]
-        excess = [factors - state.subtracted for factors in accepted.factors]
+        # At most 0: what was not accepted goes back
+        correction = [factors - state.subtracted for factors in of_inner.factors]
         return found._replace(
             subtractions=[
                 Subtraction(sent.message, now),
-                Subtraction(accepted.message, excess, delay=1),
+                Subtraction(of_inner.message, correction, delay=1),
             ],
             state=DelayedState(sent.packets, sent.factor, found.state, self._format(plan)),
             delay=1,

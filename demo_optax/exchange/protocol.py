@@ -2,7 +2,7 @@
 
 To add one, write a frozen dataclass with the methods of `Exchange` in a file of this folder, and
 name it in the ``__init__.py`` of this folder and of ``demo_optax``. Nothing else in the library
-asks which exchange it has.
+asks which exchange it has, but for checkpoints, which put the pending packets of `Delayed` back.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from demo_optax import axes
 from demo_optax.arrays import Coefficients, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.bits import are_computed
+from demo_optax.compression.bits import true_once_computed
 from demo_optax.compression.packet import Layout, Message, Packets
 from demo_optax.metrics import ExchangeMetrics
 
@@ -66,7 +66,7 @@ class SparseSum:
         """The coefficients ``(blocks, n)``, zero where nobody sent any."""
         blocks = self.values.shape[1]
         # Zeros that wait for the values: XLA would make those of all sections at once.
-        zeros = jnp.where(are_computed([self.values]), jnp.float32(0), jnp.float32(1))
+        zeros = jnp.where(true_once_computed([self.values]), jnp.float32(0), jnp.float32(1))
         zeros = jnp.broadcast_to(zeros, (blocks, self.selector.n))
         if len(self.values) == 1:
             return self.selector.add(zeros, self.positions[0], self.values[0])
@@ -100,7 +100,7 @@ class Aggregate(NamedTuple):
 
     Attributes:
       mean: for each section, the same on all workers.
-      subtractions: what leaves this worker's momentum.
+      subtractions: what leaves this worker's momentum; one, for an exchange inside `Delayed`.
       state: what the exchange keeps for its next call.
       metrics: of the step.
       delay: steps since the messages were sent that ``mean`` is of.
@@ -119,7 +119,7 @@ class Traffic(NamedTuple):
     Attributes:
       sent: bytes that the worker hands to its collectives.
       received: bytes that it gets from the others.
-      rounds: of latency, with collectives taken as rings.
+      rounds: messages that must follow each other, if every collective is a ring.
       overlaps: whether the exchange runs beside the next step's compute.
     """
 
@@ -134,8 +134,8 @@ class Exchange(Protocol):
     """How the workers' messages become the same aggregate on all of them.
 
     No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
-    its selector may not send, or with a value or an energy that is not finite counts as absent, on
-    all workers that count the same steps. A worker at another step rejects all other packets.
+    its selector may not send, or with a value or an energy that is not finite is rejected by every
+    worker. A worker whose step counter differs rejects the packets of all others.
 
     Example:
       >>> import demo_optax
@@ -153,7 +153,7 @@ class Exchange(Protocol):
         ...
 
     def layout(self, plan: Plan) -> Layout:
-        """Of one of these packets."""
+        """The layout of one of these packets."""
         ...
 
     def init(self, plan: Plan) -> Any:

@@ -143,7 +143,7 @@ class TwoPhase:
         selected = select(selectors, totals, _of_share(shared, workers, own))
         fields, result = encode(result_layout.sections, selected)
 
-        # Everybody gets all results
+        # Everybody gets all results, each with the header of its owner's own packet
         own_headers, _, _ = open_heads(
             layout, sent.packets, Origin(step, own_numbers(workers, self.axis_name))
         )
@@ -158,6 +158,7 @@ class TwoPhase:
         # What was accepted, where, and how much of it
         accepted = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
         accepted = (accepted > 0) & results.accepted[:, None]
+        # A worker takes part if some owner accepted its packet and its own result is intact
         participates = accepted.any(axis=0) & results.accepted
         anyone = participates.any()
         limits = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
@@ -194,21 +195,23 @@ class TwoPhase:
 
     def _result_sections(self, plan: Plan) -> list[Section]:
         """The sections of all owners' results together."""
-        sent = plan.compression
+        settings = plan.compression
         # A selector of any block, only to ask whether positions travel.
-        travels = make_selector(sent.selection, sent.topk + 1, sent.topk, sent.seed, 0).travels
+        travels = make_selector(
+            settings.selection, settings.topk + 1, settings.topk, settings.seed, 0
+        ).travels
         if self.topk_back is not None and not travels:
             raise ValueError(
                 f"topk_back={self.topk_back} is for selections whose positions travel: with "
-                f"selection={sent.selection!r} and topk={sent.topk} owners send back the very "
-                "coefficients that were sent to them. Leave it out."
+                f"selection={settings.selection!r} and topk={settings.topk} owners send back the "
+                "very coefficients that were sent to them. Leave it out."
             )
-        k = self.topk_back or 4 * sent.topk
-        coding = self.value_coding_back or sent.value_coding
+        k = self.topk_back or 4 * settings.topk
+        coding = self.value_coding_back or settings.value_coding
         return [
             Section(
                 s.blocks,
-                make_selector(sent.selection, s.selector.n, k, sent.seed, number)
+                make_selector(settings.selection, s.selector.n, k, settings.seed, number)
                 if s.selector.travels
                 else s.selector,
                 coding,

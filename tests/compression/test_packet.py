@@ -105,7 +105,7 @@ def resealed(change, origin=OF_WORKER_2):
 
     def forge(words):
         rest = change(words)[1:]
-        validity = packets._validity(LAYOUT_BY_COEFFICIENT, rest, origin)
+        validity = packets._expected_checksum(LAYOUT_BY_COEFFICIENT, rest, origin)
         return jnp.concatenate([validity[None], rest])
 
     return forge
@@ -126,8 +126,8 @@ def first_of(block_size, part):
     start = LAYOUT_BY_COEFFICIENT.head
     for section in LAYOUT_BY_COEFFICIENT.sections:
         if section.selector.n == block_size:
-            return start + sum(section.parts[:part])
-        start += sum(section.parts)
+            return start + sum(section.word_counts[:part])
+        start += sum(section.word_counts)
     raise AssertionError
 
 
@@ -277,8 +277,8 @@ def test_shared_positions_take_no_room_and_visit_everything(selection):
     params = {"w": np.zeros((8, 8), np.float32)}
     (known,) = make_plan(compression, ((8, 8),)).sections
     (sent,) = make_plan(Compression(topk=5, block_side=8), ((8, 8),)).sections
-    assert known.parts == (0, 0, 5)
-    assert sent.parts == (2, 0, 5)
+    assert known.word_counts == (0, 0, 5)
+    assert sent.word_counts == (2, 0, 5)
 
     rng = np.random.default_rng(0)
     gradient = {"w": rng.normal(size=(WORKERS, 8, 8)).astype(np.float32)}

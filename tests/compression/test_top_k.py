@@ -63,7 +63,7 @@ def test_places_in_bins_are_fields_as_wide_as_the_deepest_bin_needs(n, k):
     bins = Bins(n, k)
     words = bins.encode(jnp.asarray(places, jnp.int32))
     np.testing.assert_array_equal(words, np.array(expected, np.uint32))
-    assert len(words) == bins.index_words(3)
+    assert len(words) == bins.position_words(3)
     found, inside = bins.decode(words, 3)
     assert inside and bins.in_block(found).max() < n
     np.testing.assert_array_equal(found, places)
@@ -88,7 +88,7 @@ def test_words_are_those_written_by_hand_and_decode_to_the_positions(coding, cas
 
     assert words.tolist() == expected
     if coding == TopK(n, k).coding:
-        assert len(words) == TopK(n, k).index_words(blocks)
+        assert len(words) == TopK(n, k).position_words(blocks)
     decoded, sound = decode(words, blocks, n, k, coding)
     assert sound
     np.testing.assert_array_equal(decoded, chosen)
@@ -125,5 +125,5 @@ def test_blocks_of_4096_cost_at_most_11_percent_more_than_entropy(k):
 def test_the_cheapest_coding_is_taken():
     for n in (7, 64, 1000):
         for k in range(1, n):
-            costs = [codings.index_bits(n, k, coding) for coding in codings.CODINGS]
-            assert codings.index_bits(n, k, TopK(n, k).coding) == min(costs) <= n
+            costs = [codings.position_bits(n, k, coding) for coding in codings.CODINGS]
+            assert codings.position_bits(n, k, TopK(n, k).coding) == min(costs) <= n
