@@ -16,6 +16,7 @@ if jax.__version_info__ < (0, 11):  # later ones do not know the flag, and end a
     quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # all are there before an example or the trainer asks for its own
 
 
 def pytest_configure(config):

@@ -2,11 +2,7 @@
 
 import pathlib
 
-import jax
-
 from lm.config import Config
-
-jax.devices()  # all are there before the trainer asks for its own
 
 ROOT = pathlib.Path(__file__).parents[1]
 NANO = Config(

@@ -107,8 +107,8 @@ def test_axis_must_be_bound(tx):
 
 def summed_gradients(tx, mode):
     """An update with the gradients that ``jax.grad`` gives inside ``shard_map`` by itself."""
-    params = model.init()
-    specs = demo_optax.state_specs(DEMO, params, workers.mesh_of(8))
+    params, state = workers.initial(DEMO, workers.mesh_of(8))
+    specs = workers.specs_of(state)
 
     def step(params, state, batch):
         gradient = jax.grad(model.loss)(params, batch)
@@ -117,7 +117,7 @@ def summed_gradients(tx, mode):
         return tx.update(gradient, state, params)
 
     run = workers.spread(step, (P(), specs, P("data")), (P(), specs), 8, mode)
-    return run(params, workers.init(DEMO, params, 8), model.stacked(model.batch(0)))
+    return run(params, jax.device_get(state), model.stacked(model.batch(0)))
 
 
 def test_summed_gradients_are_refused_by_their_type():
@@ -180,8 +180,7 @@ def test_state_without_a_worker_axis():
 
 
 def test_stacked_state_used_without_taking_the_worker_axis_off():
-    params = model.init()
-    state = workers.init(DEMO, params, 8)
+    params, state = jax.device_get(workers.initial(DEMO, workers.mesh_of(8)))
     run = workers.spread(DEMO.update, (P("data"), P(), P()), (P(), P()), 8, "vmap")
     gradients = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), params)
     with pytest.raises(ValueError, match=r"axis of 8 workers.*stack_workers"):

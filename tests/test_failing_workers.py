@@ -44,15 +44,14 @@ def broken_batch(step, broken):
 def placed(tx, count=model.WORKERS, check_vma=True):
     """A step from and to NumPy arrays, and the specs of its state."""
     mesh = workers.mesh_of(count)
-    specs = demo_optax.state_specs(tx, model.init(), mesh)
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+    shardings = jax.tree.map(lambda x: x.sharding, workers.initial(tx, mesh)[1])
     step = workers.step_of(tx, mesh, check_vma=check_vma)
 
     def placed_step(params, state, batch):
         params = jax.tree.map(np.copy, params)
         return jax.tree.map(np.asarray, step(params, jax.device_put(state, shardings), batch))
 
-    return placed_step, specs
+    return placed_step, jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
 def after_two_steps(tx, step):
@@ -125,12 +124,14 @@ def test_the_dense_mean_is_that_of_the_others():
         jax.grad(model.loss)(model.init(), {n: x[worker] for n, x in parts.items()})
         for worker in rest
     ]
-    params, _, _ = step(model.init(), workers.init(tx, model.init(), model.WORKERS), batch)
+    _, state = workers.initial(tx, workers.mesh_of(model.WORKERS))
+    params, _, _ = step(model.init(), state, batch)
     for n, x in model.init().items():
         expected = x - np.mean([gradient[n] for gradient in gradients], axis=0)
         np.testing.assert_allclose(params[n], expected, rtol=1e-5, atol=1e-6)
     alone = broken_batch(3, dict.fromkeys(range(8), np.nan))
-    after, _, _ = step(params, workers.init(tx, model.init(), model.WORKERS), alone)
+    _, state = workers.initial(tx, workers.mesh_of(model.WORKERS))
+    after, _, _ = step(params, state, alone)
     chex.assert_trees_all_equal(after, params)
 
 

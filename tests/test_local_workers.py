@@ -63,7 +63,7 @@ def test_own_parameters_that_are_not_finite_are_not_sent_and_begin_again(name):
     tx, rest = BOTH[name], [0, 1, 3]
     params, state, _ = train(tx, range(5))
     state = replaced(tx, state, 2, displacement=np.inf)
-    specs = demo_optax.state_specs(tx, params, MESH)
+    specs = workers.specs_of(state)
     params, state = jax.tree.map(np.asarray, (params, state))
     alone = jax.tree.map(lambda s, x: x[rest] if s == P("data") else x, specs, state)
     batch = model.batch(5)

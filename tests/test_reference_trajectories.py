@@ -44,7 +44,7 @@ def test_aggregate_is_the_recorded_one(run):
         gradient_weight=schedule_of(settings),
         axis_name="data",
     )
-    state, update = workers.init(tx, params, world), workers.update_of(tx, params, world)
+    update, state = workers.started(tx, params, world)
     for step in range(settings["steps"]):
         gradients = {n: g[step] for n, g in recorded["grads"].items()}
         aggregate, state = update(gradients, state, params)
@@ -70,7 +70,7 @@ def test_parameters_and_momenta_are_the_recorded_ones(way):
         weight_decay=settings["wd"],
         axis_name="data",
     )
-    state, update = workers.init(tx, params, world), workers.update_of(tx, params, world, mode)
+    update, state = workers.started(tx, params, world, mode)
     for step in range(settings["steps"]):
         gradients = {n: g[step] for n, g in recorded["grads"].items()}
         updates, state = update(gradients, state, params)

@@ -105,13 +105,18 @@ def spread(fn, in_specs, out_specs, workers, mode):
     return placed
 
 
-def update_of(tx, params, workers, mode="vmap"):
-    """``tx.update`` for all workers: gradients in, the updates they agree on out."""
-    specs = demo_optax.state_specs(tx, params, mesh_of(workers))
-    return spread(tx.update, (P("data"), specs, P()), (P(), specs), workers, mode)
+def started(tx, params, workers, mode="vmap"):
+    """``tx.update`` for all workers, and the first state.
 
-
-def init(tx, params, workers):
-    """The state as NumPy arrays; leaves that differ between workers have a leading axis."""
+    Gradients go in, and the updates that all workers agree on come out. The state is of NumPy
+    arrays; leaves that differ between workers have a leading axis.
+    """
     state = demo_optax.init_opt_state(tx, params, mesh_of(workers))
-    return jax.tree.map(np.asarray, state)
+    specs = specs_of(state)
+    update = spread(tx.update, (P("data"), specs, P()), (P(), specs), workers, mode)
+    return update, jax.tree.map(np.asarray, state)
+
+
+def specs_of(state):
+    """The PartitionSpecs of a state, which to ask of the library would trace an update again."""
+    return jax.tree.map(lambda x: x.sharding.spec, state)

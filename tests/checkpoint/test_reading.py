@@ -18,7 +18,7 @@ from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint, reading
 from demo_optax.checkpoint.digests import digests
 from tests import model, workers
 from tests.saved_runs import EXTRA, RUNS, TX, is_run, restored, saves
-from tests.sweeps import slow, sweep
+from tests.sweeps import sweep
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def survives(saved, folder, read, name, damage, place):
     return found, bool(caught)
 
 
-@pytest.mark.parametrize("count", [60, slow(600)])
+@sweep(8, count=[8, 60, 600])
 def test_no_damage_is_restored_silently(count, saved, tmp_path):
     fell_back = 0
     for name, damage, place in damages(saved, count, seed=count):

@@ -72,7 +72,7 @@ def test_momentum_loses_exactly_what_the_others_decode(name, factor):
     """Summed over the workers: before = after + factor * workers * aggregate."""
     compression = (CODINGS | SHARED)[name]
     tx = momentum_tx(compression, factor)
-    update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
+    update, state = workers.started(tx, PARAMS, WORKERS)
     for step in range(3):
         gradient = gradients(step)
         updates, new = update(gradient, state, PARAMS)
@@ -155,8 +155,8 @@ def with_worker_2_silent(mode):
         n: np.where(np.arange(WORKERS).reshape(-1, *[1] * len(s)) == 2, np.nan, gradient[n])
         for n, s in SHAPES.items()
     }
-    state = workers.init(tx, PARAMS, WORKERS)
-    return workers.update_of(tx, PARAMS, WORKERS, mode)(silent, state, PARAMS)
+    update, state = workers.started(tx, PARAMS, WORKERS, mode)
+    return update(silent, state, PARAMS)
 
 
 @sweep(
@@ -170,8 +170,8 @@ def with_worker_2_silent(mode):
 def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery, mode, monkeypatch):
     monkeypatch.setattr(exchange.collectives, "gather", corrupted(FORGERIES[forgery]))
     tx = momentum_tx(BY_COEFFICIENT)
-    state, gradient = workers.init(tx, PARAMS, WORKERS), gradients(0)
-    updates, new = workers.update_of(tx, PARAMS, WORKERS, mode)(gradient, state, PARAMS)
+    (update, state), gradient = workers.started(tx, PARAMS, WORKERS, mode), gradients(0)
+    updates, new = update(gradient, state, PARAMS)
 
     monkeypatch.undo()
     expected, without = with_worker_2_silent(mode)
@@ -243,7 +243,7 @@ def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(lay
                 assert int(positions.min()) >= 0 and int(positions.max()) < selector.n
 
 
-@sweep("int4-topk", "int8-random", name=[*CODINGS, "int8-random"])
+@sweep("int4-topk", name=[*CODINGS, "int8-random"])
 def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(name):
     compression = (CODINGS | SHARED)[name]
     mesh = workers.mesh_of(8)
@@ -283,7 +283,7 @@ def test_shared_positions_take_no_room_and_visit_everything(selection):
     rng = np.random.default_rng(0)
     gradient = {"w": rng.normal(size=(WORKERS, 8, 8)).astype(np.float32)}
     nothing = {"w": np.zeros_like(gradient["w"])}
-    update, state = workers.update_of(tx, params, WORKERS), workers.init(tx, params, WORKERS)
+    update, state = workers.started(tx, params, WORKERS)
     total = np.zeros((8, 8))
     for step in range(150 if "random" in selection else 13):
         updates, state = update(nothing if step else gradient, state, params)

@@ -47,9 +47,7 @@ def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
 
 @sweep(
     ("all-gather", "random", 3),
-    ("two-phase", "slicing", 1),
-    ("delayed", "topk", 3),
-    ("delayed two-phase", "topk", 1),
+    ("delayed two-phase", "slicing", 1),
     exchange=EXCHANGES,
     selection=["topk", "random", "slicing"],
     every=[1, 3],
@@ -76,7 +74,6 @@ def test_replicas_are_identical_after_200_steps_in_every_combination(exchange, s
 
 
 @sweep(
-    ("two-phase", (4,)),
     ("delayed two-phase", (2, 2)),
     exchange=KEEPING,
     sizes=[(4,), (2, 2)],
@@ -178,7 +175,6 @@ def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
 
 
 @sweep(
-    ("two-phase", "names"),
     ("delayed", "cut"),
     exchange=["two-phase", "delayed"],
     change=["names", "cut"],
@@ -209,7 +205,6 @@ CHANGES = {
 @sweep(
     ("topk", "exchange", (2, 2)),
     ("random", "value coding", (4,)),
-    ("random", "slicing", (4,)),
     selection=["topk", "random"],
     change=CHANGES,
     sizes=[(4,), (2, 2)],

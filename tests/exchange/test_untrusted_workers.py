@@ -38,8 +38,7 @@ def gradients(seed, sizes=(1.0,) * WORKERS):
 
 def every_worker(tx):
     """``tx.update``, with what every worker gets out of it, equal or not."""
-    specs = demo_optax.state_specs(tx, PARAMS, workers.mesh_of(WORKERS))
-    stacked = jax.tree.map(lambda _: P("data"), specs)
+    stacked = jax.tree.map(lambda _: P("data"), tx.init(PARAMS))
     return workers.spread(tx.update, (P("data"), stacked), (P("data"), stacked), WORKERS, "vmap")
 
 
@@ -84,7 +83,7 @@ def test_damage_on_the_way_into_one_worker_is_told_by_all_until_it_is_mended(mon
 
 def test_a_worker_whose_gradient_is_not_finite_agrees_with_the_others():
     tx = momentum()
-    update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
+    update, state = workers.started(tx, PARAMS, WORKERS)
     for seed in range(4):
         gradient = gradients(seed)
         if seed == 1:
@@ -109,9 +108,8 @@ def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
     tx = momentum(norm_limit=2.0, subtraction_factor=alpha, mean=mean)
     sizes = [1.0, 1e9, 1.1, 0.9, 30.0]
     gradient = gradients(0, sizes)
-    specs = demo_optax.state_specs(tx, PARAMS, workers.mesh_of(WORKERS))
-    update = workers.spread(tx.update, (P("data"), specs), (P(), specs), WORKERS, mode)
-    updates, state = update(gradient, workers.init(tx, PARAMS, WORKERS))
+    update, state = workers.started(tx, PARAMS, WORKERS, mode)
+    updates, state = update(gradient, state, PARAMS)
 
     norms = np.array([norm_of(gradient, i) for i in range(WORKERS)])
     scales = np.minimum(1.0, 2.0 * np.median(norms) / norms)
@@ -128,7 +126,8 @@ def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
 def test_of_two_workers_the_smaller_sets_the_limit():
     tx = momentum(norm_limit=4.0)
     gradient = {n: g[:2] for n, g in gradients(0, [1.0, 1e12, 1.0]).items()}
-    updates, _ = workers.update_of(tx, PARAMS, 2)(gradient, workers.init(tx, PARAMS, 2), PARAMS)
+    update, state = workers.started(tx, PARAMS, 2)
+    updates, _ = update(gradient, state, PARAMS)
     total = np.sqrt(sum(np.sum(np.square(u, dtype=np.float64)) for u in updates.values()))
     assert total <= (1 + 4) / 2 * norm_of(gradient, 0) * (1 + 1e-5)
 
@@ -153,7 +152,7 @@ def test_liars_whose_norm_is_beyond_float32_are_not_heard(monkeypatch, size, lim
         return fields, plain(sections, message)[1]
 
     monkeypatch.setattr(packet, "encode", encode)
-    update, state = workers.update_of(tx, PARAMS, WORKERS), workers.init(tx, PARAMS, WORKERS)
+    update, state = workers.started(tx, PARAMS, WORKERS)
     for seed in range(3):
         gradient = gradients(seed)
         updates, state = update(gradient, state, PARAMS)
@@ -167,8 +166,8 @@ def test_a_limit_that_is_not_reached_changes_no_bit():
     free, limited = (
         momentum(demo_optax.Compression(4, 8, "int4"), limit) for limit in (None, 10.0)
     )
-    states = [workers.init(tx, PARAMS, WORKERS) for tx in (free, limited)]
-    steps = [workers.update_of(tx, PARAMS, WORKERS) for tx in (free, limited)]
+    both = [workers.started(tx, PARAMS, WORKERS) for tx in (free, limited)]
+    steps, states = zip(*both, strict=True)
     for seed in range(3):
         (one, first), (two, second) = (
             step(gradients(seed), state, PARAMS) for step, state in zip(steps, states, strict=True)

@@ -41,7 +41,7 @@ def scaled(tree, factor):
 def run(tx, steps=3, mode="shard_map", count=4, gradients=GRADIENTS):
     """Updates of each step, for gradients that are scaled differently on each."""
     params = {n: x for n, x in model.init().items() if n in gradients}
-    state, update = workers.init(tx, params, count), workers.update_of(tx, params, count, mode)
+    update, state = workers.started(tx, params, count, mode)
     all_updates = []
     for step in range(steps):
         updates, state = update(scaled(gradients, 1 + step), state, params)
@@ -139,7 +139,7 @@ def test_multi_steps_exchange_the_mean_of_their_gradients():
     params = model.init()
     state = jax.tree.map(lambda x: np.stack([x] * 4), tx.init(params))
     update_all = jax.jit(jax.vmap(tx.update, axis_name="data"))
-    single, update = workers.init(MOMENTUM, params, 4), workers.update_of(MOMENTUM, params, 4)
+    update, single = workers.started(MOMENTUM, params, 4)
     for step, factor in enumerate((1.5, 3.5)):
         for part in (2 * step + 1, 2 * step + 2):
             updates, state = update_all(scaled(GRADIENTS, part), state)
