@@ -41,6 +41,19 @@ def differing_replicas():
     demo_optax.repair_replicas({"w": x}, two())
 
 
+def simulated_on_a_set_mesh():
+    with jax.set_mesh(two()):
+        demo_optax.init_opt_state(DEMO, model.init(), jax.sharding.AbstractMesh((2,), ("data",)))
+
+
+def mean_loss():
+    def loss(params, batch):
+        return jax.lax.pmean(model.loss(params, batch), "data")
+
+    step = demo_optax.make_train_step(loss, DEMO, two())
+    step(model.init(), state_of(2), model.batch(0, rows=16))
+
+
 def summed_gradient():
     specs = demo_optax.state_specs(DEMO, model.init(), two())
 
@@ -250,6 +263,9 @@ RAISED = [
     lambda: demo_optax.make_train_step(
         model.loss, DEMO, jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))
     ),
+    lambda: demo_optax.make_train_step(model.loss, DEMO, two().abstract_mesh),
+    simulated_on_a_set_mesh,
+    mean_loss,
     lambda: demo_optax.make_train_step(lambda params, batch: (0.0, 1, 2), DEMO, two())(
         model.init(), state_of(2), model.batch(0)
     ),

@@ -8,6 +8,7 @@ import pytest
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
+from demo_optax.checkpoint import Checkpointer
 from tests import workers
 from tests.sweeps import sweep
 
@@ -107,3 +108,84 @@ def test_a_partition_that_exchanges_by_itself_moves_while_another_waits():
 
 def test_settings_of_numpy_make_the_same_packets(annotations_unchecked):
     assert repr(Compression(np.int64(8))) == repr(Compression(8))
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("warm", [False, True])
+def test_pending_packets_of_other_settings_are_refused(simulated, warm):
+    mesh = jax.sharding.AbstractMesh((2,), ("data",)) if simulated else workers.mesh_of(2)
+
+    def made(seed):
+        compression = Compression(2, 4, selection="random", seed=seed)
+        exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
+        return demo_optax.demo(0.1, compression, exchange=exchange)
+
+    def loss(params, batch):
+        return jnp.mean(batch @ params)
+
+    params, batch = jnp.ones(8), jax.random.normal(jax.random.key(0), (4, 8))
+    step = demo_optax.make_train_step(loss, made(1), mesh, donate=False)
+    if warm:
+        step(params, demo_optax.init_opt_state(made(1), params, mesh), batch)
+    with pytest.raises(ValueError, match=r"holds packets of.*seed=0"):
+        step(params, demo_optax.init_opt_state(made(0), params, mesh), batch)
+
+
+def test_a_loss_that_averages_over_the_workers_is_refused():
+    mesh = workers.mesh_of(2)
+    tx = demo_optax.demo(0.1, Compression(2, 4), axis_name="data")
+
+    def loss(params, batch):
+        return jax.lax.pmean(jnp.mean(batch @ params), "data")
+
+    params = jnp.ones(8)
+    for microbatches in (1, 2):
+        step = demo_optax.make_train_step(loss, tx, mesh, microbatches=microbatches)
+        state = demo_optax.init_opt_state(tx, params, mesh)
+        with pytest.raises(ValueError, match=r"the same on all workers.*Leave out pmean"):
+            step(params, state, jnp.ones((4, 8)))
+
+
+def test_the_caller_may_exclude_all_workers():
+    mesh, params = workers.mesh_of(2), jnp.ones(8)
+    tx = demo_optax.demo(0.1, Compression(2, 4), axis_name="data")
+    step = demo_optax.make_train_step(lambda p, x: jnp.mean(x @ p), tx, mesh)
+    batch = jax.random.normal(jax.random.key(0), (4, 8))
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    _, _, metrics = step(params, state, batch, participates=False)
+    assert metrics.exchange.participants == 0
+
+
+def test_a_state_without_arrays_can_be_saved(tmp_path):
+    mesh, params = workers.mesh_of(2), {"w": jnp.arange(4.0)}
+    tx = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
+    params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        checkpointer.save(1, params, demo_optax.init_opt_state(tx, params, mesh))
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        found = checkpointer.restore(params)
+    assert found.params["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_residual_in_a_redrawn_basis_keeps_its_delay(tmp_path):
+    mesh, params = workers.mesh_of(2), {"w": jnp.ones((8, 8))}
+    compression = Compression(2, 4, transform="random")
+    two_phase = demo_optax.TwoPhase("data", topk_back=1)
+
+    def made(exchange):
+        return demo_optax.demo(0.1, compression, exchange=exchange)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    state = demo_optax.init_opt_state(made(two_phase), params, mesh)
+    step = demo_optax.make_train_step(loss, made(two_phase), mesh)
+    params, state, _ = step(params, state, jax.random.normal(jax.random.key(0), (4, 8)))
+    with Checkpointer(tmp_path, made(two_phase), mesh) as checkpointer:
+        checkpointer.save(1, params, state)
+    delayed = made(demo_optax.Delayed(two_phase))
+    with (
+        Checkpointer(tmp_path, delayed, mesh) as checkpointer,
+        pytest.raises(ValueError, match=r"another delay.*restore it with the old delay"),
+    ):
+        checkpointer.restore(params)

@@ -18,6 +18,7 @@ from demo_optax.compression import Compression, make_plan
 from demo_optax.compression.blocks import BlockGeometry
 from demo_optax.compression.packet import Layout, Origin
 from demo_optax.compression.settings import Coordinates
+from demo_optax.compression.transforms import is_redrawn
 from demo_optax.exchange.delayed import decode_pending
 from demo_optax.exchange.protocol import Subtraction
 from demo_optax.parallel import shards
@@ -132,9 +133,15 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
             if key in (".pending", ".subtracted") or not x.any():
                 continue
             same_blocks = target and before["momenta"] == now["momenta"]
+            has, remedy = "an exchange without owners", "exchange=TwoPhase(...)"
+            if target:
+                has, remedy = "other blocks or shards", "the old blocks and shards"
+            if same_blocks and bool(before["pending"]) != bool(now["pending"]):
+                # A delayed residual is in the basis of the step before.
+                redrawn = (is_redrawn(x["coordinates"]["transform"]) for x in now["momenta"])
+                same_blocks = not any(redrawn)
+                has, remedy = "another delay and a random transform", "the old delay"
             if not same_blocks or leaf["axes"] != target["axes"]:
-                has = "other blocks or shards" if target else "an exchange without owners"
-                remedy = "the old blocks and shards" if target else "exchange=TwoPhase(...)"
                 raise ValueError(
                     f"the optimizer state{leaf['name']} of the checkpoint holds what owners have "
                     f"yet to send, but the optimizer now has {has}: restore it with {remedy}."

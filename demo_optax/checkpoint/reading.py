@@ -153,7 +153,8 @@ def load(directory: str, step: int, saved: dict[str, dict], **wanted: dict) -> d
         }
         for part, placed in wanted.items()
     }
-    loaded = _read(step, lambda: _load(directory, step, targets))
+    stored = {part: x for part, x in targets.items() if x}  # Orbax stores no empty parts
+    loaded = {part: {} for part in targets} | _read(step, lambda: _load(directory, step, stored))
     _agree(step, _difference(loaded, saved))
     return loaded
 

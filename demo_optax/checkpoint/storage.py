@@ -180,8 +180,9 @@ class Checkpointer:
         meaning["seal"] = seal(meaning)
         with reading.caught() as failure:
             self._orbax = self._orbax or self._writer()
+            stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
             self._orbax.save_checkpointables_async(
-                step, leaves, force=True, custom_metadata=meaning
+                step, stored, force=True, custom_metadata=meaning
             )
         if failure.reason:
             return self._failed(step, failure.reason)

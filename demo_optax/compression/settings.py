@@ -49,6 +49,8 @@ class BlockSides:
 
     of_leaves: tuple[tuple[int, ...], ...]
 
+    always_equal = True
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockSides)
 

@@ -44,6 +44,8 @@ class PacketFormat:
     extra: int
     multiple: int
 
+    always_equal = True
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PacketFormat)
 

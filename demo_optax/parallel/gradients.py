@@ -13,6 +13,7 @@ from demo_optax import axes, checks, participation
 from demo_optax.arrays import energy, upcast
 from demo_optax.axes import AxisName
 from demo_optax.parallel import shards
+from demo_optax.parallel.simulated import is_simulated
 
 
 def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callable:
@@ -168,10 +169,10 @@ def stacked_gradients(
     checks.static_integer("microbatches", microbatches, at_least=1)
     if clip_norm is not None:
         checks.in_interval("clip_norm", clip_norm, "(0, inf]")
-    if not manual:
+    if not manual and isinstance(mesh, Mesh):
         _require_one_axis_type(mesh, microbatches)
     workers = shards.num_workers(mesh, axis_name)
-    simulated = shards.is_simulated(mesh, axis_name)
+    simulated = is_simulated(mesh, axis_name)
     loss_fn = loss_fn if stateful else _with_state(loss_fn)
     inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
     own_axes = axes.names(axis_name) + inner
@@ -285,7 +286,13 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
 
     Loss and gradient are averaged over its microbatches, through which the state goes in turn.
     """
-    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=True)
+    differentiated = local_value_and_grad(loss_fn, axis_name, has_aux=True)
+
+    def value_and_grad(*args):
+        found = differentiated(*args)
+        _require_own_loss(found[0][0], axis_name)
+        return found
+
     state = axes.as_varying(state, axis_name)
     if microbatches == 1:
         (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
@@ -307,6 +314,16 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
         lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
     )
     return loss, state, aux, gradient
+
+
+def _require_own_loss(loss, axis_name: AxisName) -> None:
+    """Refuses a loss that is the same on all workers, where the types can tell."""
+    if axes.types_are_tracked(axis_name) and not set(axes.names(axis_name)) <= axes.varying(loss):
+        raise ValueError(
+            f"the loss is the same on all workers of {axis_name!r}: it averages or sums over them, "
+            "which would scale every gradient, or depends on neither parameters nor batch. Leave "
+            "out pmean and psum: the loss is that of one worker, and the optimizer exchanges."
+        )
 
 
 def _gather(params, specs):

@@ -18,6 +18,7 @@ from demo_optax import axes
 from demo_optax.axes import AxisName
 from demo_optax.compression.bits import checksum, from_words, to_words
 from demo_optax.parallel import shards
+from demo_optax.parallel.simulated import with_devices
 
 
 class Drift(NamedTuple):
@@ -93,7 +94,7 @@ def check_replicas(
       >>> check_replicas(params, mesh)
       ()
     """
-    mesh = shards.with_devices(mesh)
+    mesh = with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     return tuple(drift for found in differences for drift in _drifts(found, mesh, axis_name))
 
@@ -120,7 +121,7 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
       >>> repair_replicas(params, mesh)["w"] is params["w"]
       True
     """
-    mesh = shards.with_devices(mesh)
+    mesh = with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)

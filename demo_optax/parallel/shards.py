@@ -23,6 +23,7 @@ from demo_optax import axes, metrics
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
+from demo_optax.parallel.simulated import with_devices
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
@@ -34,24 +35,6 @@ def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
             f"{axis_name!r}."
         )
     return math.prod(mesh.shape[name] for name in names)
-
-
-def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
-    """Whether a mesh has no devices, so that its workers are simulated on a single one.
-
-    Raises:
-      ValueError: a simulated mesh has other axes than that of the workers.
-    """
-    if isinstance(mesh, Mesh):
-        return False
-    if mesh.axis_names != (axis_name,):
-        raise ValueError(
-            f"the mesh {mesh} has no devices, so that its workers are simulated, and must have the "
-            f"workers' axis alone, not {mesh.axis_names}: make it with "
-            f"jax.sharding.AbstractMesh((workers,), ({axis_name!r},)), or with jax.make_mesh for "
-            "workers on devices."
-        )
-    return True
 
 
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
@@ -121,14 +104,6 @@ def shardings(mesh: Mesh | AbstractMesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
 
 
-def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
-    """The mesh; one of a single device where it has none and simulates its workers."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    sizes, auto = (1,) * len(mesh.axis_names), (AxisType.Auto,) * len(mesh.axis_names)
-    return jax.make_mesh(sizes, mesh.axis_names, auto, devices=jax.devices()[:1])
-
-
 def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """Into how many shards a spec divides each dimension."""
     divided = [math.prod(mesh.shape[name] for name in axes.names(entry)) for entry in spec]
@@ -155,15 +130,23 @@ def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
 
 
 def once_per_shapes(fn: Callable) -> Callable:
-    """A function of trees, evaluated once for each structure, shapes and dtypes of theirs."""
+    """A function of trees, evaluated once for each structure, shapes and dtypes of theirs.
+
+    Static nodes that are equal to all others of their kind (``always_equal``) are told apart.
+    """
+
+    def is_static(x) -> bool:
+        return getattr(type(x), "always_equal", False)
 
     @functools.lru_cache(maxsize=8)
-    def of_shapes(structure, shapes):
+    def of_shapes(structure, shapes, _):
         return fn(*structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes]))
 
     def of_trees(*trees):
         leaves, structure = jax.tree.flatten(trees)
-        return of_shapes(structure, tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves)))
+        shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
+        static = filter(is_static, jax.tree.leaves(trees, is_leaf=is_static))
+        return of_shapes(structure, shapes, tuple(map(repr, static)))
 
     return of_trees
 

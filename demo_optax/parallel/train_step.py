@@ -18,6 +18,7 @@ from demo_optax.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.gradients import stacked_gradients
 from demo_optax.parallel.layout import Layout, find_layout, require_plain
+from demo_optax.parallel.simulated import is_simulated
 from demo_optax.participation import PARTICIPATES
 
 
@@ -169,7 +170,7 @@ def make_train_step(
         )
         custom = None
         if metrics_fn is not None:
-            over = None if shards.is_simulated(mesh, axis_name) else axis_name
+            over = None if is_simulated(mesh, axis_name) else axis_name
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(found.gradients, updates, params)
         params = optax.apply_updates(params, updates)
@@ -204,7 +205,8 @@ def make_train_step(
         require_in_order(params, opt_state)
         layout = layout_for(params, opt_state)
         specs = specs_of(layout, batch)
-        shards.require_global(batch, specs[3])
+        if not is_simulated(mesh, axis_name):
+            shards.require_global(batch, specs[3])
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         given = params, opt_state, state, batch, key, extra_args
         params, opt_state, state, metrics = placed_step(layout, *shards.put(mesh, given, specs))
@@ -231,7 +233,7 @@ def manual_axes(
     axis_names: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
 ) -> set[str]:
     """The axes that a step handles itself: all, those of the workers, or none."""
-    if shards.is_simulated(mesh, axis_name):
+    if is_simulated(mesh, axis_name):
         return set()
     given = mesh.axis_names if axis_names is None else axis_names
     manual = {given} if isinstance(given, str) else set(given)

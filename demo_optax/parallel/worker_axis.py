@@ -5,7 +5,6 @@ mix the parts of several workers. Outside the step such leaves have a leading ax
 worker, sharded over the workers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +20,8 @@ from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Layout, Stacked, find_layout, require_plain
+from demo_optax.parallel.simulated import map_workers
+from demo_optax.participation import PARTICIPATES
 
 
 def stack_workers(
@@ -89,7 +90,7 @@ def init_stacked(tx, layout: Layout, params):
         return _stack(tx.init(params), layout)
 
     placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
-    on_workers = _on_workers(init, layout, (specs,), layout.state)
+    on_workers = map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
     return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
 
@@ -108,35 +109,15 @@ def update_stacked(tx, layout: Layout, gradients, state, params, extra_args, sta
 
     def update(gradients, state, params, stacked_args, extra_args):
         gradient, own_args = jax.tree.map(lambda x: x[0], (gradients, stacked_args))
+        if {PARTICIPATES} <= extra_args.keys() & own_args.keys():
+            own_args[PARTICIPATES] &= extra_args[PARTICIPATES]
         own_args = {**extra_args, **own_args}
         return _update_on_device(tx, layout, gradient, state, params, own_args)
 
     args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
-    on_workers = _on_workers(update, layout, (*specs, P()), (layout.params, layout.state))
+    results = layout.params, layout.state
+    on_workers = map_workers(update, mesh, layout.axis_name, (*specs, P()), results)
     return on_workers(*args, extra_args)
-
-
-def _on_workers(fn: Callable, layout: Layout, in_specs, out_specs) -> Callable:
-    """``jax.shard_map`` of a function of one device; ``jax.vmap`` where workers are simulated.
-
-    ``jax.vmap`` computes once what is the same on all workers.
-    """
-    if not shards.is_simulated(layout.mesh, layout.axis_name):
-        return jax.shard_map(fn, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs)
-
-    def with_axis(spec, tree):
-        return jax.tree.map(lambda x: x[None], tree) if spec else tree
-
-    def without_axis(spec, tree):
-        return jax.tree.map(lambda x: x[0], tree) if spec else tree
-
-    def of_worker(*args):
-        results = fn(*jax.tree.map(with_axis, in_specs, args))
-        return jax.tree.map(without_axis, out_specs, results)
-
-    in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
-    workers = shards.num_workers(layout.mesh, layout.axis_name)
-    return jax.vmap(of_worker, in_axes, out_axes, layout.axis_name, workers)
 
 
 def _update_on_device(tx, layout: Layout, gradient, state, params, extra_args):
@@ -146,7 +127,7 @@ def _update_on_device(tx, layout: Layout, gradient, state, params, extra_args):
     gradient, params = unboxed(gradient), unboxed(params)
     sharded = shards.sharded_axes(unboxed(layout.params))
     participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
-    extra_args = {**extra_args, participation.PARTICIPATES: participates}
+    extra_args = {**extra_args, PARTICIPATES: participates}
     updates, new = optax.with_extra_args_support(tx).update(gradient, old, params, **extra_args)
 
     def zero_if_frozen(x, frozen):

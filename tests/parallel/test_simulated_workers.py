@@ -106,3 +106,24 @@ def test_further_axes_of_a_simulated_mesh_are_refused():
     mesh = AbstractMesh((4, 2), ("data", "fsdp"))
     with pytest.raises(ValueError, match=r"has no devices.*'data', 'fsdp'.*AbstractMesh"):
         demo_optax.make_train_step(lambda p, b: p, OPTIMIZERS["demo"], mesh)
+
+
+def test_the_abstract_form_of_a_mesh_with_devices_is_refused():
+    mesh = workers.mesh_of(4).abstract_mesh
+    with pytest.raises(ValueError, match=r"abstract form.*pass that mesh itself"):
+        demo_optax.make_train_step(lambda p, b: p, OPTIMIZERS["demo"], mesh)
+
+
+def test_simulated_workers_lie_on_the_default_device():
+    last = jax.local_devices()[-1]
+    with jax.default_device(last):
+        state = demo_optax.init_opt_state(OPTIMIZERS["demo"], jnp.ones(8), SIMULATED)
+    assert state[0].momentum.devices() == {last}
+
+
+def test_a_mesh_that_is_set_for_the_whole_program_is_named():
+    with (
+        jax.set_mesh(workers.mesh_of(2)),
+        pytest.raises(ValueError, match=r"simulated.*jax\.set_mesh"),
+    ):
+        demo_optax.init_opt_state(OPTIMIZERS["demo"], jnp.ones(8), SIMULATED)

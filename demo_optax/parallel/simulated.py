@@ -1,0 +1,80 @@
+"""Workers that are simulated on one device, along the only axis of a mesh that has no devices.
+
+A ``jax.sharding.AbstractMesh`` stands for them. ``jax.vmap`` takes the place of ``jax.shard_map``.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from demo_optax import axes
+from demo_optax.axes import AxisName
+
+
+def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
+    """Whether a mesh has no devices, so that its workers are simulated on a single one.
+
+    Raises:
+      ValueError: the mesh has devices, but is abstract; it has other axes than that of the workers.
+    """
+    if isinstance(mesh, Mesh):
+        return False
+    if mesh.abstract_device is not None:
+        raise ValueError(
+            f"{mesh} is the abstract form of a mesh with devices: pass that mesh itself, or "
+            "jax.sharding.AbstractMesh((workers,), (name,)) to simulate workers on one device."
+        )
+    if len(mesh.axis_names) > 1 or mesh.axis_names != axes.names(axis_name):
+        raise ValueError(
+            f"the mesh {mesh} has no devices, so that its workers are simulated, and must have the "
+            f"workers' axis {axis_name!r} alone, not {mesh.axis_names}: make it with "
+            "jax.sharding.AbstractMesh((workers,), (name,)), or with jax.make_mesh for workers on "
+            "devices."
+        )
+    return True
+
+
+def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh; where it has no devices, one of JAX's default device.
+
+    Raises:
+      ValueError: another mesh is set for the whole program.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if not (found := jax.sharding.get_abstract_mesh()).empty:
+        raise ValueError(
+            f"workers are simulated on one device, but {found} is set by jax.set_mesh: leave that "
+            "out, or pass the mesh itself for workers on its devices."
+        )
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    sizes, auto = (1,) * len(mesh.axis_names), (AxisType.Auto,) * len(mesh.axis_names)
+    return jax.make_mesh(sizes, mesh.axis_names, auto, devices=[device])
+
+
+def map_workers(
+    fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
+) -> Callable:
+    """``jax.shard_map`` of a function of one device; ``jax.vmap`` where workers are simulated.
+
+    ``jax.vmap`` computes once what is the same on all workers.
+    """
+    if not is_simulated(mesh, axis_name):
+        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def of_worker(*args):
+        results = fn(*_where_own(lambda x: x[None], in_specs, args))
+        return _where_own(lambda x: x[0], out_specs, results)
+
+    in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
+    return jax.vmap(of_worker, in_axes, out_axes, axis_name, mesh.size)
+
+
+def _where_own(fn: Callable, specs, tree):
+    """Applies ``fn`` to leaves whose spec, from a prefix of the tree, names the workers' axis."""
+    leaves, structure = jax.tree.flatten(tree)
+    of_leaves = jax.tree.leaves(jax.tree.broadcast(specs, tree))
+    pairs = zip(leaves, of_leaves, strict=True)
+    return structure.unflatten([fn(x) if spec else x for x, spec in pairs])
