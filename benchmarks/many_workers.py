@@ -2,7 +2,7 @@
 
 Simulates 256 workers that learn to read digits (scikit-learn's, a network of 19k parameters in
 blocks of 8 x 8), by ``jax.vmap``. Prints the loss on held-out digits, mean and standard error over
-the seeds, beside the coefficients that a worker gets of each block on a step.
+the seeds, and the coefficients that a worker gets of each block on a step.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/published_training.py FOLDER [--steps 300] [--seeds 3]
 
 FOLDER is a checkout of github.com/bloc97/DeMo, of which nothing is part of this project. Needs
-torch and einops beside this package. Both train a network that predicts a byte from those before
+torch and einops besides this package. Both train a network that predicts a byte from those before
 it, from the same start, on the same bytes of Python's standard library in the same order, with four
 workers (processes over gloo; simulated devices), 32 coefficients of each block, a decay of 0.999
 and the same schedule of the learning rate.
@@ -42,7 +42,7 @@ def start(seed: int) -> dict[str, np.ndarray]:
 
 
 def windows(data: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts and the bytes behind them, int64."""
+    """Contexts and the bytes after them, int64."""
     found = data[places[:, None] + np.arange(CONTEXT + 1)].astype(np.int64)
     return found[:, :-1], found[:, -1]
 

@@ -229,7 +229,7 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
     if not np.all(metrics.agreed):
         raise ValueError(
             "workers have not got the same packets (agreed is False), and the replicas differ: one "
-            "was damaged on its way into a single worker. Make them alike with "
+            "was damaged on its way into a single worker. Make them equal with "
             "demo_optax.repair_replicas, or restore a checkpoint."
         )
     if len(heard := np.unique(metrics.participants)) > 1:

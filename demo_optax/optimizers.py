@@ -255,7 +255,8 @@ def demo_muon(
     The step of a matrix is the aggregate with its singular values set to about 1, as in
     ``optax.contrib.muon``. That of other parameters is the aggregate divided by the root of its
     second moment, which decays by ``b2``. The other arguments are those of `demo`. Do not shard
-    matrices inside a worker: each shard would be orthogonalised by itself.
+    matrices inside a worker: each shard would be orthogonalised by itself. In our runs its loss was
+    higher than that of `demo_scaled`.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))

@@ -99,7 +99,7 @@ def table(compared: Runs, rings: bool) -> Table:
     for title, cell in rows.items():
         made.add_row(title, *(cell(name, log) for name, log in firsts.items()))
     if len(compared[BASELINE]) > 1:
-        made.add_row(f"loss beside {BASELINE}, seed by seed", *beside(compared))
+        made.add_row(f"loss minus that of {BASELINE}, seed by seed", *differences(compared))
     return made
 
 
@@ -108,7 +108,7 @@ def mean(runs: list[Trained]) -> str:
     return written([run.loss for run in runs], ".3f")
 
 
-def beside(compared: Runs) -> list[str]:
+def differences(compared: Runs) -> list[str]:
     """The mean difference from the baseline of the same seed."""
     return [
         written([a.loss - b.loss for a, b in zip(runs, compared[BASELINE], strict=True)], "+.3f")

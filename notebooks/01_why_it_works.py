@@ -54,7 +54,7 @@ COLOURS = {"dct": "#1b6ca8", "hadamard": "#3a9d6e", "random": "#8d8d8d", "identi
 # ## Momenta of a real run
 #
 # The `tiny` language model of the examples (1.1M parameters) learns from the sources of Python's
-# standard library, with AdamW on one device. Beside it we keep two momenta of its gradients, with a
+# standard library, with AdamW on one device. We also keep two momenta of its gradients, with a
 # decay of 0.95: of the gradient itself, as the paper has it, and of the gradient divided by the root
 # of its second moment, as `precondition=optax.scale_by_rms(...)` does it.
 
@@ -200,11 +200,11 @@ for kind, blocks in named.items():
 # No basis is as compact as one would wish of a photograph. Of the plain gradient, single entries
 # (identity) are the most compact by far; DCT, Hadamard and random bases are hardly told apart, a
 # little above noise. Of the scaled gradient, which has lost its large rows and columns, all bases
-# look alike. On this measure alone one would send single entries. The paper found the identity to train
+# look the same. On this measure alone one would send single entries. The paper found the identity to train
 # worst all the same, and so does notebook 4: a sent entry moves one parameter, a coefficient of a
 # transform its whole block.
 #
-# ## Not all matrices are alike
+# ## Not all matrices are the same
 
 # %%
 kinds = sorted(set(names))

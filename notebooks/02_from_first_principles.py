@@ -17,7 +17,7 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/02_from_first_principles.ipynb)
 #
 # DeMo in sixty lines of JAX, as one would write it down from the paper: no packets, no codings, a
-# dense array for everything. Then the library beside it, step by step, on the same gradients.
+# dense array for everything. Then the library, step by step, on the same gradients.
 
 # %%
 # In Colab this installs the library. If it is installed, nothing happens.
@@ -47,7 +47,7 @@ plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.r
 #    feedback.
 # 4. $\bar Q$: for each coefficient the mean over *those workers that sent it*. This is all that
 #    workers tell each other.
-# 5. $X \leftarrow X - \eta \operatorname{sign}(T^{-1} \bar Q)$, on all workers alike.
+# 5. $X \leftarrow X - \eta \operatorname{sign}(T^{-1} \bar Q)$, the same on all workers.
 
 # %%
 BLOCK, K, DECAY, RATE = 16, 8, 0.95, 1e-3
@@ -128,7 +128,7 @@ def loss_fn(params, x, y):
 local_gradients = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0, 0)))
 
 # %% [markdown]
-# ## The library beside it, on the same gradients
+# ## The library, on the same gradients
 #
 # It keeps the momentum as coefficients, which saves a transform; sends packets of bits; and decodes
 # them worker by worker. With 32-bit values it does the same arithmetic. `decoupled_momentum` is

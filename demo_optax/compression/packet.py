@@ -84,7 +84,7 @@ class Layout:
 
     Attributes:
       sections: one for each shape of blocks.
-      extra: words that an exchange puts behind the header.
+      extra: words that an exchange puts after the header.
       multiple: the packet's length is padded to a multiple of this many words.
     """
 

@@ -1,4 +1,4 @@
-"""The exchange delayed by one step, around another one: its latency hides behind the compute."""
+"""The exchange delayed by one step, around another one: it overlaps with the compute."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class PacketFormat:
     Attributes:
       compression: the settings.
       shapes: of the tensors.
-      extra: words that the exchange puts behind the header.
+      extra: words that the exchange puts after the header.
       multiple: the packet's length is padded to a multiple of this many words.
     """
 

@@ -120,7 +120,7 @@ class Traffic(NamedTuple):
       sent: bytes that the worker hands to its collectives.
       received: bytes that it gets from the others.
       rounds: messages that must follow each other, if every collective is a ring.
-      overlaps: whether the exchange runs beside the next step's compute.
+      overlaps: whether the exchange overlaps with the next step's compute.
     """
 
     sent: int

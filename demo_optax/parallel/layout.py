@@ -300,6 +300,14 @@ def _paths_of_devices(state) -> list[tuple]:
 class Stacked(optax.GradientTransformationExtraArgs):
     """A transformation that `stack_workers` made."""
 
+    state_shardings: Callable
+
+    @classmethod
+    def make(cls, init: Callable, update: Callable, state_shardings: Callable) -> "Stacked":
+        made = cls(init, update)
+        made.state_shardings = state_shardings
+        return made
+
     def __iter__(self):
         raise TypeError(
             "demo_optax.stack_workers(...) stands inside another optax transformation, such as "

@@ -1,6 +1,6 @@
 """Sharding on a mesh: of the parameters inside a worker, and of the batch.
 
-A mesh may have axes beside the workers' own (``fsdp``, ``tensor``, ``local``). Along these inner
+A mesh may have further axes (``fsdp``, ``tensor``, ``local``). Along these inner
 axes the devices of one worker share its parameters as their PartitionSpecs say, average their
 gradients, and compress each its own shard, whose blocks end where it ends (From
 et al., "DeToNATION", FlexDeMo). Copies that all devices of a worker hold must stay equal.

@@ -91,7 +91,7 @@ def make_train_step(
       clip_norm: largest global norm of each worker's local gradient.
       random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
         and microbatch gets its own.
-      stateful: whether the model has a state beside its parameters (statistics of BatchNorm, keys
+      stateful: whether the model has a state besides its parameters (statistics of BatchNorm, keys
         of Dropout, caches): ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker
         keeps its own, made by `init_model_state`, and sends nothing of it; the devices of one
         worker average its floats. It passes from one microbatch to the next, and does not change

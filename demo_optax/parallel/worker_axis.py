@@ -42,7 +42,8 @@ def stack_workers(
     names lack the axis of workers. A worker whose gradient is not finite keeps its entries.
 
     Arguments are those of `state_specs`. The result is an
-    ``optax.GradientTransformationExtraArgs``.
+    ``optax.GradientTransformationExtraArgs``, whose method ``state_shardings(params)`` gives the
+    NamedShardings of its state, for arrays or shapes of the parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -50,6 +51,8 @@ def stack_workers(
       >>> tx = stack_workers(demo_optax.demo(1e-3, axis_name="data"), mesh)
       >>> tx.init({"w": jnp.ones((128, 64))})[0].momentum["w"].shape
       (1, 2, 1, 4096)
+      >>> tx.state_shardings({"w": jnp.ones((128, 64))})[0].momentum["w"].spec
+      P('data',)
     """
     require_plain(tx)
     workers = shards.num_workers(mesh, axis_name)
@@ -79,7 +82,10 @@ def stack_workers(
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
         return _update_on_device(tx, layout, updates, state, params, extra_args)
 
-    return Stacked(init_fn, update_fn)
+    def shardings_of(params):
+        return shards.shardings(mesh, layout_for(params).state)
+
+    return Stacked.make(init_fn, update_fn, shardings_of)
 
 
 def init_stacked(tx, layout: Layout, params):
@@ -254,7 +260,7 @@ def require_state(opt_state, expected, workers: int) -> None:
         raise ValueError(
             "the optimizer state is not one of this optimizer and these parameters, or is stored "
             f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
-            f"and holds {sorted(has - needs)[:3] or 'nothing'} beside what is needed. Make it with "
+            f"and holds {sorted(has - needs)[:3] or 'nothing'} besides. Make it with "
             "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
         )
     leaves = jax.tree.leaves_with_path(opt_state)
@@ -282,7 +288,7 @@ def _own_entry(x, single, stacked):
         return x[0] if stacked else x
     raise ValueError(
         f"a leaf of the optimizer state has shape {x.shape} inside the step, but {wanted} is "
-        f"expected ({single.shape} for one worker, behind an axis of length 1 where workers "
+        f"expected ({single.shape} for one worker, after an axis of length 1 where workers "
         "differ). The state was made for another number of workers, another model, or without "
         "the worker axis: make it with demo_optax.init_opt_state on the mesh that it is used on, "
         "and pass it with the specs of demo_optax.state_specs."

@@ -255,3 +255,13 @@ def test_a_preconditioner_is_not_called_replicated():
     )
     with pytest.raises(ValueError, match="out_specs"):
         jax.jit(init)()
+
+
+def test_a_stacked_optimizer_gives_the_shardings_of_its_state():
+    mesh, params = workers.mesh_of(2), {"w": jnp.ones((64, 64)), "b": jnp.ones(3)}
+    tx = demo_optax.stack_workers(demo_optax.demo_adamw(1e-3, axis_name="data"), mesh)
+    state = tx.init(params)
+    for shapes in (params, jax.eval_shape(lambda: params)):
+        shardings = tx.state_shardings(shapes)
+        same = jax.tree.map(lambda x, s: x.sharding == s, state, shardings)
+        assert all(jax.tree.leaves(same))
