@@ -219,7 +219,7 @@ def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
     chex.assert_trees_all_equal(a_round(*start), train(tx, range(3))[:2])
 
 
-@sweep(("diloco", "alone"), ("sparseloco", "sharded"), name=BOTH, inside=["alone", "sharded"])
+@sweep(("sparseloco", "sharded"), name=BOTH, inside=["alone", "sharded"])
 def test_workers_meet_in_one_exchange_at_the_end_of_a_round(name, inside):
     inside = inside == "sharded"
     tx, shape = BOTH[name], (4, 2) if inside else (8,)

@@ -111,7 +111,7 @@ def survives(saved, folder, read, name, damage, place):
     return found, bool(caught)
 
 
-@sweep(8, count=[8, 60, 600])
+@sweep(4, count=[4, 60, 600])
 def test_no_damage_is_restored_silently(count, saved, tmp_path):
     fell_back = 0
     for name, damage, place in damages(saved, count, seed=count):

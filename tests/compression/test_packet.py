@@ -162,7 +162,7 @@ def with_worker_2_silent(mode):
 @sweep(
     ("not its checksum", "vmap"),
     ("an infinite value", "vmap"),
-    ("one position twice", "shard_map"),
+    ("one position twice", "vmap"),
     ("another worker's", "shard_map"),
     forgery=FORGERIES,
     mode=["vmap", "shard_map"],

@@ -48,7 +48,6 @@ def dense(positions, values, n):
 
 
 @sweep(
-    (TopK._by_kernel, 32),
     (TopK._by_strands, 8),
     way=[TopK._by_kernel, TopK._by_strands],
     k=[1, 8, 32],

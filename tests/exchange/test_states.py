@@ -30,7 +30,6 @@ from tests.sweeps import sweep
 
 @sweep(
     ("two-phase", (2, 2, 2)),
-    ("delayed", (4, 2)),
     ("delayed two-phase", (8,)),
     exchange=KEEPING,
     sizes=[(8,), (4, 2), (2, 2, 2)],
@@ -204,7 +203,6 @@ CHANGES = {
 
 @sweep(
     ("topk", "exchange", (2, 2)),
-    ("random", "value coding", (4,)),
     selection=["topk", "random"],
     change=CHANGES,
     sizes=[(4,), (2, 2)],
@@ -229,7 +227,7 @@ def test_pending_messages_go_back_into_the_momentum(selection, change, sizes, tm
 
 
 @sweep(
-    (("dct", "random"), "delayed two-phase"),
+    (("dct", "random"), "delayed"),
     transforms=[("dct", "random"), ("random", "identity")],
     exchange=["delayed", "delayed two-phase"],
 )

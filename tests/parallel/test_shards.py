@@ -97,7 +97,6 @@ def whole(name):
 
 @sweep(
     ("sgd", "manual"),
-    ("a mean of gradients in front", "compiler"),
     ("adamw behind a preconditioner", "mapped"),
     name=OPTIMIZERS,
     way=WAYS,
