@@ -6,6 +6,7 @@ result whose type varies over an axis differs along it.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -111,13 +112,27 @@ def state_shardings(
     return shards.shardings(mesh, state_specs(tx, params, mesh, axis_name, param_specs))
 
 
+_LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""For each ``tx.update`` the layouts that were found, each of which costs a trace of the step."""
+
+
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
-    """The layout for arrays or shapes of the whole parameters.
+    """The layout for arrays or shapes of the whole parameters, traced once for each optimizer.
 
     Raises:
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
     require_plain(tx)
+    leaves, structure = jax.tree.flatten((jax.tree.map(jax.typeof, params), param_specs))
+    context = mesh, axis_name, axes.platform(), jnp.result_type(float)
+    key = tx.init, structure, tuple(leaves), context
+    layouts = _LAYOUTS.setdefault(tx.update, {})
+    if key not in layouts:
+        layouts[key] = _trace_layout(tx, params, mesh, axis_name, param_specs)
+    return layouts[key]
+
+
+def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     inner = unboxed(specs)
