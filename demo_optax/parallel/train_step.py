@@ -1,5 +1,6 @@
 """A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -192,7 +193,8 @@ def make_train_step(
         layout = find_layout(tx, params, mesh, axis_name, param_specs)
         init = functools.partial(worker_axis.init_stacked, tx, layout)
         worker_axis.require_state(opt_state, jax.eval_shape(init, params), workers)
-        return layout
+        # A new object, for which jax.jit traces anew: static nodes of the state compare equal.
+        return dataclasses.replace(layout)
 
     def specs_of(layout, batch):
         """PartitionSpecs of the arguments of ``placed_step`` after the layout."""
