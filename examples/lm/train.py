@@ -286,7 +286,7 @@ def describe(run: Run) -> None:
     )
     console.print(
         f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {each} "
-        f"on {run.devices.size} {device.device_kind} in {jax.process_count()} processes, optimizer "
+        f"on {run.devices.size} devices ({device.device_kind}) in {jax.process_count()} processes, optimizer "
         f"{run.config.optimizer}"
     )
     if device.platform == "cpu":
