@@ -286,8 +286,8 @@ def describe(run: Run) -> None:
     )
     console.print(
         f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {each} "
-        f"on {run.devices.size} devices ({device.device_kind}) in {jax.process_count()} processes, optimizer "
-        f"{run.config.optimizer}"
+        f"on {run.devices.size} devices ({device.device_kind}) in {jax.process_count()} processes, "
+        f"optimizer {run.config.optimizer}"
     )
     if device.platform == "cpu":
         console.print(
