@@ -123,7 +123,9 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
     require_plain(tx)
-    leaves, structure = jax.tree.flatten((jax.tree.map(jax.typeof, params), param_specs))
+    types = jax.tree.map(jax.typeof, params)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    leaves, structure = jax.tree.flatten((params, param_specs))
     context = mesh, axis_name, axes.platform(), jnp.result_type(float)
     key = tx.init, structure, tuple(leaves), context
     layouts = _LAYOUTS.setdefault(tx.update, {})

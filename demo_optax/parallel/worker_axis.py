@@ -58,7 +58,6 @@ def stack_workers(
     workers = shards.num_workers(mesh, axis_name)
     worker_axes = set(axes.names(axis_name))
 
-    @shards.once_per_shapes
     def layout_for(params) -> Layout:
         return find_layout(tx, params, mesh, axis_name, param_specs)
 
