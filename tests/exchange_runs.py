@@ -13,7 +13,7 @@ import demo_optax
 from demo_optax.checkpoint import Checkpointer
 from demo_optax.compression import make_plan
 from demo_optax.compression.packet import Origin
-from demo_optax.exchange.delayed import decode_pending
+from demo_optax.exchange.around import decode_pending
 from demo_optax.exchange.protocol import Subtraction, own_numbers
 from tests import workers
 

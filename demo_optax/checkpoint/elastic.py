@@ -19,7 +19,7 @@ from demo_optax.compression.blocks import BlockGeometry
 from demo_optax.compression.packet import Layout, Origin
 from demo_optax.compression.settings import Coordinates
 from demo_optax.compression.transforms import is_redrawn
-from demo_optax.exchange.delayed import decode_pending
+from demo_optax.exchange.around import decode_pending
 from demo_optax.exchange.protocol import Subtraction
 from demo_optax.parallel import shards
 

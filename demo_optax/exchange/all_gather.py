@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from demo_optax import axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.packet import Layout, Origin, open_heads
+from demo_optax.compression.packet import Layout, Origin
 from demo_optax.exchange import collectives
-from demo_optax.exchange.averaging import average, largest_norm
+from demo_optax.exchange.averaging import average_all
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
-from demo_optax.metrics import ExchangeMetrics, summarise
+from demo_optax.metrics import ExchangeMetrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +58,14 @@ class AllGather:
         layout = self.layout(plan)
         packets = collectives.gather(sent.packets[0], self.axis_name)
         numbers = jnp.arange(len(packets), dtype=jnp.int32)
-        headers, _, intact = open_heads(layout, packets, Origin(sent.step, numbers))
-        largest = largest_norm(headers, intact, self.norm_limit)
-        shared = plan.shared_positions(sent.step)
-        means, weights = average(layout, packets, intact, shared, largest, mean)
-        accepted = weights > 0
-        factor = sent.factor * weights[axes.index(self.axis_name)]
+        origin = Origin(sent.step, numbers)
+        found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
+        factor = sent.factor * found.weights[axes.index(self.axis_name)]
         return Aggregate(
-            mean=means,
-            subtractions=[
-                Subtraction(sent.message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])
-            ],
+            mean=found.mean,
+            subtractions=[Subtraction.of_whole(plan, sent.message, factor)],
             state=state,
-            metrics=summarise(headers, accepted, jnp.where(accepted, packets[:, 0], 0), last),
+            metrics=found.metrics,
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:

@@ -13,9 +13,20 @@ from jaxtyping import Array, Bool, Float32
 
 from demo_optax import axes
 from demo_optax.arrays import FloatScalar, Positions, in_float32
-from demo_optax.compression.packet import Header, Layout, Message, Packets, Section, decode
+from demo_optax.compression import Plan
+from demo_optax.compression.packet import (
+    Header,
+    Layout,
+    Message,
+    Origin,
+    Packets,
+    Section,
+    decode,
+    open_heads,
+)
 from demo_optax.compression.selection import Everything
 from demo_optax.exchange.protocol import Mean, SparseSum
+from demo_optax.metrics import ExchangeMetrics, summarise
 
 Shared = Sequence[Positions | None]
 """For each section the positions that all workers know; None where they travel."""
@@ -53,6 +64,49 @@ def read(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Re
     ]
     values = [jnp.where(here, v, 0.0) for v in found.values]
     return Read(Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(in_float32(total)))
+
+
+class Average(NamedTuple):
+    """What all workers make of the same packets.
+
+    Attributes:
+      mean: of each section.
+      weights: of the workers' messages; 0 where one was rejected.
+      metrics: of the step.
+    """
+
+    mean: list[SparseSum]
+    weights: Float32[Array, "workers"]
+    metrics: ExchangeMetrics
+
+
+def average_all(
+    plan: Plan,
+    layout: Layout,
+    packets: Packets,
+    origin: Origin,
+    norm_limit: float | None,
+    last: ExchangeMetrics,
+    mean: Mean,
+) -> Average:
+    """Averages whole messages, one packet of each worker.
+
+    Args:
+      plan: of the tensors.
+      layout: of each packet.
+      packets: one of each worker.
+      origin: of the packets.
+      norm_limit: as in `demo_optax.AllGather`.
+      last: metrics of the exchange before.
+      mean: as in `average`.
+    """
+    headers, _, intact = open_heads(layout, packets, origin)
+    largest = largest_norm(headers, intact, norm_limit)
+    shared = plan.shared_positions(origin.step)
+    means, weights = average(layout, packets, intact, shared, largest, mean)
+    accepted = weights > 0
+    checksums = jnp.where(accepted, packets[:, 0], 0)
+    return Average(means, weights, summarise(headers, accepted, checksums, last))
 
 
 def average(

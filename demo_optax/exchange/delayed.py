@@ -8,18 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from demo_optax import axes
-from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Plan
-from demo_optax.compression.packet import Layout, Message, Origin, Packets, merge_rows, open_heads
-from demo_optax.exchange.averaging import read
+from demo_optax.compression.packet import Packets
+from demo_optax.exchange.around import Around
 from demo_optax.exchange.protocol import (
     Aggregate,
-    Exchange,
     Mean,
     Outgoing,
     Subtraction,
     Traffic,
-    own_numbers,
 )
 from demo_optax.metrics import ExchangeMetrics
 
@@ -71,7 +68,7 @@ class DelayedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed:
+class Delayed(Around):
     r"""Exchanges the packets of the last step while this one computes its gradient.
 
     A message leaves the momentum when it is sent, and enters the mean a step later:
@@ -94,27 +91,12 @@ class Delayed:
       >>> tx = demo_optax.demo_scaled(1e-3, exchange=delayed)
     """
 
-    inner: Exchange
-
     def __post_init__(self):
         if isinstance(self.inner, Delayed):
             raise ValueError(
                 "Delayed(Delayed(...)) would wait for two steps, but the delay is one step: leave "
                 "one of them out."
             )
-
-    @property
-    def axis_name(self) -> AxisName:
-        """The axis of the inner exchange."""
-        return self.inner.axis_name
-
-    def owners(self) -> int:
-        """As the inner exchange."""
-        return self.inner.owners()
-
-    def layout(self, plan: Plan) -> Layout:
-        """As the inner exchange."""
-        return self.inner.layout(plan)
 
     def init(self, plan: Plan) -> DelayedState:
         """Empty packets, which every worker rejects."""
@@ -140,18 +122,13 @@ class Delayed:
                 f"{plan.compression}: go back to the old settings, or restore the run with "
                 "demo_optax.checkpoint, which puts what they carry back into the momentum."
             )
-        origin = Origin(sent.step - 1, own_numbers(len(state.pending), self.axis_name))
-        message = decode_pending(plan, self.layout(plan), state.pending, origin)
-        pending = Outgoing(state.pending, message, state.subtracted, origin.step)
-        found = self.inner.exchange(plan, pending, state.inner, last, mean)
-        (of_inner,) = found.subtractions
-        now = [jnp.full((s.blocks, 1), sent.factor) for s in plan.sections]
-        # At most 0: what was not accepted goes back
-        correction = [factors - state.subtracted for factors in of_inner.factors]
+        found, message, correction = self.exchange_pending(
+            plan, state.pending, state.subtracted, sent.step - 1, state.inner, last, mean
+        )
         return found._replace(
             subtractions=[
-                Subtraction(sent.message, now),
-                Subtraction(of_inner.message, correction, delay=1),
+                Subtraction.of_whole(plan, sent.message, sent.factor),
+                Subtraction(message, correction, delay=1),
             ],
             state=DelayedState(sent.packets, sent.factor, found.state, self._format(plan)),
             delay=1,
@@ -160,16 +137,3 @@ class Delayed:
     def traffic(self, plan: Plan, workers: int) -> Traffic:
         """The traffic of the inner exchange, overlapped with the compute."""
         return self.inner.traffic(plan, workers)._replace(overlaps=True)
-
-
-def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
-    """What a worker sealed in its packets; zeros where these are to be rejected, or damaged."""
-    _, _, intact = open_heads(layout, packets, origin)
-    found = read(layout, packets, intact).message
-    blocks = [section.blocks for section in plan.sections]
-    shared = plan.shared_positions(origin.step)
-    positions = [
-        merge_rows(x, n) if at is None else at
-        for at, x, n in zip(shared, found.positions, blocks, strict=True)
-    ]
-    return Message(tuple(positions), tuple(map(merge_rows, found.values, blocks)))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from demo_optax import axes
-from demo_optax.arrays import Coefficients, IntScalar
+from demo_optax.arrays import Coefficients, FloatScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
 from demo_optax.compression.bits import true_once_computed
@@ -89,6 +89,11 @@ class Subtraction:
     message: Message
     factors: Sequence[Float32[Array, "_blocks 1"]]
     delay: int = 0
+
+    @classmethod
+    def of_whole(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
+        """The same part of every block."""
+        return cls(message, [jnp.full((section.blocks, 1), factor) for section in plan.sections])
 
     def rows(self) -> list[tuple[Any, Any, Any]]:
         """For each section positions, values and factors, a row for each block."""

@@ -1,0 +1,85 @@
+"""The exchange of packets that came over the host: the collective is somebody else's work."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
+
+from demo_optax import axes, checks
+from demo_optax.arrays import IntScalar
+from demo_optax.axes import AxisName
+from demo_optax.compression import Plan
+from demo_optax.compression.packet import Layout, Origin
+from demo_optax.exchange import collectives
+from demo_optax.exchange.averaging import average_all
+from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
+from demo_optax.metrics import ExchangeMetrics
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Received:
+    """Averages packets that the program was given, one row for each slot of a swarm.
+
+    A slot that nobody fills is a row of zeros, which every worker rejects. Workers are told apart
+    by their rows alone: all seal their packets with the number 0.
+
+    Attributes:
+      axis_name: an axis of size 1, along which this process holds its one worker.
+      packets: uint32 ``(shards, slots, words)``. None stands for this worker's own packet alone.
+      slot: int32 scalar, this worker's row; -1 where its packet did not count.
+      shard_axes: the axes along which the worker's devices hold shards, in the order of ``shards``.
+      norm_limit: as in `demo_optax.AllGather`.
+
+    Example:
+      >>> import demo_optax
+      >>> tx = demo_optax.demo(1e-3, exchange=Received("data"))
+    """
+
+    axis_name: AxisName = None
+    packets: UInt32[Array, "shards slots words"] | None = None
+    slot: IntScalar | int = 0
+    shard_axes: tuple[str, ...] = ()
+    norm_limit: float | None = None
+
+    def __post_init__(self):
+        axes.names(self.axis_name)
+        if self.norm_limit is not None:
+            checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
+
+    def owners(self) -> int:
+        """One packet holds the whole message."""
+        return 1
+
+    def layout(self, plan: Plan) -> Layout:
+        """The layout of a worker's packet."""
+        return Layout(plan.sections)
+
+    def init(self, plan: Plan) -> tuple[()]:
+        """Nothing is kept."""
+        del plan
+        return ()
+
+    def exchange(
+        self, plan: Plan, sent: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
+    ) -> Aggregate:
+        """Averages the packets (see `Exchange.exchange`)."""
+        if self.packets is None:
+            packets = collectives.gather(sent.packets[0], self.axis_name)
+        else:
+            packets = self.packets[axes.index(self.shard_axes)]
+        origin = Origin(sent.step, jnp.zeros(len(packets), jnp.int32))
+        layout = self.layout(plan)
+        found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
+        slot = jnp.asarray(self.slot)
+        factor = sent.factor * jnp.where(slot >= 0, found.weights[slot], 0.0)
+        return Aggregate(
+            mean=found.mean,
+            subtractions=[Subtraction.of_whole(plan, sent.message, factor)],
+            state=state,
+            metrics=found.metrics,
+        )
+
+    def traffic(self, plan: Plan, workers: int) -> Traffic:
+        """A packet to the store, and one of each other worker from it."""
+        packet = 4 * self.layout(plan).words
+        return Traffic(packet, packet * (workers - 1), 2)

@@ -1,0 +1,190 @@
+"""The programs of a swarm's step, compiled once: gradient, seal, open; or gradient and update.
+
+Nothing in them waits for the network. Each worker opens the packets of a step by the same program,
+whether it takes part or replays the step later, so that the parameters are equal to the last bit.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, UInt32
+
+from demo_optax.arrays import IntScalar, unboxed
+from demo_optax.axes import AxisName
+from demo_optax.exchange import Delayed, Exchange, Opened, Received, Sealed
+from demo_optax.exchange.delayed import DelayedState
+from demo_optax.exchange.halves import HalvesState
+from demo_optax.metrics import ExchangeMetrics, exchange_metrics
+from demo_optax.parallel import shards, worker_axis
+from demo_optax.parallel.gradients import WorkerGradients, stacked_gradients
+from demo_optax.parallel.layout import Layout, find_layout
+from demo_optax.participation import PARTICIPATES
+
+MakeOptimizer = Callable[[Exchange], optax.GradientTransformation]
+
+
+class Arrived(NamedTuple):
+    """What arrived over the host.
+
+    Attributes:
+      packets: uint32 ``(shards, slots, words)``, zeros for slots whose packet does not count.
+      slot: int32 scalar, this worker's; -1 where its packet does not count.
+    """
+
+    packets: UInt32[Array, "shards slots words"] | np.ndarray
+    slot: IntScalar | np.ndarray
+
+
+class Stepped(NamedTuple):
+    """Parameters, optimizer state, and what the exchange told."""
+
+    params: Any
+    opt_state: Any
+    exchange: ExchangeMetrics
+
+
+class Programs(NamedTuple):
+    """Compiled programs, and what they need.
+
+    Attributes:
+      layout: of parameters and state.
+      shape: of `Arrived.packets`.
+      gradients: of parameters and batch.
+      seal: the first half of an update: state, with packets under way, of gradients, state and
+        parameters. None with a delay.
+      apply: the second half: of parameters, state and what arrived. With a delay the whole update:
+        of gradients, whether the worker takes part, parameters, state and what arrived.
+    """
+
+    layout: Layout
+    shape: tuple[int, int, int]
+    gradients: Callable[..., WorkerGradients]
+    seal: Callable[..., Any] | None
+    apply: Callable[..., Stepped]
+
+
+def compile_programs(
+    loss_fn: Callable,
+    make_optimizer: MakeOptimizer,
+    mesh: Mesh,
+    axis_name: AxisName,
+    params,
+    batch,
+    *,
+    slots: int,
+    delay: bool,
+    norm_limit: float | None,
+    param_specs,
+    batch_specs,
+    **options,
+) -> Programs:
+    """Compiles everything for parameters and a batch, or for their shapes."""
+    around = Delayed if delay else Opened
+    template = make_optimizer(around(Received(axis_name, norm_limit=norm_limit)))
+    layout = find_layout(template, params, mesh, axis_name, param_specs)
+    shard_axes = shards.sharded_axes(unboxed(layout.params))
+    number = int(np.prod([mesh.shape[name] for name in shard_axes], dtype=int))
+    state = jax.eval_shape(functools.partial(worker_axis.init_stacked, template, layout), params)
+    shape = number, slots, pending_packets(state).shape[-1]
+    gradients_of = stacked_gradients(
+        loss_fn,
+        mesh,
+        axis_name,
+        manual=set(mesh.axis_names),
+        stateful=False,
+        param_specs=param_specs,
+        batch_specs=batch_specs,
+        **options,
+    )
+
+    def given(packets, slot) -> optax.GradientTransformation:
+        return make_optimizer(around(Received(axis_name, packets, slot, shard_axes, norm_limit)))
+
+    def with_arrived(updates, state, params=None, *, arrived, **extra_args):
+        return given(*arrived).update(updates, state, params, **extra_args)
+
+    opening = optax.GradientTransformationExtraArgs(template.init, with_arrived)
+    sealing = make_optimizer(Sealed(Received(axis_name, norm_limit=norm_limit)))
+
+    def gradients(params, batch):
+        params = shards.copies(params, mesh, axis_name, layout.params)
+        return gradients_of(params, (), batch, shared=False)
+
+    def update(tx, gradients, opt_state, params, extra_args, participates):
+        alone = {PARTICIPATES: participates}
+        return worker_axis.update_stacked(
+            tx, layout, gradients, opt_state, params, extra_args, alone
+        )
+
+    def seal(gradients, participates, opt_state, params):
+        _, new = update(sealing, gradients, opt_state, params, {}, participates)
+        return jax.tree.map(lambda x, y, own: x if own else y, new, opt_state, layout.is_own)
+
+    def apply(gradients, participates, params, opt_state, arrived):
+        extra = {"arrived": Arrived(*map(jnp.asarray, arrived))}
+        updates, opt_state = update(opening, gradients, opt_state, params, extra, participates)
+        params = shards.constrain_sharding(
+            optax.apply_updates(params, updates), mesh, layout.params
+        )
+        return Stepped(params, opt_state, exchange_metrics(opt_state))
+
+    def open_packets(params, opt_state, arrived):
+        zeros = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), params)
+        zeros = shards.constrain_sharding(
+            zeros, mesh, shards.stacked_specs(layout.params, axis_name)
+        )
+        return apply(zeros, jnp.zeros(1, bool), params, opt_state, arrived)
+
+    of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
+    of_gradients = shards.stacked_specs(layout.params, axis_name)
+    arrived = Arrived(jax.ShapeDtypeStruct(shape, jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
+    takes_part = jax.ShapeDtypeStruct((1,), bool)
+
+    def compiled(fn, args, specs, donated):
+        shapes = jax.eval_shape(lambda *x: x, *args)
+        placed = shards.shardings(mesh, jax.tree.broadcast(tuple(specs), shapes))
+        shapes = jax.tree.map(lambda x, y: x.update(sharding=y), shapes, placed)
+        program = jax.jit(fn, donate_argnums=donated).lower(*shapes).compile()
+        return lambda *args: program(*jax.device_put(args, placed))
+
+    take = params, state, arrived
+    of_state = layout.params, layout.state, P()
+    stacked = jax.eval_shape(gradients, params, batch).gradients
+    if delay:
+        args = stacked, takes_part, *take
+        applied = compiled(apply, args, (of_gradients, P(axis_name), *of_state), (2, 3))
+        sealed = None
+    else:
+        applied = compiled(open_packets, take, of_state, (0, 1))
+        args = stacked, takes_part, state, params
+        specs = of_gradients, P(axis_name), layout.state, layout.params
+        sealed = compiled(seal, args, specs, (2,))
+    found = compiled(gradients, (params, batch), (layout.params, of_batch), ())
+    return Programs(layout, shape, found, sealed, applied)
+
+
+def pending_packets(opt_state) -> Any:
+    """The packets of the step that are under way, in the state of the one decoupled momentum.
+
+    Raises:
+      ValueError: the optimizer has none, or several.
+    """
+
+    def is_pending(x) -> bool:
+        return isinstance(x, HalvesState | DelayedState)
+
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_pending) if is_pending(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"a swarm needs an optimizer with one decoupled momentum, but this one has "
+            f"{len(found)}. Make it with the exchange that it is given, as in lambda exchange: "
+            "demo_optax.demo_scaled(3e-3, exchange=exchange)."
+        )
+    return found[0].pending

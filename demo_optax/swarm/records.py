@@ -1,0 +1,208 @@
+"""What lies in a swarm's store: names and JSON of claims, manifests and snapshots.
+
+    run.json                                 what all workers must have in common
+    slots/003/000002                         the second incarnation of slot 3, and whose it is
+    steps/00000042/003.000002.here           wait for it: it will send a packet in this step
+    steps/00000042/003.000002.left           do not wait for it
+    steps/00000042/003.000002.SHA256.packet  its packet
+    steps/00000042/manifest                  which packets count: the first that is written
+    snapshots/00000040.json                  which files make the snapshot after step 40
+    snapshots/00000040/NONCE/...             these files
+    history/00000000-00000040                the manifests of steps that were swept
+
+Nothing that is read from there is executed. JSON is checked, packets and files by their hashes.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+FORMAT = 1
+
+
+class Damaged(ValueError):
+    """An object in the store is not what a worker of this version writes."""
+
+
+class Packet(NamedTuple):
+    """A packet that counts.
+
+    Attributes:
+      slot: of its sender.
+      incarnation: of its sender, which has a new one each time that it joins.
+      sha256: of its bytes.
+    """
+
+    slot: int
+    incarnation: int
+    sha256: str
+
+    @property
+    def member(self) -> tuple[int, int]:
+        """Its sender."""
+        return self.slot, self.incarnation
+
+
+class Manifest(NamedTuple):
+    """Which packets count in a step, by slot.
+
+    Attributes:
+      step: that they were sealed in.
+      packets: in the order of their slots, one of each slot at most.
+      previous: SHA-256 of the manifest of the step before; "" for the first.
+      time: seconds since 1970, by the clock of whoever proposed it.
+    """
+
+    step: int
+    packets: tuple[Packet, ...]
+    previous: str
+    time: float
+
+    @property
+    def members(self) -> frozenset[tuple[int, int]]:
+        """Slots and incarnations of the senders."""
+        return frozenset(packet.member for packet in self.packets)
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(
+            {
+                "step": self.step,
+                "packets": [list(packet) for packet in self.packets],
+                "previous": self.previous,
+                "time": self.time,
+            }
+        ).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Manifest":
+        """From JSON.
+
+        Raises:
+          Damaged: it is none.
+        """
+        try:
+            found = json.loads(data)
+            packets = tuple(Packet(int(a), int(b), str(c)) for a, b, c in found["packets"])
+            made = cls(int(found["step"]), packets, str(found["previous"]), float(found["time"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise Damaged(f"a manifest cannot be read: {data[:80]!r}") from error
+        slots = [packet.slot for packet in made.packets]
+        if slots != sorted(set(slots)):
+            raise Damaged(f"a manifest names slots twice, or out of order: {slots}")
+        return made
+
+
+class Claim(NamedTuple):
+    """Who has a slot.
+
+    Attributes:
+      worker: name.
+      nonce: of the process that claims it.
+      time: seconds since 1970.
+    """
+
+    worker: str
+    nonce: str
+    time: float
+
+
+class SnapshotIndex(NamedTuple):
+    """Which files make a snapshot.
+
+    Attributes:
+      step: the first step that comes after it.
+      folder: where the files are.
+      files: SHA-256 of each.
+      digest: SHA-256 of parameters and shared state.
+    """
+
+    step: int
+    folder: str
+    files: dict[str, str]
+    digest: str
+
+
+def to_json(record: Claim | SnapshotIndex) -> bytes:
+    """A record as JSON."""
+    return json.dumps(record._asdict()).encode()
+
+
+def from_json(kind: type[Any], data: bytes) -> Any:
+    """A record of a kind.
+
+    Raises:
+      Damaged: it is none.
+    """
+    try:
+        return kind(**json.loads(data))
+    except (ValueError, TypeError) as error:
+        raise Damaged(f"not a {kind.__name__}: {data[:80]!r}") from error
+
+
+def sha256(data: bytes) -> str:
+    """Of the bytes, in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def step_folder(step: int) -> str:
+    """The folder of a step."""
+    return f"steps/{step:08d}"
+
+
+def manifest_key(step: int) -> str:
+    """The key of a step's manifest."""
+    return f"{step_folder(step)}/manifest"
+
+
+def snapshot_key(step: int) -> str:
+    """The key of a snapshot's index."""
+    return f"snapshots/{step:08d}.json"
+
+
+def member_name(member: tuple[int, int]) -> str:
+    """How a step's folder names a worker."""
+    return f"{member[0]:03d}.{member[1]:06d}"
+
+
+def packet_key(step: int, packet: Packet) -> str:
+    """The key of a packet."""
+    return f"{step_folder(step)}/{member_name(packet.member)}.{packet.sha256}.packet"
+
+
+class Present(NamedTuple):
+    """What a step's folder holds.
+
+    Attributes:
+      packets: the newest incarnation's, by slot.
+      here: who will send one.
+      left: who will not.
+      decided: whether there is a manifest.
+    """
+
+    packets: dict[int, Packet]
+    here: frozenset[tuple[int, int]]
+    left: frozenset[tuple[int, int]]
+    decided: bool
+
+
+_NAME = re.compile(r"(\d{3,})\.(\d{6,})\.(?:(here|left)|([0-9a-f]{64})\.packet)")
+
+
+def read_folder(names: Sequence[str], slots: int) -> Present:
+    """What the names in a step's folder say. Other names are ignored."""
+    packets: dict[int, Packet] = {}
+    marks: Mapping[str, set] = {"here": set(), "left": set()}
+    for found in filter(None, map(_NAME.fullmatch, sorted(names))):
+        slot, incarnation, mark, digest = found.groups()
+        member = int(slot), int(incarnation)
+        if member[0] >= slots:
+            continue
+        if mark:
+            marks[mark].add(member)
+        else:
+            packets[member[0]] = Packet(*member, digest)
+    here, left = frozenset(marks["here"]), frozenset(marks["left"])
+    return Present(packets, here, left, "manifest" in names)

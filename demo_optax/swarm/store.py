@@ -1,0 +1,173 @@
+"""Where a swarm's packets and decisions lie: any object store, by obstore, or a folder.
+
+A key's object is written once and never changed, so that whoever reads it may keep it.
+"""
+
+import contextlib
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+try:
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, NotFoundError, PermissionDeniedError
+    from obstore.store import from_url
+except ImportError as error:
+    raise ImportError("a swarm needs obstore: pip install 'demo_optax[swarm]'.") from error
+
+T = TypeVar("T")
+
+log = logging.getLogger("demo_optax.swarm")
+
+AT_ONCE = 16  # requests under way
+
+
+class StoreError(OSError):
+    """A store did not do what it was asked, however often it was asked."""
+
+
+class Store(Protocol):
+    """What a swarm asks of a store. Every method may be called from several threads."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes an object."""
+        ...
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Writes an object unless there is one: among all workers, the first wins."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """Reads an object; None where there is none."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the objects in a folder and its subfolders, without the folder's own."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Deletes objects; those that are gone already do not matter."""
+        ...
+
+
+class ObjectStore:
+    """A `Store` on S3, GCS, Azure or a local folder.
+
+    A request that fails is sent again, with growing pauses, until it has failed for ``patience``
+    seconds.
+
+    Args:
+      url: ``file:///folder``, ``s3://bucket/run``, ``gs://bucket/run``, ``az://container/run``, or
+        a path.
+      patience: seconds.
+      options: for the store: endpoint, region, keys; see obstore's ``from_url``. What is left out
+        comes from the environment.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> store = ObjectStore(folder.name)
+      >>> store.create("steps/7", b"mine"), store.create("steps/7", b"yours")
+      (True, False)
+      >>> store.get("steps/7"), store.names("steps")
+      (b'mine', ['7'])
+      >>> folder.cleanup()
+    """
+
+    def __init__(
+        self, url: str, *, patience: float = 60.0, options: Mapping[str, Any] | None = None
+    ):
+        self.url, self.patience = str(url), patience
+        local = "://" not in self.url or self.url.startswith("file://")
+        try:
+            if local:
+                path = pathlib.Path(self.url.removeprefix("file://")).absolute()
+                path.mkdir(parents=True, exist_ok=True)
+                self._store = from_url(path.as_uri())
+            else:
+                self._store = from_url(self.url, **(options or {}))
+        except Exception as error:
+            raise StoreError(f"{self.url} is no store that can be opened: {error}") from error
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes an object."""
+        self._persist(f"write {key}", lambda: obstore.put(self._store, key, data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Writes an object unless there is one."""
+
+        def attempt() -> bool:
+            try:
+                obstore.put(self._store, key, data, mode="create")
+            except AlreadyExistsError:
+                return False
+            return True
+
+        return self._persist(f"create {key}", attempt)
+
+    def get(self, key: str) -> bytes | None:
+        """Reads an object; None where there is none."""
+
+        def attempt() -> bytes | None:
+            try:
+                return bytes(obstore.get(self._store, key).bytes())
+            except (NotFoundError, FileNotFoundError):
+                return None
+
+        return self._persist(f"read {key}", attempt)
+
+    def names(self, folder: str) -> list[str]:
+        """Names of the objects in a folder and its subfolders."""
+
+        def attempt() -> list[str]:
+            try:
+                found = obstore.list(self._store, folder).collect()
+            except (NotFoundError, FileNotFoundError):
+                return []
+            return sorted(str(x["path"]).removeprefix(f"{folder}/") for x in found)
+
+        return self._persist(f"list {folder}", attempt)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Deletes objects."""
+
+        def attempt() -> None:
+            with contextlib.suppress(NotFoundError, FileNotFoundError):
+                obstore.delete(self._store, list(keys))
+
+        if keys:
+            self._persist(f"delete {len(keys)} objects", attempt)
+
+    def _persist(self, what: str, attempt: Callable[[], T]) -> T:
+        """Tries until it works.
+
+        A lost answer does no harm: what was created meanwhile is found by the next try, and
+        whoever created anything reads what stands.
+        """
+        started, pause = time.monotonic(), 0.05
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                reason = " ".join(str(error).split())[:300]
+                failing = time.monotonic() - started
+                if isinstance(error, PermissionDeniedError) or failing > self.patience:
+                    raise StoreError(
+                        f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Every "
+                        "worker needs to read, list, write and delete there."
+                    ) from error
+                log.warning("cannot %s, tries again: %s", what, reason)
+                time.sleep(pause)
+                pause = min(2 * pause, 5.0)
+
+
+def in_parallel(fn: Callable[[str], T], keys: Iterable[str]) -> list[T]:
+    """``fn`` of each key, several at once."""
+    keys = list(keys)
+    if len(keys) < 2:
+        return list(map(fn, keys))
+    with ThreadPoolExecutor(min(AT_ONCE, len(keys))) as pool:
+        return list(pool.map(fn, keys))
