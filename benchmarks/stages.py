@@ -85,7 +85,7 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         def gather(packet, _):
             return jnp.broadcast_to(packet, (packets, packet.size))
 
-        header = packet.Header(*[jnp.uint32(0)] * 3, *[jnp.float32(0)] * 4)
+        header = packet.Header(*[jnp.uint32(0)] * 3, *[jnp.float32(0)] * 4, jnp.float32(1))
         origin = packet.Origin(zero, own)
         layout = by_all_gather.layout(plan)
         built = packet.build(layout, header, fields, message, jnp.array(True), origin)

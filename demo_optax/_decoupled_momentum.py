@@ -27,6 +27,8 @@ from demo_optax.exchange import AllGather, Exchange, Outgoing
 from demo_optax.exchange.protocol import MEANS, Mean, own_numbers
 from demo_optax.metrics import ExchangeMetrics
 
+MESSAGE_WEIGHT = "message_weight"
+
 
 class DecoupledMomentumState(NamedTuple):
     """State of `decoupled_momentum`, as one worker sees it.
@@ -116,7 +118,8 @@ def decoupled_momentum(
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``. Its ``update`` takes the worker's *local*
-      gradient and returns updates in the gradient's dtypes.
+      gradient and returns updates in the gradient's dtypes. An extra argument ``message_weight``,
+      a positive number such as the tokens of the worker's batch, weighs its message in the mean.
 
     Raises:
       ValueError, TypeError: a setting is out of range; a leaf is not of a floating dtype; the
@@ -224,7 +227,8 @@ def decoupled_momentum(
         selected = plan.join(selected)
         fields, message = packet.encode(plan.sections, selected)
         factor = jnp.where(participates, jnp.asarray(subtraction_factor, jnp.float32), 0)
-        header = metrics.header_of(updates, health, selected, message, factor, last)
+        weight = extra_args.get(MESSAGE_WEIGHT, 1.0)
+        header = metrics.header_of(updates, health, selected, message, factor, weight, last)
         origin = Origin(step, own_numbers(exchange.owners(), axis_name))
         layout = exchange.layout(plan)
         packets = packet.build(layout, header, fields, message, participates, origin)

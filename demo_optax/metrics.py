@@ -68,6 +68,7 @@ def header_of(
     selected: Message,
     sent: Message,
     factor: ArrayLike,
+    weight: ArrayLike,
     last: ExchangeMetrics,
 ) -> Header:
     """The header of a worker's packets, without the energy of their message.
@@ -80,6 +81,7 @@ def header_of(
       selected: the coefficients that were chosen.
       sent: the same, with the values that the others decode.
       factor: part of what is sent that leaves the momentum.
+      weight: of the message in the mean over workers.
       last: metrics of the worker's last step.
     """
 
@@ -97,6 +99,7 @@ def header_of(
         sent=chosen - energy_left(1.0),
         residual=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
         message=jnp.zeros((), jnp.float32),
+        weight=jnp.asarray(weight, jnp.float32),
     )
 
 

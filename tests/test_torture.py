@@ -8,7 +8,7 @@ from benchmarks.torture import byzantine, outcomes, packets
 from benchmarks.torture.__main__ import KINDS
 from demo_optax.compression import packet
 from demo_optax.compression.bits import checksum
-from demo_optax.exchange import all_gather
+from demo_optax.exchange import averaging
 
 TRIES = {
     "packets": 100,
@@ -65,15 +65,15 @@ def test_packets_without_an_origin_are_noticed(worse):
 
 @pytest.mark.slow
 def test_receivers_that_differ_silently_are_noticed(worse):
-    plain = all_gather.summarise
-    worse(all_gather, "summarise", lambda *a: (m := plain(*a))._replace(agreed=m.participants >= 0))
+    plain = averaging.summarise
+    worse(averaging, "summarise", lambda *a: (m := plain(*a))._replace(agreed=m.participants >= 0))
     lost = rows_lost(packets.run(3, 0))
     assert lost == {row: 3 for row in packets.ROWS if row.endswith("receiver")}
 
 
 @pytest.mark.slow
 def test_messages_without_a_limit_are_noticed(worse):
-    worse(all_gather, "largest_norm", lambda headers, *_: headers.message.max() * 1e30)
+    worse(averaging, "largest_norm", lambda headers, *_: headers.message.max() * 1e30)
     lost = [one.lost for one in byzantine.run(len(byzantine.SETTINGS), 0) if one.lost]
     assert len(lost) == 2 and all("demo_sgd" in reason for reason in lost)
 

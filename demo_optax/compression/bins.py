@@ -108,11 +108,11 @@ class Bins:
         )
 
     def senders(
-        self, places: AllPlaces, accepted: Bool[Array, "workers 1 1"]
+        self, places: AllPlaces, weights: Float32[Array, "workers 1 1"]
     ) -> Float32[Array, "workers blocks k"]:
-        """How many of the accepted workers sent each of these coefficients."""
-        equal = (places[:, None] == places[None]) & accepted[:, None]
-        return jnp.sum(equal, axis=0, dtype=jnp.float32)
+        """The weights of all workers that sent each of these coefficients, added up."""
+        equal = places[:, None] == places[None]
+        return jnp.sum(jnp.where(equal, weights[:, None], 0.0), axis=0)
 
     def encode(self, places: Places) -> Array:
         """Packs places into words."""

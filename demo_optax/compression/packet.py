@@ -41,6 +41,7 @@ class Header(NamedTuple):
       sent: float32, the part of it that the others get: what was selected, less rounding errors.
       residual: float32, energy of the momentum afterwards.
       message: float32, energy of the values in this packet.
+      weight: float32, of the message in the mean over workers; 1 unless the update says otherwise.
     """
 
     fingerprint: UInt32[Array, "..."]
@@ -50,9 +51,10 @@ class Header(NamedTuple):
     sent: Float32[Array, "..."]
     residual: Float32[Array, "..."]
     message: Float32[Array, "..."]
+    weight: Float32[Array, "..."]
 
 
-_DTYPES = ("uint32",) * 3 + ("float32",) * 4  # of the header's fields
+_DTYPES = ("uint32",) * 3 + ("float32",) * 5  # of the header's fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +216,7 @@ def open_heads(
 ) -> tuple[Header, UInt32[Array, "packets extra"], Bool[Array, "packets"]]:
     """The headers and extra words of untrusted packets, and whether they are intact.
 
-    Intact is one whose checksum is right for its origin and whose energies are finite.
+    Intact is one whose checksum is right for its origin and whose header is finite.
     """
 
     def open_one(

@@ -7,7 +7,7 @@ or derive it from `TopK` and choose otherwise. Enter it in `Selection` and in `S
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from demo_optax.arrays import BoolScalar, Coefficients, IntScalar, Positions
 from demo_optax.compression.bins import Bins
@@ -75,9 +75,14 @@ class TravellingSelector(Selector, Protocol):
         ...
 
     def senders(
-        self, positions: Int32[Array, "workers blocks places"], accepted: Bool[Array, "workers 1 1"]
+        self,
+        positions: Int32[Array, "workers blocks places"],
+        weights: Float32[Array, "workers 1 1"],
     ) -> Float32[Array, "workers blocks k"]:
-        """How many of the accepted workers sent each of these coefficients."""
+        """The weights of all workers that sent each of these coefficients, added up.
+
+        A rejected worker has the weight 0.
+        """
         ...
 
     def position_words(self, blocks: int) -> int:

@@ -7,7 +7,7 @@ that all workers get the same bits.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from demo_optax.compression.transforms import product
 
@@ -49,15 +49,16 @@ def add_all(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
 
 
 def senders(
-    positions: Int32[Array, "workers blocks k"], accepted: Bool[Array, "workers 1 1"]
+    positions: Int32[Array, "workers blocks k"], weights: Float32[Array, "workers 1 1"]
 ) -> Float32[Array, "workers blocks k"]:
-    """How many of the accepted workers sent each of these coefficients.
+    """The weights of all workers that sent each of these coefficients, added up.
 
     Found by comparing all positions of a block with each other.
     """
     workers, blocks, k = positions.shape
-    every = _blocks_last(jnp.where(accepted, positions, -1))
-    number = jnp.sum(every[:, None] == every[None], axis=0, dtype=jnp.float32)
+    every, of_each = _blocks_last(positions), jnp.repeat(weights[:, 0], k, axis=0)
+    equal = every[:, None] == every[None]
+    number = jnp.sum(jnp.where(equal, of_each[:, None], 0.0), axis=0)
     return number.reshape(workers, k, blocks).transpose(0, 2, 1)
 
 

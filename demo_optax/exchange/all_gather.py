@@ -60,7 +60,7 @@ class AllGather:
         numbers = jnp.arange(len(packets), dtype=jnp.int32)
         origin = Origin(sent.step, numbers)
         found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
-        factor = sent.factor * found.weights[axes.index(self.axis_name)]
+        factor = sent.factor * found.factors[axes.index(self.axis_name)]
         return Aggregate(
             mean=found.mean,
             subtractions=[Subtraction.of_whole(plan, sent.message, factor)],

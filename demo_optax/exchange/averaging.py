@@ -1,4 +1,12 @@
-"""How several workers' packets become their mean. No packet is trusted.
+r"""How several workers' packets become their mean. No packet is trusted.
+
+Of coefficient :math:`j` that is the mean over the workers :math:`S_j` that sent it, or over all,
+
+.. math::
+    q_j = \sum_{i \in S_j} w_i\, c_i\, q_{ij} \Big/ \sum_{i \in S_j} w_i
+
+with the weight :math:`w_i` in a worker's header, 1 unless its update was given another, and the
+factor :math:`c_i \le 1` by which a message beyond the norm's limit is scaled down.
 
 Every worker that averages the same packets does it in the same order with the same program, so that
 the mean is equal to the last bit everywhere.
@@ -71,12 +79,12 @@ class Average(NamedTuple):
 
     Attributes:
       mean: of each section.
-      weights: of the workers' messages; 0 where one was rejected.
+      factors: of the workers' messages, at most 1; 0 where one was rejected.
       metrics: of the step.
     """
 
     mean: list[SparseSum]
-    weights: Float32[Array, "workers"]
+    factors: Float32[Array, "workers"]
     metrics: ExchangeMetrics
 
 
@@ -103,10 +111,11 @@ def average_all(
     headers, _, intact = open_heads(layout, packets, origin)
     largest = largest_norm(headers, intact, norm_limit)
     shared = plan.shared_positions(origin.step)
-    means, weights = average(layout, packets, intact, shared, largest, mean)
-    accepted = weights > 0
+    trusted = trusted_weights(headers, intact, norm_limit)
+    means, factors = average(layout, packets, intact, shared, largest, trusted, mean)
+    accepted = factors > 0
     checksums = jnp.where(accepted, packets[:, 0], 0)
-    return Average(means, weights, summarise(headers, accepted, checksums, last))
+    return Average(means, factors, summarise(headers, accepted, checksums, last))
 
 
 def average(
@@ -115,6 +124,7 @@ def average(
     intact: Bool[Array, "workers"],
     shared: Shared,
     largest: FloatScalar,
+    weights: Float32[Array, "workers"],
     mean: Mean,
 ) -> tuple[list[SparseSum], Float32[Array, "workers"]]:
     """Averages packets.
@@ -125,53 +135,62 @@ def average(
       intact: which packets are intact.
       shared: positions that every worker knows.
       largest: norm to which a larger message is scaled down.
+      weights: of the workers in the mean; a packet with the weight 0 is rejected.
       mean: over the ``"senders"`` of each coefficient, or over all accepted ``"workers"``.
 
     Returns:
-      The mean of each section, and the weights of the workers' messages; 0 where one was
-      rejected.
+      The mean of each section, and the factors by which the workers' messages were scaled down;
+      0 where one was rejected.
     """
 
-    def weigh(packets, intact):
-        found = read(layout, packets, intact)
-        weights = jnp.where(found.accepted, clip_factor(found.norms, largest), 0.0)
-        values = tuple(v * weights[:, None, None] for v in found.message.values)
-        return found.message._replace(values=values), weights
+    def weigh(packets, intact, weights):
+        found = read(layout, packets, intact & (weights > 0))
+        factors = jnp.where(found.accepted, clip_factor(found.norms, largest), 0.0)
+        weights = jnp.where(found.accepted & (factors > 0), weights, 0.0)
+        scale = (factors * weights)[:, None, None]
+        values = tuple(v * scale for v in found.message.values)
+        return found.message._replace(values=values), weights, factors
 
     workers, at_once = len(packets), _workers_at_once(layout)
     if workers <= at_once:
-        message, weights = weigh(packets, intact)
+        message, weights, factors = weigh(packets, intact, weights)
         sections = zip(layout.sections, shared, *message, strict=True)
-        return [_mean_of_few(*section, weights > 0, mean) for section in sections], weights
+        return [_mean_of_few(*section, weights, mean) for section in sections], factors
 
     def add(sums, some):
-        message, weights = weigh(*some)
+        message, weights, factors = weigh(*some)
         added = zip(layout.sections, sums, *message, strict=True)
-        return [_add(*section, weights > 0) for section in added], weights
+        return [_add(*section, weights) for section in added], (weights, factors)
 
     missing = -workers % at_once
-    rounds = jnp.pad(packets, ((0, missing), (0, 0))), jnp.pad(intact, (0, missing))
+    rounds = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), (packets, intact, weights)
+    )
     rounds = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), rounds)
     zeros = axes.as_varying(list(map(_zeros, layout.sections)), tuple(axes.varying(packets)))
-    sums, weights = jax.lax.scan(add, zeros, rounds)
-    weights = weights.reshape(-1)[:workers]
-    participants = jnp.sum(weights > 0, dtype=jnp.float32)
+    sums, (weights, factors) = jax.lax.scan(add, zeros, rounds)
+    total_weight = jnp.sum(weights)
     means = [
-        _mean_of_sums(section, at, *total, participants, mean)
+        _mean_of_sums(section, at, *total, total_weight, mean)
         for section, at, total in zip(layout.sections, shared, sums, strict=True)
     ]
-    return means, weights
+    return means, factors.reshape(-1)[:workers]
 
 
-def _mean_of_few(section: Section, shared, positions, values, accepted, mean: Mean) -> SparseSum:
+def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mean) -> SparseSum:
     """The mean of messages that are all at hand."""
-    selector, participants = section.selector, jnp.sum(accepted, dtype=jnp.float32)
+    selector, total_weight = section.selector, jnp.sum(weights)
     if not selector.travels:
-        return _of_values(selector, shared, jnp.sum(values, axis=0), participants)
-    number = participants
+        return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
+    divisor = total_weight
     if mean == "senders" and len(values) > 1:
-        number = selector.senders(positions, accepted[:, None, None])
-    return SparseSum(positions, values / jnp.maximum(number, 1.0), selector)
+        divisor = selector.senders(positions, weights[:, None, None])
+    return SparseSum(positions, values / _or_one(divisor), selector)
+
+
+def _or_one(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """The divisor; 1 where nobody sent anything."""
+    return jnp.where(divisor > 0, divisor, 1.0)
 
 
 def _zeros(section: Section) -> tuple[Array, Array]:
@@ -181,27 +200,27 @@ def _zeros(section: Section) -> tuple[Array, Array]:
     return zeros, zeros
 
 
-def _add(section: Section, sums, positions, values, accepted) -> tuple[Array, Array]:
+def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Array]:
     """Adds some workers' messages to the sums of those before."""
     total, senders = sums
     if not section.selector.travels:
         return total + jnp.sum(values, axis=0), senders
-    ones = jnp.broadcast_to(accepted[:, None, None].astype(jnp.float32), values.shape)
+    of_each = jnp.broadcast_to(weights[:, None, None], values.shape)
     add_all = section.selector.add_all
-    return add_all(total, positions, values), add_all(senders, positions, ones)
+    return add_all(total, positions, values), add_all(senders, positions, of_each)
 
 
-def _mean_of_sums(section: Section, shared, total, senders, participants, mean: Mean) -> SparseSum:
+def _mean_of_sums(section: Section, shared, total, senders, total_weight, mean: Mean) -> SparseSum:
     if not section.selector.travels:
-        return _of_values(section.selector, shared, total, participants)
-    number = senders if mean == "senders" else participants
+        return _of_values(section.selector, shared, total, total_weight)
+    divisor = senders if mean == "senders" else total_weight
     nowhere = jnp.zeros((1, section.blocks, 0), jnp.int32)
-    dense = (total / jnp.maximum(number, 1.0))[None]
+    dense = (total / _or_one(divisor))[None]
     return SparseSum(nowhere, dense, Everything(section.selector.n))
 
 
-def _of_values(selector, shared: Positions, total, participants) -> SparseSum:
-    return SparseSum(shared[None], (total / jnp.maximum(participants, 1.0))[None], selector)
+def _of_values(selector, shared: Positions, total, divisor) -> SparseSum:
+    return SparseSum(shared[None], (total / _or_one(divisor))[None], selector)
 
 
 def _workers_at_once(layout: Layout) -> int:
@@ -228,15 +247,30 @@ def clip_factor(
 def largest_norm(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
 ) -> FloatScalar:
-    """The largest norm of a message: a multiple of the median of the norms in the headers.
+    """The largest norm of a message: a multiple of the median of the norms in the headers."""
+    return _multiple_of_median(jnp.sqrt(headers.message), intact, limit)
 
-    For an even number of packets the lower of the two middle norms is taken, and messages of zeros
-    are ignored. Whoever lies about its norm moves the median by one place at most.
+
+def trusted_weights(
+    headers: Header, intact: Bool[Array, "packets"], limit: float | None
+) -> Float32[Array, "packets"]:
+    """The weights in the headers as parts of the largest, which is limited like the norms."""
+    weights = jnp.where(intact, headers.weight, 0.0)
+    weights = jnp.minimum(weights, _multiple_of_median(weights, intact, limit))
+    return weights / _or_one(jnp.max(weights))
+
+
+def _multiple_of_median(
+    numbers: Float32[Array, "packets"], intact: Bool[Array, "packets"], limit: float | None
+) -> FloatScalar:
+    """A multiple of the median of positive numbers.
+
+    For an even number of packets the lower of the two in the middle is taken. Whoever lies moves
+    the median by one place at most.
     """
     largest = jnp.finfo(jnp.float32).max
     if limit is None:
         return jnp.array(largest, jnp.float32)
-    norms = jnp.sqrt(headers.message)
-    norms = jnp.sort(jnp.where(intact & (norms > 0), norms, jnp.inf))
-    middle = jnp.maximum(jnp.sum(jnp.isfinite(norms)) - 1, 0) // 2
-    return jnp.minimum(limit * norms[middle], largest)
+    numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
+    middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
+    return jnp.minimum(limit * numbers[middle], largest)

@@ -71,7 +71,7 @@ class Received:
         layout = self.layout(plan)
         found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
         slot = jnp.asarray(self.slot)
-        factor = sent.factor * jnp.where(slot >= 0, found.weights[slot], 0.0)
+        factor = sent.factor * jnp.where(slot >= 0, found.factors[slot], 0.0)
         return Aggregate(
             mean=found.mean,
             subtractions=[Subtraction.of_whole(plan, sent.message, factor)],

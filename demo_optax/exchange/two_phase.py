@@ -35,7 +35,14 @@ from demo_optax.compression.plan import rebase
 from demo_optax.compression.selection import make_selector, select
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 from demo_optax.exchange import collectives
-from demo_optax.exchange.averaging import Shared, average, clip_factor, largest_norm, read
+from demo_optax.exchange.averaging import (
+    Shared,
+    average,
+    clip_factor,
+    largest_norm,
+    read,
+    trusted_weights,
+)
 from demo_optax.exchange.protocol import (
     Aggregate,
     Mean,
@@ -130,7 +137,8 @@ class TwoPhase:
         headers, _, intact = open_heads(layout, packets, Origin(step, every * workers + own))
         largest = largest_norm(headers, intact, self.norm_limit)
         positions = _of_share(plan.shared_positions(step), workers, own)
-        means, weights = average(layout, packets, intact, positions, largest, mean)
+        trusted = trusted_weights(headers, intact, self.norm_limit)
+        means, factors = average(layout, packets, intact, positions, largest, trusted, mean)
 
         # It adds its residual, and selects and encodes as a worker does
         residual = self._residual(plan, state, step)
@@ -147,7 +155,7 @@ class TwoPhase:
         own_headers, _, _ = open_heads(
             layout, sent.packets, Origin(step, own_numbers(workers, self.axis_name))
         )
-        extra = jnp.append(to_words(largest), pack_bits((weights > 0).astype(jnp.uint32), 1))
+        extra = jnp.append(to_words(largest), pack_bits((factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
         origin = Origin(step, own[None])
         (packet,) = build(result_layout, header, fields, result, jnp.array(True), origin, extra)

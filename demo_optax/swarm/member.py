@@ -41,10 +41,11 @@ class Round(NamedTuple):
 
     Attributes:
       manifest: which packets count.
-      packets: their bytes, by slot.
+      packets: their bytes, by slot; only this worker's own where they were ``swept``.
       counts: whether this worker's packet is among them.
       late: names of workers that were waited for in vain.
       waited: seconds that this worker spent in the exchange.
+      swept: whether packets are gone, because a later snapshot stands for them.
     """
 
     manifest: Manifest
@@ -52,6 +53,7 @@ class Round(NamedTuple):
     counts: bool
     late: tuple[str, ...]
     waited: float
+    swept: bool
 
 
 class Member:
@@ -146,13 +148,14 @@ class Member:
         self._held = {key: packet}
         self.store.put(key, packet)
         manifest, late = self._agree(step, began)
-        packets = self._fetch(manifest)
+        packets, swept = self._fetch(manifest)
         now = time.monotonic()
         if self._last_time is not None:
             self._durations.append(now - self._last_time)
         self._last_time = now
         counts = own in manifest.packets
-        return Round(manifest, packets, counts, tuple(map(self.name_of, late)), now - began)
+        names = tuple(map(self.name_of, late))
+        return Round(manifest, packets, counts, names, now - began, swept)
 
     def receive(self, step: int) -> Round | None:
         """What others exchanged in a step; None if it is not decided."""
@@ -161,7 +164,8 @@ class Member:
             return None
         self._held = {}
         self._last_time = None  # the next step's duration would be that of catching up
-        return Round(manifest, self._fetch(manifest), False, (), 0.0)
+        packets, swept = self._fetch(manifest)
+        return Round(manifest, packets, False, (), 0.0, swept)
 
     def manifest(self, step: int) -> Manifest | None:
         """Which packets count in a step; None if it is not decided.
@@ -218,6 +222,8 @@ class Member:
         while True:
             if self._leaving.is_set():
                 raise Left
+            if (decided := self.manifest(step)) is not None:
+                return decided, []
             found = records.read_folder(self.store.names(records.step_folder(step)), self.slots)
             arrived = frozenset(packet.member for packet in found.packets.values())
             newest = dict(sorted(arrived | found.here))
@@ -226,8 +232,6 @@ class Member:
                 for member in (expected | found.here) - found.left - arrived
                 if newest.get(member[0], 0) <= member[1]
             )
-            if found.decided:
-                return self._read(step), missing
             self._prefetch(step, found.packets)
             now = time.monotonic()
             enough = len(arrived) >= self.min_workers
@@ -267,16 +271,19 @@ class Member:
             if data is not None and records.sha256(data) == keys[key].sha256:
                 self._held[key] = data
 
-    def _fetch(self, manifest: Manifest) -> dict[int, bytes]:
-        """All packets that count; whoever cannot read one of them must not go on."""
-        named = {packet.slot: packet for packet in manifest.packets}
+    def _fetch(self, manifest: Manifest) -> tuple[dict[int, bytes], bool]:
+        """All packets that count, and whether they were swept: then those that are at hand.
 
-        def attempt() -> dict[int, bytes] | None:
+        Whoever cannot read one that was not swept must not go on.
+        """
+        named = {packet.slot: packet for packet in manifest.packets}
+        keys = {n: records.packet_key(manifest.step, packet) for n, packet in named.items()}
+
+        def attempt() -> tuple[dict[int, bytes], bool] | None:
             self._prefetch(manifest.step, named)
-            keys = {n: records.packet_key(manifest.step, packet) for n, packet in named.items()}
-            if all(key in self._held for key in keys.values()):
-                return {slot: self._held[key] for slot, key in keys.items()}
-            return None
+            held = {slot: self._held[key] for slot, key in keys.items() if key in self._held}
+            swept = len(held) < len(keys) and is_swept(self.store, manifest.step)
+            return (held, swept) if swept or len(held) == len(keys) else None
 
         return self._retry(f"a packet that counts in step {manifest.step}", attempt)
 
@@ -314,6 +321,13 @@ class Member:
                 if data is None or records.from_json(Claim, data).nonce == self._nonce:
                     return slot, incarnation
         raise SwarmError(f"{self.worker} found no slot in 100 tries: start it again.")
+
+    def _is_mine(self, key: str) -> bool:
+        """Whether a claim is this process's own, whose answer was lost on its way."""
+        data = self.store.get(key)
+        with contextlib.suppress(Damaged):
+            return data is not None and records.from_json(Claim, data).nonce == self._nonce
+        return False
 
     def _wanted_slot(self, newest: dict[int, tuple[int, Claim]]) -> int:
         own = [slot for slot, (_, claim) in newest.items() if claim.worker == self.worker]
@@ -360,8 +374,14 @@ def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:
     return found
 
 
+def is_swept(store: Store, step: int) -> bool:
+    """Whether a step's packets may be gone, because two later snapshots are there."""
+    later = [name for name in store.names("snapshots") if name.endswith(".json")]
+    return sum(int(name[:8]) > step for name in later) > 1
+
+
 def last_manifest(store: Store) -> Manifest | None:
-    """The manifest of the last step that is decided and not swept."""
-    steps = [int(name[:8]) for name in store.names("steps") if name.endswith("/manifest")]
-    data = store.get(records.manifest_key(max(steps))) if steps else None
+    """The manifest of the last step that is decided."""
+    names = store.names("manifests")
+    data = store.get(f"manifests/{names[-1]}") if names else None
     return Manifest.decode(data) if data else None

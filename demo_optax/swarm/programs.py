@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
+from demo_optax._decoupled_momentum import MESSAGE_WEIGHT
 from demo_optax.arrays import IntScalar, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.exchange import Delayed, Exchange, Opened, Received, Sealed
@@ -38,8 +39,22 @@ class Arrived(NamedTuple):
       slot: int32 scalar, this worker's; -1 where its packet does not count.
     """
 
-    packets: UInt32[Array, "shards slots words"] | np.ndarray
-    slot: IntScalar | np.ndarray
+    packets: UInt32[Array, "shards slots words"] | np.ndarray | jax.ShapeDtypeStruct
+    slot: IntScalar | np.ndarray | jax.ShapeDtypeStruct
+
+
+class Own(NamedTuple):
+    """What a worker brings to a step.
+
+    Attributes:
+      gradients: stacked, ``(1, *shape)``.
+      participates: bool ``(1,)``.
+      weight: float32 ``(1,)``, of its message in the mean.
+    """
+
+    gradients: Any
+    participates: Any
+    weight: Any
 
 
 class Stepped(NamedTuple):
@@ -54,15 +69,17 @@ class Programs(NamedTuple):
     """Compiled programs, and what they need.
 
     Attributes:
+      template: an optimizer whose ``init`` makes the state.
       layout: of parameters and state.
       shape: of `Arrived.packets`.
       gradients: of parameters and batch.
-      seal: the first half of an update: state, with packets under way, of gradients, state and
+      seal: the first half of an update: state, with packets under way, of what is `Own`, state and
         parameters. None with a delay.
       apply: the second half: of parameters, state and what arrived. With a delay the whole update:
-        of gradients, whether the worker takes part, parameters, state and what arrived.
+        of what is `Own`, parameters, state and what arrived.
     """
 
+    template: optax.GradientTransformation
     layout: Layout
     shape: tuple[int, int, int]
     gradients: Callable[..., WorkerGradients]
@@ -107,7 +124,7 @@ def compile_programs(
     def given(packets, slot) -> optax.GradientTransformation:
         return make_optimizer(around(Received(axis_name, packets, slot, shard_axes, norm_limit)))
 
-    def with_arrived(updates, state, params=None, *, arrived, **extra_args):
+    def with_arrived(updates, state, params=None, *, arrived, **extra_args) -> Any:
         return given(*arrived).update(updates, state, params, **extra_args)
 
     opening = optax.GradientTransformationExtraArgs(template.init, with_arrived)
@@ -117,35 +134,36 @@ def compile_programs(
         params = shards.copies(params, mesh, axis_name, layout.params)
         return gradients_of(params, (), batch, shared=False)
 
-    def update(tx, gradients, opt_state, params, extra_args, participates):
-        alone = {PARTICIPATES: participates}
+    def update(tx, own: Own, opt_state, params, extra_args):
+        alone = {PARTICIPATES: own.participates, MESSAGE_WEIGHT: own.weight}
         return worker_axis.update_stacked(
-            tx, layout, gradients, opt_state, params, extra_args, alone
+            tx, layout, own.gradients, opt_state, params, extra_args, alone
         )
 
-    def seal(gradients, participates, opt_state, params):
-        _, new = update(sealing, gradients, opt_state, params, {}, participates)
+    def seal(own, opt_state, params):
+        _, new = update(sealing, own, opt_state, params, {})
         return jax.tree.map(lambda x, y, own: x if own else y, new, opt_state, layout.is_own)
 
-    def apply(gradients, participates, params, opt_state, arrived):
-        extra = {"arrived": Arrived(*map(jnp.asarray, arrived))}
-        updates, opt_state = update(opening, gradients, opt_state, params, extra, participates)
+    def apply(own, params, opt_state, arrived):
+        extra = {"arrived": jax.tree.map(jnp.asarray, arrived)}
+        updates, opt_state = update(opening, own, opt_state, params, extra)
         params = shards.constrain_sharding(
             optax.apply_updates(params, updates), mesh, layout.params
         )
-        return Stepped(params, opt_state, exchange_metrics(opt_state))
+        metrics = exchange_metrics(opt_state)
+        assert metrics is not None
+        return Stepped(params, opt_state, metrics)
 
     def open_packets(params, opt_state, arrived):
         zeros = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), params)
         zeros = shards.constrain_sharding(
             zeros, mesh, shards.stacked_specs(layout.params, axis_name)
         )
-        return apply(zeros, jnp.zeros(1, bool), params, opt_state, arrived)
+        nothing = Own(zeros, jnp.zeros(1, bool), jnp.ones(1))
+        return apply(nothing, params, opt_state, arrived)
 
     of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
-    of_gradients = shards.stacked_specs(layout.params, axis_name)
     arrived = Arrived(jax.ShapeDtypeStruct(shape, jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
-    takes_part = jax.ShapeDtypeStruct((1,), bool)
 
     def compiled(fn, args, specs, donated):
         shapes = jax.eval_shape(lambda *x: x, *args)
@@ -154,20 +172,20 @@ def compile_programs(
         program = jax.jit(fn, donate_argnums=donated).lower(*shapes).compile()
         return lambda *args: program(*jax.device_put(args, placed))
 
-    take = params, state, arrived
-    of_state = layout.params, layout.state, P()
+    shared, of_shared = (params, state, arrived), (layout.params, layout.state, P())
     stacked = jax.eval_shape(gradients, params, batch).gradients
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    own = Own(stacked, jax.ShapeDtypeStruct((1,), bool), one)
+    of_own = Own(shards.stacked_specs(layout.params, axis_name), P(axis_name), P(axis_name))
     if delay:
-        args = stacked, takes_part, *take
-        applied = compiled(apply, args, (of_gradients, P(axis_name), *of_state), (2, 3))
+        applied = compiled(apply, (own, *shared), (of_own, *of_shared), (1, 2))
         sealed = None
     else:
-        applied = compiled(open_packets, take, of_state, (0, 1))
-        args = stacked, takes_part, state, params
-        specs = of_gradients, P(axis_name), layout.state, layout.params
-        sealed = compiled(seal, args, specs, (2,))
+        applied = compiled(open_packets, shared, of_shared, (0, 1))
+        specs = of_own, layout.state, layout.params
+        sealed = compiled(seal, (own, state, params), specs, (1,))
     found = compiled(gradients, (params, batch), (layout.params, of_batch), ())
-    return Programs(layout, shape, found, sealed, applied)
+    return Programs(template, layout, shape, found, sealed, applied)
 
 
 def pending_packets(opt_state) -> Any:

@@ -1,15 +1,15 @@
 """What lies in a swarm's store: names and JSON of claims, manifests and snapshots.
 
-    run.json                                 what all workers must have in common
-    slots/003/000002                         the second incarnation of slot 3, and whose it is
-    steps/00000042/003.000002.here           wait for it: it will send a packet in this step
-    steps/00000042/003.000002.left           do not wait for it
-    steps/00000042/003.000002.SHA256.packet  its packet
-    steps/00000042/manifest                  which packets count: the first that is written
-    snapshots/00000040.json                  which files make the snapshot after step 40
-    snapshots/00000040/NONCE/...             these files
-    history/00000000-00000040                the manifests of steps that were swept
+    run.json                                   what all workers must have in common
+    slots/003/000002                           slot 3's second incarnation, and whose it is
+    packets/00000042/003.000002.here           wait for it: it will send a packet in this step
+    packets/00000042/003.000002.left           do not wait for it
+    packets/00000042/003.000002.SHA256.packet  its packet
+    manifests/00000042                         which packets count: the first that is written
+    snapshots/00000040.json                    which files make the snapshot before step 40
+    snapshots/00000040/NONCE/...               these files
 
+Manifests stay for good: were one deleted, a worker that wakes up late could decide its step anew.
 Nothing that is read from there is executed. JSON is checked, packets and files by their hashes.
 """
 
@@ -148,13 +148,13 @@ def sha256(data: bytes) -> str:
 
 
 def step_folder(step: int) -> str:
-    """The folder of a step."""
-    return f"steps/{step:08d}"
+    """The folder of a step's packets."""
+    return f"packets/{step:08d}"
 
 
 def manifest_key(step: int) -> str:
     """The key of a step's manifest."""
-    return f"{step_folder(step)}/manifest"
+    return f"manifests/{step:08d}"
 
 
 def snapshot_key(step: int) -> str:
@@ -179,13 +179,11 @@ class Present(NamedTuple):
       packets: the newest incarnation's, by slot.
       here: who will send one.
       left: who will not.
-      decided: whether there is a manifest.
     """
 
     packets: dict[int, Packet]
     here: frozenset[tuple[int, int]]
     left: frozenset[tuple[int, int]]
-    decided: bool
 
 
 _NAME = re.compile(r"(\d{3,})\.(\d{6,})\.(?:(here|left)|([0-9a-f]{64})\.packet)")
@@ -204,5 +202,4 @@ def read_folder(names: Sequence[str], slots: int) -> Present:
             marks[mark].add(member)
         else:
             packets[member[0]] = Packet(*member, digest)
-    here, left = frozenset(marks["here"]), frozenset(marks["left"])
-    return Present(packets, here, left, "manifest" in names)
+    return Present(packets, frozenset(marks["here"]), frozenset(marks["left"]))

@@ -1,7 +1,6 @@
 """Snapshots of what all workers share, from which newcomers start; and what is swept after them."""
 
 import hashlib
-import json
 import pathlib
 import tempfile
 import uuid
@@ -95,21 +94,13 @@ def steps_of(store: Store) -> list[int]:
 
 
 def sweep(store: Store) -> None:
-    """Deletes what no newcomer needs any more, but for a record of who took part when."""
+    """Deletes the packets and snapshots that no newcomer needs any more."""
     kept = steps_of(store)[-KEPT:]
-    if len(kept) < KEPT:
-        return
-    first = kept[0]
-    old = [name for name in store.names("steps") if int(name[:8]) < first]
-    manifests = [name for name in old if name.endswith("/manifest")]
-    if manifests:
-        lines = [store.get(f"steps/{name}") for name in manifests]
-        found = [json.loads(line) for line in lines if line]
-        span = f"{int(manifests[0][:8]):08d}-{first:08d}"
-        store.put(f"history/{span}", json.dumps(found).encode())
-    store.delete([f"steps/{name}" for name in old])
-    snapshots = [x for x in store.names("snapshots") if int(x[:8]) < first]
-    store.delete([f"snapshots/{name}" for name in sorted(snapshots, reverse=True)])
+    if len(kept) == KEPT:
+        # With a delay, what was exchanged in the step before a snapshot is still to be applied.
+        for folder, first in ("packets", kept[0] - 1), ("snapshots", kept[0]):
+            old = [name for name in store.names(folder) if int(name[:8]) < first]
+            store.delete([f"{folder}/{name}" for name in sorted(old, reverse=True)])
 
 
 def _named(leaves: list[Any]) -> dict[str, Any]:

@@ -88,7 +88,8 @@ class ObjectStore:
                 path.mkdir(parents=True, exist_ok=True)
                 self._store = from_url(path.as_uri())
             else:
-                self._store = from_url(self.url, **(options or {}))
+                made: Callable[..., Any] = from_url  # whose overloads know each store's options
+                self._store = made(self.url, **(options or {}))
         except Exception as error:
             raise StoreError(f"{self.url} is no store that can be opened: {error}") from error
 

@@ -22,6 +22,7 @@ from demo_optax.swarm.member import Member, Round, SwarmError
 from demo_optax.swarm.programs import (
     Arrived,
     MakeOptimizer,
+    Own,
     Programs,
     compile_programs,
     pending_packets,
@@ -79,6 +80,8 @@ class SwarmWorker:
       clip_norm: largest norm of the gradient.
       param_specs: of the parameters.
       batch_specs: of the batch.
+      weight: of this worker's messages in the mean, such as the tokens of its batch. By default
+        all workers count the same.
       facts: what all workers must have in common, for the comparison when one joins.
 
     Example:
@@ -100,6 +103,7 @@ class SwarmWorker:
         clip_norm: float | None = None,
         param_specs=None,
         batch_specs=None,
+        weight: float = 1.0,
         facts: Mapping[str, Any] | None = None,
     ):
         checks.one_of("delay", delay, (0, 1))
@@ -113,6 +117,8 @@ class SwarmWorker:
         self.member, self.mesh, self.axis_name = member, mesh, axis_name
         self.delay, self.every = bool(delay), snapshot_every
         self.number = 0
+        checks.in_interval("weight", weight, "(0, inf)")
+        self._weight = np.array([weight], np.float32)
         self._compile = functools.partial(
             compile_programs,
             loss_fn,
@@ -127,7 +133,6 @@ class SwarmWorker:
             microbatches=microbatches,
             clip_norm=clip_norm,
         )
-        self._template = make_optimizer, norm_limit, param_specs
         self._facts = {"snapshot_every": snapshot_every, "slots": member.slots, "delay": delay}
         self._facts |= dict(facts or {})
         self._exchanging = ThreadPoolExecutor(1, "exchange")
@@ -152,13 +157,8 @@ class SwarmWorker:
         self._programs = self._compile(params, batch)
         layout = self._programs.layout
         self._require_same({"packets": list(self._programs.shape[::2]), **self._facts})
-        make_optimizer, norm_limit, _ = self._template
-        from demo_optax.exchange import Delayed, Opened, Received
-
-        around = Delayed if self.delay else Opened
-        tx = make_optimizer(around(Received(self.axis_name, norm_limit=norm_limit)))
         params = jax.device_put(params, shards.shardings(self.mesh, layout.params))
-        opt_state = worker_axis.init_stacked(tx, layout, params)
+        opt_state = worker_axis.init_stacked(self._programs.template, layout, params)
         params, opt_state = self._jump(params, opt_state)
         params, opt_state, _ = self._catch_up(params, opt_state)
         self.member.announce(self.number)
@@ -179,20 +179,23 @@ class SwarmWorker:
             params, opt_state, drift = self._adopt(index, params, opt_state)
             number = self.number
         found = programs.gradients(params, batch)
-        finite = jnp.isfinite(found.norm)
+        own = Own(found.gradients, jnp.isfinite(found.norm), self._weight)
         if self.delay:
             jax.block_until_ready(found.gradients)
             ready = time.monotonic()
-            round_ = self._sent.result() if self._sent else self.member.receive(number - 1)
+            round_ = self._pending_round()
+            if round_ is not None and round_.swept:
+                params, opt_state = self._apply_alone(round_, params, opt_state)
+                params, opt_state = self._jump(params, opt_state)
+                params, opt_state, _ = self._catch_up(params, opt_state)
+                return self.step(params, opt_state, batch)
             waited = time.monotonic() - ready
             arrived = self._arrived(round_)
-            params, opt_state, exchange = programs.apply(
-                found.gradients, finite, params, opt_state, arrived
-            )
+            params, opt_state, exchange = programs.apply(own, params, opt_state, arrived)
             packet = self._packet(opt_state)
             self._sent = self._exchanging.submit(self.member.exchange, number, packet)
         else:
-            opt_state = programs.seal(found.gradients, finite, opt_state, params)
+            opt_state = programs.seal(own, opt_state, params)
             packet = self._packet(opt_state)
             ready = time.monotonic()
             round_ = self.member.exchange(number, packet)
@@ -201,6 +204,8 @@ class SwarmWorker:
         self.number += 1
         self._snapshot(params, opt_state, round_)
         replayed = 0
+        if round_ is not None and round_.swept:
+            params, opt_state = self._jump(params, opt_state)
         if round_ is not None and not round_.counts:
             params, opt_state, replayed = self._catch_up(params, opt_state)
             if ready - began < self.member.deadline:
@@ -262,7 +267,7 @@ class SwarmWorker:
             if len(data) == 4 * number * words:
                 rows[:, slot] = np.frombuffer(data, np.uint32).reshape(number, words)
         own = self.member.slot if found and found.counts else -1
-        return Arrived(rows, np.int32(own))
+        return Arrived(rows, np.array(own, np.int32))
 
     def _names(self, found: Round | None) -> tuple[str, ...]:
         packets = found.manifest.packets if found else ()
@@ -270,35 +275,30 @@ class SwarmWorker:
 
     def _catch_up(self, params, opt_state) -> tuple[Any, Any, int]:
         """Applies what the others exchanged, until a step that is not decided yet."""
-        programs, steps, zeros = self._require_begun(), 0, None
-        while self.member.manifest(self.number) is not None or self._swept():
-            if self._swept():
-                params, opt_state = self._jump(params, opt_state)
-                continue
-            if self.delay:
-                if zeros is None:
-                    shape = lambda x: np.zeros((1, *x.shape), x.dtype)  # noqa: E731
-                    zeros = jax.tree.map(shape, params)
-                found, self._sent = self._pending_round(), None
-                params, opt_state, _ = programs.apply(
-                    zeros, np.zeros(1, bool), params, opt_state, self._arrived(found)
-                )
-            else:
-                found = self.member.receive(self.number)
-                params, opt_state, _ = programs.apply(params, opt_state, self._arrived(found))
+        steps = 0
+        while self.member.manifest(self.number) is not None:
+            found = self._pending_round() if self.delay else self.member.receive(self.number)
+            params, opt_state = self._apply_alone(found, params, opt_state)
             self.number += 1
             steps += 1
+            if found is not None and found.swept:
+                params, opt_state = self._jump(params, opt_state)
         return params, opt_state, steps
 
     def _pending_round(self) -> Round | None:
-        return self._sent.result() if self._sent else self.member.receive(self.number - 1)
+        """With a delay, what was exchanged for the step before; takes it from its thread."""
+        sent, self._sent = self._sent, None
+        return sent.result() if sent else self.member.receive(self.number - 1)
 
-    def _swept(self) -> bool:
-        """Whether the next step's packets are gone, because a later snapshot stands for them."""
-        if self.member.manifest(self.number) is not None:
-            return False
-        steps = snapshots.steps_of(self.member.store)
-        return bool(steps) and steps[-1] > self.number
+    def _apply_alone(self, found: Round | None, params, opt_state) -> tuple[Any, Any]:
+        """Applies what the others exchanged, without a gradient of this worker's own."""
+        programs, arrived = self._require_begun(), self._arrived(found)
+        nothing = []
+        if self.delay:
+            zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), params)
+            nothing = [Own(zeros, np.zeros(1, bool), self._weight)]
+        params, opt_state, _ = programs.apply(*nothing, params, opt_state, arrived)
+        return params, opt_state
 
     def _shared(self, params, opt_state) -> list[Any]:
         """Parameters, and the leaves of the state that all workers share."""
@@ -316,7 +316,7 @@ class SwarmWorker:
         return jax.device_put((params, opt_state), placed)
 
     def _jump(self, params, opt_state) -> tuple[Any, Any]:
-        """Takes over the newest snapshot that can be read; writes the first one if there is none."""
+        """Takes over the newest snapshot that can be read; where there is none, writes one."""
         store, shared = self.member.store, self._shared(params, opt_state)
         if not snapshots.steps_of(store):
             snapshots.write(store, 0, [np.asarray(x) for x in shared])
@@ -371,11 +371,7 @@ class SwarmWorker:
         """Goes on from a snapshot that this worker's parameters differ from."""
         index, own = differing
         if self.delay:  # first applies what is under way, so that nothing of its own is lost
-            zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), params)
-            found, self._sent = self._pending_round(), None
-            params, opt_state, _ = self._require_begun().apply(
-                zeros, np.zeros(1, bool), params, opt_state, self._arrived(found)
-            )
+            params, opt_state = self._apply_alone(self._pending_round(), params, opt_state)
         params, opt_state = self._take_over(index, params, opt_state)
         drift = relative_difference(own, [np.asarray(x) for x in self._shared(params, opt_state)])
         params, opt_state, _ = self._catch_up(params, opt_state)

@@ -205,7 +205,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(name):
         ]
         message = packets.Message(tuple(positions), tuple(values))
         fields, sent = packets.encode(sections, message)
-        header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 4)
+        header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 5)
         return packets.build(layout, header, fields, sent, jnp.array(True), origin)[0]
 
     words = packet(momenta)

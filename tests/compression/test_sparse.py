@@ -91,7 +91,7 @@ def averaged(selector, positions, values, largest, mean, at_once):
 
     def packet(worker, positions, values):
         fields, sent = encode([section], Message((positions,), (values,)))
-        header = Header(none, none, none, zero, zero, zero, zero)
+        header = Header(none, none, none, zero, zero, zero, zero, zero + 1)
         origin = Origin(jnp.int32(0), worker[None])
         packet = build(layout, header, fields, sent, jnp.array(True), origin)[0]
         return jnp.where(worker % 2, packet ^ jnp.uint32(0xDEADBEEF), packet)
@@ -102,7 +102,7 @@ def averaged(selector, positions, values, largest, mean, at_once):
         packets = jax.vmap(packet)(numbers, positions, values)
         _, _, intact = open_heads(layout, packets, Origin(jnp.int32(0), numbers))
         means, weights = averaging.average(
-            layout, packets, intact, [None], jnp.float32(largest), mean
+            layout, packets, intact, [None], jnp.float32(largest), jnp.ones(workers), mean
         )
         return means[0].dense(), weights
 
