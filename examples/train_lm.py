@@ -10,6 +10,9 @@ command on each host. Under SLURM, Kubernetes or on a TPU pod add --distributed;
 --coordinator, --num-processes and --process-id. examples/launch_local.py tries that on one machine.
 With --checkpoint-dir, a run that was stopped continues when it is started again, on the same number
 of processes or another one.
+
+With --swarm URL, workers come and go: start this on any machine that sees the store, stop it, and
+start it again.
 """
 
 import signal
@@ -19,6 +22,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     from lm import config
-    from lm.train import run_or_exit
 
-    run_or_exit(config.from_command_line(__doc__))
+    settings = config.from_command_line(__doc__)
+    if settings.swarm:
+        from lm.swarm import run_or_exit
+    else:
+        from lm.train import run_or_exit
+    run_or_exit(settings)

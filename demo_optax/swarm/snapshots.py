@@ -3,10 +3,10 @@
 import hashlib
 import pathlib
 import tempfile
+import threading
 import uuid
 from typing import Any
 
-import jax
 import numpy as np
 
 from demo_optax.checkpoint.reading import orbax
@@ -15,6 +15,9 @@ from demo_optax.swarm.records import Damaged, SnapshotIndex
 from demo_optax.swarm.store import Store, StoreError, in_parallel
 
 KEPT = 2
+
+_NAME = "shared"
+_ONE_AT_A_TIME = threading.Lock()  # Orbax is not made for several threads of a process
 
 
 def digest(leaves: list[np.ndarray]) -> str:
@@ -31,7 +34,8 @@ def write(store: Store, step: int, leaves: list[np.ndarray]) -> SnapshotIndex:
     folder = f"snapshots/{step:08d}/{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory() as temporary:
         path = pathlib.Path(temporary) / "snapshot"
-        orbax.save_pytree(path, _named(leaves))
+        with _ONE_AT_A_TIME:
+            orbax.save_checkpointables(path, {_NAME: _named(leaves)})
         files = {str(x.relative_to(path)): x for x in sorted(path.rglob("*")) if x.is_file()}
         contents = {name: x.read_bytes() for name, x in files.items()}
         in_parallel(lambda name: store.put(f"{folder}/{name}", contents[name]), contents)
@@ -52,11 +56,12 @@ def read_index(store: Store, step: int) -> SnapshotIndex | None:
     return None if data is None else records.from_json(SnapshotIndex, data)
 
 
-def read(store: Store, index: SnapshotIndex, like: list[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
+def read(store: Store, index: SnapshotIndex, like: list[Any]) -> list[np.ndarray]:
     """Reads a snapshot.
 
     Raises:
-      Damaged: its files are not those that were written, or it holds other arrays than ``like``.
+      Damaged: its files are not those that were written, or its arrays do not have the shapes and
+        dtypes of ``like``.
     """
     with tempfile.TemporaryDirectory() as temporary:
         path = pathlib.Path(temporary) / "snapshot"
@@ -74,7 +79,8 @@ def read(store: Store, index: SnapshotIndex, like: list[jax.ShapeDtypeStruct]) -
         in_parallel(fetch, index.files)
         wanted = _named([np.empty(x.shape, x.dtype) for x in like])
         try:
-            found = orbax.load_pytree(path, wanted)
+            with _ONE_AT_A_TIME:
+                found: Any = orbax.load_checkpointables(path, {_NAME: wanted})[_NAME]
         except (ValueError, KeyError, OSError) as error:
             raise Damaged(
                 f"the snapshot of step {index.step} cannot be read: {error}. Is it of this model?"

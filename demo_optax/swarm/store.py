@@ -9,7 +9,7 @@ import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 try:
     import obstore
@@ -29,6 +29,7 @@ class StoreError(OSError):
     """A store did not do what it was asked, however often it was asked."""
 
 
+@runtime_checkable
 class Store(Protocol):
     """What a swarm asks of a store. Every method may be called from several threads."""
 

@@ -117,6 +117,7 @@ class SwarmWorker:
         self.member, self.mesh, self.axis_name = member, mesh, axis_name
         self.delay, self.every = bool(delay), snapshot_every
         self.number = 0
+        self.seconds_compiling = 0.0
         checks.in_interval("weight", weight, "(0, inf)")
         self._weight = np.array([weight], np.float32)
         self._compile = functools.partial(
@@ -154,7 +155,9 @@ class SwarmWorker:
         Raises:
           SwarmError: the run has other settings, or another model.
         """
+        started = time.monotonic()
         self._programs = self._compile(params, batch)
+        self.seconds_compiling = time.monotonic() - started
         layout = self._programs.layout
         self._require_same({"packets": list(self._programs.shape[::2]), **self._facts})
         params = jax.device_put(params, shards.shardings(self.mesh, layout.params))

@@ -137,6 +137,24 @@ class Config:
     """Largest norm of a worker's message, as a multiple of the median
     norm of all messages. It limits the damage that one broken worker can
     do. Ordinary runs never reach it. None: no limit."""
+    swarm: Annotated[str, Field(min_length=1)] | None = None
+    """Place where the workers of a swarm exchange packets: a folder that
+    all see, file:///folder, s3://bucket/run, gs://bucket/run or
+    az://container/run. This process is one worker. Others may come and
+    go. --batch-size is that of this worker."""
+    worker: Annotated[str, Field(min_length=1)] | None = None
+    """Name of this worker in a swarm. Each needs a name of its own, and
+    keeps it when it is started again. By default the host's name."""
+    slots: Count = 16
+    """Largest number of workers of a swarm at a time."""
+    deadline: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Seconds for which a step of a swarm waits for workers that took part
+    in the last one. By default three median steps, at least 2 s."""
+    min_workers: Count = 1
+    """Workers of a swarm without which no step is taken."""
+    snapshot_every: Count = 100
+    """Steps between two snapshots of a swarm, from which new workers
+    start."""
     evaluate_every: Count = 100
     """Steps between two evaluations on held-out text."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -181,7 +199,7 @@ class Config:
 
     def write(self, path: Path) -> None:
         """Writes a YAML file for ``--config``, without the settings of this process alone."""
-        own = ("config", "coordinator", "num_processes", "process_id")
+        own = ("config", "coordinator", "num_processes", "process_id", "worker")
         settings = dataclasses.asdict(self).items()
         plain = {
             name: _plain(value) for name, value in settings if value is not None and name not in own

@@ -44,6 +44,7 @@ class Run(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     params: nnx.State
     param_specs: nnx.State
+    with_exchange: Callable[[demo_optax.Exchange], optax.GradientTransformation]
     tx: optax.GradientTransformation
     train_step: Any
 
@@ -97,7 +98,12 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         compression=compression(config),
         exchange=exchange(config),
     )
-    tx = make_optimizer(config.optimizer, settings, config.local_steps)
+
+    def with_exchange(exchange: demo_optax.Exchange) -> optax.GradientTransformation:
+        given = settings._replace(exchange=exchange)
+        return make_optimizer(config.optimizer, given, config.local_steps)
+
+    tx = with_exchange(settings.exchange)
     train_step = demo_optax.make_train_step(
         loss_fn,
         tx,
@@ -107,7 +113,18 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         param_specs=specs,
     )
     run = Run(
-        config, tokens, corpus, mesh, preset, definition, loss_fn, params, specs, tx, train_step
+        config,
+        tokens,
+        corpus,
+        mesh,
+        preset,
+        definition,
+        loss_fn,
+        params,
+        specs,
+        with_exchange,
+        tx,
+        train_step,
     )
     if jax.process_count() > 1:
         agreement.require_same(
@@ -188,6 +205,8 @@ def make_mesh(config: Config) -> Mesh | AbstractMesh:
     """Workers, and the devices of each: accelerators, else CPU devices; none with ``simulate``."""
     if config.simulate:
         return AbstractMesh((config.simulate,), ("data",))
+    if config.swarm:
+        config = dataclasses.replace(config, workers=1)
     wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
         each = max(wanted // (config.num_processes or 1), 1)

@@ -100,6 +100,7 @@ def _require_agreement(config: Config) -> None:
             f"--simulate {config.simulate} is for one device in one process, and {flag} is for "
             "several: give only one of the two settings."
         )
+    _require_swarm(config)
     if (config.warmup_steps or 0) > config.steps:
         raise ValueError(
             f"--warmup-steps {config.warmup_steps} would never end: give fewer than the --steps, "
@@ -174,6 +175,46 @@ def _require_agreement(config: Config) -> None:
                 f"--coordinator {config.coordinator!r} must be HOST:PORT with a port from 1 to "
                 "65535, as in 10.0.0.1:1234."
             )
+
+
+def _require_swarm(config: Config) -> None:
+    """Raises ValueError for settings that a swarm cannot have, or that only a swarm has."""
+    if config.swarm is None:
+        for name in ("worker", "slots", "deadline", "min_workers", "snapshot_every"):
+            if getattr(config, name) != getattr(DEFAULT, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(config, name)} is for workers of a "
+                    "swarm: give --swarm URL as well, or leave it out."
+                )
+        return
+    excluded = {
+        "--workers": config.workers,
+        "--simulate": config.simulate,
+        "--coordinator": config.coordinator,
+        "--distributed": config.distributed,
+        "--checkpoint-dir": config.checkpoint_dir,
+        "--profile-steps": config.profile_steps,
+    }
+    for flag in [flag for flag, given in excluded.items() if given]:
+        raise ValueError(
+            f"{flag} is for runs that are one JAX job, but with --swarm each worker is a job of "
+            "its own, and snapshots in the store take the place of checkpoints: leave it out."
+        )
+    if config.exchange == "two-phase":
+        raise ValueError(
+            "--exchange two-phase divides the blocks among a fixed number of workers, but those "
+            "of a --swarm come and go: leave it out."
+        )
+    if RECIPES[config.optimizer].compression is None or RECIPES[config.optimizer].outer:
+        raise ValueError(
+            f"--optimizer {config.optimizer} does not send packets on every step: with --swarm "
+            "choose one whose name begins with demo."
+        )
+    if config.min_workers > config.slots:
+        raise ValueError(
+            f"--min-workers {config.min_workers} can never come together in --slots "
+            f"{config.slots}: give more slots, or fewer workers."
+        )
 
 
 def _require_folder(flag: str, folder: Path | None) -> None:

@@ -1,0 +1,131 @@
+"""What a swarm's store tells of its run: who took part when, and what became of their time."""
+
+import datetime
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from demo_optax.swarm import records
+from demo_optax.swarm.member import newest_claims
+from demo_optax.swarm.records import Claim, Damaged, Manifest
+from demo_optax.swarm.snapshots import steps_of
+from demo_optax.swarm.store import Store, in_parallel
+
+
+class History(NamedTuple):
+    """A run, from its store alone.
+
+    Attributes:
+      manifests: of the steps that were asked for, in their order.
+      names: of workers, by slot and incarnation.
+      snapshots: steps from which a new worker can start.
+    """
+
+    manifests: Sequence[Manifest]
+    names: dict[tuple[int, int], str]
+    snapshots: Sequence[int]
+
+    def members(self, number: int) -> list[str]:
+        """Names of the workers that counted in one of these steps."""
+        return [self.names[x.member] for x in self.manifests[number].packets]
+
+    def seconds(self) -> list[float]:
+        """Of each step, from the decision before to its own; the first has none."""
+        pairs = zip(self.manifests, self.manifests[1:], strict=False)
+        return [max(after.time - before.time, 0.0) for before, after in pairs]
+
+    def goodput(self, workers: int | None = None) -> float:
+        """The share of worker-seconds that became steps.
+
+        A worker's step counts as the median duration of a step. All workers that ever took part,
+        or so many, could have worked all the time.
+        """
+        durations = self.seconds()
+        if not durations or not sum(durations):
+            return 1.0
+        everybody = workers or len({self.names[x] for m in self.manifests for x in m.members})
+        useful = sum(len(m.packets) for m in self.manifests[1:]) * statistics.median(durations)
+        return min(useful / (everybody * sum(durations)), 1.0)
+
+
+def read_history(store: Store, last: int | None = None) -> History:
+    """Reads the manifests of all steps, or of the last so many.
+
+    Example:
+      >>> import tempfile
+      >>> from demo_optax.swarm import Member, ObjectStore
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> store = ObjectStore(folder.name)
+      >>> member = Member(store, "paris")
+      >>> for step in range(3):
+      ...     _ = member.exchange(step, b"a packet")
+      >>> history = read_history(store)
+      >>> len(history.manifests), history.members(-1)
+      (3, ['paris'])
+      >>> folder.cleanup()
+    """
+    names = store.names("manifests")[-(last or 0) :]
+    found = in_parallel(store.get, [f"manifests/{name}" for name in names])
+    manifests = [Manifest.decode(data) for data in found if data is not None]
+    members = sorted({member for manifest in manifests for member in manifest.members})
+
+    def name_of(key: str) -> str:
+        try:
+            return records.from_json(Claim, store.get(key) or b"").worker
+        except Damaged:
+            return key
+
+    keys = [f"slots/{slot:03d}/{incarnation:06d}" for slot, incarnation in members]
+    of_members = dict(zip(members, in_parallel(name_of, keys), strict=True))
+    return History(manifests, of_members, steps_of(store))
+
+
+def status(store: Store, last: int = 200) -> str:
+    """A few lines on a run: its step, its members, who is gone, and its goodput."""
+    history = read_history(store, last)
+    if not history.manifests:
+        waiting = [claim.worker for _, claim in newest_claims(store).values()]
+        return f"no step yet; joined: {', '.join(waiting) or 'nobody'}"
+    end, durations = history.manifests[-1], history.seconds()
+    members = history.members(-1)
+    gone = sorted(set(history.names.values()) - set(members))
+    lines = [
+        f"step {end.step}, decided at {_clock(end.time)}",
+        f"members: {', '.join(members)}",
+        f"gone: {', '.join(gone) or 'nobody'}",
+        f"snapshots before steps: {', '.join(map(str, history.snapshots)) or 'none'}",
+    ]
+    if durations:
+        lines.append(
+            f"last {len(history.manifests)} steps: {statistics.median(durations):.3f} s a step "
+            f"(median), goodput {history.goodput():.0%} of all workers that took part"
+        )
+    return "\n".join(lines)
+
+
+def _clock(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def draw(history: History, path: str) -> None:
+    """A picture of the run's life: a row for each worker, dark where its packets counted."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install matplotlib.") from error
+    rows = sorted(set(history.names.values()))
+    start = history.manifests[0].time
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")
+    for row, name in enumerate(rows):
+        for before, after in zip(history.manifests, history.manifests[1:], strict=False):
+            if name in {history.names[x] for x in after.members}:
+                width = max(after.time - before.time, 0.0)
+                axes.barh(row, width, 0.8, before.time - start, color="#2a6f97", linewidth=0)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(
+        f"seconds since step {history.manifests[0].step}; the last is step "
+        f"{history.manifests[-1].step}"
+    )
+    axes.set_title("Who took part when")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

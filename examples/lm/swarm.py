@@ -1,0 +1,235 @@
+"""Training as one worker of a swarm: others come and go, and exchange packets over a store."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from rich import progress
+
+from demo_optax.swarm import (
+    Left,
+    Member,
+    ObjectStore,
+    StoreError,
+    SwarmError,
+    SwarmMetrics,
+    SwarmWorker,
+)
+
+from .config import Config, refuse
+from .report import console
+from .setup import Run, batches_of, make_evaluation, prepare
+from .signals import Signals
+from .train import EVALUATION_TOKENS, LAST_EVALUATION_TOKENS, describe, mistakes_said
+from .validation import require_sensible
+
+CACHE = Path.home() / ".cache" / "demo_optax" / "compiled"
+GO_ON = "Start the same command again to take part again, from where the others are then."
+
+SAME = (
+    "optimizer",
+    "preset",
+    "tokenizer",
+    "steps",
+    "learning_rate",
+    "warmup_steps",
+    "decay",
+    "weight_decay",
+    "topk",
+    "block_side",
+    "value_coding",
+    "transform",
+    "selection",
+    "norm_limit",
+    "seed",
+)
+"""Settings that all workers of a swarm have in common."""
+
+
+def run_or_exit(config: Config) -> None:
+    """Prepares and trains; a wrong setting ends it with one clear line."""
+    started = time.monotonic()
+    keep_compiled_programs()
+    with Signals(GO_ON) as signals:
+        with mistakes_said():
+            require_sensible(config)
+            run = prepare(config)
+            store = ObjectStore(config.swarm or "")
+        try:
+            train(run, store, signals, started)
+        except (SwarmError, StoreError) as error:
+            sys.exit(f"error: {' '.join(str(error).split())} {GO_ON}")
+
+
+def keep_compiled_programs() -> None:
+    """So that a worker that comes back need not compile again."""
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(CACHE))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> None:
+    config = run.config
+    bar = progress_bar()
+    member = Member(
+        store,
+        config.worker or socket.gethostname(),
+        slots=config.slots,
+        deadline=config.deadline,
+        min_workers=config.min_workers,
+        tell=lambda line: bar.console.print(line, markup=False, soft_wrap=True),
+    )
+    describe(run)
+    console.print(f"worker {member.worker} has slot {member.slot} of {member.slots} in {store.url}")
+    tokens = math.prod(run.batch_shape)
+    worker = SwarmWorker(
+        run.loss_fn,
+        run.with_exchange,
+        run.mesh,
+        member,
+        delay=config.delay,
+        snapshot_every=config.snapshot_every,
+        norm_limit=config.norm_limit,
+        microbatches=config.microbatches,
+        clip_norm=config.clip_norm,
+        param_specs=run.param_specs,
+        weight=tokens,
+        facts={f"--{x.replace('_', '-')}": getattr(config, x) for x in SAME},
+    )
+    with worker, leaves_at(signals, member), log_file(config) as log, bar:
+        prepared = time.monotonic()
+        rows, length = run.batch_shape
+        batch = jax.ShapeDtypeStruct((rows, length + 1), run.corpus.train.dtype)
+        params, opt_state = worker.begin(run.params, batch)
+        joined = time.monotonic()
+        console.print(
+            f"joined before step {worker.number}: {prepared - started:.1f} s to prepare, "
+            f"{worker.seconds_compiling:.1f} s to compile, "
+            f"{joined - prepared - worker.seconds_compiling:.1f} s to catch up"
+        )
+        batches = batches_of(own_order(run, member.worker), worker.number * rows)
+        evaluate = make_evaluation(run, lambda: None)
+        task = bar.add_task("", total=config.steps, completed=worker.number, **shown(None, 0.0))
+        sent, left = 0.0, False
+        while worker.number < config.steps:
+            began = time.monotonic()
+            try:
+                params, opt_state, metrics = worker.step(params, opt_state, next(batches))
+            except Left:
+                left = True
+            if left or signals.stop_requested():
+                worker.close()
+                console.print(f"Left before step {worker.number}. {GO_ON}")
+                sys.exit(signals.exit_status)
+            sent += metrics.packet_bytes / 1e6
+            write(log, params, metrics, time.monotonic() - began, run.corpus.bytes_per_token)
+            for name in metrics.late:
+                bar.print(f"step {metrics.step}: went on without {name}, which was late")
+            if metrics.replayed:
+                bar.print(f"step {metrics.step}: caught up with {metrics.replayed} steps")
+            bar.update(task, completed=worker.number, **shown(metrics, sent, run))
+            if worker.number // config.evaluate_every > metrics.step // config.evaluate_every:
+                loss = evaluate(params, EVALUATION_TOKENS)
+                bar.print(f"step {worker.number}: {loss:.3f} nats per byte of held-out text")
+        loss = evaluate(params, LAST_EVALUATION_TOKENS)
+        write_line(log, {"held_out": loss, "step": worker.number, "parameters": digest(params)})
+    console.print(f"held-out text: {loss:.3f} nats per byte; parameters {digest(params)}")
+
+
+def own_order(run: Run, worker: str) -> Run:
+    """The run, with this worker's own order of the text."""
+    seed = zlib.crc32(f"{run.config.seed} {worker}".encode())
+    return run._replace(config=dataclasses.replace(run.config, seed=seed))
+
+
+def progress_bar() -> progress.Progress:
+    return progress.Progress(
+        progress.TextColumn("step"),
+        progress.MofNCompleteColumn(),
+        progress.BarColumn(bar_width=None),
+        progress.TextColumn("loss {task.fields[loss]}"),
+        progress.TextColumn("{task.fields[workers]} workers"),
+        progress.TextColumn("waited {task.fields[waited]:.2f} s"),
+        progress.TextColumn("sent {task.fields[sent]:.3g} MB"),
+        progress.TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def shown(metrics: SwarmMetrics | None, sent: float, run: Run | None = None) -> dict[str, Any]:
+    if metrics is None or run is None:
+        return dict(loss="-", workers=0, waited=0.0, sent=sent)
+    loss = f"{metrics.loss / run.corpus.bytes_per_token:.3f}"
+    return dict(loss=loss, workers=len(metrics.members), waited=metrics.waited, sent=sent)
+
+
+@contextlib.contextmanager
+def leaves_at(signals: Signals, member: Member) -> Iterator[None]:
+    """Ends a wait for other workers at a signal."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            if signals.stop_requested():
+                member.leave()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+@contextlib.contextmanager
+def log_file(config: Config) -> Iterator[TextIO | None]:
+    """A file with a line of JSON for each step, to which a worker that comes back appends."""
+    if config.log_dir is None:
+        yield None
+        return
+    try:
+        config.log_dir.mkdir(parents=True, exist_ok=True)
+        config.write(config.log_dir / "config.yaml")
+        file = (config.log_dir / "steps.jsonl").open("a", buffering=1)
+    except OSError as error:
+        refuse(error)
+    with file:
+        yield file
+
+
+def write(log: TextIO | None, params, metrics: SwarmMetrics, seconds: float, bytes_per_token):
+    if log is None:
+        return
+    exchange = {name: np.asarray(x).item() for name, x in metrics.exchange._asdict().items()}
+    line = metrics._asdict() | {
+        "loss": metrics.loss / bytes_per_token,
+        "exchange": exchange,
+        "seconds": seconds,
+        "parameters": digest(params),
+        "time": time.time(),
+    }
+    write_line(log, line)
+
+
+def write_line(log: TextIO | None, line: dict[str, Any]) -> None:
+    if log is not None:
+        print(json.dumps(line), file=log)
+
+
+def digest(params) -> str:
+    """A checksum of all parameters, in hexadecimal digits."""
+    found = 0
+    for x in jax.tree.leaves(params):
+        found = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data, found)
+    return f"{found:08x}"
