@@ -133,7 +133,8 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 console.print(f"Left before step {worker.number}. {GO_ON}")
                 sys.exit(signals.exit_status)
             sent += metrics.packet_bytes / 1e6
-            write(log, params, metrics, time.monotonic() - began, run.corpus.bytes_per_token)
+            seconds = time.monotonic() - began
+            write(log, worker.number, params, metrics, seconds, run.corpus.bytes_per_token)
             for name in metrics.late:
                 bar.print(f"step {metrics.step}: went on without {name}, which was late")
             if metrics.replayed:
@@ -143,7 +144,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 loss = evaluate(params, EVALUATION_TOKENS)
                 bar.print(f"step {worker.number}: {loss:.3f} nats per byte of held-out text")
         loss = evaluate(params, LAST_EVALUATION_TOKENS)
-        write_line(log, {"held_out": loss, "step": worker.number, "parameters": digest(params)})
+        write_line(log, {"held_out": loss, "done": worker.number, "parameters": digest(params)})
     console.print(f"held-out text: {loss:.3f} nats per byte; parameters {digest(params)}")
 
 
@@ -208,7 +209,15 @@ def log_file(config: Config) -> Iterator[TextIO | None]:
         yield file
 
 
-def write(log: TextIO | None, params, metrics: SwarmMetrics, seconds: float, bytes_per_token):
+def write(
+    log: TextIO | None,
+    done: int,
+    params,
+    metrics: SwarmMetrics,
+    seconds: float,
+    bytes_per_token: float,
+) -> None:
+    """A line on a step, with a checksum of the parameters after so many steps."""
     if log is None:
         return
     exchange = {name: np.asarray(x).item() for name, x in metrics.exchange._asdict().items()}
@@ -216,6 +225,7 @@ def write(log: TextIO | None, params, metrics: SwarmMetrics, seconds: float, byt
         "loss": metrics.loss / bytes_per_token,
         "exchange": exchange,
         "seconds": seconds,
+        "done": done,
         "parameters": digest(params),
         "time": time.time(),
     }

@@ -1,0 +1,241 @@
+"""Trains as a swarm while workers and store are broken at random: `make chaos`.
+
+    python -m benchmarks.chaos --faults 80 --store s3
+    python -m benchmarks.chaos --every 60 --steps 600 --preset tiny      a worker killed each minute
+
+It prints each fault as it happens, and a report; the exit status is 1 where anything was lost: a
+worker that ended by itself, a step after which parameters differed, or a hang.
+"""
+
+import functools
+import os
+import pathlib
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from demo_optax.swarm import ObjectStore
+from demo_optax.swarm.history import History, draw, read_history
+
+from . import faults as kinds
+from .fleet import ROOT, Worker, differing_steps, lag
+from .stores import Served, StoreName, served
+
+NANO = ("--text", str(ROOT / "demo_optax" / "compression"), "--sequence-length", "16")
+
+
+@dataclass(frozen=True)
+class Options:
+    store: StoreName = "folder"
+    """Where the workers exchange: a folder, moto's S3 or Azurite."""
+    workers: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
+    """Workers that shall be there."""
+    faults: int = 40
+    """How many faults to let happen; with --every, as many as come before the last step."""
+    every: float | None = None
+    """Seconds between two kills, the only faults then. By default faults of all kinds follow each
+    other."""
+    steps: int = 10**6
+    """Steps after which the run ends; by default it ends after the faults."""
+    preset: str = "nano"
+    """The trainer's preset."""
+    batch_size: int = 4
+    """Of each worker."""
+    delay: int = 0
+    """Of the exchange, in steps."""
+    hang: float = 60.0
+    """Seconds without a step of any worker that count as a hang."""
+    seed: int = 0
+    """Of the faults, and of the run."""
+    picture: pathlib.Path | None = None
+    """Draws who took part when."""
+
+
+class Chaos:
+    """A run that is broken, and what was seen."""
+
+    def __init__(self, options: Options, place: Served, folder: pathlib.Path, console: Console):
+        self.options, self.place, self.console = options, place, console
+        self.drawn = random.Random(options.seed)
+        words = ["--swarm", place.url, "--preset", options.preset, "--steps", str(options.steps)]
+        words += ["--batch-size", str(options.batch_size), "--delay", str(options.delay)]
+        words += ["--seed", str(options.seed), "--evaluate-every", "1000000"]
+        words += ["--snapshot-every", "50", "--min-workers", "1"]
+        words += NANO if options.preset == "nano" else []
+        self.workers = [
+            Worker(f"worker-{n}", folder, words, place.environment) for n in range(options.workers)
+        ]
+        self.counts: Counter[str] = Counter()
+        self.kills: list[tuple[str, float]] = []
+        self.errors: list[str] = []
+        self.hangs = 0
+
+    def run(self) -> None:
+        for worker in self.workers:
+            worker.start()
+        self.wait_for_all()
+        self.began = time.time()
+        self.console.print(f"{len(self.workers)} workers train")
+        if self.options.every:
+            self.kill_regularly()
+        else:
+            self.break_everything()
+        self.ended = time.time()
+
+    def wait_for_all(self, seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while not all(worker.joined for worker in self.workers):
+            self.look()
+            if time.monotonic() > deadline:
+                late = [worker.name for worker in self.workers if not worker.joined]
+                raise TimeoutError(f"{', '.join(late)} did not join within {seconds:.0f} s")
+            time.sleep(0.2)
+
+    def kill_regularly(self) -> None:
+        every = self.options.every or 0.0
+        following = time.monotonic() + every
+        while any(worker.held_out() is None for worker in self.workers):
+            self.look(finished=True)
+            joined = [x for x in self.workers if x.joined and x.held_out() is None]
+            if time.monotonic() > following and len(joined) == len(self.workers):
+                following += every
+                worker = self.drawn.choice(joined)
+                does = functools.partial(kinds.kill, worker, 0.0)
+                self.happen(kinds.Fault("kill", worker.name, does), worker)
+            time.sleep(0.2)
+
+    def break_everything(self) -> None:
+        known = kinds.PROCESS_KINDS[:2] + kinds.PROCESS_KINDS[3:]
+        known += kinds.STORE_KINDS if self.place.faults else ()
+        order = [known[n % len(known)] for n in range(self.options.faults)]
+        self.drawn.shuffle(order)
+        for kind in order:
+            if kind in ("kill", "leave") or not any(worker.joined for worker in self.workers):
+                self.wait_for_all()
+            fault = kinds.draw(kind, self.workers, self.place.faults, self.drawn)
+            name = fault.what.partition(",")[0]
+            self.happen(fault, next((x for x in self.workers if x.name == name), None))
+            self.look()
+            time.sleep(self.drawn.uniform(0.2, 1.5))
+        self.wait_for_all()
+
+    def happen(self, fault: kinds.Fault, worker: Worker | None) -> None:
+        self.counts[fault.kind] += 1
+        self.console.print(f"{sum(self.counts.values()):4} {fault.kind}: {fault.what}")
+        if fault.kind == "kill" and worker:
+            self.kills.append((worker.name, time.time()))
+        kinds.in_background(fault, self.errors).join()
+
+    def look(self, finished: bool = False) -> None:
+        """Notes hangs, and workers that ended by themselves, which are started again."""
+        if lag(self.workers) > self.options.hang and any(w.log.exists() for w in self.workers):
+            self.hangs += 1
+            self.errors.append(f"no step for {self.options.hang:.0f} s")
+            self.began_hang = time.time()
+            raise TimeoutError(f"no worker took a step for {self.options.hang:.0f} s")
+        for worker in self.workers:
+            if not worker.alive and not (finished and worker.held_out() is not None):
+                self.errors.append(f"{worker.name} ended by itself: {worker.last_words()}")
+                worker.start()
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.send(signal.SIGCONT)
+            worker.send(signal.SIGTERM)
+        for worker in self.workers:
+            if worker.wait(60) is None:
+                self.errors.append(f"{worker.name} did not leave within 60 s of SIGTERM")
+                worker.send(signal.SIGKILL)
+                worker.wait(10)
+
+
+def seconds_until_noticed(history: History, kills: list[tuple[str, float]]) -> list[float]:
+    """From each kill to the first decision without the worker that was killed."""
+    found = []
+    for name, at in kills:
+        for manifest in history.manifests:
+            names = {history.names[member] for member in manifest.members}
+            if manifest.time > at and name not in names:
+                found.append(manifest.time - at)
+                break
+    return found
+
+
+def seconds_until_joined(workers: list[Worker]) -> list[float]:
+    """From each start of a process to the end of its first step that counted."""
+    found = []
+    for worker in workers:
+        lines = [line for line in worker.lines() if worker.name in line.members]
+        for start, following in zip(worker.starts, [*worker.starts[1:], float("inf")], strict=True):
+            times = [line.time for line in lines if start < line.time < following]
+            found += [min(times) - start] if times else []
+    return found
+
+
+def report(chaos: Chaos, history: History, console: Console) -> bool:
+    """Prints what came of it; whether nothing was lost."""
+    options, differing = chaos.options, differing_steps(chaos.workers)
+    noticed = seconds_until_noticed(history, chaos.kills)
+    again = seconds_until_joined(chaos.workers)[options.workers :]
+    during = [m for m in history.manifests if chaos.began <= m.time <= chaos.ended]
+    goodput = history._replace(manifests=during).goodput(options.workers)
+    durations = history._replace(manifests=during).seconds()
+    losses = [worker.held_out() for worker in chaos.workers]
+    table = Table(show_header=False)
+    kinds_seen = ", ".join(f"{n} {kind}" for kind, n in sorted(chaos.counts.items()))
+    table.add_row("store", f"{options.store}, delay {options.delay}")
+    table.add_row("faults", f"{sum(chaos.counts.values())}: {kinds_seen}")
+    table.add_row("steps", f"{len(history.manifests)} in {chaos.ended - chaos.began:.0f} s")
+    table.add_row("steps compared, and different", f"{len(history.manifests)}, {len(differing)}")
+    table.add_row("lost, and why", f"{len(chaos.errors)} {'; '.join(chaos.errors)}")
+    table.add_row("hangs", str(chaos.hangs))
+    table.add_row("goodput", f"{goodput:.1%} of {options.workers} workers' time")
+    if durations:
+        table.add_row(
+            "seconds a step",
+            f"median {statistics.median(durations):.3f}, most {max(durations):.1f}",
+        )
+    for what, seconds in ("a kill is noticed after", noticed), ("a start takes part after", again):
+        if seconds:
+            median = statistics.median(seconds)
+            table.add_row(what, f"median {median:.1f} s, most {max(seconds):.1f} s")
+    if any(losses):
+        table.add_row("held-out loss", ", ".join(f"{x:.4f}" for x in losses if x is not None))
+    console.print(table)
+    return not (differing or chaos.errors or chaos.hangs)
+
+
+def main(options: Options) -> int:
+    console = Console(width=140)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        with served(options.store, folder, options.seed) as place:
+            chaos = Chaos(options, place, folder, console)
+            try:
+                chaos.run()
+            except TimeoutError as error:
+                chaos.errors.append(str(error))
+                chaos.ended = time.time()
+                chaos.began = getattr(chaos, "began", chaos.ended)
+            finally:
+                chaos.end()
+            os.environ.update(place.environment)
+            history = read_history(ObjectStore(place.url))
+            good = report(chaos, history, console)
+            if options.picture:
+                draw(history, str(options.picture))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,117 @@
+"""The workers of a run: processes of the trainer, what is done to them, and what they log."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+class Line(NamedTuple):
+    """What a worker logged of a step."""
+
+    worker: str
+    step: int
+    time: float
+    seconds: float
+    parameters: str
+    members: tuple[str, ...]
+    waited: float
+
+
+class Worker:
+    """One name; one process after the other."""
+
+    def __init__(self, name: str, folder: pathlib.Path, words: Sequence[str], environment):
+        self.name, self.folder = name, folder / name
+        self.words, self.environment = list(words), environment
+        self.process: subprocess.Popen | None = None
+        self.started = 0.0
+        self.starts: list[float] = []
+        self.folder.mkdir()
+
+    @property
+    def log(self) -> pathlib.Path:
+        return self.folder / "steps.jsonl"
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has taken a step since it was started."""
+        return self.alive and self.log.exists() and self.log.stat().st_mtime > self.started
+
+    def start(self) -> None:
+        self.started = time.time()
+        self.starts.append(self.started)
+        words = [*self.words, "--worker", self.name, "--log-dir", str(self.folder)]
+        with (self.folder / f"output{len(self.starts)}.txt").open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "examples" / "train_lm.py"), *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.environment | {"COLUMNS": "160"},
+                cwd=self.folder,
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        if self.alive and self.process:
+            self.process.send_signal(number)
+
+    def wait(self, seconds: float) -> int | None:
+        try:
+            return self.process.wait(seconds) if self.process else None
+        except subprocess.TimeoutExpired:
+            return None
+
+    def last_words(self) -> str:
+        """The end of what the last process printed."""
+        output = self.folder / f"output{len(self.starts)}.txt"
+        return " ".join(output.read_text(errors="replace").split())[-300:]
+
+    def records(self) -> Iterator[dict]:
+        if self.log.exists():
+            for line in self.log.read_text().splitlines():
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue  # of a process that was killed while it wrote
+
+    def lines(self) -> Iterator[Line]:
+        for found in self.records():
+            if "held_out" not in found:
+                yield Line(
+                    self.name,
+                    found["step"],
+                    found["time"],
+                    found["seconds"],
+                    found["parameters"],
+                    tuple(found["members"]),
+                    found["waited"],
+                )
+
+    def held_out(self) -> float | None:
+        return next((x["held_out"] for x in self.records() if "held_out" in x), None)
+
+
+def differing_steps(workers: Sequence[Worker]) -> list[int]:
+    """Steps after which two workers' parameters were not equal to the last bit."""
+    found: dict[int, set[str]] = {}
+    for worker in workers:
+        for record in worker.records():
+            found.setdefault(record["done"], set()).add(record["parameters"])
+    return sorted(number for number, digests in found.items() if len(digests) > 1)
+
+
+def lag(workers: Sequence[Worker]) -> float:
+    """Seconds since the last step of any worker."""
+    times = [x.log.stat().st_mtime for x in workers if x.log.exists()]
+    return time.time() - max(times, default=time.time())

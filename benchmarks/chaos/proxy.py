@@ -1,0 +1,85 @@
+"""A proxy between workers and a store's server, which delays, fails and remembers too long."""
+
+import http.client
+import random
+import threading
+import time
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
+
+
+class Faults:
+    """What the proxy does to requests at this moment.
+
+    Attributes:
+      delay: seconds before each answer.
+      failing: probability of an error, half of them after the request has reached the store.
+      stale: whether lists are answered as they were when they were first asked for.
+    """
+
+    def __init__(self, seed: int):
+        self.delay, self.failing, self.stale = 0.0, 0.0, False
+        self.lists: dict[str, tuple[int, list, bytes]] = {}
+        self.random = random.Random(seed)
+        self.requests = 0
+
+    def set_stale(self, stale: bool) -> None:
+        self.lists.clear()
+        self.stale = stale
+
+
+def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
+    """A server on a free port of this machine, in threads of its own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_):
+            pass
+
+        def answer(self):
+            faults.requests += 1
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            time.sleep(faults.delay)
+            fails = faults.random.random() < faults.failing
+            if fails and faults.random.random() < 0.5:
+                return self.reply(503, [], b"")
+            status, headers, found = self.ask(body)
+            if fails:  # the store did what it was asked, and nobody hears of it
+                return self.reply(503, [], b"")
+            return self.reply(status, headers, found)
+
+        def ask(self, body: bytes):
+            query = urllib.parse.urlsplit(self.path).query
+            listing = self.command == "GET" and ("list-type=" in query or "comp=list" in query)
+            if listing and faults.stale and self.path in faults.lists:
+                return faults.lists[self.path]
+            connection = http.client.HTTPConnection(*upstream, timeout=30)
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_BY_HOP}
+            connection.request(self.command, self.path, body, headers)
+            response = connection.getresponse()
+            found = response.status, response.getheaders(), response.read()
+            connection.close()
+            if listing and faults.stale:
+                faults.lists[self.path] = found
+            return found
+
+        def reply(self, status: int, headers, body: bytes):
+            self.send_response(status)
+            for name, value in headers:
+                if name.lower() not in HOP_BY_HOP | {"date", "server"}:
+                    self.send_header(name, value)
+            length = dict(headers).get("Content-Length") if self.command == "HEAD" else None
+            self.send_header("Content-Length", length or str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
