@@ -49,7 +49,7 @@ define core_tests
 	.venv-$@/bin/uv pip install --quiet --python .venv-$@ --resolution $(2) \
 		--editable '.[flax,checkpoint]' --group core-test
 	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|flax|orbax-checkpoint|scipy) '
-	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=importlib -m "not slow" \
+	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=append -m "not slow" \
 		$(CORE)
 endef
 

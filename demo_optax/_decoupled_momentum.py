@@ -121,6 +121,11 @@ def decoupled_momentum(
       gradient and returns updates in the gradient's dtypes. An extra argument ``message_weight``,
       a positive number such as the tokens of the worker's batch, weighs its message in the mean.
 
+    Warns:
+      UserWarning: once, if parameters or gradients lie on several devices, but neither
+        ``axis_name`` nor ``exchange`` was given. ``exchange=AllGather(None)`` says that one worker
+        on all of them is meant.
+
     Raises:
       ValueError, TypeError: a setting is out of range; a leaf is not of a floating dtype; the
         gradient or the compression does not match the state; the gradient is not local.
@@ -150,6 +155,7 @@ def decoupled_momentum(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
             f"{compression!r}."
         )
+    check_worker = checks.single_worker(axis_name is not None or exchange is not None)
     exchange = resolve_exchange(axis_name, exchange)
     axis_name = exchange.axis_name
     checks.in_interval("decay", decay, "[0, 1)")
@@ -163,6 +169,7 @@ def decoupled_momentum(
 
     def init_fn(params) -> Any:  # optax's type for states knows no static nodes
         checks.floating_leaves(params)
+        check_worker("the parameters", params)
         plan = make_plan(compression, _shapes(params), axes.platform())
 
         def zeros(param):
@@ -186,6 +193,7 @@ def decoupled_momentum(
     def plan_of(updates, state) -> Plan:
         plan = make_plan(compression, _shapes(updates), axes.platform())
         checks.local_gradient(updates, axis_name)
+        check_worker("the gradients", updates)
         kept = jax.eval_shape(lambda: exchange.init(plan))
         checks.gradient_fits_state(updates, state, coordinates, plan.geometries, kept)
         return plan

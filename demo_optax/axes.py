@@ -160,8 +160,9 @@ def size(axis_name: AxisName) -> int:
         raise NameError(
             f"the workers' axis is {axis_name!r}, which is not bound here{bound}. Give the name of "
             "an axis of the mesh, and call this inside jax.shard_map, jax.pmap or "
-            "jax.vmap(axis_name=...) with that axis (demo_optax.make_train_step does), or pass "
-            "axis_name=None to train a single worker."
+            "jax.vmap(axis_name=...) with that axis: demo_optax.make_train_step does. In a loop of "
+            "jax.jit use demo_optax.stack_workers(tx, mesh), with the gradients of "
+            "demo_optax.worker_gradients. Pass axis_name=None to train a single worker."
         ) from error
 
 

@@ -3,7 +3,9 @@
 Each message says what was given, what is expected and what to change.
 """
 
-from collections.abc import Collection
+import math
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -96,6 +98,39 @@ def floating_leaves(params) -> None:
                 "only. Leave other leaves out with optax.masked or optax.partition, or by "
                 "splitting the model (flax.nnx.split(model, flax.nnx.Param, ...))."
             )
+
+
+def single_worker(is_meant: bool) -> Callable[[str, Any], None]:
+    """A check that warns once of arrays on several devices, unless one worker on them is meant.
+
+    Concrete arrays show their devices, traced ones only the Explicit axes of their mesh.
+    """
+    is_done = is_meant
+
+    def check(what: str, tree) -> None:
+        nonlocal is_done
+        devices = 1 if is_done else max(map(_devices_of, jax.tree.leaves(tree)), default=1)
+        if devices == 1:
+            return
+        is_done = True
+        warnings.warn(
+            f"{what} lie on {devices} devices, but decoupled momentum has no axis_name: all "
+            "devices together are one worker, the compiler sums their gradients in full, and no "
+            "packet is exchanged. For several workers give axis_name, and use "
+            "demo_optax.make_train_step, or demo_optax.stack_workers with "
+            "demo_optax.worker_gradients. For one worker on several devices, axis_name=None is "
+            "right: say so with exchange=demo_optax.AllGather(None), and this warning ends.",
+            stacklevel=3,
+        )
+
+    return check
+
+
+def _devices_of(x) -> int:
+    if isinstance(x, Tracer):
+        mesh = jax.typeof(x).sharding.mesh
+        return math.prod(mesh.shape[name] for name in mesh.explicit_axes)
+    return len(x.sharding.device_set) if isinstance(x, jax.Array) else 1
 
 
 def local_gradient(updates, axis_name: AxisName) -> None:

@@ -269,6 +269,9 @@ RAISED = [
     lambda: demo_optax.make_train_step(lambda params, batch: (0.0, 1, 2), DEMO, two())(
         model.init(), state_of(2), model.batch(0)
     ),
+    lambda: demo_optax.worker_gradients(jnp.sum, two())(model.init()),
+    lambda: demo_optax.worker_gradients(lambda params: 0.0, two())(model.init(), model.batch(0)),
+    lambda: demo_optax.worker_gradients(model.loss, two())(jax.random.key(0), model.batch(0)),
     lambda: step_of(DEMO, two(), batch_specs="data")(model.init(), state_of(2), model.batch(0)),
     lambda: step_of(DEMO, inner(), batch_specs=P(("fsdp", "data")))(
         model.init(), state_of(2), model.batch(0)

@@ -81,3 +81,8 @@ def test_workflows_run_what_make_knows():
             for step in job.get("steps", []):
                 if found := re.fullmatch(r"make ([a-z-]+)", step.get("run", "")):
                     make(found[1])
+
+
+def test_the_doctests_of_one_module_pass_alone():
+    """Imported a second time, it would have classes of its own."""
+    assert "3 passed" in run("-m", "pytest", "-n", "0", "-q", "demo_optax/metrics.py")

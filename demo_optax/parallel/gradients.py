@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, checks, participation
 from demo_optax.arrays import energy, upcast
 from demo_optax.axes import AxisName
-from demo_optax.parallel import shards
+from demo_optax.parallel import losses, shards, worker_axis
 from demo_optax.parallel.simulated import is_simulated
 
 
@@ -124,6 +124,7 @@ def worker_gradients(
       >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3)).gradients
       Array([3.], dtype=float32)
     """
+    workers = shards.num_workers(mesh, axis_name)
     gradients_of = stacked_gradients(
         loss_fn,
         mesh,
@@ -137,7 +138,9 @@ def worker_gradients(
     )
 
     def at_shared(params, *args):
+        losses.require_batch(args, stateful)
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
+        worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         copies = shards.copies(params, mesh, axis_name, specs)
         return gradients_of(copies, state, batch, *key, shared=copies is params)
@@ -173,7 +176,7 @@ def stacked_gradients(
         _require_one_axis_type(mesh, microbatches)
     workers = shards.num_workers(mesh, axis_name)
     simulated = is_simulated(mesh, axis_name)
-    loss_fn = loss_fn if stateful else _with_state(loss_fn)
+    loss_fn = losses.normalize_loss_fn(loss_fn, stateful)
     inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
     own_axes = axes.names(axis_name) + inner
 
@@ -235,6 +238,7 @@ def stacked_gradients(
         return found._replace(gradients=gradients)
 
     def find(params, state, batch, *key, shared):
+        losses.require_differentiable(params)
         batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
         if given is None and not manual:
             given = shards.typed_batch_specs(batch, mesh, axis_name)
@@ -262,23 +266,6 @@ def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None
             "(jax.sharding.AxisType.Auto,) * len(names)), or accumulate with "
             "demo_optax.multi_steps."
         )
-
-
-def _with_state(loss_fn: Callable) -> Callable:
-    """``fn(params, state, batch[, key]) -> (loss, (state, aux))``, of a loss without a state."""
-
-    def with_state(params, state, *args):
-        out = loss_fn(params, *args)
-        if not isinstance(out, (tuple, list)):
-            return out, (state, None)
-        if len(out) != 2:
-            raise TypeError(
-                f"the loss function must return a loss, or (loss, aux), not {len(out)} things: put "
-                "whatever else it gives into aux, as a tuple or dict."
-            )
-        return out[0], (state, out[1])
-
-    return with_state
 
 
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):

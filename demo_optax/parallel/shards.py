@@ -289,10 +289,15 @@ def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
 
 
 def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """The batch with an axis of workers before each leaf's rows; shared leaves unchanged."""
+    """The batch with an axis of workers before each leaf's rows; shared leaves unchanged.
+
+    On an Explicit mesh, leaves that are not typed as lying on a mesh are put there.
+    """
     workers, worker_axes = num_workers(mesh, axis_name), axes.names(axis_name)
 
     def split(x, spec, row):
+        if AxisType.Explicit in mesh.axis_types and jax.typeof(x).sharding.mesh.empty:
+            x = jax.device_put(x, NamedSharding(mesh, spec))
         if row is None:
             return x
         shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]

@@ -172,3 +172,20 @@ def test_a_batch_that_modes_would_divide_otherwise_is_refused(spec):
         )
         with pytest.raises(ValueError, match="in this order and before any other"):
             step(model.init(), state, model.batch(0))
+
+
+@sweep(((2, 2), np.asarray), sizes=[(4,), (2, 2)], kind=[np.asarray, jnp.asarray])
+def test_a_batch_of_no_mesh_is_put_on_an_explicit_one(sizes, kind):
+    def loss(params, batch):
+        rows, weights = batch
+        return jnp.mean(weights) * model.loss(params, rows)
+
+    params = model.init()
+    batch = jax.tree.map(kind, (model.batch(0), np.linspace(0.5, 1.5, 3, dtype=np.float32)))
+
+    def found(axis_type):
+        mesh = workers.mesh_of(*sizes, kind=axis_type)
+        gradients = demo_optax.worker_gradients(loss, mesh, batch_specs=(P("data"), P()))
+        return jax.tree.map(np.asarray, jax.jit(gradients)(params, batch))
+
+    chex.assert_trees_all_close(found(AxisType.Explicit), found(AxisType.Auto), rtol=1e-5)

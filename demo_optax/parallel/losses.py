@@ -1,0 +1,72 @@
+"""What a loss function must take and give, and what it is differentiated by."""
+
+import inspect
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+
+def normalize_loss_fn(loss_fn: Callable, stateful: bool) -> Callable:
+    """``fn(params, state, batch[, key]) -> (loss, (state, aux))``, of any loss function."""
+
+    def normalized(params, state, *args):
+        given = (params, state, *args) if stateful else (params, *args)
+        _require_signature(loss_fn, given, stateful)
+        out = loss_fn(*given)
+        if stateful:
+            return out
+        if not isinstance(out, (tuple, list)):
+            return out, (state, None)
+        if len(out) != 2:
+            raise TypeError(
+                f"the loss function must return a loss, or (loss, aux), not {len(out)} things: put "
+                "whatever else it gives into aux, as a tuple or dict."
+            )
+        return out[0], (state, out[1])
+
+    return normalized
+
+
+def _require_signature(loss_fn: Callable, given: tuple, stateful: bool) -> None:
+    """Refuses a loss function that cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # of a builtin
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        names = ("params", *["state"] * stateful, "batch", "key")[: len(given)]
+        raise TypeError(
+            f"loss_fn must take ({', '.join(names)}), but takes {signature}: {error}. Each worker "
+            "sees its own part of the batch, so give the loss the batch as an argument, not by a "
+            "closure. A loss with a random key needs make_train_step(random_key=True), or a key "
+            "after the batch of worker_gradients; one with a model state needs stateful=True."
+        ) from error
+
+
+def require_batch(args: tuple, stateful: bool) -> None:
+    """Refuses gradients asked for without a batch."""
+    if not 1 + stateful <= len(args) <= 2 + stateful:
+        names = f"params, {'state, ' * stateful}batch"
+        raise TypeError(
+            f"the gradients of worker_gradients take ({names}) or ({names}, key), but "
+            f"{1 + len(args)} arguments were given. A batch is one pytree: pass several arrays as "
+            "a tuple or dict, and take a model state with worker_gradients(stateful=True)."
+        )
+
+
+def require_differentiable(params) -> None:
+    """Refuses leaves that have no gradient, such as the random keys of a whole model."""
+    for path, x in jax.tree.leaves_with_path(params):
+        dtype = jax.typeof(x).dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"params{keystr(path)} has the dtype {dtype}, which has no gradient: pass "
+                "parameters alone. Split a model with random keys, counters or statistics, "
+                "graph, params, state = flax.nnx.split(model, flax.nnx.Param, ...), make the "
+                "state with demo_optax.init_model_state(state, mesh), and take gradients with "
+                "stateful=True and loss_fn(params, state, batch) -> (loss, (state, aux))."
+            )
