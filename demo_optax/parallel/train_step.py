@@ -85,7 +85,7 @@ def make_train_step(
         or a tuple of a scalar and aux.
       tx: any optax transformation that exchanges over ``axis_name``.
       mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
-        all workers are simulated on a single one, by ``jax.vmap``.
+        then all workers are simulated on one device, by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
       microbatches: parts into which each worker's batch is cut to save memory; gradients are
         averaged over them, and there is one exchange.
