@@ -154,9 +154,9 @@ def summarise(
 def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     """The metrics of the last exchange, from any optimizer state that holds them, else None.
 
-    Where several decoupled momenta exchange in one step (``optax.partition``): the fewest
-    participants, whether any saw identical gradients, the mean share sent, all blocks that started
-    again, the norm of all residuals.
+    Several decoupled momenta may exchange in one step (``optax.partition``). Then the metrics are
+    the fewest participants, the mean share sent, the number of all blocks that started again and
+    the norm of all residuals. ``identical`` is True if it is True for any of them.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
