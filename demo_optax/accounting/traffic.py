@@ -46,8 +46,8 @@ def packet_bytes(
       exchange: of a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
-      Bytes, summed over the worker's devices: the packet's size for `decoupled_momentum`, the dense
-      gradient's for `mean_over_workers`, 0 without an axis (``axis_name=None``).
+      Bytes, summed over the worker's devices. For `decoupled_momentum` they are the packet's, for
+      `mean_over_workers` the dense gradient's. 0 without an axis (``axis_name=None``).
 
     Example:
       >>> import jax, jax.numpy as jnp

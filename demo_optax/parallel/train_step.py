@@ -29,8 +29,8 @@ class TrainMetrics(NamedTuple):
     Attributes:
       loss: float ``(workers,)``, each worker's own.
       gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
-      aux: the aux of the loss function, with a leading axis of workers, or of all devices where a
-        worker has several that the step handles itself.
+      aux: the aux of the loss function, with a leading axis of workers. Where a worker has several
+        devices that the step handles itself, it is an axis of all devices.
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without one.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last of a round.
@@ -98,7 +98,7 @@ def make_train_step(
         worker average its floats. It passes from one microbatch to the next, and does not change
         on a step whose gradient is not finite.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
-        are local and parameters replicated; for models whose operations do not support them.
+        are local and parameters replicated. Some operations need that.
       param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
         a tree or a prefix of one. By default each device holds all parameters.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first

@@ -202,9 +202,10 @@ def _require_outermost(updates) -> None:
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
 
-    All workers begin with equal arrays, but different random keys (``jax.random.key``), into which
-    their number is folded: no two drop the same units. The devices of one worker share its keys.
-    To evaluate, average the floats over their first axis, or take those of one worker.
+    All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
+    of the worker is folded in. So no two workers drop the same units. The devices of one worker
+    share its keys. To evaluate, average the floats over their first axis, or take those of one
+    worker.
 
     Args:
       state: arrays and random keys, such as ``nnx.state(model, nnx.BatchStat)``.
