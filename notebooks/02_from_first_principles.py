@@ -187,8 +187,8 @@ print(f"{ties} steps of {STEPS} with a tie")
 assert np.median(of_aggregate) < 1e-5 and np.median(of_momenta) < 1e-5 and ties < 10
 
 # %% [markdown]
-# A *tie* is a step on which the last chosen coefficient and the first other one were equal up to
-# rounding. Our code then chose one of them, and the library the other.
+# On a *tie* the last chosen coefficient and the first other one were equal up to rounding. Our
+# code then chose one of them, and the library the other.
 #
 # Here both programs begin each step with the same momenta and gradients. Otherwise they would drift
 # apart. A tie or a sign turns a rounding error into a large one. So all workers must decode
