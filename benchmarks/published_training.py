@@ -5,7 +5,7 @@
 FOLDER is a checkout of github.com/bloc97/DeMo, of which nothing is part of this project. Needs
 torch and einops besides this package. Both train a network that predicts a byte from those before
 it, from the same start, on the same bytes of Python's standard library in the same order, with four
-workers (processes over gloo; simulated devices), 32 coefficients of each block, a decay of 0.999
+workers (processes over gloo; virtual CPU devices), 32 coefficients of each block, a decay of 0.999
 and the same schedule of the learning rate.
 """
 

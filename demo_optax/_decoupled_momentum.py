@@ -90,11 +90,11 @@ def decoupled_momentum(
     next transformation of the chain. What is subtracted is what the others decode: rounding by
     the value coding stays in the momentum.
 
-    A worker whose gradient is infinite or NaN, before or after the preconditioner, sends nothing on
-    that step, and its momentum and preconditioner stay as they were. If no worker is left, the
-    update is zero. A damaged packet is rejected by all workers, and its sender keeps all of it in
-    the momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite
-    starts again.
+    A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
+    preconditioner. Its momentum and preconditioner do not change then. If no worker sends, the
+    update is zero. All workers reject a damaged packet, and its sender keeps all of it in the
+    momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite starts
+    again.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -110,9 +110,9 @@ def decoupled_momentum(
         over all ``"workers"``.
       subtraction_factor: :math:`\alpha` in (0, 1], the part of what was sent that leaves the
         momentum.
-      momentum_dtype: of the stored momentum, whatever the parameters' dtype; float32 or wider is
-        computed as it is, what is narrower in float32 and rounded stochastically, since what
-        decays or waits changes by less than half a step of such a dtype.
+      momentum_dtype: of the stored momentum, whatever the parameters' dtype. With a narrower
+        dtype than float32 the momentum is computed in float32 and rounded stochastically.
+        Otherwise small changes, such as the decay, would be rounded away.
       precondition: a transformation of the local gradient before it enters the momentum, such
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
 

@@ -186,8 +186,8 @@ def own_parameters(params, opt_state):
       opt_state: an optimizer's state, in which that of `local_steps` may be anywhere.
 
     Returns:
-      A tree like ``params``, in their dtypes: with local steps the worker's own parameters, with a
-      leading worker axis where the state has one; otherwise ``params``.
+      A tree like ``params``, in their dtypes. With local steps these are the worker's own
+      parameters, with a leading worker axis where the state has one. Otherwise ``params``.
 
     Raises:
       ValueError: the local steps are not those of all parameters.

@@ -16,7 +16,7 @@ from demo_optax.compression.packet import Header, Message
 
 
 class ExchangeMetrics(NamedTuple):
-    """What a step's packets told, the same on every worker.
+    """What the packets of a step report, the same on every worker.
 
     Attributes:
       participants: int32, workers whose packet counted.
@@ -157,9 +157,9 @@ def summarise(
 def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     """The metrics of the last exchange, from any optimizer state that holds them, else None.
 
-    Where several decoupled momenta exchange in one step (``optax.partition``): the fewest
-    participants, whether any saw identical gradients, the mean share sent, all blocks that started
-    again, the norm of all residuals.
+    Several decoupled momenta may exchange in one step (``optax.partition``). Then the metrics are
+    the fewest participants, the mean share sent, all blocks that started again, and the norm of all
+    residuals. ``identical`` is True if it is True for any of them.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -200,9 +200,9 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
     """Raises where a step's metrics show that workers share a gradient, or that replicas differ.
 
     Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show that a gradient is not
-    local, but the packets can: they carry a fingerprint of it. Call this after the first exchange
-    (the second step with a delay, the end of the first round with local steps), and now and then.
-    In a million steps, fingerprints may be equal by chance. It costs nothing on the device.
+    local. The packets can: they carry a fingerprint of it. Call this after the first exchange, and
+    now and then. With a delay that is the second step, with local steps the end of the first round.
+    In a million steps, fingerprints may be equal by chance. The call costs nothing on the device.
 
     Args:
       metrics: of a step; under ``pmap`` and ``vmap`` with their axis of workers.

@@ -205,8 +205,8 @@ def demo_adamw(
     """Decoupled momentum in the place of AdamW's first moment.
 
     The second moment, with decay ``b2``, is that of the aggregate (From et al., `arXiv 2502.06728
-    <https://arxiv.org/abs/2502.06728>`_); ``eps`` is added to its root. Scaling local gradients, as
-    `demo_scaled` does, is better. The other arguments are those of `demo`.
+    <https://arxiv.org/abs/2502.06728>`_); ``eps`` is added to its root. `demo_scaled` scales
+    the local gradients instead. The other arguments are those of `demo`.
 
     Example:
       >>> tx = demo_adamw(1e-3, Compression(topk=8), decay=0.99, axis_name="data")

@@ -62,7 +62,7 @@ def main() -> None:
     }
     picture = folder / "loss_against_bytes.png"
     draw(compared, picture)
-    console.print(table(compared, rings=config.exchange == "all-gather"))
+    console.print(table(compared, config.exchange == "all-gather", config.simulate))
     console.print(f"loss against bytes sent: {picture}", soft_wrap=True)
 
 
@@ -74,12 +74,12 @@ def of_its_own(config: Config, folder: Path, seed: int) -> Config:
     return dataclasses.replace(config, log_dir=folder, seed=seed)
 
 
-def table(compared: Runs, rings: bool) -> Table:
+def table(compared: Runs, rings: bool, simulated: int | None = None) -> Table:
     """Figures of both; with ``rings``, where packets go to all others, also those of each link."""
     firsts = {name: runs[0].log for name, runs in compared.items()}
     packets = {name: log.bytes_per_step / 1e6 for name, log in firsts.items()}
     smallest = min(packets.values())
-    workers = len(next(iter(firsts.values())).devices)
+    workers = simulated or len(next(iter(firsts.values())).devices)
     # In a ring, packets of all others cross a link; an all-reduce passes a gradient almost twice.
     rounds = dict.fromkeys(compared, workers - 1)
     rounds |= dict.fromkeys((BASELINE, "diloco"), 2 * (workers - 1) / workers)

@@ -28,7 +28,7 @@ import demo_optax
 @dataclass(frozen=True)
 class Config:
     workers: int = 4
-    """Number of workers: simulated on the CPU, or at most one on each accelerator."""
+    """Number of workers: virtual CPU devices, or at most one on each accelerator."""
     steps: int = 200
     """Updates of the parameters."""
     batch_size: int = 128

@@ -1,6 +1,6 @@
-"""Trains a language model with DeMo on several workers, simulated or real.
+"""Trains a language model with DeMo on several workers.
 
-    python examples/train_lm.py                      8 simulated workers, minutes on two CPU cores
+    python examples/train_lm.py                      8 workers on one CPU, minutes on two cores
     python examples/train_lm.py --optimizer adamw    ordinary data parallelism, for comparison
     python examples/train_lm.py --config run.yaml    settings from a file, and others as given
     python examples/train_lm.py --help               all settings

@@ -30,9 +30,9 @@ except ImportError:
     import demo_optax
 
 # %% [markdown]
-# **2. Workers.** A mesh says how many workers there are. This one has no devices, so all eight
-# workers are simulated on the one device of this machine, a GPU or a CPU. With a device for each
-# worker, make the mesh by `jax.make_mesh((jax.device_count(),), ("data",))`.
+# **2. Workers.** A mesh says how many workers there are. This one has no devices. So the eight
+# workers are *simulated*: they share one device of this machine, a GPU or a CPU. If each worker has
+# a device, make the mesh by `jax.make_mesh((jax.device_count(),), ("data",))`.
 
 # %%
 import jax

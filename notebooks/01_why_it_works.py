@@ -18,8 +18,8 @@
 #
 # DeMo sends a few coefficients of each block of the momentum and keeps the rest for later. That can
 # only work if few coefficients hold much of the energy. Here we take momenta from a real training
-# run, cut them into blocks of 64 × 64, and look at them in four bases: the cosine transform (DCT),
-# Hadamard, a random orthogonal one, and none at all (identity).
+# run and cut them into blocks of 64 × 64. We look at each block in four bases. These are the cosine
+# transform (DCT), Hadamard, a random orthogonal basis, and no transform (identity).
 
 # %%
 # In Colab this installs the library and its examples. If it is installed, nothing happens.
@@ -53,10 +53,12 @@ COLOURS = {"dct": "#1b6ca8", "hadamard": "#3a9d6e", "random": "#8d8d8d", "identi
 # %% [markdown]
 # ## Momenta of a real run
 #
-# The `tiny` language model of the examples (1.1M parameters) learns from the sources of Python's
-# standard library, with AdamW on one device. We also keep two momenta of its gradients, with a
-# decay of 0.95: of the gradient itself, as the paper has it, and of the gradient divided by the root
-# of its second moment, as `precondition=optax.scale_by_rms(...)` does it.
+# The `tiny` language model of the examples has 1.1M parameters. It learns from the sources of
+# Python's standard library, with AdamW on one device. We also keep two momenta, with a decay of 0.95:
+#
+# - one of the *plain* gradient, as in the paper;
+# - one of the *scaled* gradient, divided by the root of its second moment, as
+#   `precondition=optax.scale_by_rms(...)` does.
 
 # %%
 STEPS = 120
@@ -137,7 +139,7 @@ print(f"{len(named['plain'])} blocks")
 # %% [markdown]
 # ## A block, seen in four bases
 #
-# The darkest spots are the coefficients that would be sent. One block of a
+# The darkest spots are the coefficients that would be sent. The picture shows one block of a
 # feed-forward matrix, among the most structured:
 
 
@@ -159,10 +161,10 @@ figure.colorbar(picture, ax=axes, label="log₁₀ of the share of energy", shri
 plt.show()
 
 # %% [markdown]
-# Rows and columns of a weight's gradient are features. They come in no order, so that a momentum is
-# no photograph: its energy does not gather in the corner of low frequencies. What there is are
-# whole rows and columns that matter more than others, since a gradient is a sum of a few outer
-# products. Identity shows them as they are; a transform mixes them.
+# Rows and columns of a weight's gradient are features. They come in no order, unlike the pixels of
+# a photograph. So the energy of a momentum does not gather at low frequencies. A gradient is a sum
+# of a few outer products, so some rows and columns are much larger than others. The identity shows
+# these rows and columns; a transform mixes them.
 #
 # ## How much of the energy the largest coefficients hold
 
@@ -197,12 +199,14 @@ for kind, blocks in named.items():
         print(f"{kind:>8}, k = {k:<4}    " + "".join(f"{share:10.1%}" for share in row))
 
 # %% [markdown]
-# No basis is as compact as one would wish of a photograph. Of the plain gradient, single entries
-# (identity) are the most compact by far; DCT, Hadamard and random bases are hardly told apart, a
-# little above noise. Of the scaled gradient, which has lost its large rows and columns, all bases
-# look the same. On this measure alone one would send single entries. The paper found the identity to train
-# worst all the same, and so does notebook 4: a sent entry moves one parameter, a coefficient of a
-# transform its whole block.
+# No basis is as compact as the DCT is for a photograph. For the plain gradient, single entries
+# (identity) are the most compact by far. DCT, Hadamard and random bases differ little, and lie a
+# little above noise. The scaled gradient has lost its large rows and columns, and all bases are
+# about equally compact.
+#
+# By this measure alone one would send single entries. But the paper found that they train worst,
+# and so does notebook 4. An entry moves one parameter. A coefficient of a transform moves its whole
+# block.
 #
 # ## Not all matrices are the same
 
@@ -218,13 +222,13 @@ ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# Identity is ahead for the embedding and the feed-forward matrices, whose rows and columns are the most
-# unequal, and not for the attention's output.
+# The identity is the most compact for the embedding and the feed-forward matrices. Their rows and
+# columns are the most unequal. It is not the most compact for the attention's output.
 #
 # ## What arrives
 #
-# The same block, restored from its largest coefficients. The cosine transform draws it in waves,
-# the identity in dots; both keep what is missing for the next step.
+# This is the same block, restored from its largest coefficients. The cosine transform draws it in
+# waves, the identity in dots. Both keep what is missing for later steps.
 
 # %%
 figure, axes = plt.subplots(2, 4, figsize=(11, 5.6), layout="constrained")
@@ -242,11 +246,13 @@ plt.show()
 # %% [markdown]
 # ## What is not sent today is sent later
 #
-# This is the other half. What leaves the momentum are only the coefficients that were sent; the rest
-# stays, gathers what later gradients agree on, and grows until it is among the largest. Noise, which
-# does not agree with itself, cancels meanwhile. Here the gradients of one matrix over the whole run
-# go through such a momentum, with 32 of 4096 coefficients sent on each step. How well does all that
-# was sent so far point to where all gradients so far point?
+# This is the second reason. Only the coefficients that were sent leave the momentum. The rest stays.
+# A component that later gradients agree on grows, until it is among the largest. Noise does not
+# agree with itself, and cancels.
+#
+# Here the gradients of one matrix go through such a momentum, over the whole run. Each step sends
+# some of the 4096 coefficients of a block. The picture shows the cosine
+# between the sum of all that was sent and the sum of all gradients.
 
 
 # %%
@@ -281,7 +287,7 @@ for ax in (left, right):
 plt.show()
 
 # %% [markdown]
-# Each step sends less than a hundredth of the coefficients; after some dozens of steps the sum of
-# what was sent points much more nearly where the sum of the gradients does, in any basis, and the
-# nearer the more is sent: with one coefficient a third of the way, with 128 almost all of it. Without
-# the subtraction the same coefficients win again and again (dotted). Notebook 4 shows what these choices do to the loss.
+# With 32 coefficients each step sends less than a hundredth of them. After forty
+# steps the cosine is above 0.8 in every basis. The more coefficients are sent, the larger it is. Without the subtraction the same
+# coefficients would be sent again and again (dotted line). Notebook 4 shows what these choices do to
+# the loss.

@@ -16,8 +16,8 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/02_from_first_principles.ipynb)
 #
-# DeMo in sixty lines of JAX, as one would write it down from the paper: no packets, no codings, a
-# dense array for everything. Then the library, step by step, on the same gradients.
+# First we write DeMo in sixty lines of JAX, close to the paper. There are no packets and no codings,
+# and every array is dense. Then the library runs on the same gradients, step by step.
 
 # %%
 # In Colab this installs the library. If it is installed, nothing happens.
@@ -130,10 +130,11 @@ local_gradients = jax.jit(jax.vmap(jax.grad(loss_fn), in_axes=(None, 0, 0)))
 # %% [markdown]
 # ## The library, on the same gradients
 #
-# It keeps the momentum as coefficients, which saves a transform; sends packets of bits; and decodes
-# them worker by worker. With 32-bit values it does the same arithmetic. `decoupled_momentum` is
-# steps 1 to 4, `gradient_weight` the learning rate inside; `demo_optax.demo` has the fifth as well.
-# `jax.vmap` with an `axis_name` simulates the workers.
+# The library keeps the momentum as coefficients, which saves a transform. It sends packets of bits,
+# and decodes them worker by worker. With 32-bit values it does the same arithmetic.
+# `decoupled_momentum` is steps 1 to 4, and `gradient_weight` is the learning rate of step 1.
+# `demo_optax.demo` has step 5 as well. `jax.vmap` with an `axis_name` simulates the four workers on
+# one device.
 
 # %%
 tx = demo_optax.decoupled_momentum(
@@ -186,9 +187,9 @@ print(f"{ties} steps of {STEPS} with a tie")
 assert np.median(of_aggregate) < 1e-5 and np.median(of_momenta) < 1e-5 and ties < 10
 
 # %% [markdown]
-# A tie, if there is one, is a step on which the last of the chosen coefficients and the first of the
-# others were equal to within rounding, and each side took another one.
+# On a *tie* the last chosen coefficient and the first other one were equal up to rounding. Our
+# code then chose one of them, and the library the other.
 #
-# Had each of the two stepped by itself, they would part after a while: a tie or a sign turns a
-# rounding error into something large. That is why all workers must decode the same bytes in the
-# same order, and why the library takes such care that they do.
+# Here both programs begin each step with the same momenta and gradients. Otherwise they would drift
+# apart. A tie or a sign turns a rounding error into a large one. So all workers must decode
+# the same bytes in the same order.

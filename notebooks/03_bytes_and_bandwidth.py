@@ -16,8 +16,8 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/03_bytes_and_bandwidth.ipynb)
 #
-# From a model and a link to seconds per step, before anything is trained. Nothing here allocates a
-# parameter: shapes are enough.
+# This notebook computes the seconds of a step from a model and a link, before any training. It
+# allocates no parameters: their shapes are enough.
 
 # %%
 # In Colab this installs the library. If it is installed, nothing happens.
@@ -46,9 +46,8 @@ print(f"{parameters:,} parameters, {dense:,.0f} MB of float32 gradient")
 # %% [markdown]
 # ## What a packet is made of
 #
-# The paper's code spends 12 bytes on a coefficient. Fewer coefficients cost more bits each for their
-# positions, since there is more freedom where they lie; the dotted line is the least that any
-# coding can need.
+# The paper's code spends 12 bytes on a coefficient. The fewer coefficients are sent, the more bits
+# each position needs. The dotted line is the least that any coding can need.
 
 # %%
 TOPK = (1, 2, 4, 8, 16, 32, 64)
@@ -76,9 +75,9 @@ plt.show()
 # %% [markdown]
 # ## Seconds per step over a link
 #
-# A step computes, then exchanges. `step_times` takes both collectives as rings: an all-reduce moves about
-# twice the gradient over every link, whatever the number of workers; an all-gather moves the packets
-# of all others. Say a step computes for one second:
+# A step computes, then exchanges. `step_times` treats both collectives as rings. An all-reduce moves
+# about twice the gradient over every link, whatever the number of workers. An all-gather moves the
+# packets of all other workers. Say a step computes for one second:
 
 # %%
 SETTINGS = {
@@ -115,8 +114,8 @@ axes[0].legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The floor on the right is compute and latency. Where a curve leaves it, communication begins to
-# count:
+# The floor on the right is compute and latency. Where a curve rises from it, the exchange begins to
+# take time:
 
 # %%
 print(f"{'':22}{'workers':>8}{'MB sent':>10}{'s/step at 1 Gbit/s':>20}{'hides above':>16}")
@@ -128,13 +127,15 @@ for workers in (4, 64, 1024):
         )
 
 # %% [markdown]
-# ## Where DeMo stops paying, and two phases go on
+# ## One all-gather, or two phases
 #
-# With one all-gather its traffic grows with the number of workers, the all-reduce's does not. In two
-# phases, where each worker owns a share of the blocks, averages it and sends it back, it does not
-# grow either. The maps show how many times faster a step is than bfloat16 data parallelism: blue is
-# where DeMo wins. Where devices are many, make those with fast links among them one worker (hybrid
-# sharding), and workers are few again.
+# The traffic of one all-gather grows with the number of workers. That of an all-reduce does not. In
+# two phases each worker owns a share of the blocks. It averages its share and sends the mean to all.
+# That traffic hardly grows.
+#
+# The maps show how many times faster a step is than bfloat16 data parallelism. DeMo is faster where
+# the map is blue. If you have many devices, make those with fast links between them one worker
+# (hybrid sharding). Then the workers are few.
 
 # %%
 SENT = demo_optax.Compression(topk=32, value_coding="int4")
@@ -173,9 +174,10 @@ figure.colorbar(picture, label="log₂ of the speed-up, k = 32, int4")
 plt.show()
 
 # %% [markdown]
-# Which way is fastest; of those within two per cent of it, the simplest. A delay hides an exchange
-# that takes no longer than the compute, 30 local steps divide it by 30, and one all-gather is enough
-# for few workers on a fast link. What each of them costs in loss is not on this map.
+# This map shows the fastest method. Among those within two per cent of it, it shows the simplest.
+# One all-gather is enough for few workers on a fast link. A delay hides an exchange that takes no
+# longer than the compute. 30 local steps divide the time of an exchange by 30. The map does not show
+# what each method costs in loss.
 
 # %%
 ways = ["AdamW, bfloat16", *WAYS]

@@ -16,9 +16,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/04_simulated_workers.ipynb)
 #
-# `jax.vmap(axis_name=...)` runs any number of workers on one device, with the very exchange that
-# real ones use. Here eight of them learn to read digits, and we watch two things: momenta, which
-# drift apart, and parameters, which must not.
+# `jax.vmap(axis_name=...)` simulates any number of workers on one device. They exchange the same
+# packets as workers on devices of their own. Here eight workers learn to read digits, and we watch
+# two things. The momenta drift apart. The parameters must not.
 
 # %%
 # In Colab this installs the library. If it is installed, nothing happens.
@@ -62,8 +62,8 @@ def loss_fn(params, chosen):
 # ## The whole run as one program
 #
 # Each worker draws its own examples, takes its own gradient and keeps its own state. `tx.update`
-# inside the `vmap` exchanges. The parameters are *not* shared: every worker steps its own copy, so
-# that we can see whether copies stay equal.
+# inside the `vmap` exchanges. The parameters are *not* shared: every worker steps its own copy.
+# So we can see whether the copies stay equal.
 
 
 # %%
@@ -133,15 +133,16 @@ plt.show()
 
 # %% [markdown]
 # What all workers agree on is large in every momentum, is sent, and leaves. What is left in a
-# momentum is what is peculiar to its worker: the fewer coefficients go out, the more common signal
-# waits there too. With everything sent (and 4-bit values) only rounding errors are left. The right
-# picture is the one that matters: the copies are equal to the last bit.
+# momentum is special to its worker. If fewer coefficients are sent, more of the common signal waits
+# there, too. If all are sent in four bits, only rounding errors are left. In the right picture the
+# copies of the parameters are equal to the last bit.
 #
 # ## What the settings do
 #
-# Four sweeps around one setting; the loss on held-out digits, over the last ten steps, is the mean of
-# three seeds, and the bars are their standard deviation. $\beta$ and $\alpha$ are ordinary numbers, and a whole sweep is one program. The number
-# `k` changes shapes, so that each is compiled anew.
+# The picture has four sweeps around one setting. A point is the loss on held-out digits over the last
+# ten steps, the mean of three seeds. The bars are the standard deviation. $\beta$ and $\alpha$ are
+# ordinary numbers, so a whole sweep is one program. The number `k` changes shapes, so each value is
+# compiled anew.
 
 
 # %%
@@ -179,12 +180,13 @@ axes[0].set_ylabel(f"held-out loss after {STEPS} steps")
 plt.show()
 
 # %% [markdown]
-# Coefficients help, and so does a memory: with $\beta = 0$ what is not sent is lost, and with a long one
-# it waits for its turn. How long is too long depends on the run: what waited for hundreds of steps
-# is stale when it is sent. Here even the published 0.999 does little harm. The language model of the
-# examples had about the same loss with 0.98, 0.99 and 0.995, and a higher one with 0.95 and 0.9 (one
-# seed, 1,020 steps; `docs/explanation/quality.md` has the figures). $\alpha$ below 1 leaves a
-# part of what was sent in the momentum, to be sent again; here it hardly matters. DCT and
-# Hadamard have about the same loss. The identity has a much higher one, though its entries hold more
-# energy (notebook 1). An entry moves one parameter; a coefficient of a transform moves a whole block.
-# After the sign, a step with the identity changes only k of 4096 parameters.
+# - **k.** More coefficients give a lower loss.
+# - **$\beta$.** With $\beta = 0$ what is not sent is lost. With a long memory it waits for a later
+#   step. After hundreds of steps it is stale. Here even the published 0.999 does little harm.
+#   `docs/explanation/quality.md` has the decays of a language model.
+# - **$\alpha$.** Below 1, a part of what was sent stays in the momentum and is sent again. Here it
+#   hardly matters.
+# - **Transform.** DCT and Hadamard have about the same loss. The identity has a much higher one,
+#   though its entries hold more energy (notebook 1). An entry moves one parameter. A coefficient of a
+#   transform moves a whole block. With the identity, a step by the sign changes only k of 4096
+#   parameters.

@@ -16,9 +16,9 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/05_many_hosts.ipynb)
 #
-# The same few lines on one device, on eight, on four workers of two devices each, and as separate
-# processes that talk over a socket. This notebook simulates the devices on a CPU; nothing else
-# changes on real ones.
+# The same few lines run on one device, on eight, and on four workers of two devices each. They also
+# run as separate processes that talk over a socket. Here the devices are virtual CPU devices. On
+# accelerators nothing else changes.
 
 # %%
 # In Colab this installs the library and its examples. If it is installed, nothing happens.
@@ -80,8 +80,8 @@ def batches(steps, size=96):
 # %% [markdown]
 # ## One device, eight devices, four workers of two
 #
-# A mesh says what the devices are: along the workers' axis each is a DeMo worker with data and a
-# momentum of its own; along any other axis devices belong to the same worker.
+# A mesh says which devices are a worker. Each position on the workers' axis is one DeMo worker, with
+# its own data and momentum. Devices along any other axis belong to the same worker.
 
 # %%
 SETTINGS = demo_optax.Compression(topk=8, value_coding="int4")
@@ -117,13 +117,13 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# On the same batches more workers learn faster here: each sends its own 8 coefficients of a block, and
+# On the same batches more workers learn faster here. Each sends its own 8 coefficients of a block, so
 # together they send more of them.
 #
 # ## Where everything lies
 #
-# Parameters are the same on every worker. The momentum has a leading axis of workers: each row is one
-# worker's own, on its own devices.
+# Parameters are the same on every worker. The momentum has a leading axis of workers: each row
+# belongs to one worker and lies on its devices.
 
 # %%
 params, opt_state = states["8 workers"]
@@ -136,7 +136,7 @@ for name, x in (("parameter", params["hidden"]), ("momentum", momentum)):
 # %% [markdown]
 # ## What the compiled program sends
 #
-# One all-gather of unsigned integers, and nothing else crosses from worker to worker:
+# The program has one all-gather of unsigned integers. Nothing else crosses from worker to worker:
 
 # %%
 mesh, axis, specs = LAYOUTS["8 workers"]
@@ -151,7 +151,7 @@ print("counted from shapes:", demo_optax.packet_bytes(tx, params), "bytes")
 # %% [markdown]
 # ## Copies that stay copies
 #
-# A checksum of every leaf on every device finds a replica that has drifted, and the majority's copy
+# A checksum of every leaf on every device finds a replica that differs. The copy of the majority
 # repairs it. Say a cosmic ray hits device 3:
 
 # %%
@@ -171,8 +171,8 @@ print("after the repair:", demo_optax.check_replicas(repaired, mesh))
 # %% [markdown]
 # ## Eight workers save, four go on
 #
-# Parameters stay as they are. The momenta of neighbours are merged by their mean, so that nothing
-# that was still to be sent is lost.
+# The parameters do not change. The momenta of neighbours are merged by their mean. So nothing is lost
+# that was still to be sent.
 
 # %%
 folder = tempfile.mkdtemp()
@@ -190,9 +190,9 @@ print("their mean moved by", float(np.abs(np.mean(before, 0) - np.mean(after, 0)
 # %% [markdown]
 # ## Processes, as on many hosts
 #
-# `examples/train_lm.py` is what one starts on every host. `launch_local.py` starts such processes on
-# this machine, here two of them with two workers each. They find each other, train a nano model,
-# and agree to the last bit.
+# On a cluster you start `examples/train_lm.py` on every host. `launch_local.py` starts such processes
+# on this machine, here two of them with two workers each. They find each other and train a nano
+# model. Their parameters are equal to the last bit.
 
 # %%
 examples = pathlib.Path("../examples").resolve()
@@ -206,6 +206,7 @@ for line in result.stdout.splitlines():
         print(line)
 
 # %% [markdown]
-# On a cluster the scheduler starts the processes, and JAX finds out from SLURM, Kubernetes or the TPU
-# pod who they are: `srun python examples/train_lm.py --distributed --checkpoint-dir ...`. The README
-# has a batch script, and says what happens when one of them dies.
+# On a cluster the scheduler starts the processes:
+# `srun python examples/train_lm.py --distributed --checkpoint-dir ...`. JAX asks SLURM, Kubernetes or
+# the TPU pod for their addresses. `docs/how_to/gpu_nodes.md` has a batch script, and
+# `docs/how_to/recover.md` says what happens when a process dies.

@@ -1,4 +1,4 @@
-"""Eight simulated devices for all tests, and no silent broadcasting between ranks."""
+"""Eight virtual CPU devices for all tests, and no silent broadcasting between ranks."""
 
 import gc
 import os

@@ -295,6 +295,13 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
         assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["optimizer"] == name
 
 
+def test_the_comparison_counts_simulated_workers(tmp_path, capsys, monkeypatch):
+    config = dataclasses.replace(NANO, log_dir=tmp_path, workers=None, simulate=4)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
+    compare.main()
+    assert "over each link of a ring of 4" in capsys.readouterr().out
+
+
 EXAMPLES = {"vision_flax": vision_flax, "linen_trainstate": linen_trainstate}
 
 

@@ -36,7 +36,7 @@ def demo(settings: Settings, scale=None, **options) -> optax.GradientTransformat
 
 
 def with_base(base, settings: Settings, **options) -> optax.GradientTransformation:
-    """Another step behind the exchange; the learning rate is inside the momentum as well."""
+    """Another step after the exchange; the learning rate is inside the momentum as well."""
     common = {"gradient_weight": settings.learning_rate, "precondition": scale_by_rms(0.95)}
     return demo_optax.decoupled(
         optax.chain(
@@ -74,7 +74,7 @@ def decay_from(settings: Settings, first: float, last: float, steps: int):
 
 
 def ready_made(settings: Settings, make: str) -> optax.GradientTransformation:
-    """``demo_muon``, ``demo_adamw``, ``demo_sgd``, ``demo_signum`` behind scaled gradients."""
+    """``demo_muon``, ``demo_adamw``, ``demo_sgd``, ``demo_signum`` after scaled gradients."""
     optimizer = getattr(demo_optax, make)
     return optimizer(**settings._asdict(), precondition=scale_by_rms(0.95))
 
@@ -114,7 +114,7 @@ def powered(settings: Settings, power: float, **options) -> optax.GradientTransf
     return with_base(optax.stateless(lambda u, _: jax.tree.map(step, u)), settings, **options)
 
 
-def second_moment_behind(settings: Settings, b2: float, **options):
+def second_moment_after(settings: Settings, b2: float, **options):
     """Each element of the aggregate, divided by the root of its mean square over time."""
     return with_base(scale_by_rms(b2), settings, **options)
 
@@ -306,7 +306,7 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
 
 
 def muon(settings: Settings) -> optax.GradientTransformation:
-    """Muon behind a dense all-reduce, as optax has it."""
+    """Muon after a dense all-reduce, as optax has it."""
     own = optax.contrib.muon(settings.learning_rate, weight_decay=settings.weight_decay)
     return optax.chain(demo_optax.mean_over_workers(AXIS), own)
 
@@ -320,7 +320,7 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         ready_made,
         signs_of_blocks,
         powered,
-        second_moment_behind,
+        second_moment_after,
         as_it_is,
         cooled,
         shared_second_moment,

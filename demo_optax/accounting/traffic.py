@@ -46,8 +46,8 @@ def packet_bytes(
       exchange: of a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
-      Bytes, summed over the worker's devices: the packet's size for `decoupled_momentum`, the dense
-      gradient's for `mean_over_workers`, 0 without an axis (``axis_name=None``).
+      Bytes, summed over the worker's devices. For `decoupled_momentum` they are the packet's, for
+      `mean_over_workers` the dense gradient's. 0 without an axis (``axis_name=None``).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -107,8 +107,8 @@ def _traffic(compression: Compression, params, workers: int, exchange: Exchange)
 def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
     """Bytes per step and worker as the published code counts them: 12 for each coefficient.
 
-    An int64 index and a float32 value for each of the ``topk`` of a block, in blocks by the rule
-    ``"divisor"``: the counts in the byte table of Peng et al., version 2.
+    A coefficient is an int64 index and a float32 value. Blocks follow the rule ``"divisor"``. The
+    byte table of Peng et al., version 2, has these counts.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -160,9 +160,9 @@ class StepTime(NamedTuple):
       waiting: seconds of latency.
       step: seconds of compute, transfer and waiting. If the exchange is delayed, the longer of
         compute and exchange.
-      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute,
-        so that an exchange that overlaps with it costs nothing; infinite if the latency alone takes
-        longer.
+      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute.
+        From there on an exchange that overlaps with the compute costs nothing. Infinite if the
+        latency alone takes longer.
     """
 
     packet: int
@@ -187,10 +187,10 @@ def step_times(
 ) -> dict[str, StepTime]:
     """Seconds per step of ordinary data parallelism and of DeMo, over the same link.
 
-    All collectives are rings. With ``N`` workers an all-reduce of ``B`` bytes sends
-    ``2 B (N-1)/N`` over each link in ``2 (N-1)`` rounds, an all-gather of packets of ``B`` bytes
-    ``B (N-1)`` in ``N-1`` rounds, and each of two phases ``B (N-1)/N``. A delayed exchange overlaps
-    with the compute of the next step, but not after local steps.
+    All collectives are rings of ``N`` workers. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N``
+    over each link in ``2 (N-1)`` rounds. An all-gather of packets of ``B`` bytes sends ``B (N-1)``
+    in ``N-1`` rounds. Each of two phases sends ``B (N-1)/N``. A delayed exchange overlaps with the
+    compute of the next step, but not after local steps.
 
     Args:
       params: arrays or shapes of the parameters.
@@ -203,9 +203,9 @@ def step_times(
       local_steps: steps of a round, which ends with one exchange (`demo_optax.local_steps`).
 
     Returns:
-      A `StepTime` for each setting and for a dense all-reduce of the gradient in two dtypes:
-      ``"AdamW, float32"`` and ``"AdamW, bfloat16"`` on every step, ``"DiLoCo, ..."`` after
-      ``local_steps > 1``.
+      A `StepTime` for each setting, and for a dense all-reduce of the gradient in two dtypes:
+      ``"AdamW, float32"`` and ``"AdamW, bfloat16"``. With ``local_steps > 1`` their names begin
+      with ``"DiLoCo"``.
 
     Raises:
       ValueError: a number is out of range.

@@ -141,8 +141,8 @@ class Checkpointer:
             restored last is not saved again.
           params: the parameters, as the train step returned them.
           opt_state: the optimizer state, likewise, with its worker axis.
-          extra: a tree of arrays, random keys, numbers and strings, the same on all processes:
-            the position in the data, keys, what was logged.
+          extra: a tree of arrays, random keys, numbers and strings, the same on all processes.
+            For example the position in the data, keys, what was logged.
           wait: whether to return only when the checkpoint is on disk.
 
         Raises:

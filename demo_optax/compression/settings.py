@@ -67,15 +67,16 @@ class Compression:
       block_side: elements per side of a block (see `demo_optax.compression.blocks`).
       value_coding: of the values on the wire, from 32 bits down to 1: ``"float32"``,
         ``"bfloat16"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"sign"``.
-      transform: ``"dct"``, ``"hadamard"``, ``"randomized-dct"`` (the DCT of a block whose elements
-        have taken fixed random signs, for shared positions), ``"random"`` (orthogonal matrices
-        redrawn on each step) or ``"identity"``.
+      transform: ``"dct"``, ``"hadamard"``, ``"randomized-dct"``, ``"random"`` or ``"identity"``.
+        ``"randomized-dct"`` multiplies the elements by fixed random signs first; it is for shared
+        positions. ``"random"`` draws orthogonal matrices anew on each step.
       block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
-      selection: ``"topk"``; or ``"bins"``, the largest of each of ``topk`` bins, which costs no
-        sort and fewer bits (take powers of two). With the others all workers know the positions
-        from the step, and none travel: ``"random"``; ``"random-slicing"``, a run from a random
-        position on, the same in all blocks, which costs slices, not gathers and scatters, and wants
-        ``transform="randomized-dct"``; FlexDeMo's ``"striding"`` and ``"slicing"``.
+      selection: ``"topk"``, or ``"bins"``, the largest of each of ``topk`` bins. Bins need no sort
+        and fewer bits; take powers of two. With the others all workers know the positions from the
+        step, and no positions travel: ``"random"``, ``"random-slicing"``, and FlexDeMo's
+        ``"striding"`` and ``"slicing"``. ``"random-slicing"`` sends a run of coefficients from a
+        random position on, the same in all blocks. It needs slices, not gathers and scatters. Use
+        it with ``transform="randomized-dct"``.
       seed: of everything that is drawn.
 
     Raises:

@@ -16,14 +16,15 @@ from demo_optax.metrics import ExchangeMetrics
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Every worker gets all packets and averages them: traffic that grows with their number.
+    """Every worker receives all packets and averages them. Traffic grows with their number.
 
     Attributes:
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
         tuple of names for workers along several axes; None for a single worker.
-      norm_limit: largest norm of a worker's message, as a multiple of the median of all workers'
-        messages; the excess stays in its momentum. It bounds what one broken or malicious worker
-        can do. With sharded parameters the limit holds for each shard. None sets no limit.
+      norm_limit: largest norm of a worker's message, as a multiple of the median norm of all
+        messages. The excess stays in the worker's momentum. The limit bounds what one broken or
+        malicious worker can do. With sharded parameters it holds for each shard. None sets no
+        limit.
 
     Example:
       >>> import demo_optax

@@ -138,9 +138,9 @@ class Traffic(NamedTuple):
 class Exchange(Protocol):
     """How the workers' messages become the same aggregate on all of them.
 
-    No packet is trusted: one with a wrong checksum, of another step or worker, with positions that
-    its selector may not send, or with a value or an energy that is not finite is rejected by every
-    worker. A worker whose step counter differs rejects the packets of all others.
+    No packet is trusted. Every worker rejects a packet with a wrong checksum, or of another step or
+    worker. It also rejects positions that the selector may not send, and values or energies that
+    are not finite. A worker whose step counter differs rejects the packets of all others.
 
     Example:
       >>> import demo_optax

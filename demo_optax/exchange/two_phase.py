@@ -71,16 +71,16 @@ class TwoPhaseState(NamedTuple):
 class TwoPhase:
     """Each worker averages its share of the blocks, and sends the mean back, compressed as well.
 
-    What that leaves out stays with the owner for the next steps. The traffic is that of a packet
-    and of all owners' packets together, which hardly grow with the number of workers.
+    What the compression leaves out stays with the owner for later steps. A worker receives a packet
+    and the packets of all owners. Their size hardly grows with the number of workers.
 
     Attributes:
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
       topk_back: coefficients of each block that an owner sends back; four times ``topk`` by
         default; with shared positions the same coefficients come back.
       value_coding_back: of the values that it sends back; that of the compression by default.
-      norm_limit: largest norm of a worker's message, as in `AllGather`, but only on the way to the
-        owners, each of whom decides alone on its share of the blocks.
+      norm_limit: largest norm of a worker's message, as in `AllGather`. It holds on the way to the
+        owners. Each owner decides alone on its share of the blocks.
 
     Example:
       >>> import demo_optax

@@ -69,8 +69,8 @@ def check_replicas(
     that is divided among the workers, like a momentum, is compared only where the devices of one
     worker hold copies of it.
 
-    Each device sends four bytes a leaf in one all-gather: a checksum of the bits, which sees NaNs,
-    signs of zeros and the order of elements. It always differs where one element does (of
+    Each device sends four bytes for each leaf in one all-gather: a checksum of the bits. NaNs,
+    signs of zeros and the order of elements change it. It always differs where one element does (of
     64-bit numbers: one half), and misses any other difference with a chance of 2**-32. The
     program compiles once for each tree of shapes and shardings. With several processes all call
     this together, and all get the same answer.
@@ -103,8 +103,8 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
     """Gives every device the copy that more than half of its peers hold.
 
     What `check_replicas` compares becomes equal to the last bit. Leaves that belong to one worker
-    do not change: its momentum may hold gradients of damaged parameters, of which no other worker
-    has a copy; they decay as training goes on.
+    do not change. Its momentum may hold gradients at damaged parameters. No other worker has a copy
+    of it, and these gradients decay as training goes on.
 
     Arguments are those of `check_replicas`.
 

@@ -1,4 +1,4 @@
-"""Workers that are simulated on one device, along the only axis of a mesh that has no devices.
+"""Simulated workers: all on one device, along the only axis of a mesh that has no devices.
 
 A ``jax.sharding.AbstractMesh`` stands for them. ``jax.vmap`` takes the place of ``jax.shard_map``.
 """
@@ -13,7 +13,7 @@ from demo_optax.axes import AxisName
 
 
 def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
-    """Whether a mesh has no devices, so that its workers are simulated on a single one.
+    """Whether a mesh has no devices: its workers are simulated, and share one device.
 
     Raises:
       ValueError: the mesh has devices, but is abstract; it has other axes than that of the workers.

@@ -29,8 +29,8 @@ class TrainMetrics(NamedTuple):
     Attributes:
       loss: float ``(workers,)``, each worker's own.
       gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
-      aux: the aux of the loss function, with a leading axis of workers, or of all devices where a
-        worker has several that the step handles itself.
+      aux: the aux of the loss function, with a leading axis of workers. Where a worker has several
+        devices that the step handles itself, it is an axis of all devices.
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without one.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last of a round.
@@ -76,16 +76,16 @@ def make_train_step(
 ) -> Callable:
     """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
 
-    Further axes of the mesh lie inside the workers: the devices along them share the worker's
-    batch, average their gradients in the parameters' dtype, and hold its parameters whole, or
-    sharded as ``param_specs`` say (FlexDeMo). Only packets cross from one worker to another.
+    Further axes of the mesh lie inside the workers (FlexDeMo). The devices along them share the
+    worker's batch, and average their gradients in the parameters' dtype. ``param_specs`` say how
+    they shard its parameters. Only packets cross from one worker to another.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
         or a tuple of a scalar and aux.
       tx: any optax transformation that exchanges over ``axis_name``.
       mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
-        all workers are simulated on a single one, by ``jax.vmap``.
+        then all workers are simulated on one device, by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
       microbatches: parts into which each worker's batch is cut to save memory; gradients are
         averaged over them, and there is one exchange.
@@ -98,31 +98,31 @@ def make_train_step(
         worker average its floats. It passes from one microbatch to the next, and does not change
         on a step whose gradient is not finite.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
-        are local and parameters replicated; for models whose operations do not support them.
-      param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker,
-        a tree or a prefix of one; by default each device holds all of them.
+        are local and parameters replicated. Some operations need that.
+      param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
+        a tree or a prefix of one. By default each device holds all parameters.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
-        a worker the same rows, ``P(None, axis_name)`` is for batches whose first dimension is
-        time, ``P()`` for what all workers share: scalars, masks.
+        a worker the same rows. ``P(None, axis_name)`` is for batches whose first dimension is
+        time. ``P()`` is for what all workers share: scalars, masks.
       metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
         worker's clipped gradients, the updates and the parameters before the step. All have their
         whole shapes, and the sharding of the parameters. ``metrics.custom`` holds the results.
       axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
-        ``loss_fn`` sees one device's part of the batch and whole parameters, which are gathered
-        for it, while gradients are scattered. With the workers' axis alone, the compiler handles
-        the one other axis, whose ``jax.sharding.AxisType`` must be ``Auto``: ``loss_fn`` is a
+        ``loss_fn`` sees one device's part of the batch and whole parameters. The step gathers the
+        parameters and scatters the gradients. With the workers' axis alone, the compiler handles
+        the one other axis, whose ``jax.sharding.AxisType`` must be ``Auto``. ``loss_fn`` is then a
         program for a whole worker, with constraints in the form of PartitionSpecs. With ``()``
-        the compiler handles all: ``loss_fn`` is mapped over the workers (`worker_gradients`), and
-        may hold any constraints and a ``jax.shard_map`` of its own.
+        the compiler handles all axes: ``loss_fn`` is mapped over the workers (`worker_gradients`),
+        and may hold any constraints and a ``jax.shard_map`` of its own.
       donate: whether parameters and state are given away to the step, so that it needs less memory.
 
     Returns:
       ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
       where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
       opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays, ``opt_state``
-      comes from `init_opt_state`, ``extra_args`` go to the transformation, the same for all
-      workers, and ``metrics`` is a `TrainMetrics`. Arguments with another sharding are moved. The
+      comes from `init_opt_state`, and ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the
+      transformation, the same for all workers. Arguments with another sharding are moved. The
       step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
       ``jax.lax.scan``.
 

@@ -32,12 +32,13 @@ def stack_workers(
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` with a state whose worker-local leaves carry a leading worker axis.
 
-    ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is
-    called in any ``jax.jit``, as the outermost transformation, with *stacked* gradients
-    ``(workers, *shape)`` as `worker_gradients` makes them: the optimizer alone runs in a
-    ``jax.shard_map`` of its own, each device on its own shards. Or it is called inside a
-    ``jax.shard_map`` over all axes of the mesh, with its worker's own gradient and entries. A
-    Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
+    ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is the
+    outermost transformation. Call it in one of two places. In any ``jax.jit`` it takes *stacked*
+    gradients ``(workers, *shape)``, which `worker_gradients` makes. The optimizer then runs in a
+    ``jax.shard_map`` of its own, each device on its own shards. Inside a ``jax.shard_map`` over all
+    axes of the mesh it takes the gradient and the entries of its worker.
+
+    A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
     unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since their
     names lack the axis of workers. A worker whose gradient is not finite keeps its entries.
 
@@ -201,9 +202,10 @@ def _require_outermost(updates) -> None:
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
 
-    All workers begin with equal arrays, but different random keys (``jax.random.key``), into which
-    their number is folded: no two drop the same units. The devices of one worker share its keys.
-    To evaluate, average the floats over their first axis, or take those of one worker.
+    All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
+    of the worker is folded in. So no two workers drop the same units. The devices of one worker
+    share its keys. To evaluate, average the floats over their first axis, or take those of one
+    worker.
 
     Args:
       state: arrays and random keys, such as ``nnx.state(model, nnx.BatchStat)``.

@@ -68,10 +68,10 @@ class Config:
     often a little slower."""
     workers: Devices | None = None
     """Number of DeMo workers in all processes. By default one on each
-    accelerator, or 8 simulated workers on the CPU."""
+    accelerator, or 8 on virtual CPU devices."""
     simulate: Devices | None = None
-    """Workers to simulate on a single device, a GPU or a CPU, in place of
-    --workers with a device each. They train as real ones do."""
+    """Number of workers that share one device, a GPU or a CPU. With
+    --workers instead, each has a device of its own."""
     fsdp: Devices = 1
     """Devices of each worker. They share its batch, and each holds a part
     of its parameters."""
@@ -84,16 +84,16 @@ class Config:
     """Tokens in a sequence. The default suits the preset tiny on a
     CPU."""
     local_steps: Count | None = None
-    """Steps in a round of diloco and sparseloco, by default 20. The held-
-    out loss is that of the parameters after the last complete round."""
+    """Steps in a round of diloco and sparseloco, by default 20. The
+    held-out loss is that of the parameters after the last complete round."""
     microbatches: Count = 1
     """Parts into which each worker divides its sequences, to save
     memory."""
     learning_rate: Annotated[float, Field(gt=0, le=1e3)] | None = None
     """Highest learning rate. The rate warms up linearly, then falls along
-    a cosine to a tenth. By default the rate that suits the optimizer at
-    width 128, times 128 / width: for demo-scaled and adamw 3e-3 * 128 /
-    width."""
+    a cosine to a tenth. The default depends on the optimizer and is
+    proportional to 1 / width. For demo-scaled and adamw it is 3e-3 * 128
+    / width."""
     warmup_steps: Count | None = None
     """Steps of the warm-up, by default 50, and at most half of all
     steps."""
@@ -110,8 +110,8 @@ class Config:
     block_side: Annotated[int, Field(ge=1, le=2**12)] = 64
     """Elements per side of a block."""
     value_coding: ValueCoding | None = None
-    """Coding of the values that are sent. By default sign for demo-
-    scaled, float32 for demo, and int4 for the others.
+    """Coding of the values that are sent. By default sign for
+    demo-scaled, float32 for demo, and int4 for the others.
     benchmarks/value_codings.py compares them."""
     transform: TransformName = "dct"
     """Transform of the blocks. The momentum is stored in its
@@ -119,12 +119,12 @@ class Config:
     selection: Selection | None = None
     """Which coefficients are sent. topk: the largest. bins: the largest
     in each of --topk bins. The others follow from the step, so that no
-    positions are sent (see docs/reference/settings.md). By default bins for demo-
-    scaled, and topk for the others."""
+    positions are sent (docs/reference/settings.md). By default bins for
+    demo-scaled, and topk for the others."""
     exchange: ExchangeName = "all-gather"
     """all-gather: every worker receives all packets. two-phase: each
-    worker averages a share of the blocks and sends the result to all;
-    traffic does not grow with the number of workers."""
+    worker averages a share of the blocks and sends the result to all.
+    Then traffic hardly grows with the number of workers."""
     topk_back: Count | None = None
     """Coefficients of each block that are sent back in two phases, by
     default four times --topk."""
@@ -173,7 +173,8 @@ class Config:
     the run ends."""
     log_dir: Path | None = None
     """Folder for config.yaml, for steps.jsonl with a line for each step,
-    and for TensorBoard, which also shows held-out losses and samples.
+    and for TensorBoard. TensorBoard also shows held-out losses and
+    samples.
     Processes other than the first log their own workers in subfolders."""
     profile_steps: CountOrZero = 0
     """Steps to profile, after the tenth step of this start. The profile
@@ -184,8 +185,8 @@ class Config:
     prompts: tuple[str, ...] = ("", "def ")
     """Prompts of the samples."""
     coordinator: str | None = None
-    """HOST:PORT of the first process, if there are several. Needs --num-
-    processes and --process- id."""
+    """HOST:PORT of the first process, if there are several. Needs
+    --num-processes and --process-id."""
     num_processes: Devices | None = None
     """Number of processes, one on each host."""
     process_id: CountOrZero | None = None

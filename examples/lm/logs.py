@@ -43,7 +43,7 @@ class Step(NamedTuple):
 def fetch(metrics: demo_optax.TrainMetrics) -> tuple[float, dict[int, float], dict[str, float]]:
     """Mean loss per token, each worker's gradient norm, the exchange; waits until all is done."""
     # Fetched before it is averaged: np.mean of a jax.Array is a program with a collective, which
-    # can lock up simulated devices while the next step is under way.
+    # can lock up virtual CPU devices while the next step is under way.
     loss = float(np.mean(list(_of_workers(metrics.loss).values())))
     exchange = metrics.exchange._asdict() if metrics.exchange else {}
     exchanged = {name: np.asarray(value).item() for name, value in exchange.items()}

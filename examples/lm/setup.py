@@ -23,8 +23,8 @@ from .recipes import RECIPES, OptimizerName, Settings
 from .report import console
 from .validation import require_divisible, require_enough, require_sensible
 
-SIMULATED_WORKERS = 8
-SIMULATED_AT_MOST = 256  # devices of a process: JAX needs seconds for them
+WORKERS_ON_CPU = 8
+VIRTUAL_AT_MOST = 256  # CPU devices of a process: JAX needs seconds for them
 WARMUP_STEPS = 50
 TUNED_WIDTH = PRESETS["tiny"].width
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
     @property
     def devices(self) -> Mesh:
-        """The mesh; one of a single device where it simulates all workers."""
+        """The mesh; with simulated workers, one of their single device."""
         if isinstance(self.mesh, Mesh):
             return self.mesh
         return jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
@@ -202,15 +202,15 @@ def exchange(config: Config) -> demo_optax.Exchange:
 
 
 def make_mesh(config: Config) -> Mesh | AbstractMesh:
-    """Workers, and the devices of each: accelerators, else CPU devices; none with ``simulate``."""
+    """Workers and their devices: accelerators, else virtual CPU devices; none with ``simulate``."""
     if config.simulate:
         return AbstractMesh((config.simulate,), ("data",))
     if config.swarm:
         config = dataclasses.replace(config, workers=1)
-    wanted = (config.workers or SIMULATED_WORKERS) * config.fsdp
+    wanted = (config.workers or WORKERS_ON_CPU) * config.fsdp
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
         each = max(wanted // (config.num_processes or 1), 1)
-        jax.config.update("jax_num_cpu_devices", min(each, SIMULATED_AT_MOST))
+        jax.config.update("jax_num_cpu_devices", min(each, VIRTUAL_AT_MOST))
     devices = jax.devices()
     used = (config.workers or len(devices) // config.fsdp) * config.fsdp
     if not 1 <= used <= len(devices) or used % jax.process_count():

@@ -291,8 +291,8 @@ def describe(run: Run) -> None:
     )
     if device.platform == "cpu":
         console.print(
-            f"The workers are simulated and share {os.cpu_count()} CPU cores: do not compare "
-            "these times with those of real workers."
+            f"All workers share {os.cpu_count()} CPU cores: do not compare these times with those "
+            "of workers on machines of their own."
         )
 
 

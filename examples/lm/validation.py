@@ -97,8 +97,8 @@ def _require_agreement(config: Config) -> None:
     }
     for flag in [flag for flag, given in several.items() if config.simulate and given]:
         raise ValueError(
-            f"--simulate {config.simulate} is for one device in one process, and {flag} is for "
-            "several: give only one of the two settings."
+            f"--simulate {config.simulate} puts all workers on one device of one process, and "
+            f"{flag} is for several devices: give only one of the two settings."
         )
     _require_swarm(config)
     if (config.warmup_steps or 0) > config.steps:

@@ -1,4 +1,4 @@
-"""Trains some steps on eight simulated workers with the demo_optax that is installed.
+"""Trains some steps on eight virtual CPU devices with the demo_optax that is installed.
 
 python -I train_installed.py FILE, where FILE is the distribution that was installed; -I hides the
 checkout.
