@@ -18,13 +18,13 @@ class Section(NamedTuple):
     """The blocks of one trainer's section.
 
     Attributes:
-      requirements: what its ``pip install`` names, without demo_optax itself.
+      installs: the words after each ``pip install``.
       settings: the lines ``name: value`` of its YAML block.
       edits: for each edit the file, the old lines and the new ones, of its diff blocks.
       added, removed: how many lines its diff blocks add and remove.
     """
 
-    requirements: list[str]
+    installs: list[list[str]]
     settings: dict[str, str]
     edits: list[tuple[str, str, str]]
     added: int
@@ -36,7 +36,9 @@ def section(heading: str, page: str | None = None) -> Section:
 
     >>> text = '''## One
     ... ```sh
-    ... pip install one==1 two demo_optax
+    ... pip install one==1 \\
+    ...     two
+    ... pip install demo_optax
     ... ```
     ... ```yaml
     ... steps: 3  # of them
@@ -48,15 +50,16 @@ def section(heading: str, page: str | None = None) -> Section:
     ... +new
     ... ```
     ... '''
-    >>> section("One", text)[:3]
-    (['one==1', 'two'], {'steps': '3'}, [('a.py', 'kept\\nold\\n', 'kept\\nnew\\n')])
+    >>> section("One", text)[:2]
+    ([['one==1', 'two'], ['demo_optax']], {'steps': '3'})
+    >>> section("One", text).edits
+    [('a.py', 'kept\\nold\\n', 'kept\\nnew\\n')]
     """
     page = PAGE.read_text() if page is None else page
     (text,) = re.findall(rf"^## {heading}\n(.*?)(?:^## |\Z)", page, re.DOTALL | re.MULTILINE)
     blocks = re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
     shell = "".join(body for kind, body in blocks if kind == "sh").replace("\\\n", " ")
-    installed = re.search(r"^pip install (.*)$", shell, re.MULTILINE)
-    assert installed, f"no `pip install` under {heading}"
+    installs = re.findall(r"^pip install (.*)$", shell, re.MULTILINE)
     settings = re.findall(
         r"^(\w+): +([^#\n]*?) *(?:#.*)?$",
         "".join(body for kind, body in blocks if kind == "yaml"),
@@ -72,9 +75,9 @@ def section(heading: str, page: str | None = None) -> Section:
                 lines = hunk.splitlines(keepends=True)
                 old = "".join(line[1:] for line in lines if line[0] != "+")
                 new = "".join(line[1:] for line in lines if line[0] != "-")
-                edits.append((name.removeprefix("--- ").strip(), old, new))
-    requirements = [x for x in shlex.split(installed[1]) if x not in ("demo_optax", "-U")]
-    return Section(requirements, dict(settings), edits, added, removed)
+                if lines:
+                    edits.append((name.removeprefix("--- ").strip(), old, new))
+    return Section(list(map(shlex.split, installs)), dict(settings), edits, added, removed)
 
 
 def apply(edits: list[tuple[str, str, str]], folder: pathlib.Path) -> None:
@@ -85,23 +88,28 @@ def apply(edits: list[tuple[str, str, str]], folder: pathlib.Path) -> None:
         (folder / name).write_text(text.replace(old, new))
 
 
-def environment(name: str, requirements: list[str], version: str = "3.12") -> pathlib.Path:
-    """The interpreter of ``.venv-NAME``, which is made anew when the requirements change."""
+def environment(name: str, installs: list[list[str]], version: str = "3.12") -> pathlib.Path:
+    """The interpreter of ``.venv-NAME``, which is made anew when what it installs changes.
+
+    Skips the test where it cannot be made.
+    """
     folder = ROOT / f".venv-{name}"
     python, ready = folder / "bin" / "python", folder / "installed"
-    if ready.exists() and ready.read_text() == "\n".join(requirements):
+    if ready.exists() and ready.read_text() == str(installs):
         return python
     base = _interpreter(version)
     try:
         _run(base, "-m", "venv", "--clear", folder)
-        _run(python, "-m", "pip", "install", "--quiet", "uv")
-        install = folder / "bin" / "uv", "pip", "install", "--quiet", "--python", python
-        _run(*install, *requirements, "--editable", ROOT)
+        for words in installs:
+            own = [part for word in words for part in _WORDS.get(word, [word])]
+            _run(python, "-m", "pip", "install", "--quiet", *own)
     except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip() or "no reason given").splitlines()[-1]
-        pytest.skip(f"no environment for {name}: {reason}")
-    ready.write_text("\n".join(requirements))
+        pytest.skip(f"no environment for {name}: {error.stderr.strip()[-500:]}")
+    ready.write_text(str(installs))
     return python
+
+
+_WORDS = {"demo_optax": ["--editable", str(ROOT)]}
 
 
 @functools.cache

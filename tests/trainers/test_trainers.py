@@ -8,15 +8,14 @@ import os
 import shutil
 import subprocess
 
+import jax
 import pytest
-from jax.sharding import AbstractMesh
 
 from demo_optax.accounting import hlo
 from tests.trainers import of_the_page
 
 HERE = os.path.dirname(__file__)
 DEVICES = "--xla_force_host_platform_device_count=8"
-WORKERS = AbstractMesh((4, 2), ("workers", "shards"))
 
 MAXTEXT = dict(
     hardware="cpu",
@@ -46,7 +45,7 @@ def changed(tmp_path, record_property):
 
     def change(heading, package):
         section = of_the_page.section(heading)
-        python = of_the_page.environment(heading.lower(), section.requirements)
+        python = of_the_page.environment(heading.lower(), section.installs)
         find = f"import importlib.util as u; print(u.find_spec({package!r}).origin)"
         origin = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True)
         shutil.copytree(os.path.dirname(origin.stdout.strip()), tmp_path / "changed" / package)
@@ -80,15 +79,12 @@ def run(python, program, *arguments, folder, **variables):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def crossing(folder):
-    """The collectives of the compiled step whose groups have devices of several workers."""
-    (program,) = (folder / "dump").glob("*train_step*after_optimizations.txt")
-    found = hlo.collectives(program.read_text())
-    return [each for each in found if each.crosses(WORKERS, "workers")]
-
-
-def assert_only_packets_cross(collectives, record_property):
+def assert_only_packets_cross(folder, mesh, axis_name, record_property):
     """Of all that crosses, one all-gather has packets; the rest are numbers of the log."""
+    (program,) = (folder / "dump").glob("*train_step*after_optimizations.txt")
+    mesh = jax.make_mesh(tuple(mesh.values()), tuple(mesh))
+    every = hlo.collectives(program.read_text())
+    collectives = [each for each in every if each.crosses(mesh, axis_name)]
     packets = [each for each in collectives if each.operand_bytes > 256]
     assert [(each.kind, each.dtype) for each in packets] == [("all-gather", "u32")], collectives
     others = sum(each.operand_bytes for each in collectives) - packets[0].operand_bytes
@@ -119,7 +115,7 @@ def test_maxtext(changed, tmp_path, record_property):
     assert result["participants"] == 4
     assert result["momenta_differ"]
     assert losses[9] < losses[0] - 0.5
-    assert_only_packets_cross(crossing(tmp_path), record_property)
+    assert_only_packets_cross(tmp_path, result["mesh"], "diloco", record_property)
     record_property("trial", f"  loss {losses[0]:.3f} to {losses[9]:.3f}, replicas equal")
 
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
@@ -127,4 +123,25 @@ def test_maxtext(changed, tmp_path, record_property):
     (tmp_path / "resumed" / "metrics").unlink()
     _, again = train("resumed")
     assert again == {step: loss for step, loss in losses.items() if step > 5}
+    record_property("trial", "  a run restored at step 5 has the same losses")
+
+
+@pytest.mark.slow
+def test_levanter(changed, tmp_path, record_property):
+    section, python = changed("Levanter", "levanter")
+    names = "axes", "compute_mapping", "param_mapping"
+    arguments = "10", str(tmp_path / "run"), *[section.settings[name] for name in names]
+
+    result = run(python, "train_levanter.py", *arguments, folder=tmp_path)
+    assert result["mesh"] == {"data": 2, "replica": 4}
+    assert result["drift"] == []
+    assert result["participants"] == 4
+    assert result["momenta_differ"]
+    losses = result["losses"]
+    assert losses["9"] < losses["0"] - 0.5
+    assert_only_packets_cross(tmp_path, result["mesh"], "replica", record_property)
+    record_property("trial", f"  loss {losses['0']:.3f} to {losses['9']:.3f}, replicas equal")
+
+    again = run(python, "train_levanter.py", *arguments, folder=tmp_path)["losses"]
+    assert again == {step: loss for step, loss in losses.items() if int(step) > 5}
     record_property("trial", "  a run restored at step 5 has the same losses")
