@@ -101,5 +101,5 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-tpu .venv-h100 .pytest_cache .ruff_cache .hypothesis \
-		docs/_build dist
+	rm -rf .venv .venv-oldest .venv-newest .venv-tpu .venv-h100 .venv-maxtext .venv-levanter \
+		.pytest_cache .ruff_cache .hypothesis docs/_build dist

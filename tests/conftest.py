@@ -63,3 +63,11 @@ def compiled(caplog):
 
     with jax.log_compiles():
         yield names
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints what trials of other trainers recorded, from other processes too."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "trial" and report.when == "call":
+                terminalreporter.write_line(value)

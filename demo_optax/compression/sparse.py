@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
+from demo_optax import axes
 from demo_optax.compression.transforms import product
 
 Dense = Float[Array, "blocks n"]
@@ -74,6 +75,7 @@ def scatter_all(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
     def add(blocks: Dense, worker: tuple[At, Float[Array, "blocks k"]]) -> tuple[Dense, None]:
         return scatter(blocks, *worker), None
 
+    blocks = axes.varying_like(axes.varying_like(blocks, positions), values)
     return jax.lax.scan(add, blocks, (positions, values))[0]
 
 
