@@ -265,3 +265,10 @@ def test_a_stacked_optimizer_gives_the_shardings_of_its_state():
         shardings = tx.state_shardings(shapes)
         same = jax.tree.map(lambda x, s: x.sharding == s, state, shardings)
         assert all(jax.tree.leaves(same))
+
+
+def test_a_whole_parameter_may_stand_beside_a_sharded_one():
+    tx, mesh = demo_optax.demo_scaled(1e-3, axis_name="data"), workers.mesh_of(4, 2)
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    specs = demo_optax.state_specs(tx, params, mesh, param_specs={"w": P("fsdp"), "b": P()})
+    assert specs[0].momentum == {"w": P("data", "fsdp"), "b": P("data")}
