@@ -17,7 +17,7 @@ NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 \
 	$(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python); do \
 	$$p -c "" 2>/dev/null && echo $$p && break; done)
 
-.PHONY: train test test-all torture versions oldest newest lint docs notebooks accelerators release-check clean
+.PHONY: train test test-all torture chaos versions oldest newest lint docs notebooks accelerators release-check clean
 
 # JAX takes fresh memory for every step on CPUs; in large pages touching it costs a fraction.
 train: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
@@ -34,6 +34,17 @@ test-all: lint
 torture: $(READY)
 	$(RUN) -m benchmarks.torture $(ARGS)
 
+# A swarm of real processes, broken at random, over a folder, moto's S3 server and Azurite.
+chaos: $(VENV)/chaos
+	$(RUN) -m benchmarks.chaos --store folder $(ARGS)
+	$(RUN) -m benchmarks.chaos --store s3 $(ARGS)
+	$(RUN) -m benchmarks.chaos --store azure $(ARGS)
+
+$(VENV)/chaos: $(READY)
+	$(RUN) -m pip install --quiet --group chaos
+	npm install --silent --no-save --prefix $(VENV)/azurite azurite@3
+	touch $@
+
 versions: oldest newest
 
 oldest:
@@ -47,7 +58,7 @@ define core_tests
 	$(1) -m venv .venv-$@
 	.venv-$@/bin/python -m pip install --quiet uv
 	.venv-$@/bin/uv pip install --quiet --python .venv-$@ --resolution $(2) \
-		--editable '.[flax,checkpoint]' --group core-test
+		--editable '.[flax,swarm]' --group core-test
 	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|flax|orbax-checkpoint|scipy) '
 	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=append -m "not slow" \
 		$(CORE)

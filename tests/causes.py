@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
-from tests import causes_of_checkpoints, model, workers
+from tests import causes_of_checkpoints, causes_of_swarms, model, workers
 from tests.causes_in_common import DEMO, state_of, two, without
 from tests.workers import step_of
 
@@ -304,4 +304,5 @@ RAISED = [
     lambda: models.checkpoint_shapes("no/such/folder"),
     lambda: without("orbax", lambda: models.checkpoint_shapes(".")),
     *causes_of_checkpoints.RAISED,
+    *causes_of_swarms.RAISED,
 ]

@@ -1,7 +1,5 @@
 """Swarms in one process: each worker is a thread with a device of its own."""
 
-import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,12 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+import demo_optax
 from demo_optax.swarm import Member, SwarmWorker
 
 
-def mesh_of_worker(number: int) -> Mesh:
-    device = jax.devices()[number % len(jax.devices())]
-    return jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[device])
+def demo_scaled(exchange):
+    return demo_optax.demo_scaled(1e-2, exchange=exchange)
+
+
+def mesh_of_worker(number: int, shards: int = 1) -> Mesh:
+    first = number * shards % len(jax.devices())
+    devices = jax.devices()[first : first + shards]
+    types = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((1, shards), ("data", "fsdp"), types, devices=devices)
 
 
 def loss_fn(params, batch):
@@ -37,11 +42,13 @@ def batch_of(worker: int, step: int, rows: int = 16):
     return x, np.sin(x[:, :8])
 
 
-def make_worker(make_optimizer, store, number: int, **settings) -> SwarmWorker:
+def make_worker(make_optimizer, store, number: int, *, shards: int = 1, **settings) -> SwarmWorker:
+    """A worker of a store; without one it has no place."""
     of_member = {"slots": 4, "deadline": 30.0, "min_workers": 1}
     given = {name: settings.pop(name, default) for name, default in of_member.items()}
-    member = Member(store, f"worker-{number}", **given)
-    return SwarmWorker(loss_fn, make_optimizer, mesh_of_worker(number), member, **settings)
+    member = Member(store, f"worker-{number}", **given) if store else None
+    mesh = mesh_of_worker(number, shards)
+    return SwarmWorker(loss_fn, make_optimizer, mesh, member, **settings)
 
 
 def begin(worker: SwarmWorker):
@@ -57,3 +64,15 @@ def together(actions: list[Callable[[], object]]) -> list:
 
 def digest(params) -> bytes:
     return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))
+
+
+def take_steps(worker: SwarmWorker, until: int, state=None, batches=batch_of) -> tuple:
+    """Takes steps before this one; parameters, state, digests by step, and metrics."""
+    params, opt_state = state or begin(worker)
+    number, digests, told = int(worker.member.worker.split("-")[1]), {}, []
+    while worker.number < until:
+        batch = batches(number, worker.number)
+        params, opt_state, metrics = worker.step(params, opt_state, batch)
+        digests[worker.number] = digest(params)
+        told.append(metrics)
+    return (params, opt_state), digests, told

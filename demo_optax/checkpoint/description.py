@@ -13,7 +13,7 @@ from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
-from demo_optax.exchange.delayed import DelayedState
+from demo_optax.exchange.around import PendingState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Layout
 
@@ -63,7 +63,7 @@ def describe(
         return {"name": keystr(path), "shape": x.shape, "axes": sizes}
 
     def describe_state(path, node) -> dict:
-        kept, delayed = {}, isinstance(node.exchange, DelayedState)
+        kept, delayed = {}, isinstance(node.exchange, PendingState)
         for inside, x in jax.tree.leaves_with_path(node.exchange):
             # A delayed exchange keeps what the exchange inside of it keeps, and more.
             key = keystr(tuple(key for key in inside if key != GetAttrKey("inner")))

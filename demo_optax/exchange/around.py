@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from demo_optax import axes
 from demo_optax.arrays import IntScalar
 from demo_optax.axes import AxisName
-from demo_optax.compression import Plan
+from demo_optax.compression import Compression, Plan
 from demo_optax.compression.packet import (
     Layout,
     Message,
@@ -27,6 +30,53 @@ from demo_optax.exchange.protocol import (
     own_numbers,
 )
 from demo_optax.metrics import ExchangeMetrics
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class PacketFormat:
+    """What it takes to decode the pending packets: a static node, which checkpoints describe.
+
+    ``==`` is always True: ``optax.tree.map_params`` compares states of different shapes, and must
+    find them equal.
+
+    Attributes:
+      compression: the settings.
+      shapes: of the tensors.
+      extra: words that the exchange puts after the header.
+      multiple: the packet's length is padded to a multiple of this many words.
+    """
+
+    compression: Compression
+    shapes: tuple[tuple[int, ...], ...]
+    extra: int
+    multiple: int
+
+    always_equal = True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PacketFormat)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class PendingState(NamedTuple):
+    """What is kept for packets that are under way.
+
+    Attributes:
+      pending: uint32 ``(owners, words)``, this worker's packets of the last step; zeros where there
+        are none.
+      subtracted: float32 scalar, the part of their message that has left the momentum; each worker
+        its own.
+      inner: state of the inner exchange.
+      format: static, of the pending packets.
+    """
+
+    pending: Packets
+    subtracted: Float32[Array, ""]
+    inner: Any
+    format: PacketFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +105,20 @@ class Around:
     def traffic(self, plan: Plan, workers: int) -> Traffic:
         """As the inner exchange."""
         return self.inner.traffic(plan, workers)
+
+    def init(self, plan: Plan) -> PendingState:
+        """Nothing is under way: empty packets, which every worker rejects."""
+        packets = jnp.zeros((self.owners(), self.layout(plan).words), jnp.uint32)
+        packets, nothing = axes.as_varying((packets, jnp.zeros((), jnp.float32)), self.axis_name)
+        return self.pending_state(plan, packets, nothing, self.inner.init(plan))
+
+    def pending_state(
+        self, plan: Plan, packets: Packets, subtracted: Float32[Array, ""], inner: Any
+    ) -> PendingState:
+        """The state while these packets are under way."""
+        layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
+        kept = PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
+        return PendingState(packets, subtracted, inner, kept)
 
     def exchange_pending(
         self,

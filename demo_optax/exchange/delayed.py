@@ -1,16 +1,9 @@
 """The exchange delayed by one step, around another one: it overlaps with the compute."""
 
 import dataclasses
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float32
-
-from demo_optax import axes
-from demo_optax.compression import Compression, Plan
-from demo_optax.compression.packet import Packets
-from demo_optax.exchange.around import Around
+from demo_optax.compression import Plan
+from demo_optax.exchange.around import Around, PendingState
 from demo_optax.exchange.protocol import (
     Aggregate,
     Mean,
@@ -19,52 +12,6 @@ from demo_optax.exchange.protocol import (
     Traffic,
 )
 from demo_optax.metrics import ExchangeMetrics
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class PacketFormat:
-    """What it takes to decode the pending packets: a static node, which checkpoints describe.
-
-    ``==`` is always True: ``optax.tree.map_params`` compares states of different shapes, and must
-    find them equal.
-
-    Attributes:
-      compression: the settings.
-      shapes: of the tensors.
-      extra: words that the exchange puts after the header.
-      multiple: the packet's length is padded to a multiple of this many words.
-    """
-
-    compression: Compression
-    shapes: tuple[tuple[int, ...], ...]
-    extra: int
-    multiple: int
-
-    always_equal = True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PacketFormat)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class DelayedState(NamedTuple):
-    """What a delayed exchange keeps.
-
-    Attributes:
-      pending: uint32 ``(owners, words)``, the packets of the last step; each worker its own.
-      subtracted: float32 scalar, the part of their message that has left the momentum; each worker
-        its own.
-      inner: state of the inner exchange.
-      format: static, of the pending packets.
-    """
-
-    pending: Packets
-    subtracted: Float32[Array, ""]
-    inner: Any
-    format: PacketFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +45,8 @@ class Delayed(Around):
                 "one of them out."
             )
 
-    def init(self, plan: Plan) -> DelayedState:
-        """Empty packets, which every worker rejects."""
-        none = jnp.zeros((self.owners(), self.layout(plan).words), jnp.uint32)
-        none, nothing = axes.as_varying((none, jnp.zeros((), jnp.float32)), self.axis_name)
-        return DelayedState(none, nothing, self.inner.init(plan), self._format(plan))
-
-    def _format(self, plan: Plan) -> PacketFormat:
-        layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
-        return PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
-
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: DelayedState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, sent: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Exchanges the packets of the call before (see `Exchange.exchange`).
 
@@ -130,7 +67,7 @@ class Delayed(Around):
                 Subtraction.of_whole(plan, sent.message, sent.factor),
                 Subtraction(message, correction, delay=1),
             ],
-            state=DelayedState(sent.packets, sent.factor, found.state, self._format(plan)),
+            state=self.pending_state(plan, sent.packets, sent.factor, found.state),
             delay=1,
         )
 

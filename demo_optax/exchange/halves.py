@@ -11,32 +11,14 @@ late, or where it sent none.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
 
-from demo_optax import axes
 from demo_optax.compression import Plan
-from demo_optax.compression.packet import Packets
 from demo_optax.compression.selection import Everything
-from demo_optax.exchange.around import Around
+from demo_optax.exchange.around import Around, PendingState
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, SparseSum, Subtraction
 from demo_optax.metrics import ExchangeMetrics
-
-
-class HalvesState(NamedTuple):
-    """What is under way between the halves of a step.
-
-    Attributes:
-      pending: uint32 ``(owners, words)``, this worker's packets; zeros after the second half.
-      subtracted: float32 scalar, the part of their message that has left the momentum.
-      inner: state of the inner exchange.
-    """
-
-    pending: Packets
-    subtracted: Float32[Array, ""]
-    inner: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +32,15 @@ class Sealed(Around):
       >>> tx = demo_optax.demo(1e-3, exchange=Sealed(demo_optax.AllGather("data")))
     """
 
-    def init(self, plan: Plan) -> HalvesState:
-        """Nothing is under way."""
-        return nothing_pending(self, plan, self.inner.init(plan))
-
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: HalvesState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, sent: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Keeps the packets for the second half."""
         del mean
         return Aggregate(
             mean=[_zero(section.blocks, section.selector.n) for section in plan.sections],
             subtractions=[Subtraction.of_whole(plan, sent.message, sent.factor)],
-            state=HalvesState(sent.packets, sent.factor, state.inner),
+            state=self.pending_state(plan, sent.packets, sent.factor, state.inner),
             metrics=last,
         )
 
@@ -78,28 +56,18 @@ class Opened(Around):
       >>> tx = demo_optax.demo(1e-3, exchange=Opened(demo_optax.AllGather("data")))
     """
 
-    def init(self, plan: Plan) -> HalvesState:
-        """Nothing is under way."""
-        return nothing_pending(self, plan, self.inner.init(plan))
-
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: HalvesState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, sent: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Exchanges the packets of the first half, which have the same step."""
         found, message, correction = self.exchange_pending(
             plan, state.pending, state.subtracted, sent.step, state.inner, last, mean
         )
+        none, nothing = jnp.zeros_like(sent.packets), jnp.zeros_like(sent.factor)
         return found._replace(
             subtractions=[Subtraction(message, correction)],
-            state=nothing_pending(self, plan, found.state),
+            state=self.pending_state(plan, none, nothing, found.state),
         )
-
-
-def nothing_pending(exchange: Around, plan: Plan, inner: Any) -> HalvesState:
-    """The state before the first half: packets that every worker rejects."""
-    none = jnp.zeros((exchange.owners(), exchange.layout(plan).words), jnp.uint32)
-    none, nothing = axes.as_varying((none, jnp.zeros((), jnp.float32)), exchange.axis_name)
-    return HalvesState(none, nothing, inner)
 
 
 def _zero(blocks: int, n: int) -> SparseSum:

@@ -5,9 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from demo_optax.swarm import records
-from demo_optax.swarm.member import newest_claims
-from demo_optax.swarm.records import Claim, Damaged, Manifest
+from demo_optax.swarm.records import Manifest
+from demo_optax.swarm.slots import last_manifests, newest_claims, read_claim
 from demo_optax.swarm.snapshots import steps_of
 from demo_optax.swarm.store import Store, in_parallel
 
@@ -64,20 +63,11 @@ def read_history(store: Store, last: int | None = None) -> History:
       (3, ['paris'])
       >>> folder.cleanup()
     """
-    names = store.names("manifests")[-(last or 0) :]
-    found = in_parallel(store.get, [f"manifests/{name}" for name in names])
-    manifests = [Manifest.decode(data) for data in found if data is not None]
+    manifests = last_manifests(store, last)
     members = sorted({member for manifest in manifests for member in manifest.members})
-
-    def name_of(key: str) -> str:
-        try:
-            return records.from_json(Claim, store.get(key) or b"").worker
-        except Damaged:
-            return key
-
-    keys = [f"slots/{slot:03d}/{incarnation:06d}" for slot, incarnation in members]
-    of_members = dict(zip(members, in_parallel(name_of, keys), strict=True))
-    return History(manifests, of_members, steps_of(store))
+    claims = in_parallel(lambda member: read_claim(store, member), members)
+    names = {member: x.worker for member, x in zip(members, claims, strict=True)}
+    return History(manifests, names, steps_of(store))
 
 
 def status(store: Store, last: int = 200) -> str:
@@ -112,7 +102,7 @@ def draw(history: History, path: str) -> None:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install matplotlib.") from error
+        raise ImportError(f"to draw {path!r}, install matplotlib.") from error
     rows = sorted(set(history.names.values()))
     start = history.manifests[0].time
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")

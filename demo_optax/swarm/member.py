@@ -5,19 +5,18 @@ count. Whoever has all the packets that it waits for, or has waited long enough,
 """
 
 import collections
-import contextlib
-import functools
 import logging
 import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 from demo_optax import checks
 from demo_optax.swarm import records
-from demo_optax.swarm.records import Claim, Damaged, Manifest, Packet
+from demo_optax.swarm.records import Damaged, Manifest, Packet
+from demo_optax.swarm.slots import SwarmError, claim, read_claim
 from demo_optax.swarm.store import Store, in_parallel
 
 log = logging.getLogger("demo_optax.swarm")
@@ -26,10 +25,10 @@ FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
 SHORTEST_DEADLINE = 2.0
 STEPS_TO_WAIT = 3  # the deadline, in median steps
 REMEMBERED = 21  # steps whose durations make the median
+TOLD_EVERY = 5.0  # seconds, of what a worker waits for
+PATIENCE = 60.0  # seconds for which a read is tried again, where the store does not say
 
-
-class SwarmError(RuntimeError):
-    """A worker cannot go on with the others."""
+T = TypeVar("T")
 
 
 class Left(Exception):
@@ -42,7 +41,7 @@ class Round(NamedTuple):
     Attributes:
       manifest: which packets count.
       packets: their bytes, by slot; only this worker's own where they were ``swept``.
-      counts: whether this worker's packet is among them.
+      own: this worker's slot; None where its packet is not among them.
       late: names of workers that were waited for in vain.
       waited: seconds that this worker spent in the exchange.
       swept: whether packets are gone, because a later snapshot stands for them.
@@ -50,7 +49,7 @@ class Round(NamedTuple):
 
     manifest: Manifest
     packets: dict[int, bytes]
-    counts: bool
+    own: int | None
     late: tuple[str, ...]
     waited: float
     swept: bool
@@ -105,14 +104,16 @@ class Member:
         self.store, self.worker, self.slots = store, worker, slots
         self.min_workers, self.tell = min_workers, tell
         self._given_deadline = deadline
-        self._nonce = uuid.uuid4().hex
         self._durations: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
         self._last_time: float | None = None
         self._manifests: dict[int, Manifest] = {}
         self._hashes: dict[int, str] = {}
         self._held: dict[str, bytes] = {}
+        self._unfit: set[str] = set()
+        self._names: dict[tuple[int, int], str] = {}
         self._leaving = threading.Event()
-        self.slot, self.incarnation = self._claim()
+        self._reading = threading.RLock()  # with a delay, the exchange has a thread of its own
+        self.slot, self.incarnation = claim(store, worker, uuid.uuid4().hex, slots)
 
     @property
     def deadline(self) -> float:
@@ -145,27 +146,32 @@ class Member:
         began = time.monotonic()
         own = Packet(*self.me, records.sha256(packet))
         key = records.packet_key(step, own)
-        self._held = {key: packet}
+        self._held, self._unfit = {key: packet}, set()
         self.store.put(key, packet)
-        manifest, late = self._agree(step, began)
+        before = self.manifest(step - 1)
+        expected = before.members if before else frozenset()
+        manifest = self._agree(step, expected, len(packet), began)
         packets, swept = self._fetch(manifest)
         now = time.monotonic()
         if self._last_time is not None:
             self._durations.append(now - self._last_time)
         self._last_time = now
-        counts = own in manifest.packets
-        names = tuple(map(self.name_of, late))
-        return Round(manifest, packets, counts, names, now - began, swept)
+        late = tuple(map(self.name_of, self._late(manifest, expected)))
+        slot = self.slot if own in manifest.packets else None
+        return Round(manifest, packets, slot, late, now - began, swept)
 
-    def receive(self, step: int) -> Round | None:
-        """What others exchanged in a step; None if it is not decided."""
-        manifest = self.manifest(step)
-        if manifest is None:
-            return None
+    def receive(self, step: int) -> Round:
+        """What others exchanged in a step that is decided.
+
+        Raises:
+          SwarmError, StoreError: it cannot be read.
+          Left: `leave` was called meanwhile.
+        """
         self._held = {}
         self._last_time = None  # the next step's duration would be that of catching up
+        manifest = self._decided(step)
         packets, swept = self._fetch(manifest)
-        return Round(manifest, packets, False, (), 0.0, swept)
+        return Round(manifest, packets, None, (), 0.0, swept)
 
     def manifest(self, step: int) -> Manifest | None:
         """Which packets count in a step; None if it is not decided.
@@ -174,17 +180,43 @@ class Member:
           SwarmError: another process has taken this worker's slot, or the store holds something
             else than a manifest of this run.
         """
-        if step in self._manifests:
-            return self._manifests[step]
-        data = self.store.get(records.manifest_key(step))
-        if data is None:
-            return None
+        with self._reading:
+            if step in self._manifests:
+                return self._manifests[step]
+            data = self.store.get(records.manifest_key(step))
+            if data is None:
+                return None
+            found = self._checked(step, data)
+            self._manifests[step], self._hashes[step] = found, records.sha256(data)
+            for old in [n for n in self._manifests if n < step - 1]:
+                del self._manifests[old], self._hashes[old]
+            return found
+
+    def announce(self, step: int) -> None:
+        """Asks the others to wait for this worker's packet in a step."""
+        self.store.put(records.mark_key(step, self.me, "here"), b"")
+
+    def leave(self, step: int | None = None) -> None:
+        """Ends a wait; with the next step's number it also tells the others not to wait."""
+        self._leaving.set()
+        if step is not None:
+            for number in step, step + 1:  # a packet of this step may be under way
+                self.store.put(records.mark_key(number, self.me, "left"), b"")
+
+    def name_of(self, member: tuple[int, int]) -> str:
+        """The name of the worker with this slot and incarnation."""
+        if member not in self._names:
+            self._names[member] = read_claim(self.store, member).worker
+        return self._names[member]
+
+    def _checked(self, step: int, data: bytes) -> Manifest:
+        """A manifest that follows from the one before."""
         try:
             found = Manifest.decode(data)
         except Damaged as error:
-            raise SwarmError(f"step {step}: {error}") from error
-        before = self._hashes.get(step - 1)
-        if found.step != step or (before is not None and found.previous != before):
+            raise SwarmError(f"the manifest of step {step}: {error}") from error
+        before = self._hashes.get(step - 1, found.previous)
+        if found.step != step or found.previous != before or found.packets[-1].slot >= self.slots:
             raise SwarmError(
                 f"the manifest of step {step} does not follow from that of step {step - 1}: two "
                 "runs share this place in the store, or somebody changed it. Use another place."
@@ -195,55 +227,40 @@ class Member:
                     f"another process is worker {self.worker!r} now, or has taken its slot "
                     f"{self.slot}: give every process a --worker name of its own."
                 )
-        self._manifests[step], self._hashes[step] = found, records.sha256(data)
-        for old in [n for n in self._manifests if n < step - 1]:
-            del self._manifests[old], self._hashes[old]
         return found
 
-    def announce(self, step: int) -> None:
-        """Asks the others to wait for this worker's packet in a step."""
-        self.store.put(f"{records.step_folder(step)}/{records.member_name(self.me)}.here", b"")
-
-    def leave(self, step: int | None = None) -> None:
-        """Ends a wait; with the next step's number it also tells the others not to wait."""
-        self._leaving.set()
-        if step is not None:
-            self.store.put(f"{records.step_folder(step)}/{records.member_name(self.me)}.left", b"")
-
-    def name_of(self, member: tuple[int, int]) -> str:
-        """The name of the worker with this slot and incarnation."""
-        return self.worker if member == self.me else _name_of(self.store, *member)
-
-    def _agree(self, step: int, began: float) -> tuple[Manifest, list[tuple[int, int]]]:
-        """The manifest that stands, and who was waited for in vain."""
-        before = self.manifest(step - 1)
-        expected = before.members if before else frozenset()
+    def _agree(
+        self, step: int, expected: frozenset[tuple[int, int]], size: int, began: float
+    ) -> Manifest:
+        """The manifest that stands."""
         pause, told = 0.002, began
         while True:
-            if self._leaving.is_set():
-                raise Left
+            self._end_if_leaving()
             if (decided := self.manifest(step)) is not None:
-                return decided, []
-            found = records.read_folder(self.store.names(records.step_folder(step)), self.slots)
-            arrived = frozenset(packet.member for packet in found.packets.values())
+                return decided
+            found = self._present(step)
+            self._read(step, found.packets.values(), size)
+            here = {n: x for n, x in found.packets.items() if self._holds(step, x)}
+            arrived = frozenset(packet.member for packet in here.values())
             newest = dict(sorted(arrived | found.here))
             missing = sorted(
                 member
                 for member in (expected | found.here) - found.left - arrived
                 if newest.get(member[0], 0) <= member[1]
             )
-            self._prefetch(step, found.packets)
             now = time.monotonic()
             enough = len(arrived) >= self.min_workers
             if enough and (not missing or now - began >= self.deadline):
-                return self._propose(step, found.packets), missing
-            if now - told > 5:
+                return self._propose(step, here)
+            if now - told > TOLD_EVERY:
                 told = now
                 self.tell(self._why_it_waits(step, missing, len(arrived), now - began))
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
-    def _why_it_waits(self, step: int, missing, arrived: int, waited: float) -> str:
+    def _why_it_waits(
+        self, step: int, missing: list[tuple[int, int]], arrived: int, waited: float
+    ) -> str:
         if arrived < self.min_workers:
             return (
                 f"step {step}: {arrived} of at least {self.min_workers} workers are here; waits "
@@ -257,131 +274,74 @@ class Member:
         previous = self._hashes.get(step - 1, "")
         proposed = Manifest(step, named, previous, time.time())
         self.store.create(records.manifest_key(step), proposed.encode())
-        return self._read(step)
+        return self._decided(step)
 
-    def _read(self, step: int) -> Manifest:
-        """The manifest of a step that is decided, which a list may show before a read does."""
+    def _decided(self, step: int) -> Manifest:
+        """The manifest of a step that has one, though the store may not show it at once."""
         return self._retry(f"the manifest of step {step}", lambda: self.manifest(step))
 
-    def _prefetch(self, step: int, packets: dict[int, Packet]) -> None:
-        """Reads packets before it is decided that they count."""
-        keys = {records.packet_key(step, packet): packet for packet in packets.values()}
-        wanted = [key for key in keys if key not in self._held]
+    def _late(
+        self, manifest: Manifest, expected: frozenset[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Who was expected in a step, does not count, and had not said that it leaves."""
+        absent = expected - manifest.members - {self.me}
+        return sorted(absent - self._present(manifest.step).left) if absent else []
+
+    def _present(self, step: int) -> records.Present:
+        return records.read_folder(self.store.names(records.step_folder(step)), self.slots)
+
+    def _holds(self, step: int, packet: Packet) -> bool:
+        return records.packet_key(step, packet) in self._held
+
+    def _read(self, step: int, packets: Iterable[Packet], size: int | None = None) -> None:
+        """Reads packets that are not at hand, and keeps those with the right hash and size."""
+        keys = {records.packet_key(step, packet): packet.sha256 for packet in packets}
+        wanted = [key for key in keys if key not in self._held and key not in self._unfit]
         for key, data in zip(wanted, in_parallel(self.store.get, wanted), strict=True):
-            if data is not None and records.sha256(data) == keys[key].sha256:
+            if data is None:
+                continue
+            if records.sha256(data) == keys[key] and size in (None, len(data)):
                 self._held[key] = data
+            elif size is not None:
+                self._unfit.add(key)
 
     def _fetch(self, manifest: Manifest) -> tuple[dict[int, bytes], bool]:
         """All packets that count, and whether they were swept: then those that are at hand.
 
         Whoever cannot read one that was not swept must not go on.
         """
-        named = {packet.slot: packet for packet in manifest.packets}
-        keys = {n: records.packet_key(manifest.step, packet) for n, packet in named.items()}
+        keys = {x.slot: records.packet_key(manifest.step, x) for x in manifest.packets}
+        self._unfit = set()
 
         def attempt() -> tuple[dict[int, bytes], bool] | None:
-            self._prefetch(manifest.step, named)
+            self._read(manifest.step, manifest.packets)
             held = {slot: self._held[key] for slot, key in keys.items() if key in self._held}
             swept = len(held) < len(keys) and is_swept(self.store, manifest.step)
             return (held, swept) if swept or len(held) == len(keys) else None
 
         return self._retry(f"a packet that counts in step {manifest.step}", attempt)
 
-    def _retry(self, what: str, attempt: Callable):
+    def _retry(self, what: str, attempt: Callable[[], T | None]) -> T:
         started, pause = time.monotonic(), 0.01
+        patience = getattr(self.store, "patience", PATIENCE)
         while (found := attempt()) is None:
-            if time.monotonic() - started > self.store_patience:
+            self._end_if_leaving()
+            if time.monotonic() - started > patience:
                 raise SwarmError(
-                    f"{what} cannot be read since {self.store_patience:.0f} s, or holds other "
-                    "bytes than its hash says. Start this worker again: it joins from a snapshot."
+                    f"{what} cannot be read since {patience:.0f} s, or holds other bytes than its "
+                    "hash says. Make sure that the store is well, and start this worker again: it "
+                    "joins from a snapshot."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
         return found
 
-    @property
-    def store_patience(self) -> float:
-        """Seconds for which a read is tried again."""
-        return getattr(self.store, "patience", 60.0)
-
-    def _claim(self) -> tuple[int, int]:
-        """Takes a slot: its own of before, a free one, or one whose worker is gone longest."""
-        for _ in range(100):
-            newest = newest_claims(self.store)
-            slot = self._wanted_slot(newest)
-            incarnation = newest[slot][0] + 1 if slot in newest else 1
-            claim = Claim(self.worker, self._nonce, time.time())
-            key = f"slots/{slot:03d}/{incarnation:06d}"
-            with contextlib.suppress(Damaged):
-                data = (
-                    self.store.get(key)
-                    if not self.store.create(key, records.to_json(claim))
-                    else None
-                )
-                if data is None or records.from_json(Claim, data).nonce == self._nonce:
-                    return slot, incarnation
-        raise SwarmError(f"{self.worker} found no slot in 100 tries: start it again.")
-
-    def _is_mine(self, key: str) -> bool:
-        """Whether a claim is this process's own, whose answer was lost on its way."""
-        data = self.store.get(key)
-        with contextlib.suppress(Damaged):
-            return data is not None and records.from_json(Claim, data).nonce == self._nonce
-        return False
-
-    def _wanted_slot(self, newest: dict[int, tuple[int, Claim]]) -> int:
-        own = [slot for slot, (_, claim) in newest.items() if claim.worker == self.worker]
-        own = [slot for slot in own if slot < self.slots]
-        free = [slot for slot in range(self.slots) if slot not in newest]
-        if own or free:
-            return (own or free)[0]
-        active = {packet.slot for packet in (last_manifest(self.store) or _NONE).packets}
-        gone = [slot for slot in range(self.slots) if slot not in active]
-        if not gone:
-            names = ", ".join(newest[slot][1].worker for slot in sorted(active))
-            raise SwarmError(
-                f"all {self.slots} slots are taken, by {names}: stop a worker, or start all of "
-                "them again in a new place with more slots."
-            )
-        return min(gone, key=lambda slot: newest[slot][1].time)
-
-
-_NONE = Manifest(-1, (), "", 0.0)
-
-
-@functools.lru_cache(1024)
-def _name_of(store: Store, slot: int, incarnation: int) -> str:
-    data = store.get(f"slots/{slot:03d}/{incarnation:06d}")
-    with contextlib.suppress(Damaged):
-        if data is not None:
-            return records.from_json(Claim, data).worker
-    return f"slot {slot}"
-
-
-def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:
-    """Of each slot that was ever claimed, its newest incarnation and claim."""
-    newest: dict[int, int] = {}
-    for name in store.names("slots"):
-        slot, _, incarnation = name.partition("/")
-        if slot.isdecimal() and incarnation.isdecimal():
-            newest[int(slot)] = max(int(incarnation), newest.get(int(slot), 0))
-    found = {}
-    for slot, incarnation in newest.items():
-        data = store.get(f"slots/{slot:03d}/{incarnation:06d}")
-        with contextlib.suppress(Damaged):
-            if data is not None:
-                found[slot] = incarnation, records.from_json(Claim, data)
-    return found
+    def _end_if_leaving(self) -> None:
+        if self.leaving:
+            raise Left(f"worker {self.worker!r} was asked to leave: call close().")
 
 
 def is_swept(store: Store, step: int) -> bool:
     """Whether a step's packets may be gone, because two later snapshots are there."""
     later = [name for name in store.names("snapshots") if name.endswith(".json")]
-    return sum(int(name[:8]) > step for name in later) > 1
-
-
-def last_manifest(store: Store) -> Manifest | None:
-    """The manifest of the last step that is decided."""
-    names = store.names("manifests")
-    data = store.get(f"manifests/{names[-1]}") if names else None
-    return Manifest.decode(data) if data else None
+    return sum((records.step_of(name) or 0) > step for name in later) > 1

@@ -16,17 +16,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from demo_optax._decoupled_momentum import MESSAGE_WEIGHT
+from demo_optax._decoupled_momentum import MESSAGE_WEIGHT, DecoupledMomentumState
 from demo_optax.arrays import IntScalar, unboxed
 from demo_optax.axes import AxisName
+from demo_optax.compression.transforms import is_redrawn
 from demo_optax.exchange import Delayed, Exchange, Opened, Received, Sealed
-from demo_optax.exchange.delayed import DelayedState
-from demo_optax.exchange.halves import HalvesState
+from demo_optax.exchange.around import PendingState
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.gradients import WorkerGradients, stacked_gradients
 from demo_optax.parallel.layout import Layout, find_layout
 from demo_optax.participation import PARTICIPATES
+from demo_optax.swarm import records
+from demo_optax.swarm.lead import to_devices
 
 MakeOptimizer = Callable[[Exchange], optax.GradientTransformation]
 
@@ -65,6 +67,19 @@ class Stepped(NamedTuple):
     exchange: ExchangeMetrics
 
 
+class Fingerprint(NamedTuple):
+    """Which program opens the packets.
+
+    Attributes:
+      device: the kind of device, JAX's version and settings, and the mesh: what the program's text
+        depends on beside the optimizer.
+      program: SHA-256 of its text.
+    """
+
+    device: str
+    program: str
+
+
 class Programs(NamedTuple):
     """Compiled programs, and what they need.
 
@@ -77,6 +92,8 @@ class Programs(NamedTuple):
         parameters. None with a delay.
       apply: the second half: of parameters, state and what arrived. With a delay the whole update:
         of what is `Own`, parameters, state and what arrived.
+      fingerprint: of ``apply``.
+      batch: shapes and dtypes.
     """
 
     template: optax.GradientTransformation
@@ -85,6 +102,8 @@ class Programs(NamedTuple):
     gradients: Callable[..., WorkerGradients]
     seal: Callable[..., Any] | None
     apply: Callable[..., Stepped]
+    fingerprint: Fingerprint
+    batch: Any
 
 
 def compile_programs(
@@ -109,7 +128,7 @@ def compile_programs(
     shard_axes = shards.sharded_axes(unboxed(layout.params))
     number = int(np.prod([mesh.shape[name] for name in shard_axes], dtype=int))
     state = jax.eval_shape(functools.partial(worker_axis.init_stacked, template, layout), params)
-    shape = number, slots, pending_packets(state).shape[-1]
+    shape = number, slots, pending_state(state).pending.shape[-1]
     gradients_of = stacked_gradients(
         loss_fn,
         mesh,
@@ -124,7 +143,8 @@ def compile_programs(
     def given(packets, slot) -> optax.GradientTransformation:
         return make_optimizer(around(Received(axis_name, packets, slot, shard_axes, norm_limit)))
 
-    def with_arrived(updates, state, params=None, *, arrived, **extra_args) -> Any:
+    def with_arrived(updates, state, params=None, **extra_args) -> Any:
+        arrived = extra_args.pop("arrived")
         return given(*arrived).update(updates, state, params, **extra_args)
 
     opening = optax.GradientTransformationExtraArgs(template.init, with_arrived)
@@ -165,12 +185,15 @@ def compile_programs(
     of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
     arrived = Arrived(jax.ShapeDtypeStruct(shape, jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
 
-    def compiled(fn, args, specs, donated):
+    def lowered(fn, args, specs, donated):
         shapes = jax.eval_shape(lambda *x: x, *args)
         placed = shards.shardings(mesh, jax.tree.broadcast(tuple(specs), shapes))
         shapes = jax.tree.map(lambda x, y: x.update(sharding=y), shapes, placed)
-        program = jax.jit(fn, donate_argnums=donated).lower(*shapes).compile()
-        return lambda *args: program(*jax.device_put(args, placed))
+        return jax.jit(fn, donate_argnums=donated).lower(*shapes), placed
+
+    def compiled(program, placed):
+        program = program.compile()
+        return lambda *args: program(*to_devices(args, placed))
 
     shared, of_shared = (params, state, arrived), (layout.params, layout.state, P())
     stacked = jax.eval_shape(gradients, params, batch).gradients
@@ -178,31 +201,51 @@ def compile_programs(
     own = Own(stacked, jax.ShapeDtypeStruct((1,), bool), one)
     of_own = Own(shards.stacked_specs(layout.params, axis_name), P(axis_name), P(axis_name))
     if delay:
-        applied = compiled(apply, (own, *shared), (of_own, *of_shared), (1, 2))
+        applying = lowered(apply, (own, *shared), (of_own, *of_shared), (1, 2))
         sealed = None
     else:
-        applied = compiled(open_packets, shared, of_shared, (0, 1))
+        applying = lowered(open_packets, shared, of_shared, (0, 1))
         specs = of_own, layout.state, layout.params
-        sealed = compiled(seal, (own, state, params), specs, (1,))
-    found = compiled(gradients, (params, batch), (layout.params, of_batch), ())
-    return Programs(template, layout, shape, found, sealed, applied)
+        sealed = compiled(*lowered(seal, (own, state, params), specs, (1,)))
+    found = compiled(*lowered(gradients, (params, batch), (layout.params, of_batch), ()))
+    applied = compiled(*applying)
+    fingerprint = Fingerprint(_device(mesh), records.sha256(applying[0].as_text().encode()))
+    return Programs(template, layout, shape, found, sealed, applied, fingerprint, shapes_of(batch))
 
 
-def pending_packets(opt_state) -> Any:
-    """The packets of the step that are under way, in the state of the one decoupled momentum.
+def shapes_of(tree) -> Any:
+    """Shapes and dtypes of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def pending_state(opt_state) -> PendingState:
+    """What is under way, in the state of the one decoupled momentum.
 
     Raises:
-      ValueError: the optimizer has none, or several.
+      ValueError: the optimizer has none, or several; or its momentum has another basis in each
+        step, so that a worker that jumps to a snapshot could not go on with its own.
     """
 
-    def is_pending(x) -> bool:
-        return isinstance(x, HalvesState | DelayedState)
+    def is_momentum(x) -> bool:
+        return isinstance(x, DecoupledMomentumState)
 
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_pending) if is_pending(x)]
-    if len(found) != 1:
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_momentum) if is_momentum(x)]
+    if len(found) != 1 or not isinstance(found[0].exchange, PendingState):
         raise ValueError(
             f"a swarm needs an optimizer with one decoupled momentum, but this one has "
-            f"{len(found)}. Make it with the exchange that it is given, as in lambda exchange: "
-            "demo_optax.demo_scaled(3e-3, exchange=exchange)."
+            f"{len(found)}, of another exchange. Make it with the exchange that it is given, as in "
+            "lambda exchange: demo_optax.demo_scaled(3e-3, exchange=exchange)."
         )
-    return found[0].pending
+    if is_redrawn(found[0].coordinates.transform):
+        raise ValueError(
+            f"transform={found[0].coordinates.transform!r} gives the momentum another basis in each"
+            ' step, but a worker that was away skips steps: use "dct" or "randomized-dct".'
+        )
+    return found[0].exchange
+
+
+def _device(mesh: Mesh) -> str:
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    kind = mesh.devices.flat[0].platform
+    return f"{kind}, jax {jax.__version__}, mesh {dict(mesh.shape)}, {precision=}, {x64=}"

@@ -67,14 +67,7 @@ class Manifest(NamedTuple):
 
     def encode(self) -> bytes:
         """As JSON."""
-        return json.dumps(
-            {
-                "step": self.step,
-                "packets": [list(packet) for packet in self.packets],
-                "previous": self.previous,
-                "time": self.time,
-            }
-        ).encode()
+        return json.dumps(self._asdict()).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Manifest":
@@ -83,16 +76,17 @@ class Manifest(NamedTuple):
         Raises:
           Damaged: it is none.
         """
-        try:
-            found = json.loads(data)
-            packets = tuple(Packet(int(a), int(b), str(c)) for a, b, c in found["packets"])
-            made = cls(int(found["step"]), packets, str(found["previous"]), float(found["time"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise Damaged(f"a manifest cannot be read: {data[:80]!r}") from error
-        slots = [packet.slot for packet in made.packets]
-        if slots != sorted(set(slots)):
-            raise Damaged(f"a manifest names slots twice, or out of order: {slots}")
-        return made
+        step, packets, previous, seconds = _values(data, cls._fields)
+        _require(isinstance(packets, list) and len(packets) > 0, data)
+        _require(all(isinstance(x, list) and len(x) == 3 for x in packets), data)
+        named = tuple(Packet(*x) for x in packets)
+        for slot, incarnation, digest in named:
+            _require(_is_count(slot) and _is_count(incarnation) and _is_hash(digest), data)
+        slots = [packet.slot for packet in named]
+        _require(slots == sorted(set(slots)), data)
+        _require(_is_count(step) and (previous == "" or _is_hash(previous)), data)
+        _require(_is_time(seconds), data)
+        return cls(step, named, previous, float(seconds))
 
 
 class Claim(NamedTuple):
@@ -130,21 +124,83 @@ def to_json(record: Claim | SnapshotIndex) -> bytes:
     return json.dumps(record._asdict()).encode()
 
 
-def from_json(kind: type[Any], data: bytes) -> Any:
-    """A record of a kind.
+def read_claim(data: bytes) -> Claim:
+    """A claim, from JSON.
+
+    Raises:
+      Damaged: it is none.
+    """
+    worker, nonce, seconds = _values(data, Claim._fields)
+    _require(isinstance(worker, str) and isinstance(nonce, str) and _is_time(seconds), data)
+    return Claim(worker, nonce, seconds)
+
+
+def read_index(data: bytes) -> SnapshotIndex:
+    """The index of a snapshot, from JSON.
+
+    Raises:
+      Damaged: it is none.
+    """
+    step, folder, files, digest = _values(data, SnapshotIndex._fields)
+    _require(_is_count(step) and isinstance(files, dict) and _is_hash(digest), data)
+    _require(all(map(_is_hash, files.values())), data)
+    _require(isinstance(folder, str) and folder.startswith(f"snapshots/{step:08d}/"), data)
+    _require(
+        all(".." not in x.split("/") and not x.startswith("/") for x in [folder, *files]), data
+    )
+    return SnapshotIndex(step, folder, files, digest)
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """A JSON object.
 
     Raises:
       Damaged: it is none.
     """
     try:
-        return kind(**json.loads(data))
-    except (ValueError, TypeError) as error:
-        raise Damaged(f"not a {kind.__name__}: {data[:80]!r}") from error
+        found: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    _require(isinstance(found, dict), data)
+    return found
+
+
+def _values(data: bytes, names: Sequence[str]) -> list[Any]:
+    found = parsed(data)
+    return [found.get(name) for name in names]
+
+
+def _require(holds: bool, data: bytes) -> None:
+    if not holds:
+        raise Damaged(
+            f"{data[:80]!r} in the store was not written by a worker of this version: use a place "
+            "of its own for each run."
+        )
+
+
+def _is_count(x: Any) -> bool:
+    return type(x) is int and 0 <= x < 2**31
+
+
+def _is_hash(x: Any) -> bool:
+    return isinstance(x, str) and _HASH.fullmatch(x) is not None
+
+
+def _is_time(x: Any) -> bool:
+    return type(x) in (int, float) and 0 <= x < 2**53
+
+
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 def sha256(data: bytes) -> str:
     """Of the bytes, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+def claim_key(member: tuple[int, int]) -> str:
+    """The key of a claim, by slot and incarnation."""
+    return f"slots/{member[0]:03d}/{member[1]:06d}"
 
 
 def step_folder(step: int) -> str:
@@ -167,6 +223,11 @@ def member_name(member: tuple[int, int]) -> str:
     return f"{member[0]:03d}.{member[1]:06d}"
 
 
+def mark_key(step: int, member: tuple[int, int], mark: str) -> str:
+    """The key by which a worker says that it is ``here`` for a step, or has ``left``."""
+    return f"{step_folder(step)}/{member_name(member)}.{mark}"
+
+
 def packet_key(step: int, packet: Packet) -> str:
     """The key of a packet."""
     return f"{step_folder(step)}/{member_name(packet.member)}.{packet.sha256}.packet"
@@ -184,6 +245,12 @@ class Present(NamedTuple):
     packets: dict[int, Packet]
     here: frozenset[tuple[int, int]]
     left: frozenset[tuple[int, int]]
+
+
+def step_of(name: str) -> int | None:
+    """The step that the first part of a name is of: ``00000042/…``; None for other names."""
+    found = re.match(r"(\d{8,})(?:[/.]|$)", name)
+    return int(found[1]) if found else None
 
 
 _NAME = re.compile(r"(\d{3,})\.(\d{6,})\.(?:(here|left)|([0-9a-f]{64})\.packet)")

@@ -18,6 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("a swarm needs obstore: pip install 'demo_optax[swarm]'.") from error
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 log = logging.getLogger("demo_optax.swarm")
@@ -158,15 +159,15 @@ class ObjectStore:
                 failing = time.monotonic() - started
                 if isinstance(error, PermissionDeniedError) or failing > self.patience:
                     raise StoreError(
-                        f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Every "
-                        "worker needs to read, list, write and delete there."
+                        f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Give "
+                        "every worker the right to read, list, write and delete there."
                     ) from error
                 log.warning("cannot %s, tries again: %s", what, reason)
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
 
 
-def in_parallel(fn: Callable[[str], T], keys: Iterable[str]) -> list[T]:
+def in_parallel(fn: Callable[[K], T], keys: Iterable[K]) -> list[T]:
     """``fn`` of each key, several at once."""
     keys = list(keys)
     if len(keys) < 2:

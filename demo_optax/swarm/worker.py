@@ -2,14 +2,12 @@
 
 import contextlib
 import functools
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -17,19 +15,21 @@ from demo_optax import checks
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics
 from demo_optax.parallel import shards, worker_axis
-from demo_optax.swarm import snapshots
-from demo_optax.swarm.member import Member, Round, SwarmError
+from demo_optax.swarm import agreement, snapshots
+from demo_optax.swarm.lead import by_lead, is_lead, to_devices, to_host
+from demo_optax.swarm.member import Member, Round
 from demo_optax.swarm.programs import (
     Arrived,
     MakeOptimizer,
     Own,
     Programs,
     compile_programs,
-    pending_packets,
+    pending_state,
+    shapes_of,
 )
-from demo_optax.swarm.records import Damaged, SnapshotIndex
-
-SNAPSHOT_PATIENCE = 60.0  # seconds in which a snapshot that is due should appear
+from demo_optax.swarm.records import Damaged
+from demo_optax.swarm.slots import SwarmError
+from demo_optax.swarm.snapshot_turns import SnapshotTurns
 
 
 class SwarmMetrics(NamedTuple):
@@ -71,7 +71,8 @@ class SwarmWorker:
         ``lambda exchange: demo_optax.demo_scaled(3e-3, exchange=exchange)``.
       mesh: of this worker: ``axis_name`` has size 1, other axes share the worker's batch and hold
         its parameters whole or sharded.
-      member: this worker's place in the swarm.
+      member: this worker's place in the swarm. A worker may have several processes, those of one
+        JAX job: then the first has the place, and the others have None.
       axis_name: an axis of size 1.
       delay: 1 exchanges packets while the next step computes its gradient, as `demo_optax.Delayed`.
       snapshot_every: steps between two snapshots; the same for all workers.
@@ -93,7 +94,7 @@ class SwarmWorker:
         loss_fn: Callable,
         make_optimizer: MakeOptimizer,
         mesh: Mesh,
-        member: Member,
+        member: Member | None,
         axis_name: AxisName = "data",
         *,
         delay: int = 0,
@@ -108,17 +109,22 @@ class SwarmWorker:
     ):
         checks.one_of("delay", delay, (0, 1))
         checks.static_integer("snapshot_every", snapshot_every, at_least=1)
+        checks.in_interval("weight", np.float32(weight), f"[{np.finfo(np.float32).tiny}, inf)")
         if (workers := shards.num_workers(mesh, axis_name)) != 1:
             raise ValueError(
-                f"the mesh holds {workers} workers along {axis_name!r}, but a process of a swarm "
-                "is one worker: give the axis the size 1, and the devices to another axis, whose "
-                "devices share the worker's batch."
+                f"the mesh holds {workers} workers along {axis_name!r}, but a swarm's worker is "
+                "one: give the axis the size 1, and the devices to another axis, whose devices "
+                "share the worker's batch."
             )
-        self.member, self.mesh, self.axis_name = member, mesh, axis_name
-        self.delay, self.every = bool(delay), snapshot_every
-        self.number = 0
+        if (member is not None) != is_lead():
+            raise ValueError(
+                f"member={member} in process {jax.process_index()} of the worker: give a Member "
+                "to the first process, and None to the others."
+            )
+        self._member, self.mesh = member, mesh
+        slots = by_lead(lambda: self.member.slots)
+        self.delay, self.every, self.number = bool(delay), snapshot_every, 0
         self.seconds_compiling = 0.0
-        checks.in_interval("weight", weight, "(0, inf)")
         self._weight = np.array([weight], np.float32)
         self._compile = functools.partial(
             compile_programs,
@@ -126,7 +132,7 @@ class SwarmWorker:
             make_optimizer,
             mesh,
             axis_name,
-            slots=member.slots,
+            slots=slots,
             delay=self.delay,
             norm_limit=norm_limit,
             param_specs=param_specs,
@@ -134,13 +140,20 @@ class SwarmWorker:
             microbatches=microbatches,
             clip_norm=clip_norm,
         )
-        self._facts = {"snapshot_every": snapshot_every, "slots": member.slots, "delay": delay}
+        self._facts = {"snapshot_every": snapshot_every, "slots": slots, "delay": delay}
         self._facts |= dict(facts or {})
         self._exchanging = ThreadPoolExecutor(1, "exchange")
-        self._writing = ThreadPoolExecutor(1, "snapshots")
+        self._turns = SnapshotTurns(member, snapshot_every) if member else None
         self._sent: Future[Round] | None = None
-        self._compared: Future | None = None
         self._programs: Programs | None = None
+        self._stopped: BaseException | None = None
+
+    @property
+    def member(self) -> Member:
+        """This worker's place in the swarm, in its first process."""
+        if self._member is None:
+            raise SwarmError(f"process {jax.process_index()} has no place: use the first process.")
+        return self._member
 
     def begin(self, params, batch) -> tuple[Any, Any]:
         """Joins: compiles, takes over the last snapshot, and catches up with the others.
@@ -155,68 +168,109 @@ class SwarmWorker:
         Raises:
           SwarmError: the run has other settings, or another model.
         """
-        started = time.monotonic()
-        self._programs = self._compile(params, batch)
-        self.seconds_compiling = time.monotonic() - started
-        layout = self._programs.layout
-        self._require_same({"packets": list(self._programs.shape[::2]), **self._facts})
-        params = jax.device_put(params, shards.shardings(self.mesh, layout.params))
-        opt_state = worker_axis.init_stacked(self._programs.template, layout, params)
-        params, opt_state = self._jump(params, opt_state)
-        params, opt_state, _ = self._catch_up(params, opt_state)
-        self.member.announce(self.number)
-        return params, opt_state
+        with self._stops_at_errors():
+            started = time.monotonic()
+            self._programs = programs = self._compile(params, batch)
+            self.seconds_compiling = time.monotonic() - started
+            layout = programs.layout
+            params = to_devices(params, shards.shardings(self.mesh, layout.params))
+            opt_state = worker_axis.init_stacked(programs.template, layout, params)
+            facts = agreement.facts_of(params, opt_state) | self._facts
+            by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
+            params, opt_state = self._jump(params, opt_state)
+            params, opt_state, _ = self._catch_up(params, opt_state)
+            self._announce()
+            return params, opt_state
 
     def step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
         """A step with a batch of this worker; and those that the others took meanwhile, if any.
 
-        The arrays are given away. Each worker should read other batches than the rest.
+        The arrays are given away. Each worker should read other batches than the rest. After an
+        error this worker cannot go on: start its process again.
 
         Raises:
+          ValueError: the batch has other shapes than that of `begin`.
           SwarmError, StoreError: this worker cannot go on.
           Left: ``member.leave()`` was called while it waited.
         """
+        if (given := shapes_of(batch)) != (expected := self._require_begun().batch):
+            raise ValueError(
+                f"the batch has {given}, but that of begin() had {expected}: give every step "
+                "batches of one shape, or begin again in a new process."
+            )
+        with self._stops_at_errors():
+            return self._step(params, opt_state, batch)
+
+    def close(self) -> None:
+        """Tells the others not to wait for this worker, and finishes what it writes."""
+        if self._turns is None:
+            return
+        with contextlib.suppress(OSError):
+            self.member.leave(self.number)
+        self._exchanging.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
+
+    def __enter__(self) -> "SwarmWorker":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _stops_at_errors(self) -> Iterator[None]:
+        """After an error nobody knows which half of a step was done."""
+        if self._stopped is not None:
+            raise SwarmError(
+                f"this worker stopped at an error before: {self._stopped!r}. Start its process "
+                "again, so that it joins from a snapshot; call nothing but close() here."
+            )
+        try:
+            yield
+        except BaseException as error:
+            self._stopped = error
+            raise
+
+    def _step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
         programs, began = self._require_begun(), time.monotonic()
-        number, drift = self.number, 0.0
-        if (index := self._to_adopt()) is not None:
-            params, opt_state, drift = self._adopt(index, params, opt_state)
-            number = self.number
+        params, opt_state, drift = self._adopt(params, opt_state)
+        number = self.number
         found = programs.gradients(params, batch)
-        own = Own(found.gradients, jnp.isfinite(found.norm), self._weight)
+        norm = to_host(found.norm)
+        own = Own(found.gradients, np.isfinite(norm), self._weight)
+        ready = time.monotonic()
         if self.delay:
-            jax.block_until_ready(found.gradients)
-            ready = time.monotonic()
             round_ = self._pending_round()
-            if round_ is not None and round_.swept:
+            if round_ is not None and round_.swept:  # the others are far ahead
                 params, opt_state = self._apply_alone(round_, params, opt_state)
                 params, opt_state = self._jump(params, opt_state)
                 params, opt_state, _ = self._catch_up(params, opt_state)
-                return self.step(params, opt_state, batch)
+                return self._step(params, opt_state, batch)
             waited = time.monotonic() - ready
             arrived = self._arrived(round_)
             params, opt_state, exchange = programs.apply(own, params, opt_state, arrived)
             packet = self._packet(opt_state)
-            self._sent = self._exchanging.submit(self.member.exchange, number, packet)
+            self._send(number, packet)
         else:
+            assert programs.seal is not None
             opt_state = programs.seal(own, opt_state, params)
             packet = self._packet(opt_state)
-            ready = time.monotonic()
-            round_ = self.member.exchange(number, packet)
+            round_ = by_lead(lambda: self.member.exchange(number, packet))
             waited = round_.waited
             params, opt_state, exchange = programs.apply(params, opt_state, self._arrived(round_))
         self.number += 1
-        self._snapshot(params, opt_state, round_)
         replayed = 0
-        if round_ is not None and round_.swept:
-            params, opt_state = self._jump(params, opt_state)
-        if round_ is not None and not round_.counts:
-            params, opt_state, replayed = self._catch_up(params, opt_state)
-            if ready - began < self.member.deadline:
-                self.member.announce(self.number)
+        if round_ is not None:
+            if round_.swept:
+                params, opt_state = self._jump(params, opt_state)
+            else:
+                self._take_snapshot(params, opt_state, round_)
+            if round_.own is None:
+                params, opt_state, replayed = self._catch_up(params, opt_state)
+                self._announce(unless_slower_than=ready - began)
         metrics = SwarmMetrics(
             step=number,
-            loss=float(found.loss[0]),
-            gradient_norm=float(found.norm[0]),
+            loss=float(to_host(found.loss)[0]),
+            gradient_norm=float(norm[0]),
             exchange=exchange,
             members=self._names(round_),
             late=round_.late if round_ else (),
@@ -227,41 +281,22 @@ class SwarmWorker:
         )
         return params, opt_state, metrics
 
-    def close(self) -> None:
-        """Tells the others not to wait for this worker, and finishes what it writes."""
-        with contextlib.suppress(OSError):
-            self.member.leave(self.number)
-        self._exchanging.shutdown(wait=False, cancel_futures=True)
-        self._writing.shutdown(wait=True)
-
-    def __enter__(self) -> "SwarmWorker":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
     def _require_begun(self) -> Programs:
         if self._programs is None:
             raise SwarmError("call begin(params, batch) before the first step.")
         return self._programs
 
-    def _require_same(self, facts: dict[str, Any]) -> None:
-        own = {name: str(value) for name, value in facts.items()}
-        self.member.store.create("run.json", json.dumps(own).encode())
-        run = json.loads(self.member.store.get("run.json") or b"{}")
-        different = [
-            f"{name} is {run.get(name)} there and {own.get(name)} here"
-            for name in sorted(run.keys() | own.keys())
-            if run.get(name) != own.get(name)
-        ]
-        if different:
-            raise SwarmError(
-                f"the run there has other settings: {'; '.join(different)}. Start this worker "
-                "with the run's settings, or a new run in another place."
-            )
+    def _announce(self, unless_slower_than: float = 0.0) -> None:
+        """Asks the others to wait for this worker, unless it is too slow for them anyhow."""
+        if self._member is not None and unless_slower_than < self._member.deadline:
+            self._member.announce(self.number)
 
     def _packet(self, opt_state) -> bytes:
-        return np.asarray(pending_packets(opt_state)).tobytes()
+        return to_host(pending_state(opt_state).pending).tobytes()
+
+    def _send(self, number: int, packet: bytes) -> None:
+        if self._member is not None:
+            self._sent = self._exchanging.submit(self._member.exchange, number, packet)
 
     def _arrived(self, found: Round | None) -> Arrived:
         number, slots, words = self._require_begun().shape
@@ -269,18 +304,20 @@ class SwarmWorker:
         for slot, data in (found.packets if found else {}).items():
             if len(data) == 4 * number * words:
                 rows[:, slot] = np.frombuffer(data, np.uint32).reshape(number, words)
-        own = self.member.slot if found and found.counts else -1
+        own = -1 if found is None or found.own is None else found.own
         return Arrived(rows, np.array(own, np.int32))
 
     def _names(self, found: Round | None) -> tuple[str, ...]:
-        packets = found.manifest.packets if found else ()
-        return tuple(self.member.name_of(packet.member) for packet in packets)
+        if found is None:
+            return ()
+        packets = found.manifest.packets
+        return by_lead(lambda: tuple(self.member.name_of(packet.member) for packet in packets))
 
     def _catch_up(self, params, opt_state) -> tuple[Any, Any, int]:
         """Applies what the others exchanged, until a step that is not decided yet."""
         steps = 0
-        while self.member.manifest(self.number) is not None:
-            found = self._pending_round() if self.delay else self.member.receive(self.number)
+        while by_lead(lambda: self.member.manifest(self.number) is not None):
+            found = self._pending_round() if self.delay else self._received(self.number)
             params, opt_state = self._apply_alone(found, params, opt_state)
             self.number += 1
             steps += 1
@@ -288,10 +325,15 @@ class SwarmWorker:
                 params, opt_state = self._jump(params, opt_state)
         return params, opt_state, steps
 
+    def _received(self, number: int) -> Round:
+        return by_lead(lambda: self.member.receive(number))
+
     def _pending_round(self) -> Round | None:
         """With a delay, what was exchanged for the step before; takes it from its thread."""
         sent, self._sent = self._sent, None
-        return sent.result() if sent else self.member.receive(self.number - 1)
+        if self.number == 0:
+            return None
+        return by_lead(lambda: sent.result() if sent else self.member.receive(self.number - 1))
 
     def _apply_alone(self, found: Round | None, params, opt_state) -> tuple[Any, Any]:
         """Applies what the others exchanged, without a gradient of this worker's own."""
@@ -316,76 +358,40 @@ class SwarmWorker:
         opt_state = jax.tree.map(
             lambda x, own: x if own else next(values), opt_state, layout.is_own
         )
-        return jax.device_put((params, opt_state), placed)
+        return to_devices((params, opt_state), placed)
 
     def _jump(self, params, opt_state) -> tuple[Any, Any]:
-        """Takes over the newest snapshot that can be read; where there is none, writes one."""
-        store, shared = self.member.store, self._shared(params, opt_state)
-        if not snapshots.steps_of(store):
-            snapshots.write(store, 0, [np.asarray(x) for x in shared])
-        failures = []
-        for step in reversed(snapshots.steps_of(store)):
-            try:
-                index = snapshots.read_index(store, step)
-                if index is not None:
-                    return self._take_over(index, params, opt_state)
-            except Damaged as error:
-                failures.append(str(error))
-        raise SwarmError(f"no snapshot can be read: {'; '.join(failures)}.")
-
-    def _take_over(self, index: SnapshotIndex, params, opt_state) -> tuple[Any, Any]:
+        """Takes over the newest snapshot; the first worker of all writes one."""
         shared = self._shared(params, opt_state)
-        read = snapshots.read(self.member.store, index, shared)
-        self.number = index.step
+        like = shapes_of(shared)
+        initial = [to_host(x) for x in shared]
+        self.number, read = by_lead(lambda: snapshots.read_newest(self.member.store, initial, like))
         return self._with_shared(params, opt_state, read)
 
-    def _snapshot(self, params, opt_state, found: Round | None) -> None:
-        """Every so many steps one worker in turn writes a snapshot; the others compare theirs."""
-        if found is None or self.number % self.every:
-            return
-        step, shared = self.number, [np.array(x) for x in self._shared(params, opt_state)]
-        members = [packet.member for packet in found.manifest.packets]
-        writer = members[step // self.every % len(members)]
-        if writer == self.member.me:
-            self._compared = self._writing.submit(self._write, step, shared)
-        else:
-            self._compared = self._writing.submit(self._compare, step, shared)
+    def _take_snapshot(self, params, opt_state, found: Round) -> None:
+        if self.number % self.every == 0:
+            shared = [np.array(to_host(x)) for x in self._shared(params, opt_state)]
+            if self._turns is not None:
+                self._turns.take(self.number, shared, found.manifest)
 
-    def _write(self, step: int, shared: list[np.ndarray]) -> None:
-        snapshots.write(self.member.store, step, shared)
-        snapshots.sweep(self.member.store)
-
-    def _compare(self, step: int, shared: list[np.ndarray]) -> tuple[SnapshotIndex, list] | None:
-        """The snapshot of a step, and this worker's own, if they differ."""
-        own, started = snapshots.digest(shared), time.monotonic()
-        while (index := snapshots.read_index(self.member.store, step)) is None:
-            if time.monotonic() - started > SNAPSHOT_PATIENCE or self.member.leaving:
-                return None
-            time.sleep(0.25)
-        return None if index.digest == own else (index, shared)
-
-    def _to_adopt(self) -> tuple[SnapshotIndex, list] | None:
-        if self._compared is None or not self._compared.done():
-            return None
-        done, self._compared = self._compared, None
-        return done.result()
-
-    def _adopt(self, differing: tuple[SnapshotIndex, list], params, opt_state):
-        """Goes on from a snapshot that this worker's parameters differ from."""
-        index, own = differing
+    def _adopt(self, params, opt_state) -> tuple[Any, Any, float]:
+        """Goes on from a snapshot, if this worker's parameters differ from it; and by how much."""
+        differing = by_lead(lambda: self._turns.difference() if self._turns else None)
+        if differing is None:
+            return params, opt_state, 0.0
         if self.delay:  # first applies what is under way, so that nothing of its own is lost
             params, opt_state = self._apply_alone(self._pending_round(), params, opt_state)
-        params, opt_state = self._take_over(index, params, opt_state)
-        drift = relative_difference(own, [np.asarray(x) for x in self._shared(params, opt_state)])
+        shared = self._shared(params, opt_state)
+        like = shapes_of(shared)
+        try:
+            read = by_lead(lambda: snapshots.read(self.member.store, differing.snapshot, like))
+        except Damaged:  # it was swept: a later one stands for it
+            params, opt_state = self._jump(params, opt_state)
+        else:
+            params, opt_state = self._with_shared(params, opt_state, read)
+            self.number = differing.snapshot.step
+        adopted = [to_host(x) for x in self._shared(params, opt_state)]
+        drift = snapshots.relative_difference(list(differing.own), adopted)
         params, opt_state, _ = self._catch_up(params, opt_state)
-        self.member.announce(self.number)
+        self._announce()
         return params, opt_state, drift
-
-
-def relative_difference(own: list[np.ndarray], other: list[np.ndarray]) -> float:
-    """Norm of the difference of floating arrays, relative to that of the others."""
-    pairs = [(x, y) for x, y in zip(own, other, strict=True) if np.issubdtype(y.dtype, np.floating)]
-    wide = [(x.astype(np.float64), y.astype(np.float64)) for x, y in pairs]
-    difference = sum(float(np.sum((x - y) ** 2)) for x, y in wide)
-    norm = sum(float(np.sum(y**2)) for _, y in wide)
-    return float(np.sqrt(difference / norm)) if norm else 0.0

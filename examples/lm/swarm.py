@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich import progress
 
 from demo_optax.swarm import (
@@ -93,6 +94,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
     describe(run)
     console.print(f"worker {member.worker} has slot {member.slot} of {member.slots} in {store.url}")
     tokens = math.prod(run.batch_shape)
+    assert isinstance(run.mesh, Mesh)  # validation refuses --simulate
     worker = SwarmWorker(
         run.loss_fn,
         run.with_exchange,
@@ -121,14 +123,14 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         batches = batches_of(own_order(run, member.worker), worker.number * rows)
         evaluate = make_evaluation(run, lambda: None)
         task = bar.add_task("", total=config.steps, completed=worker.number, **shown(None, 0.0))
-        sent, left = 0.0, False
+        sent = 0.0
         while worker.number < config.steps:
             began = time.monotonic()
             try:
+                if signals.stop_requested():
+                    raise Left
                 params, opt_state, metrics = worker.step(params, opt_state, next(batches))
             except Left:
-                left = True
-            if left or signals.stop_requested():
                 worker.close()
                 console.print(f"Left before step {worker.number}. {GO_ON}")
                 sys.exit(signals.exit_status)

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -25,13 +25,16 @@ OPTIMIZERS = {
 }
 
 
-def over_shard_map(make_optimizer, exchange, steps: int):
+def over_shard_map(make_optimizer, exchange, steps: int, shards: int = 1, param_specs=None):
     """Parameters after each step, of the same workers along the axis of one mesh."""
-    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS])
+    devices = jax.devices()[: WORKERS * shards]
+    types = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((WORKERS, shards), ("data", "fsdp"), types, devices=devices)
     tx = make_optimizer(exchange)
-    params = swarms.initial_params()
-    opt_state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh)
+    placed = demo_optax.parallel.shards.shardings(mesh, param_specs or P())
+    params = jax.device_put(swarms.initial_params(), placed)
+    opt_state = demo_optax.init_opt_state(tx, params, mesh, param_specs=param_specs)
+    step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh, param_specs=param_specs)
     found = []
     for number in range(steps):
         each = [swarms.batch_of(worker, number) for worker in range(WORKERS)]
@@ -49,17 +52,12 @@ def in_a_swarm(store, make_optimizer, steps: int, **settings):
         for n in range(WORKERS)
     ]
 
-    def run(number):
-        worker, found = workers[number], []
-        params, opt_state = swarms.begin(worker)
-        while worker.number < steps:
-            batch = swarms.batch_of(number, worker.number)
-            params, opt_state, metrics = worker.step(params, opt_state, batch)
-            found.append(swarms.digest(params))
-        worker.close()
-        return found
+    def run(worker):
+        with worker:
+            _, digests, _ = swarms.take_steps(worker, steps)
+        return list(digests.values())
 
-    return swarms.together([functools.partial(run, number) for number in range(WORKERS)])
+    return swarms.together([functools.partial(run, worker) for worker in workers])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -75,4 +73,18 @@ def test_a_delay_is_that_of_shard_map_to_the_last_bit(tmp_path):
     exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
     expected = over_shard_map(make, exchange, steps)
     for found in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, delay=1):
+        assert found == expected
+
+
+SPECS = {"w": P(None, "fsdp"), "v": P("fsdp", None)}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_workers_of_two_devices_each_that_hold_shards(delay, tmp_path):
+    make, steps = OPTIMIZERS["demo"], 20
+    inner = demo_optax.AllGather("data")
+    exchange = demo_optax.Delayed(inner) if delay else inner
+    expected = over_shard_map(make, exchange, steps, shards=2, param_specs=SPECS)
+    settings = {"delay": delay, "shards": 2, "param_specs": SPECS}
+    for found in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, **settings):
         assert found == expected

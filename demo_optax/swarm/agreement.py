@@ -1,0 +1,64 @@
+"""What all workers of a swarm must have in common, and whether a worker that joins has it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from demo_optax.swarm import records
+from demo_optax.swarm.programs import Fingerprint, pending_state
+from demo_optax.swarm.records import Damaged
+from demo_optax.swarm.slots import SwarmError
+from demo_optax.swarm.store import Store
+
+
+def facts_of(params, opt_state) -> dict[str, Any]:
+    """What is compared on every kind of device: trees, shapes, dtypes, and the compression."""
+    pending = pending_state(opt_state)
+    return {
+        "parameters": _description(params),
+        "optimizer state": _description(opt_state),
+        "packets": f"{pending.pending.shape[-1]} words",
+        "compression": str(pending.format.compression),
+    }
+
+
+def require(store: Store, facts: Mapping[str, Any], fingerprint: Fingerprint) -> None:
+    """Compares with the workers that joined before; the first of all writes what the others read.
+
+    Workers with the same kind of device and JAX must have the same program to the letter: it holds
+    the learning rate and all else that facts leave out.
+
+    Raises:
+      SwarmError: something differs.
+    """
+    _require_equal(store, "run.json", {name: str(value) for name, value in facts.items()})
+    key = f"programs/{hashlib.sha256(fingerprint.device.encode()).hexdigest()[:16]}.json"
+    _require_equal(store, key, {"device": fingerprint.device, "optimizer": fingerprint.program})
+
+
+def _require_equal(store: Store, key: str, own: dict[str, str]) -> None:
+    store.create(key, json.dumps(own).encode())
+    try:
+        run = records.parsed(store.get(key) or b"")
+    except Damaged as error:
+        raise SwarmError(f"{key}: {error}") from error
+    different = [
+        f"{name} is {run.get(name)} there and {own.get(name)} here"
+        for name in sorted(run.keys() | own.keys())
+        if run.get(name) != own.get(name)
+    ]
+    if different:
+        raise SwarmError(
+            f"the run there has other settings: {'; '.join(different)}. Give this worker the run's "
+            "settings, or start a new run in another place."
+        )
+
+
+def _description(tree) -> str:
+    leaves = jax.tree.leaves_with_path(tree)
+    written = "".join(f"{jax.tree_util.keystr(p)}{x.dtype}{x.shape}" for p, x in leaves)
+    digest = hashlib.sha256(written.encode()).hexdigest()[:8]
+    return f"{sum(x.size for _, x in leaves)} numbers in {len(leaves)} arrays ({digest})"

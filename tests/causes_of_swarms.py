@@ -1,0 +1,232 @@
+"""Causes for every ``raise`` of the swarm."""
+
+import builtins
+import contextlib
+import importlib
+import sys
+import tempfile
+from unittest import mock
+
+import jax
+import numpy as np
+
+import demo_optax
+from demo_optax.swarm import (
+    Member,
+    ObjectStore,
+    agreement,
+    history,
+    lead,
+    programs,
+    records,
+    slots,
+    snapshots,
+)
+from demo_optax.swarm.records import Manifest, Packet
+from tests import swarms
+
+HASH = "0" * 64
+
+
+@contextlib.contextmanager
+def store():
+    with tempfile.TemporaryDirectory() as folder:
+        yield ObjectStore(folder, patience=0.1)
+
+
+def without_import(name, action):
+    """Does something while a module cannot be imported."""
+
+    def fails(wanted, *rest, **named):
+        if wanted.partition(".")[0] == name:
+            raise ImportError(name)
+        return imported(wanted, *rest, **named)
+
+    imported = builtins.__import__
+    with mock.patch.object(builtins, "__import__", fails):
+        action()
+
+
+def import_without_obstore():
+    kept = sys.modules.pop("demo_optax.swarm.store")
+    try:
+        without_import("obstore", lambda: importlib.import_module("demo_optax.swarm.store"))
+    finally:
+        sys.modules["demo_optax.swarm.store"] = kept
+
+
+def draw_without_matplotlib():
+    nothing = history.History([], {}, [])
+    without_import("matplotlib", lambda: history.draw(nothing, "life.png"))
+
+
+def other_settings(key="run.json", written=b'{"--topk": "8"}'):
+    with store() as place:
+        place.put(key, written)
+        agreement.require(place, {"--topk": 4}, programs.Fingerprint("cpu", HASH))
+
+
+def manifest_of(step, packets=((0, 1, HASH),), previous=""):
+    return Manifest(step, tuple(Packet(*x) for x in packets), previous, 1.0)
+
+
+def after(manifest, step=0):
+    """A member that reads a manifest which is there already."""
+    with store() as place:
+        place.put(records.manifest_key(step), manifest.encode())
+        Member(place, "paris", slots=2).exchange(step, b"a packet")
+
+
+def damaged_manifest():
+    with store() as place:
+        place.put(records.manifest_key(0), b"[1, 2]")
+        Member(place, "paris").exchange(0, b"a packet")
+
+
+def leaves_while_it_waits():
+    with store() as place:
+        member = Member(place, "paris", min_workers=2)
+        member.leave()
+        member.exchange(0, b"a packet")
+
+
+def no_slot():
+    with store() as place, mock.patch.object(place, "create", return_value=False):
+        slots.claim(place, "paris", "nonce", 1)
+
+
+def slots_taken():
+    with store() as place:
+        Member(place, "paris", slots=1)
+        Member(place, "rome", slots=1)
+
+
+def snapshot(break_it, read_as=None):
+    """Writes a snapshot, breaks it, and reads it."""
+    leaves = [np.arange(4.0, dtype=np.float32), np.ones((2, 2), np.float32)]
+    with store() as place:
+        index = snapshots.write(place, 8, leaves)
+        index = break_it(place, index) or index
+        snapshots.read(place, index, read_as or leaves)
+
+
+def lose_file(place, index):
+    name = next(iter(index.files))
+    place.put(f"{index.folder}/{name}", b"something else")
+
+
+def other_step(place, index):
+    place.put(records.snapshot_key(8), records.to_json(index._replace(step=9, folder=NINE)))
+    snapshots.read_index(place, 8)
+
+
+NINE = "snapshots/00000009/x"
+
+
+def vanishes():
+    with store() as place, mock.patch.object(snapshots, "read_index", return_value=None):
+        snapshots.write(place, 8, [np.ones(2)])
+
+
+def no_snapshot_can_be_read():
+    like = [jax.ShapeDtypeStruct((3,), np.float32)]
+    with store() as place:
+        snapshots.read_newest(place, [np.ones(2, np.float32)], like)
+
+
+def store_that_fails():
+    with store() as place, mock.patch("obstore.get", side_effect=RuntimeError("no route to host")):
+        place.get("run.json")
+
+
+def raised_by_the_first_process():
+    def fail():
+        raise ValueError("give more slots than 1.")
+
+    with (
+        mock.patch.object(jax, "process_count", return_value=2),
+        mock.patch.object(lead.multihost_utils, "broadcast_one_to_all", lambda x: x),
+    ):
+        lead.by_lead(fail)
+
+
+def with_worker(act, make_optimizer=swarms.demo_scaled, **settings):
+    with tempfile.TemporaryDirectory() as folder:
+        act(swarms.make_worker(make_optimizer, ObjectStore(folder), 0, **settings))
+
+
+def steps_after_an_error(made):
+    params, opt_state = swarms.begin(made)
+    for _ in range(2):
+        with contextlib.suppress(OSError), mock.patch.object(made.member.store, "put", fails):
+            made.step(params, opt_state, swarms.batch_of(0, 0))
+
+
+def fails(key, data):
+    raise OSError(f"no space left for {key}")
+
+
+def another_batch(made):
+    made.step(*swarms.begin(made), swarms.batch_of(0, 0, rows=3))
+
+
+def has_no_place():
+    with (
+        mock.patch("demo_optax.swarm.worker.is_lead", return_value=False),
+        mock.patch("demo_optax.swarm.worker.by_lead", return_value=2),
+    ):
+        made = swarms.make_worker(swarms.demo_scaled, None, 0)
+    made.member.leave()
+
+
+def random_basis(exchange):
+    compression = demo_optax.Compression(4, transform="random")
+    return demo_optax.demo(1e-3, compression, exchange=exchange)
+
+
+def two_workers_along_the_axis():
+    with store() as place:
+        member = Member(place, "paris")
+        mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+        demo_optax.swarm.SwarmWorker(swarms.loss_fn, swarms.demo_scaled, mesh, member)
+
+
+def no_place_in_the_first_process():
+    with store():
+        swarms.make_worker(swarms.demo_scaled, None, 0)
+
+
+RAISED = [
+    import_without_obstore,
+    draw_without_matplotlib,
+    other_settings,
+    lambda: other_settings(written=b"[]"),
+    lambda: Member(mock.Mock(), ""),
+    lambda: Member(mock.Mock(), "paris", slots=2, min_workers=3),
+    lambda: after(manifest_of(1)),
+    lambda: after(manifest_of(0, [(0, 2, HASH)])),
+    lambda: after(manifest_of(0, [(1, 1, HASH)])),
+    damaged_manifest,
+    leaves_while_it_waits,
+    lambda: records.read_claim(b"{}"),
+    no_slot,
+    slots_taken,
+    lambda: snapshot(lose_file),
+    lambda: snapshot(other_step),
+    lambda: snapshot(lambda place, index: index._replace(digest=HASH)),
+    lambda: snapshot(lambda *_: None, [np.ones(4, np.float32)] * 3),
+    lambda: snapshot(lambda *_: None, [np.ones(5, np.float32), np.ones((2, 2), np.float32)]),
+    vanishes,
+    no_snapshot_can_be_read,
+    lambda: ObjectStore("nonsense://bucket/run"),
+    store_that_fails,
+    raised_by_the_first_process,
+    lambda: with_worker(lambda made: made.step({}, (), ())),
+    lambda: with_worker(steps_after_an_error),
+    lambda: with_worker(another_batch),
+    lambda: with_worker(swarms.begin, lambda exchange: demo_optax.demo(1e-3, axis_name="data")),
+    lambda: with_worker(swarms.begin, random_basis),
+    two_workers_along_the_axis,
+    no_place_in_the_first_process,
+    has_no_place,
+]

@@ -1,0 +1,222 @@
+"""Workers that come late, go, are stopped, differ, or bring other settings."""
+
+import functools
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+from demo_optax import Compression
+from demo_optax.swarm import ObjectStore, SwarmError
+from tests import swarms
+
+DELAYS = pytest.mark.parametrize("delay", [0, 1])
+
+
+@pytest.fixture
+def store(tmp_path):
+    yield ObjectStore(str(tmp_path), patience=10.0)
+    while OPEN:
+        OPEN.pop().close()
+
+
+OPEN = []
+
+
+def make(store, number, make_optimizer=swarms.demo_scaled, **settings):
+    given = {"deadline": 0.4, "snapshot_every": 4} | settings
+    OPEN.append(swarms.make_worker(make_optimizer, store, number, **given))
+    return OPEN[-1]
+
+
+def require_equal(*digests):
+    """Whoever took a step has the same parameters after it."""
+    by_step = {}
+    for worker, found in enumerate(digests):
+        for step, digest in found.items():
+            by_step.setdefault(step, {})[worker] = digest
+    assert [step for step, x in by_step.items() if len(set(x.values())) > 1] == []
+    return by_step
+
+
+def both(first, second, until, states=(None, None), batches=swarms.batch_of):
+    return swarms.together(
+        [
+            functools.partial(swarms.take_steps, worker, until, state, batches)
+            for worker, state in zip((first, second), states, strict=True)
+        ]
+    )
+
+
+@DELAYS
+def test_a_newcomer_replays_and_takes_part(store, delay):
+    first = make(store, 0, delay=delay)
+    state, before, _ = swarms.take_steps(first, 11)
+    second = make(store, 1, delay=delay)
+    begun = swarms.begin(second)
+    assert second.number in (10, 11)  # with a delay the eleventh is decided in a thread
+    (_, alone, told), (_, joined, of_second) = both(first, second, 30, (state, begun))
+    by_step = require_equal(before | alone, joined)
+    assert len(by_step[30]) == 2
+    assert set(told[-1].members) == {"worker-0", "worker-1"} == set(of_second[-1].members)
+    assert int(told[-1].exchange.participants) == 2
+
+
+@DELAYS
+def test_one_that_was_stopped_catches_up_and_counts_again(store, delay):
+    first, second = make(store, 0, delay=delay), make(store, 1, delay=delay)
+    (state, _, _), (stopped, _, _) = both(first, second, 6)
+    state, alone, _ = swarms.take_steps(first, 9, state)
+    (_, of_first, _), (_, of_second, told) = both(first, second, 30, (state, stopped))
+    by_step = require_equal(alone | of_first, of_second)
+    assert len(by_step[30]) == 2
+    assert told[0].replayed + told[1].replayed >= 1
+    assert set(told[-1].members) == {"worker-0", "worker-1"}
+
+
+@DELAYS
+def test_one_whose_packets_were_swept_jumps_to_a_snapshot(store, delay):
+    first, second = make(store, 0, delay=delay), make(store, 1, delay=delay)
+    (state, alone, _), (stopped, _, _) = both(first, second, 6)
+    while first.number < 12 or store.names("packets/00000006") or store.names("packets/00000005"):
+        state, more, _ = swarms.take_steps(first, first.number + 5, state)
+        alone |= more
+    until = first.number
+    stopped, woken, _ = swarms.take_steps(second, until + 1, stopped)
+    assert 8 not in woken
+    (_, of_first, _), (_, of_second, _) = both(first, second, until + 15, (state, stopped))
+    by_step = require_equal(alone | of_first, woken | of_second)
+    assert len(by_step[until + 15]) == 2
+
+
+def test_all_come_back_where_they_were(store):
+    first, second = make(store, 0), make(store, 1)
+    (_, before, _), _ = both(first, second, 10)
+    for worker in first, second:
+        worker.close()
+    again = make(store, 1)
+    params, _ = swarms.begin(again)
+    assert again.number == 10 and swarms.digest(params) == before[10]
+
+
+def nothing_finite(worker, step):
+    x, y = swarms.batch_of(worker, step)
+    return (x * np.nan if worker == 1 and step in (3, 4) else x), y
+
+
+@DELAYS
+def test_a_gradient_that_is_not_finite_is_not_sent(store, delay):
+    settings = {"min_workers": 2, "deadline": 20.0, "delay": delay}
+    workers = [make(store, number, **settings) for number in range(2)]
+    results = swarms.together(
+        [functools.partial(swarms.take_steps, x, 12, None, nothing_finite) for x in workers]
+    )
+    require_equal(*[digests for _, digests, _ in results])
+    participants = [int(x.exchange.participants) for x in results[0][2]]
+    later = 1 if delay else 0
+    assert participants[later:] == [2, 2, 2, 1, 1, 2, 2, 2, 2, 2, 2, 2][: 12 - later]
+    (params, _), _, _ = results[1]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+def plain_mean(exchange):
+    """All coefficients of the gradient, so that the aggregate is the weighted mean."""
+    compression = Compression(topk=64, block_side=8, transform="identity")
+    return optax.chain(
+        demo_optax.decoupled_momentum(0.0, compression, gradient_weight=1.0, exchange=exchange),
+        optax.scale(-1.0),
+    )
+
+
+def test_messages_are_weighed(store):
+    weights = 1.0, 3.0, 0.5
+    workers = [
+        make(store, n, plain_mean, deadline=20.0, min_workers=3, weight=weight)
+        for n, weight in enumerate(weights)
+    ]
+    results = swarms.together([functools.partial(swarms.take_steps, x, 1) for x in workers])
+    params = swarms.initial_params()
+    gradients = [jax.grad(swarms.loss_fn)(params, swarms.batch_of(n, 0)) for n in range(3)]
+
+    def expected(x, *each):
+        mean = sum(w * np.float64(g) for w, g in zip(weights, each, strict=True)) / sum(weights)
+        return np.float64(x) - mean
+
+    wanted = jax.tree.map(expected, params, *gradients)
+    for (found, _), _, _ in results:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), found, wanted)
+
+
+def slowly(worker, step):
+    time.sleep(0.1)
+    return swarms.batch_of(worker, step)
+
+
+@DELAYS
+def test_parameters_that_differ_are_replaced_at_the_next_snapshot(store, delay):
+    settings = {"min_workers": 2, "deadline": 20.0, "delay": delay, "snapshot_every": 20}
+    first, second = (make(store, number, **settings) for number in range(2))
+    (state, _, _), (other, _, _) = both(first, second, 5)
+    params, opt_state = other
+    other = jax.tree.map(lambda x: x * 1.001, params), opt_state
+    (_, of_first, told), (_, of_second, of_other) = both(first, second, 60, (state, other), slowly)
+    drifts = [x.drift for x in [*told, *of_other] if x.drift]
+    assert len(drifts) == 1 and 1e-5 < drifts[0] < 2e-3
+    assert of_first[6] != of_second[6] and of_first[60] == of_second[60]
+
+
+def with_rate(rate):
+    return lambda exchange: demo_optax.demo_scaled(rate, exchange=exchange)
+
+
+def with_topk(topk):
+    return lambda exchange: demo_optax.demo(1e-3, Compression(topk=topk), exchange=exchange)
+
+
+@pytest.mark.parametrize(
+    ("make_first", "make_second", "settings", "message"),
+    [
+        (with_rate(1e-2), with_rate(2e-2), {}, "optimizer is"),
+        (with_topk(4), with_topk(8), {}, r"compression is Compression\(topk=4"),
+        (with_rate(1e-2), with_rate(1e-2), {"norm_limit": 2.0}, "optimizer is"),
+        (with_rate(1e-2), with_rate(1e-2), {"snapshot_every": 7}, "snapshot_every is 100 there"),
+        (with_rate(1e-2), with_rate(1e-2), {"slots": 5}, "slots is 4 there and 5 here"),
+        (with_rate(1e-2), with_rate(1e-2), {"facts": {"--seed": 2}}, "--seed is None there"),
+    ],
+)
+def test_another_run_in_the_same_place_is_refused(
+    store, make_first, make_second, settings, message
+):
+    swarms.begin(make(store, 0, make_first, snapshot_every=100))
+    with pytest.raises(SwarmError, match=message):
+        swarms.begin(make(store, 1, make_second, **{"snapshot_every": 100} | settings))
+
+
+def test_another_batch_and_another_weight_are_welcome(store):
+    first = make(store, 0)
+    swarms.begin(first)
+    second = make(store, 1, weight=7.0, clip_norm=1.0)
+    second.begin(swarms.initial_params(), swarms.batch_of(0, 0, rows=4))
+
+
+def test_a_store_that_fails_ends_the_worker_for_good(store, monkeypatch):
+    worker = make(store, 0, delay=1)
+    state, _, _ = swarms.take_steps(worker, 3)
+    monkeypatch.setattr(store, "put", failing)
+    with pytest.raises(OSError, match="gone"):
+        swarms.take_steps(worker, 9, state)
+    with pytest.raises(SwarmError, match="stopped at an error before"):
+        worker.step({}, (), swarms.batch_of(0, 0))
+
+
+def failing(key, data):
+    raise OSError("gone")
+
+
+def test_the_first_worker_alone_trains(store):
+    _, _, told = swarms.take_steps(make(store, 0), 40)
+    assert told[-1].loss < 0.8 * told[0].loss
+    assert all(int(x.exchange.participants) == 1 for x in told)

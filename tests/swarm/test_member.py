@@ -1,0 +1,195 @@
+"""Who counts in a step: deadlines, late workers, slots, and packets that cannot be read."""
+
+import functools
+import threading
+import time
+from unittest import mock
+
+import pytest
+
+from demo_optax.swarm import Left, Member, ObjectStore, SwarmError, records, slots
+from demo_optax.swarm.records import Manifest
+from tests.swarms import together
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ObjectStore(str(tmp_path), patience=1.0)
+
+
+def members(store, number, **settings):
+    given = {"slots": 8, "deadline": 20.0} | settings
+    return [Member(store, f"worker-{n}", **given) for n in range(number)]
+
+
+def exchange(member, step, packet=None):
+    return member.exchange(step, packet or f"{member.slot} in {step}".encode())
+
+
+def everybody(joined, step):
+    return together([functools.partial(exchange, member, step) for member in joined])
+
+
+def test_all_get_the_packets_of_all(store):
+    joined = members(store, 4, min_workers=4)
+    for step in range(5):
+        rounds = everybody(joined, step)
+        assert all(x.manifest == rounds[0].manifest for x in rounds)
+        expected = {n: f"{n} in {step}".encode() for n in range(4)}
+        assert all(x.packets == expected for x in rounds)
+        assert [x.own for x in rounds] == [0, 1, 2, 3]
+        assert not any(x.late for x in rounds)
+
+
+def test_manifests_are_a_chain(store):
+    (member,) = members(store, 1)
+    for step in range(3):
+        exchange(member, step)
+    data = [store.get(records.manifest_key(step)) for step in range(3)]
+    previous = [Manifest.decode(x).previous for x in data]
+    assert previous == ["", records.sha256(data[0]), records.sha256(data[1])]
+
+
+def test_who_is_late_is_waited_for_once_and_then_counts_again(store):
+    first, second = members(store, 2, deadline=0.5, min_workers=1)
+    everybody([first, second], 0)
+    began = time.monotonic()
+    alone = exchange(first, 1)
+    assert 0.5 <= time.monotonic() - began < 3
+    assert alone.late == ("worker-1",) and list(alone.packets) == [0]
+    began = time.monotonic()
+    assert exchange(first, 2).late == ()
+    assert time.monotonic() - began < 0.4
+
+    missed = exchange(second, 1)
+    assert missed.own is None and missed.packets == alone.packets
+    assert second.receive(2).packets == {0: b"0 in 2"}
+    second.announce(3)
+    assert [sorted(x.packets) for x in everybody([first, second], 3)] == [[0, 1], [0, 1]]
+
+
+def test_who_leaves_is_not_waited_for(store):
+    first, second = members(store, 2)
+    everybody([first, second], 0)
+    second.leave(1)
+    began = time.monotonic()
+    found = exchange(first, 1)
+    assert time.monotonic() - began < 5 and found.late == ()
+
+
+def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(store):
+    first, second = members(store, 2)
+    everybody([first, second], 0)
+    key = records.packet_key(1, records.Packet(1, 1, records.sha256(b"1 in 1")))
+    store.put(key, b"1 in 1")
+    second.leave(1)
+    began = time.monotonic()
+    assert sorted(exchange(first, 1).packets) == [0, 1]
+    exchange(first, 2)
+    assert time.monotonic() - began < 5
+
+
+def test_a_wait_ends_when_the_worker_leaves(store):
+    (member,) = members(store, 1, min_workers=2)
+    threading.Timer(0.3, member.leave).start()
+    with pytest.raises(Left):
+        exchange(member, 0)
+
+
+def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
+    said = []
+    monkeypatch.setattr("demo_optax.swarm.member.TOLD_EVERY", 0.1)
+    first = Member(store, "first", min_workers=2, deadline=0.1, tell=said.append)
+    second = Member(store, "second", min_workers=2, deadline=0.1)
+    waiting = threading.Timer(0.6, exchange, (second, 0))
+    waiting.start()
+    assert sorted(exchange(first, 0).packets) == [0, 1]
+    waiting.join()
+    assert any("1 of at least 2 workers are here" in line for line in said), said
+
+
+def test_a_packet_with_other_bytes_than_its_hash_says_is_not_proposed(store):
+    first, _ = members(store, 2, deadline=0.3)
+    store.put(records.packet_key(0, records.Packet(1, 1, "0" * 64)), b"something else")
+    assert list(exchange(first, 0).packets) == [0]
+
+
+def test_a_packet_of_another_length_is_not_proposed(store):
+    first, _ = members(store, 2, deadline=0.3)
+    longer = b"much longer than the packets of this run"
+    store.put(records.packet_key(0, records.Packet(1, 1, records.sha256(longer))), longer)
+    assert list(exchange(first, 0).packets) == [0]
+
+
+def test_a_packet_that_counts_and_cannot_be_read_ends_the_worker(store):
+    first, second = members(store, 2, min_workers=2)
+    with mock.patch.object(first, "_fetch", return_value=({}, False)):
+        together([functools.partial(exchange, x, 0) for x in (first, second)])
+    gone = records.packet_key(0, records.Packet(1, 1, records.sha256(b"1 in 0")))
+    store.delete([gone])
+    third = Member(store, "third", slots=8)
+    with pytest.raises(SwarmError, match="a packet that counts in step 0 cannot be read"):
+        third.receive(0)
+
+
+def test_swept_packets_are_told_apart_from_lost_ones(store):
+    first, second = members(store, 2)
+    everybody([first, second], 0)
+    store.delete([f"packets/00000000/{x}" for x in store.names("packets/00000000")])
+    for step in 1, 2:
+        store.put(records.snapshot_key(step), b"{}")
+    late = Member(store, "third", slots=8)
+    found = late.receive(0)
+    assert found.swept and found.packets == {}
+
+
+def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(store):
+    first, before = members(store, 2)
+    everybody([first, before], 0)
+    again = Member(store, "worker-1", slots=8)
+    assert again.me == (1, before.incarnation + 1)
+    again.announce(1)
+    everybody([first, again], 1)
+    with pytest.raises(SwarmError, match="another process is worker 'worker-1' now"):
+        exchange(before, 1)
+
+
+def test_of_many_that_join_at_once_each_has_its_own_slot(store):
+    def join(number):
+        return Member(store, f"w{number}", slots=8).me
+
+    found = together([functools.partial(join, number) for number in range(8)])
+    assert sorted(found) == [(slot, 1) for slot in range(8)]
+
+
+def test_a_slot_is_taken_over_only_from_a_worker_that_is_long_gone(store, monkeypatch):
+    first, second = members(store, 2, slots=2, deadline=0.1)
+    everybody([first, second], 0)
+    exchange(first, 1)  # the second is late, and not gone
+    with pytest.raises(SwarmError, match=r"all slots=2 are taken, by worker-0, worker-1"):
+        Member(store, "third", slots=2)
+    monkeypatch.setattr(slots, "IDLE_STEPS", 1)
+    with pytest.raises(SwarmError, match="are taken"):  # it could be compiling
+        Member(store, "third", slots=2)
+    monkeypatch.setattr(slots, "IDLE_SECONDS", -1.0)
+    assert Member(store, "third", slots=2).me == (1, 2)
+
+
+def test_a_claim_whose_answer_was_lost_is_found_again(store):
+    create = store.create
+
+    def lost(key, data):
+        create(key, data)
+        return False
+
+    with mock.patch.object(store, "create", lost):
+        assert Member(store, "paris").me == (0, 1)
+
+
+def test_the_deadline_follows_the_median_step(store):
+    member = Member(store, "paris")
+    assert member.deadline == 60.0
+    with mock.patch("time.monotonic", side_effect=(float(x) for x in range(1000))):
+        for step in range(6):
+            exchange(member, step)
+    assert 3 < member.deadline < 60

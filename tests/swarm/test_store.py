@@ -1,0 +1,77 @@
+"""A store in a folder, and what it does about requests that fail."""
+
+import concurrent.futures
+import random
+from unittest import mock
+
+import obstore
+import pytest
+
+from demo_optax.swarm import ObjectStore, Store, StoreError
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ObjectStore(str(tmp_path), patience=5.0)
+
+
+def test_a_folder_is_a_store(store):
+    assert isinstance(store, Store)
+    store.put("a/1", b"one")
+    store.put("a/b/2", b"two")
+    assert store.get("a/1") == b"one"
+    assert store.get("a/3") is None
+    assert store.names("a") == ["1", "b/2"]
+    assert store.names("nothing") == []
+    store.delete(["a/1", "a/never"])
+    assert store.names("a") == ["b/2"]
+
+
+def test_a_url_and_a_path_are_the_same_place(tmp_path):
+    ObjectStore(str(tmp_path / "run")).put("x", b"1")
+    assert ObjectStore((tmp_path / "run").as_uri()).get("x") == b"1"
+
+
+def test_of_many_at_once_one_creates(store):
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(lambda n: store.create("decision", b"%d" % n), range(64)))
+    assert sum(won) == 1
+    assert store.get("decision") == b"%d" % won.index(True)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_requests_that_fail_are_sent_again(store, share, monkeypatch):
+    """Half of the failures come after the store did what it was asked."""
+    drawn = random.Random(0)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def unreliable(fn):
+        def call(*args, **named):
+            if drawn.random() < share / 2:
+                raise ConnectionError("lost on its way")
+            found = fn(*args, **named)
+            if drawn.random() < share / 2:
+                raise ConnectionError("lost on its way back")
+            return found
+
+        return call
+
+    for name in "put", "get", "list", "delete":
+        monkeypatch.setattr(obstore, name, unreliable(getattr(obstore, name)))
+    for number in range(30):
+        store.put(f"x/{number:02d}", b"%d" % number)
+        store.create(f"y/{number:02d}", b"%d" % number)
+    assert len(store.names("x")) == 30
+    assert [store.get(f"y/{number:02d}") for number in range(30)] == [b"%d" % n for n in range(30)]
+    store.delete([f"x/{number:02d}" for number in range(30)])
+    assert store.names("x") == []
+
+
+def test_a_store_that_stays_away_ends_with_its_reason(tmp_path):
+    store = ObjectStore(str(tmp_path), patience=0.1)
+    full = OSError("No space left on device")
+    with (
+        mock.patch.object(obstore, "put", side_effect=full),
+        pytest.raises(StoreError, match=r"cannot write a/1 .* No space left on device"),
+    ):
+        store.put("a/1", b"")
