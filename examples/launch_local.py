@@ -1,9 +1,11 @@
 """Starts several processes of the trainer on this machine, as if each were a host.
 
     python examples/launch_local.py -n 4 -- --steps 100 --workers 4
+    python examples/launch_local.py -n 3 --swarm run -- --steps 100      workers of a swarm
 
 The words after -- go to train_lm.py, or to another script if they begin with its path. This
-prints the output of all processes. If one of them fails, it stops the others.
+prints the output of all processes. If one of them fails, it stops the others. In a swarm the
+others go on.
 """
 
 import os
@@ -28,6 +30,8 @@ class Launch:
     """Number of processes to start."""
     grace: float = 15.0
     """Seconds that the other processes get to end by themselves, after one has failed."""
+    swarm: str | None = None
+    """Place of a swarm, a folder or a URL. Each process is a worker of it, from worker-0 on."""
 
 
 def free_port() -> int:
@@ -36,21 +40,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(arguments: list[str], processes: int) -> list[subprocess.Popen]:
+def start(arguments: list[str], launch: Launch) -> list[subprocess.Popen]:
     """One process each, told where the others are."""
     if not arguments or arguments[0].startswith("-"):
         arguments = [str(TRAINER), *arguments]
-    where = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(processes)]
+    if launch.swarm:
+        where, own = ["--swarm", launch.swarm, "--worker"], "worker-{}"
+    else:
+        where = ["--coordinator", f"127.0.0.1:{free_port()}"]
+        where, own = [*where, "--num-processes", str(launch.processes), "--process-id"], "{}"
     return [
         subprocess.Popen(
-            [sys.executable, *arguments, *where, "--process-id", str(number)],
+            [sys.executable, *arguments, *where, own.format(number)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             process_group=0,  # a terminal's Ctrl-C comes to this launcher alone, which passes it on
         )
-        for number in range(processes)
+        for number in range(launch.processes)
     ]
 
 
@@ -79,6 +87,24 @@ def wait(processes: list[subprocess.Popen], grace: float) -> int:
     noticed = os.EX_TEMPFAIL, -signal.SIGABRT
     number, status = next((one for one in failed if one[1] not in noticed), failed[0])
     print(f"process {number} {how_it_ended(status)}, and the others ended too", flush=True)
+    return exit_status(status)
+
+
+def wait_for_each(processes: list[subprocess.Popen]) -> int:
+    """Until all have ended, whatever becomes of one; the exit status of the last that failed."""
+    running, found = dict(enumerate(processes)), 0
+    while running:
+        for number, process in list(running.items()):
+            if (status := process.poll()) is not None:
+                del running[number]
+                if status:
+                    print(f"process {number} {how_it_ended(status)}", flush=True)
+                    found = exit_status(status)
+        time.sleep(0.1)
+    return found
+
+
+def exit_status(status: int) -> int:
     return status if status > 0 else 128 - status
 
 
@@ -91,7 +117,7 @@ def how_it_ended(status: int) -> str:
 def main() -> None:
     own, rest = _split(sys.argv[1:])
     launch = tyro.cli(Launch, args=own, description=__doc__)
-    processes = start(rest, launch.processes)
+    processes = start(rest, launch)
 
     def pass_on(number, _):
         for process in processes:
@@ -105,7 +131,7 @@ def main() -> None:
     ]
     for thread in relays:
         thread.start()
-    status = wait(processes, launch.grace)
+    status = wait_for_each(processes) if launch.swarm else wait(processes, launch.grace)
     for thread in relays:
         thread.join()
     sys.exit(status)

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 
 import demo_optax
-from demo_optax import checkpoint
+from demo_optax import checkpoint, swarm
 from demo_optax.accounting.__main__ import parse_arguments
 from lm.config import Config
 
@@ -22,14 +22,22 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
-PUBLIC = {
-    f"{module.__name__}.{name}": value
-    for module in (demo_optax, checkpoint)
-    for name, value in vars(module).items()
-    if not name.startswith("_")
-    and getattr(value, "__module__", "").startswith("demo_optax")
-    and (module is demo_optax or value.__module__.startswith(module.__name__))
-}
+
+
+def public(*modules):
+    """Public names of modules, and what they are."""
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "").startswith("demo_optax")
+        and (module is demo_optax or value.__module__.startswith(module.__name__))
+    }
+
+
+PUBLIC = public(demo_optax, checkpoint)
+OF_SWARMS = public(swarm)  # docs/how_to/swarm.md has their example
 
 
 def test_the_site_builds_with_warnings_as_errors(tmp_path):
@@ -37,7 +45,7 @@ def test_the_site_builds_with_warnings_as_errors(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     page = (tmp_path / "reference" / "api.html").read_text()
-    for name in PUBLIC:
+    for name in PUBLIC | OF_SWARMS:
         assert f'id="{name}"' in page, f"{name} is not in docs/reference/api.md"
     for notebook in NOTEBOOKS:
         page = (tmp_path / "notebooks" / notebook.with_suffix(".html").name).read_text()
@@ -115,7 +123,18 @@ def test_the_command_lines_name_every_setting(monkeypatch):
     assert [flag for flag in own if f"`{flag}`" not in accounting] == []
 
 
-@pytest.mark.parametrize("values", [demo_optax.ExchangeMetrics, demo_optax.TrainMetrics])
+def test_the_command_lines_name_the_settings_of_a_look_at_a_swarm():
+    command = [sys.executable, "-m", "demo_optax.swarm", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    page = (DOCS / "reference" / "command_lines.md").read_text()
+    section = page.split("## `python -m demo_optax.swarm`")[1].split("\n## ")[0]
+    flags = set(re.findall(r"--[a-z-]+", shown)) - {"--help"}
+    assert len(flags) == 2 and [flag for flag in flags if f"`{flag}`" not in section] == []
+
+
+@pytest.mark.parametrize(
+    "values", [demo_optax.ExchangeMetrics, demo_optax.TrainMetrics, swarm.SwarmMetrics]
+)
 def test_the_metrics_page_names_every_field(values):
     page = (DOCS / "reference" / "metrics.md").read_text()
     assert [field for field in values._fields if f"| `{field}` |" not in page] == []

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from demo_optax import checkpoint
+from demo_optax.swarm import ObjectStore
+from demo_optax.swarm.history import read_history
 from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,8 +32,8 @@ def start():
     """Starts the launcher, with its output going to a file; nothing of it outlives the test."""
     runs = []
 
-    def start(processes, *arguments, log):
-        command = [*LAUNCH, "-n", str(processes), "--", *NANO, *map(str, arguments)]
+    def start(processes, *arguments, log, launch=()):
+        command = [*LAUNCH, "-n", str(processes), *launch, "--", *NANO, *map(str, arguments)]
         with log.open("w") as output:
             runs.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
         return runs[-1]
@@ -67,8 +69,8 @@ def find(pattern, log):
 
 
 def send(which, folder, number):
-    """A signal to one of the trainers that save to a folder."""
-    pattern = f"checkpoint-dir {folder} .*--process-id {number}$"
+    """A signal to one of the trainers that save to a folder, or that are a swarm there."""
+    pattern = f"(checkpoint-dir {folder} .*--process-id |swarm {folder} --worker worker-){number}$"
     pid = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=True)
     os.kill(int(pid.stdout.split()[-1]), which)
 
@@ -181,6 +183,26 @@ def test_one_of_four_is_killed_and_three_go_on(start, tmp_path):
     assert run.wait(100) == 0, log.read_text()
     assert f"going on after step {last}" in log.read_text()
     assert "parameters on 3 devices: bit-identical" in log.read_text()
+
+
+@pytest.mark.slow
+def test_one_of_a_swarm_is_killed_and_the_others_go_on(start, tmp_path):
+    place, log = tmp_path / "place", tmp_path / "log"
+
+    def newest_members():
+        history = read_history(ObjectStore(str(place)), 1)
+        return history.members(-1) if history.manifests else []
+
+    arguments = ["--steps", 400, "--evaluate-every", 1000, "--deadline", 5]
+    run = start(3, *arguments, log=log, launch=["--swarm", str(place)])
+    wait_for(lambda: len(newest_members()) == 3, log, run)
+    send(signal.SIGKILL, place, 1)
+    wait_for(lambda: newest_members() == ["worker-0", "worker-2"], log, run)
+    assert run.wait(200) == 137, log.read_text()
+    assert "process 1 was killed by SIGKILL" in log.read_text()
+    ends = re.findall(r"\[(\d)\] held-out text.*; parameters (\w+)", log.read_text())
+    assert sorted(number for number, _ in ends) == ["0", "2"], log.read_text()
+    assert len({parameters for _, parameters in ends}) == 1
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
     assert any(name.endswith("LICENSE") for name in names)
     metadata = zipfile.ZipFile(wheel).read(f"demo_optax-{PROJECT['version']}.dist-info/METADATA")
     extras = email.message_from_bytes(metadata).get_all("Provides-Extra")
-    assert set(extras) == {"cuda", "tpu", "flax", "checkpoint", "examples"}
+    assert set(extras) == {"cuda", "tpu", "flax", "checkpoint", "swarm", "examples"}
 
 
 def test_import_takes_less_than_a_third_of_a_second_beyond_jax_and_optax():
@@ -46,7 +46,7 @@ def test_import_takes_less_than_a_third_of_a_second_beyond_jax_and_optax():
 
 def test_import_brings_nothing_that_is_optional():
     shown = run("-c", "import sys, demo_optax; print(*sorted(sys.modules))").split()
-    assert not {"flax", "orbax", "rich", "tyro", "grain", "matplotlib"} & set(shown)
+    assert not {"flax", "orbax", "obstore", "rich", "tyro", "grain", "matplotlib"} & set(shown)
 
 
 def test_import_starts_no_devices():

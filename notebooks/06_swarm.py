@@ -1,0 +1,217 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A swarm: workers that come and go
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/06_swarm.ipynb)
+#
+# Three workers train one model over an object store, without a collective and without a leader. One
+# joins late. Another vanishes without a word, and comes back. At the end all have the same parameters.
+#
+# Here each worker is a thread, and the store is a folder. With machines in different places each
+# worker is a process, and the store is a bucket. The code of a worker stays the same.
+
+# %%
+# In Colab this installs the library. If it is installed, nothing happens.
+try:
+    import demo_optax.swarm
+except ImportError:
+    # %pip install -q "demo_optax[swarm] @ git+https://github.com/demo-optax/demo_optax"
+    import demo_optax.swarm
+
+# %%
+import pathlib
+import tempfile
+import threading
+import time
+import zlib
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 3)
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import Image
+from jax.sharding import AxisType
+from sklearn.datasets import load_digits
+
+import demo_optax
+from demo_optax.swarm import Member, ObjectStore, SwarmWorker
+from demo_optax.swarm.history import draw, read_history, status
+
+plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
+COLOURS = {"paris": "k", "rome": "#1b6ca8", "oslo": "#c8553d"}
+
+images, labels = load_digits(return_X_y=True)
+images, labels = np.float32(images / 16), np.int32(labels)
+held_out = images[:360], labels[:360]
+
+
+def logits(params, x):
+    return jax.nn.relu(x @ params["hidden"]) @ params["out"]
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    log_p = jax.nn.log_softmax(logits(params, x))
+    return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], axis=1))
+
+
+def new_params():
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "hidden": jax.random.normal(keys[0], (64, 256)) / 8,
+        "out": jax.random.normal(keys[1], (256, 10)) / 16,
+    }
+
+
+def batch_of(drawn, rows=32):
+    chosen = drawn.integers(360, len(labels), rows)
+    return images[chosen], labels[chosen]
+
+
+# %% [markdown]
+# ## A worker
+#
+# A `Member` is a place in the swarm: a store, a name, and how long to wait for the others. A
+# `SwarmWorker` trains from there. It makes the optimizer with the exchange that it needs. A worker that
+# leaves in good order calls `close`, and tells the others. This one can also vanish instead.
+
+# %%
+STEPS, PAUSE = 500, 0.03
+folder = tempfile.TemporaryDirectory()
+store = ObjectStore(folder.name)
+losses, ends = {name: {} for name in COLOURS}, {}
+
+
+def make_optimizer(exchange):
+    return demo_optax.demo_scaled(2e-3, exchange=exchange)
+
+
+def work(name, vanishes_at=None):
+    member = Member(store, name, slots=4, deadline=2.0)
+    device = jax.devices()[list(COLOURS).index(name) % jax.device_count()]
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[device])
+    worker = SwarmWorker(loss_fn, make_optimizer, mesh, member, snapshot_every=50)
+    drawn = np.random.default_rng(zlib.crc32(name.encode()))  # each worker reads other batches
+    params, opt_state = worker.begin(new_params(), batch_of(drawn))
+    print(f"{name} has slot {member.slot} and joins before step {worker.number}")
+    while worker.number < STEPS:
+        if vanishes_at and worker.number >= vanishes_at:
+            print(f"{name} vanishes before step {worker.number}")
+            return
+        params, opt_state, metrics = worker.step(params, opt_state, batch_of(drawn))
+        losses[name][metrics.step] = metrics.loss
+        for late in metrics.late:
+            print(f"{name} goes on without {late} in step {metrics.step}")
+        time.sleep(PAUSE)  # in place of a larger model
+    worker.close()
+    ends[name] = jax.device_get(params)
+
+
+# %% [markdown]
+# ## The run
+#
+# Paris and Rome begin. Oslo starts at step 40. Rome vanishes at step 240, and starts again under its
+# name at step 280. Nobody tells the others: each of them looks into the store alone.
+
+
+# %%
+def wait_until(step):
+    while not store.get(f"manifests/{step:08d}"):
+        time.sleep(0.1)
+
+
+threads = []
+
+
+def begin(name, **settings):
+    threads.append(threading.Thread(target=work, args=(name,), kwargs=settings))
+    threads[-1].start()
+
+
+begin("paris")
+begin("rome", vanishes_at=240)
+wait_until(40)
+begin("oslo")
+wait_until(280)
+begin("rome")
+for thread in threads:
+    thread.join()
+
+# %% [markdown]
+# A worker that starts compiles first, then reads the newest snapshot, and applies the packets since
+# then. Meanwhile the others train. So it joins some steps after its start.
+#
+# ## The same parameters everywhere
+#
+# Every worker averaged the same packets by the same program, whether it took part in a step or caught
+# up with it later. So their parameters are equal to the last bit:
+
+# %%
+first, *others = [jax.tree.leaves(params) for params in ends.values()]
+equal = all(np.array_equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+right = np.mean(np.argmax(logits(ends["oslo"], held_out[0]), axis=1) == held_out[1])
+print(f"{len(ends)} workers, parameters {'equal' if equal else 'DIFFERENT'} to the last bit")
+print(f"{right:.1%} of the held-out digits are read correctly")
+
+# %% [markdown]
+# ## The life of the run
+#
+# The store tells what happened. Its manifests name the packets that counted on each step, and when
+# that was decided. `python -m demo_optax.swarm FOLDER --picture life.png` prints and draws the same for
+# any run.
+
+# %%
+history = read_history(store)
+print(status(store, last=STEPS))
+picture = pathlib.Path(folder.name) / "life.png"
+draw(history, str(picture))
+Image(picture)
+
+# %% [markdown]
+# A row is dark where a worker's packets counted. When Rome vanishes, the others wait for it once, until
+# the deadline of two seconds. This wait is part of a step, so it is dark for them. From the next step on
+# they do not expect Rome any more. When Oslo joins, and when Rome is back, nobody waits for long: a
+# newcomer announces itself only once it has caught up.
+#
+# ## The loss
+#
+# Above: each worker's loss on its own batches, a mean over ten steps. Below: how many packets counted.
+
+# %%
+figure, (above, below) = plt.subplots(
+    2, 1, figsize=(8, 4.6), height_ratios=[3, 1], sharex=True, layout="constrained"
+)
+for name, seen in losses.items():
+    steps = np.array(sorted(seen))
+    for part in np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1):  # where it was away
+        if len(part) >= 10:
+            mean = np.convolve([seen[step] for step in part], np.full(10, 0.1), mode="valid")
+            above.plot(part[9:], mean, color=COLOURS[name], label=name)
+handles = dict(zip(*reversed(above.get_legend_handles_labels()), strict=True))
+above.legend(handles.values(), handles.keys(), frameon=False)
+above.set(ylabel="loss", yscale="log")
+below.step([m.step for m in history.manifests], [len(m.packets) for m in history.manifests], "k")
+below.set(xlabel="step", ylabel="packets", ylim=(0, 3.5), yticks=[1, 2, 3])
+plt.show()
+folder.cleanup()
+
+# %% [markdown]
+# The loss does not jump when a worker comes or goes. The aggregate is a mean over those who are there.
+# What a worker had not sent yet when it vanished is lost with its momentum.
+#
+# `docs/how_to/swarm.md` shows the same with three machines and a bucket, by the trainer.
