@@ -58,7 +58,7 @@ define core_tests
 	$(1) -m venv .venv-$@
 	.venv-$@/bin/python -m pip install --quiet uv
 	.venv-$@/bin/uv pip install --quiet --python .venv-$@ --resolution $(2) \
-		--editable '.[flax,swarm]' --group core-test
+		--editable '.[flax,checkpoint,swarm]' --group core-test
 	.venv-$@/bin/python -m pip list | grep -iE '^(jax|jaxlib|numpy|optax|chex|flax|orbax-checkpoint|scipy) '
 	.venv-$@/bin/python -m pytest -n 2 -o addopts=--import-mode=append -m "not slow" \
 		$(CORE)

@@ -111,16 +111,15 @@ def snapshot(break_it, read_as=None):
 
 
 def lose_file(place, index):
-    name = next(iter(index.files))
-    place.put(f"{index.folder}/{name}", b"something else")
+    place.put(index.file, b"something else")
 
 
 def other_step(place, index):
-    place.put(records.snapshot_key(8), records.to_json(index._replace(step=9, folder=NINE)))
+    place.put(records.snapshot_key(8), records.to_json(index._replace(step=9, file=NINE)))
     snapshots.read_index(place, 8)
 
 
-NINE = "snapshots/00000009/x"
+NINE = "snapshots/00000009/x.npz"
 
 
 def vanishes():

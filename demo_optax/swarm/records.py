@@ -6,8 +6,8 @@
     packets/00000042/003.000002.left           do not wait for it
     packets/00000042/003.000002.SHA256.packet  its packet
     manifests/00000042                         which packets count: the first that is written
-    snapshots/00000040.json                    which files make the snapshot before step 40
-    snapshots/00000040/NONCE/...               these files
+    snapshots/00000040.json                    which file is the snapshot before step 40
+    snapshots/00000040/NONCE.npz               its arrays
 
 Manifests stay for good: were one deleted, a worker that wakes up late could decide its step anew.
 Nothing that is read from there is executed. JSON is checked, packets and files by their hashes.
@@ -104,18 +104,18 @@ class Claim(NamedTuple):
 
 
 class SnapshotIndex(NamedTuple):
-    """Which files make a snapshot.
+    """Where a snapshot is.
 
     Attributes:
       step: the first step that comes after it.
-      folder: where the files are.
-      files: SHA-256 of each.
+      file: the key of its arrays.
+      sha256: of that file's bytes.
       digest: SHA-256 of parameters and shared state.
     """
 
     step: int
-    folder: str
-    files: dict[str, str]
+    file: str
+    sha256: str
     digest: str
 
 
@@ -141,14 +141,10 @@ def read_index(data: bytes) -> SnapshotIndex:
     Raises:
       Damaged: it is none.
     """
-    step, folder, files, digest = _values(data, SnapshotIndex._fields)
-    _require(_is_count(step) and isinstance(files, dict) and _is_hash(digest), data)
-    _require(all(map(_is_hash, files.values())), data)
-    _require(isinstance(folder, str) and folder.startswith(f"snapshots/{step:08d}/"), data)
-    _require(
-        all(".." not in x.split("/") and not x.startswith("/") for x in [folder, *files]), data
-    )
-    return SnapshotIndex(step, folder, files, digest)
+    step, file, hashed, digest = _values(data, SnapshotIndex._fields)
+    _require(_is_count(step) and _is_hash(hashed) and _is_hash(digest), data)
+    _require(isinstance(file, str) and file.startswith(f"snapshots/{step:08d}/"), data)
+    return SnapshotIndex(step, file, hashed, digest)
 
 
 def parsed(data: bytes) -> dict[str, Any]:

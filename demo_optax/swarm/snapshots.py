@@ -1,26 +1,25 @@
-"""Snapshots of what all workers share, from which newcomers start; and what is swept after them."""
+"""Snapshots of what all workers share, from which newcomers start; and what is swept after them.
+
+A snapshot is one object in NumPy's format. Orbax writes checkpoints with all processes of a job at
+once, but a snapshot is written by one process, in a thread, while the others train.
+"""
 
 import hashlib
-import pathlib
-import tempfile
-import threading
+import io
 import uuid
+import zipfile
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.checkpoint.reading import epath, orbax
 from demo_optax.swarm import records
 from demo_optax.swarm.records import Damaged, SnapshotIndex
 from demo_optax.swarm.slots import SwarmError
-from demo_optax.swarm.store import Store, StoreError, in_parallel
+from demo_optax.swarm.store import Store, StoreError
 
 KEPT = 2
 TRIES = 5
-
-_NAME = "shared"
-_ONE_AT_A_TIME = threading.Lock()  # Orbax is not made for several threads of a process
 
 
 def digest(leaves: list[np.ndarray]) -> str:
@@ -28,22 +27,17 @@ def digest(leaves: list[np.ndarray]) -> str:
     found = hashlib.sha256()
     for x in leaves:
         found.update(f"{x.dtype}{x.shape}".encode())
-        found.update(np.ascontiguousarray(x).view(np.uint8).data if x.size else b"")
+        found.update(_as_bytes(x).data)
     return found.hexdigest()
 
 
 def write(store: Store, step: int, leaves: list[np.ndarray]) -> SnapshotIndex:
-    """Writes a snapshot by Orbax; the first that is complete stands."""
-    folder = f"snapshots/{step:08d}/{uuid.uuid4().hex}"
-    with tempfile.TemporaryDirectory() as temporary:
-        path = pathlib.Path(temporary) / "snapshot"
-        with _ONE_AT_A_TIME:
-            orbax.save_checkpointables(epath.Path(path), {_NAME: _named(leaves)})
-        files = {str(x.relative_to(path)): x for x in sorted(path.rglob("*")) if x.is_file()}
-        contents = {name: x.read_bytes() for name, x in files.items()}
-        in_parallel(lambda name: store.put(f"{folder}/{name}", contents[name]), contents)
-    hashes = {name: records.sha256(data) for name, data in contents.items()}
-    index = SnapshotIndex(step, folder, hashes, digest(leaves))
+    """Writes a snapshot; the first that is complete stands."""
+    contents = io.BytesIO()
+    np.savez(contents, *map(_as_bytes, leaves), allow_pickle=False)
+    data, key = contents.getvalue(), f"snapshots/{step:08d}/{uuid.uuid4().hex}.npz"
+    store.put(key, data)
+    index = SnapshotIndex(step, key, records.sha256(data), digest(leaves))
     store.create(records.snapshot_key(step), records.to_json(index))
     found = read_index(store, step)
     if found is None:
@@ -73,36 +67,20 @@ def read(store: Store, index: SnapshotIndex, like: list[Any]) -> list[np.ndarray
     """Reads a snapshot.
 
     Raises:
-      Damaged: its files are not those that were written, or its arrays do not have the shapes and
-        dtypes of ``like``.
+      Damaged: it is not what was written, or its arrays do not have the shapes and dtypes of
+        ``like``.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        path = pathlib.Path(temporary) / "snapshot"
-
-        def fetch(name: str) -> None:
-            data = store.get(f"{index.folder}/{name}")
-            if data is None or records.sha256(data) != index.files[name]:
-                raise Damaged(
-                    f"{name!r} of the snapshot of step {index.step} is missing or damaged"
-                )
-            target = path / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-
-        in_parallel(fetch, index.files)
-        wanted = _named([np.empty(x.shape, x.dtype) for x in like])
-        try:
-            with _ONE_AT_A_TIME:
-                found: Any = orbax.load_checkpointables(epath.Path(path), {_NAME: wanted})[_NAME]
-        except (ValueError, KeyError, OSError) as error:
-            raise Damaged(
-                f"the snapshot of step {index.step} cannot be read ({error}): use the run's model"
-            ) from error
-    leaves = [np.asarray(found[name]) for name in wanted]
-    if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in like]:
-        raise Damaged(f"the snapshot of step {index.step} is of another model: use that of the run")
-    if digest(leaves) != index.digest:
-        raise Damaged(f"the snapshot of step {index.step} must hold the bits that were written")
+    data = store.get(index.file)
+    if data is None or records.sha256(data) != index.sha256:
+        raise Damaged(f"{index.file!r} must hold the bytes of its hash")
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            leaves = [_from_bytes(found[f"arr_{n}"], x) for n, x in enumerate(like)]
+            complete = len(found.files) == len(like)
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise Damaged(f"{index.file!r} cannot be read ({error}): use the run's model") from error
+    if not complete or digest(leaves) != index.digest:
+        raise Damaged(f"{index.file!r} is of another model or dtype: use those of the run")
     return leaves
 
 
@@ -163,5 +141,10 @@ def relative_difference(own: list[np.ndarray], other: list[np.ndarray]) -> float
     return float(np.sqrt(difference / norm)) if norm else 0.0
 
 
-def _named(leaves: list[Any]) -> dict[str, Any]:
-    return {f"{number:06d}": x for number, x in enumerate(leaves)}
+def _as_bytes(x: np.ndarray) -> np.ndarray:
+    """Its memory: NumPy's format knows no bfloat16."""
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _from_bytes(x: np.ndarray, like: Any) -> np.ndarray:
+    return x.view(like.dtype).reshape(like.shape)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from demo_optax import checks
 from demo_optax.axes import AxisName
@@ -121,6 +121,9 @@ class SwarmWorker:
                 f"member={member} in process {jax.process_index()} of the worker: give a Member "
                 "to the first process, and None to the others."
             )
+        # the programs reshard what they are given, so that no axis needs to be Explicit
+        automatic = (AxisType.Auto,) * len(mesh.axis_names)
+        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
         self._member, self.mesh = member, mesh
         slots = by_lead(lambda: self.member.slots)
         self.delay, self.every, self.number = bool(delay), snapshot_every, 0

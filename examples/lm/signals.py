@@ -33,10 +33,15 @@ class Signals:
 
     Args:
       last_words: what to say at a second SIGINT.
+      first_words: what to say at the first.
     """
 
-    def __init__(self, last_words: str):
-        self.last_words = last_words
+    def __init__(
+        self,
+        last_words: str,
+        first_words: str = "Saves and stops. A second Ctrl-C stops at once, without saving.",
+    ):
+        self.last_words, self.first_words = last_words, first_words
         self.place = f"signals/{next(_numbers)}"
         self.received: set[int] = set()
         self.steps = 0  # that this process has done since it was started
@@ -86,4 +91,4 @@ class Signals:
             os._exit(INTERRUPTED)
         self.received.add(number)
         if number == signal.SIGINT:
-            console.print("Saves and stops. A second Ctrl-C stops at once, without saving.")
+            console.print(self.first_words)

@@ -62,15 +62,17 @@ def run_or_exit(config: Config) -> None:
     """Prepares and trains; a wrong setting ends it with one clear line."""
     started = time.monotonic()
     keep_compiled_programs()
-    with Signals(GO_ON) as signals:
+    with Signals(GO_ON, "Leaves after this step. A second Ctrl-C stops at once.") as signals:
         with mistakes_said():
             require_sensible(config)
             run = prepare(config)
             store = ObjectStore(config.swarm or "")
         try:
             train(run, store, signals, started)
-        except (SwarmError, StoreError) as error:
-            sys.exit(f"error: {' '.join(str(error).split())} {GO_ON}")
+        except SwarmError as error:
+            sys.exit(f"error: {error}")
+        except StoreError as error:
+            sys.exit(f"error: {error} {GO_ON}")
 
 
 def keep_compiled_programs() -> None:

@@ -1,0 +1,69 @@
+"""One process of a worker of a swarm; prints the digest of its parameters after each step.
+
+python swarm_worker.py STORE NAME DELAY STEPS [ADDRESS PROCESS]
+
+With an address the worker has two processes, each with half of its parameters.
+"""
+
+import hashlib
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+SHAPES = {"w": (32, 48), "v": (48, 8)}
+
+
+def main(url, name, delay, steps, address=None, process="0"):
+    jax.config.update("jax_platforms", "cpu")
+    if address:
+        jax.distributed.initialize(address, num_processes=2, process_id=int(process))
+    import demo_optax
+    from demo_optax.swarm import Member, ObjectStore, SwarmWorker
+    from demo_optax.swarm.lead import to_host
+
+    mesh = jax.make_mesh((1, jax.device_count()), ("data", "fsdp"))
+
+    def loss_fn(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - jnp.sin(x[:, :8])) ** 2)
+
+    def make_optimizer(exchange):
+        return demo_optax.demo_scaled(1e-2, exchange=exchange)
+
+    member = None
+    if process == "0":
+        member = Member(ObjectStore(url), name, slots=4, min_workers=2, deadline=60.0)
+    worker = SwarmWorker(
+        loss_fn,
+        make_optimizer,
+        mesh,
+        member,
+        delay=int(delay),
+        snapshot_every=4,
+        param_specs={"w": P("fsdp"), "v": P(None, "fsdp")},
+        facts={"seed": 0},
+    )
+    drawn = np.random.default_rng(0)
+    params = {key: drawn.normal(size=x).astype(np.float32) for key, x in SHAPES.items()}
+    rows = NamedSharding(mesh, P("fsdp"))
+
+    def batch_of(step):
+        x = np.random.default_rng((len(name), step)).normal(size=(8, 32)).astype(np.float32)
+        return jax.make_array_from_callback(x.shape, rows, lambda index: x[index])
+
+    with worker:
+        params, opt_state = worker.begin(params, batch_of(0))
+        found = {}
+        while worker.number < int(steps):
+            params, opt_state, metrics = worker.step(params, opt_state, batch_of(worker.number))
+            whole = b"".join(to_host(x).tobytes() for x in jax.tree.leaves(params))
+            found[worker.number] = hashlib.sha256(whole).hexdigest()
+    print(json.dumps({"digests": found, "members": metrics.members, "loss": metrics.loss}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
