@@ -149,6 +149,7 @@ RAISED = [
     lambda: restore_damaged(lambda checkpointer: checkpointer._read(3, model.init(), "")),
     read_without_memory,
     clear_up_without_rights,
+    lambda: reading._metadata("run", 3),
     restore_a_flat_vector_elsewhere,
     checkpoints_in_a_file,
     lambda: save_where_a_file_is(wait=True),
