@@ -277,7 +277,11 @@ def decoupled_momentum(
         )
 
     def accumulate(momenta, coefficients, participates, weight):
-        """``decay * m + weight * c``, in the shape of ``c``: XLA fuses it with the transform."""
+        """``decay * m + weight * c``; the old momenta for a worker that sits the step out.
+
+        It is computed in the shape of ``c``, where XLA fuses it with the transform, and returned in
+        that of ``m``.
+        """
 
         def add(
             m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from demo_optax.arrays import BoolScalar
 from demo_optax.compression import sparse
 from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
-from demo_optax.compression.top_k import largest_by_strands
+from demo_optax.compression.top_k import STRAND_LENGTH, largest_by_strands
 
 Places = Int32[Array, "blocks k"]
 AllPlaces = Int32[Array, "workers blocks k"]
@@ -49,7 +49,7 @@ class Bins:
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
         """The places of the largest magnitudes; of equal ones any."""
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-        if self.n % (8 * self.k):  # a strand would belong to several bins
+        if self.n % (STRAND_LENGTH * self.k):  # a strand would belong to several bins
             return self._largest(magnitudes)
 
         # Strands are a multiple of k apart, so a position is k * place + bin.

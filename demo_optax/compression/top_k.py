@@ -29,7 +29,7 @@ from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
 
 CODINGS = "packed", "elias-fano", "bitmap"
 
-_STRANDS = 8
+STRAND_LENGTH = 8  # elements of a strand (`largest_by_strands`)
 _GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
 _AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
 
@@ -99,7 +99,7 @@ class TopK:
 
     def _by_strands(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
         """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
-        if self.n % _STRANDS or self.n // _STRANDS < 4 * self.k:
+        if self.n % STRAND_LENGTH or self.n // STRAND_LENGTH < 4 * self.k:
             return self._by_kernel(magnitudes)
         return largest_by_strands(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
 
@@ -110,14 +110,14 @@ def largest_by_strands(
 ) -> Int32[Array, "blocks _k"]:
     """The positions of the largest, by two selections in shorter rows.
 
-    A strand is every ``n / 8``-th element. The strands with the largest maxima hold the largest
-    elements.
+    A block has ``n / 8`` strands of 8 elements. A strand holds every ``n / 8``-th element. The
+    strands with the largest maxima hold the largest elements.
     """
-    width = magnitudes.shape[1] // _STRANDS
-    rows = [magnitudes[:, i * width : (i + 1) * width] for i in range(_STRANDS)]
-    strands = largest(functools.reduce(jnp.maximum, rows))
-    candidates = strands[:, None, :] + width * jnp.arange(_STRANDS, dtype=jnp.int32)[None, :, None]
-    candidates = candidates.reshape(len(magnitudes), -1)
+    strands = magnitudes.shape[1] // STRAND_LENGTH
+    rows = [magnitudes[:, i * strands : (i + 1) * strands] for i in range(STRAND_LENGTH)]
+    chosen = largest(functools.reduce(jnp.maximum, rows))
+    steps = strands * jnp.arange(STRAND_LENGTH, dtype=jnp.int32)
+    candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
     return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
 
 
