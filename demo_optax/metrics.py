@@ -95,10 +95,10 @@ def header_of(
         fingerprint=_fingerprint(gradient),
         received=last.received,
         restarted=restarted.astype(jnp.uint32),
-        momentum=momentum,
-        sent=chosen - energy_left(1.0),
-        residual=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
-        message=jnp.zeros((), jnp.float32),
+        momentum_energy=momentum,
+        sent_energy=chosen - energy_left(1.0),
+        residual_energy=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
+        message_energy=jnp.zeros((), jnp.float32),
         weight=jnp.asarray(weight, jnp.float32),
     )
 
@@ -141,7 +141,7 @@ def summarise(
         received = checksum(jnp.append(checksums, received))
     participants = jnp.sum(counted, dtype=jnp.int32)
     divisor = jnp.maximum(participants, 1).astype(jnp.float32)
-    momentum, sent = total(headers.momentum), total(headers.sent)
+    momentum, sent = total(headers.momentum_energy), total(headers.sent_energy)
     same, fingerprint = equal(headers.fingerprint)
     return ExchangeMetrics(
         participants=participants,
@@ -150,7 +150,7 @@ def summarise(
         identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
         restarted=jnp.sum(jnp.where(counted, headers.restarted, 0)).astype(jnp.int32),
-        residual_norm=jnp.sqrt(total(headers.residual) / divisor),
+        residual_norm=jnp.sqrt(total(headers.residual_energy) / divisor),
     )
 
 

@@ -37,20 +37,21 @@ class Header(NamedTuple):
       fingerprint: uint32, differs where gradients do; 0 for a gradient of zeros.
       received: uint32, digest of the packets that the worker got until the step before.
       restarted: uint32, blocks of its momentum that started again from zero.
-      momentum: float32, energy (sum of squares) of the momentum before anything was taken out.
-      sent: float32, the part of it that the others get: what was selected, less rounding errors.
-      residual: float32, energy of the momentum afterwards.
-      message: float32, energy of the values in this packet.
+      momentum_energy: float32, sum of squares of the momentum before anything was taken out.
+      sent_energy: float32, the part of it that the others get: that of what was selected, less
+        that of the rounding errors.
+      residual_energy: float32, energy of the momentum afterwards.
+      message_energy: float32, energy of the values in this packet.
       weight: float32, of the message in the mean over workers; 1 unless the update says otherwise.
     """
 
     fingerprint: UInt32[Array, "..."]
     received: UInt32[Array, "..."]
     restarted: UInt32[Array, "..."]
-    momentum: Float32[Array, "..."]
-    sent: Float32[Array, "..."]
-    residual: Float32[Array, "..."]
-    message: Float32[Array, "..."]
+    momentum_energy: Float32[Array, "..."]
+    sent_energy: Float32[Array, "..."]
+    residual_energy: Float32[Array, "..."]
+    message_energy: Float32[Array, "..."]
     weight: Float32[Array, "..."]
 
 
@@ -194,7 +195,7 @@ def build(
         fields: list[Fields],
         number: Int32[Array, ""],
     ) -> UInt32[Array, "..."]:
-        head = header._replace(message=in_float32(energy))
+        head = header._replace(message_energy=in_float32(energy))
         words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
         words += [] if extra is None else [extra]
         for section, places, coded in zip(layout.sections, positions, fields, strict=True):

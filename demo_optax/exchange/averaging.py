@@ -248,7 +248,7 @@ def largest_norm(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
 ) -> FloatScalar:
     """The largest norm of a message: a multiple of the median of the norms in the headers."""
-    return _multiple_of_median(jnp.sqrt(headers.message), intact, limit)
+    return _multiple_of_median(jnp.sqrt(headers.message_energy), intact, limit)
 
 
 def trusted_weights(

@@ -170,7 +170,7 @@ class TwoPhase:
         participates = accepted.any(axis=0) & results.accepted
         anyone = participates.any()
         limits = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
-        clipped = clip_factor(jnp.sqrt(own_headers.message), limits)
+        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), limits)
         factors = sent.factor * jnp.where(accepted[:, own] & anyone, clipped, 0.0)
         return Aggregate(
             mean=[

@@ -142,7 +142,9 @@ FORGERIES = {
     "an infinite value": resealed(put(first_of(256, 2), 0x7F800000)),
     "a value that is NaN": resealed(put(first_of(256, 2), 0x7FC00001)),
     "one position twice": resealed(put(first_of(256, 0), 0)),
-    "an energy that is NaN": resealed(put(1 + packets.Header._fields.index("sent"), 0x7FC00001)),
+    "an energy that is NaN": resealed(
+        put(1 + packets.Header._fields.index("sent_energy"), 0x7FC00001)
+    ),
     "another worker's": resealed(lambda words: words, packets.Origin(jnp.int32(0), jnp.int32(1))),
     "another step's": resealed(lambda words: words, packets.Origin(jnp.int32(1), jnp.int32(2))),
 }
