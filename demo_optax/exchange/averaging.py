@@ -3,10 +3,11 @@ r"""How several workers' packets become their mean. No packet is trusted.
 Of coefficient :math:`j` that is the mean over the workers :math:`S_j` that sent it, or over all,
 
 .. math::
-    q_j = \sum_{i \in S_j} w_i\, c_i\, q_{ij} \Big/ \sum_{i \in S_j} w_i
+    \bar q_j = \sum_{i \in S_j} w_i\, a_i\, \hat q_{ij} \Big/ \sum_{i \in S_j} w_i
 
 with the weight :math:`w_i` in a worker's header, 1 unless its update was given another, and the
-factor :math:`c_i \le 1` by which a message beyond the norm's limit is scaled down.
+part :math:`a_i \le 1` of its decoded message :math:`\hat q_i` that is accepted: less than 1 where
+its norm is beyond the cap.
 
 Every worker that averages the same packets does it in the same order with the same program, so that
 the mean is equal to the last bit everywhere.

@@ -75,11 +75,11 @@ class Delayed(Around):
 
     .. math::
         m_t &\leftarrow \beta m_{t-1} + w\, T(g_t) \\
-        q_t &= \mathrm{select}(m_t), \quad m_t \leftarrow m_t - \alpha\, q_t
-            + \alpha\, (1 - c_{t-1})\, q_{t-1} \\
-        u_t &= T^{-1}(\mathrm{mean}(q_{t-1}))
+        q_t &= \mathrm{select}(m_t), \quad \hat q_t = \mathrm{decode}(\mathrm{encode}(q_t)) \\
+        m_t &\leftarrow m_t - \alpha\, \hat q_t + \alpha\, (1 - a_{t-1})\, \hat q_{t-1} \\
+        u_t &= T^{-1}(\mathrm{mean}(a_{t-1}\, \hat q_{t-1}))
 
-    :math:`c_{t-1}` is the part of the last message that was accepted: 1, or less where the packet
+    :math:`a_{t-1}` is the part of the last message that was accepted: 1, or less where the packet
     was damaged or its norm limited. The rest goes back into the momentum.
 
     Attributes:

@@ -3,10 +3,10 @@ r"""An exchange in two halves, each a program of its own; between them the host 
 .. math::
     \text{Sealed:} \quad m_t &\leftarrow \beta m_{t-1} + w\, T(g_t), \quad
         q_t = \mathrm{select}(m_t), \quad m_t \leftarrow m_t - \alpha\, q_t \\
-    \text{Opened:} \quad m_t &\leftarrow m_t + \alpha\, (1 - c_t)\, q_t, \quad
+    \text{Opened:} \quad m_t &\leftarrow m_t + \alpha\, (1 - a_t)\, q_t, \quad
         u_t = T^{-1}(\mathrm{mean}(q_t))
 
-:math:`c_t` is the part of this worker's message that was accepted: 0 where its packet came too
+:math:`a_t` is the part of this worker's message that was accepted: 0 where its packet came too
 late, or where it sent none.
 """
 
