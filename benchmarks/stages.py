@@ -89,9 +89,9 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         origin = packet.Origin(zero, own)
         layout = by_all_gather.layout(plan)
         built = packet.build(layout, header, fields, message, jnp.array(True), origin)
-        sent = Outgoing(built, message, jnp.float32(1), zero)
+        outgoing = Outgoing(built, message, jnp.float32(1), zero)
         with mock.patch.object(collectives, "gather", gather):
-            found = by_all_gather.exchange(plan, sent, (), metrics.init_metrics(), "senders")
+            found = by_all_gather.exchange(plan, outgoing, (), metrics.init_metrics(), "senders")
         return found._replace(mean=[x.dense() for x in found.mean])
 
     def inverse(coefficients):

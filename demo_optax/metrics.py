@@ -66,7 +66,7 @@ def header_of(
     gradient,
     health: Sequence[tuple[FloatScalar, IntScalar]],
     selected: Message,
-    sent: Message,
+    message: Message,
     factor: ArrayLike,
     weight: ArrayLike,
     last: ExchangeMetrics,
@@ -79,14 +79,14 @@ def header_of(
       health: for each part of the momentum its energy before anything is taken out, and the
         number of blocks that started again from zero.
       selected: the coefficients that were chosen.
-      sent: the same, with the values that the others decode.
+      message: the same, with the values that the others decode.
       factor: part of what is sent that leaves the momentum.
       weight: of the message in the mean over workers.
       last: metrics of the worker's last step.
     """
 
     def energy_left(factor):
-        pairs = zip(selected.values, sent.values, strict=True)
+        pairs = zip(selected.values, message.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
     momentum, restarted = (jnp.sum(jnp.stack(x)) for x in zip(*health, strict=True))

@@ -109,7 +109,7 @@ class Delayed(Around):
         return PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: DelayedState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, outgoing: Outgoing, state: DelayedState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Exchanges the packets of the call before (see `Exchange.exchange`).
 
@@ -123,14 +123,14 @@ class Delayed(Around):
                 "demo_optax.checkpoint, which puts what they carry back into the momentum."
             )
         found, message, correction = self.exchange_pending(
-            plan, state.pending, state.subtracted, sent.step - 1, state.inner, last, mean
+            plan, state.pending, state.subtracted, outgoing.step - 1, state.inner, last, mean
         )
         return found._replace(
             subtractions=[
-                Subtraction.of_whole(plan, sent.message, sent.factor),
+                Subtraction.of_whole(plan, outgoing.message, outgoing.factor),
                 Subtraction(message, correction, delay=1),
             ],
-            state=DelayedState(sent.packets, sent.factor, found.state, self._format(plan)),
+            state=DelayedState(outgoing.packets, outgoing.factor, found.state, self._format(plan)),
             delay=1,
         )
 

@@ -166,13 +166,13 @@ class Exchange(Protocol):
         ...
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: Any, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, outgoing: Outgoing, state: Any, last: ExchangeMetrics, mean: Mean, /
     ) -> Aggregate:
         """Gives every worker the mean of the workers' messages.
 
         Args:
           plan: of the tensors, the same on all workers.
-          sent: this worker's packets.
+          outgoing: this worker's packets, and what is in them.
           state: of the call before.
           last: metrics of the call before.
           mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that count.

@@ -120,7 +120,12 @@ class TwoPhase:
         return TwoPhaseState(axes.as_varying(tuple(zeros), self.axis_name))
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: TwoPhaseState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: TwoPhaseState,
+        last: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Exchanges in two phases (see `Exchange.exchange`).
 
@@ -128,12 +133,12 @@ class TwoPhase:
         owner's result is damaged, its residual stays as it was, and the senders keep what they sent
         to it. On a step on which no worker takes part nothing changes.
         """
-        workers, own, step = len(sent.packets), axes.index(self.axis_name), sent.step
+        workers, own, step = len(outgoing.packets), axes.index(self.axis_name), outgoing.step
         every = jnp.arange(workers, dtype=jnp.int32)
         layout, result_layout = self.layout(plan), self._result_layout(plan, workers)
 
         # Each owner averages its share of the blocks
-        packets = collectives.all_to_all(sent.packets, self.axis_name)
+        packets = collectives.all_to_all(outgoing.packets, self.axis_name)
         headers, _, intact = open_heads(layout, packets, Origin(step, every * workers + own))
         largest = largest_norm(headers, intact, self.norm_limit)
         positions = _of_share(plan.shared_positions(step), workers, own)
@@ -153,7 +158,7 @@ class TwoPhase:
 
         # Everybody gets all results, each with the header of its owner's own packet
         own_headers, _, _ = open_heads(
-            layout, sent.packets, Origin(step, own_numbers(workers, self.axis_name))
+            layout, outgoing.packets, Origin(step, own_numbers(workers, self.axis_name))
         )
         extra = jnp.append(to_words(largest), pack_bits((factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
@@ -171,7 +176,7 @@ class TwoPhase:
         anyone = participates.any()
         limits = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
         clipped = clip_factor(jnp.sqrt(own_headers.message_energy), limits)
-        factors = sent.factor * jnp.where(accepted[:, own] & anyone, clipped, 0.0)
+        factors = outgoing.factor * jnp.where(accepted[:, own] & anyone, clipped, 0.0)
         return Aggregate(
             mean=[
                 SparseSum(
@@ -181,7 +186,7 @@ class TwoPhase:
                 )
                 for s, known, at, v in zip(sections, shared, *results.message, strict=True)
             ],
-            subtractions=[Subtraction(sent.message, _rows(factors, layout, plan))],
+            subtractions=[Subtraction(outgoing.message, _rows(factors, layout, plan))],
             state=TwoPhaseState(
                 tuple(
                     jnp.where(results.accepted[own] & anyone, s.selector.add(total, at, -v), old)
