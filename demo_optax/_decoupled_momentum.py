@@ -239,7 +239,7 @@ def decoupled_momentum(
         factor = jnp.where(participates, jnp.asarray(subtraction_factor, jnp.float32), 0)
         weight = extra_args.get(MESSAGE_WEIGHT, 1.0)
         header = metrics.header_of(updates, health, selected, message, factor, weight, last)
-        origin = Origin(step, own_numbers(exchange.owners(), axis_name))
+        origin = Origin(step, own_numbers(exchange.packets_per_worker(), axis_name))
         layout = exchange.layout(plan)
         packets = packet.build(layout, header, fields, message, participates, origin)
 

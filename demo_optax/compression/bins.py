@@ -29,7 +29,7 @@ class Bins:
 
     n: int
     k: int
-    travels = True
+    sends_positions = True
     workers_at_once = 16  # whose values are added in one unrolled loop
 
     @property

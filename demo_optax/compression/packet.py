@@ -75,7 +75,9 @@ class Section:
     @property
     def word_counts(self) -> tuple[int, int, int]:
         """Words of positions, scales and values."""
-        positions = self.selector.position_words(self.blocks) if self.selector.travels else 0
+        positions = (
+            self.selector.position_words(self.blocks) if self.selector.sends_positions else 0
+        )
         scales = words_of(self.blocks, value_codings.scale_bits(self.value_coding))
         bits = value_codings.value_bits(self.value_coding)
         return positions, scales, words_of(self.blocks * self.selector.k, bits)
@@ -185,7 +187,9 @@ def build(
     for values in message.values:
         energies += jnp.sum(jnp.square(divided(values)), (1, 2))
     positions = [
-        divided(p, mode="edge") if section.selector.travels else jnp.zeros((owners, 0), jnp.int32)
+        divided(p, mode="edge")
+        if section.selector.sends_positions
+        else jnp.zeros((owners, 0), jnp.int32)
         for section, p in zip(layout.sections, message.positions, strict=True)
     ]
 
@@ -200,7 +204,7 @@ def build(
         words += [] if extra is None else [extra]
         for section, places, coded in zip(layout.sections, positions, fields, strict=True):
             coding = section.value_coding
-            if section.selector.travels:
+            if section.selector.sends_positions:
                 words.append(section.selector.encode(places))
             words.append(pack_bits(coded.scales, value_codings.scale_bits(coding)))
             words.append(pack_bits(coded.values, value_codings.value_bits(coding)))
@@ -256,7 +260,7 @@ def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, Bo
             rest, [for_positions, for_positions + for_scales, sum(section.word_counts)]
         )
         positions = None
-        if selector.travels:
+        if selector.sends_positions:
             positions, inside = selector.decode(position_words, blocks)
             valid &= inside
         scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)

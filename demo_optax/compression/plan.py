@@ -231,9 +231,9 @@ class Plan:
         return tuple(geometry for part in self.parts for geometry in part.geometries)
 
     def shared_positions(self, step: IntScalar) -> list[Positions | None]:
-        """For each section the positions that all workers know; None where they travel."""
+        """For each section the positions that all workers know; None where each sends its own."""
         return [
-            None if s.selector.travels else s.selector.positions(s.blocks, step)
+            None if s.selector.sends_positions else s.selector.positions(s.blocks, step)
             for s in self.sections
         ]
 

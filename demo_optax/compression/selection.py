@@ -1,6 +1,6 @@
 """Selectors: which coefficients of each block are sent. Each kind has a file of its own.
 
-To add one, write a frozen dataclass with the methods of `SharedSelector` or `TravellingSelector`,
+To add one, write a frozen dataclass with the methods of `SharedSelector` or `ChoosingSelector`,
 or derive it from `TopK` and choose otherwise. Enter it in `Selection` and in `SELECTORS`.
 """
 
@@ -26,8 +26,8 @@ class Selector(Protocol):
 
     n: int
     k: int
-    travels: bool
-    """Whether positions are part of the packet, or follow from the step (`SharedSelector`)."""
+    sends_positions: bool
+    """Whether positions are part of the packet; if not, all workers know them from the step."""
 
     def take(
         self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks places"]
@@ -55,7 +55,7 @@ class SharedSelector(Selector, Protocol):
 
 
 @runtime_checkable
-class TravellingSelector(Selector, Protocol):
+class ChoosingSelector(Selector, Protocol):
     """A selector whose positions each worker chooses and sends."""
 
     workers_at_once: int
@@ -108,7 +108,7 @@ Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "sli
 SELECTIONS = get_args(Selection)
 
 AnySelector = Any
-"""A `SharedSelector` or a `TravellingSelector`."""
+"""A `SharedSelector` or a `ChoosingSelector`."""
 
 SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "topk": lambda n, k, seed, stream: TopK(n, k),

@@ -1,4 +1,4 @@
-"""Positions that every worker knows from the step alone, so that none travel (FlexDeMo).
+"""Positions that every worker knows from the step alone, so that none are sent (FlexDeMo).
 
 All workers send the same coefficients: the mean over the senders is the mean over all workers (From
 et al., arXiv 2502.06728). A set has its own positions in each block. A run is the same in all
@@ -40,7 +40,7 @@ class SharedSet:
     rule: str
     seed: int
     stream: int
-    travels = False
+    sends_positions = False
     take = staticmethod(sparse.take)
     add = staticmethod(sparse.add)
 
@@ -75,7 +75,7 @@ class SharedRun:
     rule: str
     seed: int
     stream: int
-    travels = False
+    sends_positions = False
 
     def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 1"]:
         """The start of a step's run, which wraps around at the block's end."""
@@ -119,7 +119,7 @@ class Everything:
     """Sends all ``n`` coefficients of a block."""
 
     n: int
-    travels = False
+    sends_positions = False
 
     @property
     def k(self) -> int:

@@ -40,7 +40,7 @@ class TopK:
 
     n: int
     k: int
-    travels = True
+    sends_positions = True
     take = staticmethod(sparse.take)
     add = staticmethod(sparse.add)
     add_all = staticmethod(sparse.add_all)

@@ -44,9 +44,9 @@ class Around:
         """The axis of the inner exchange."""
         return self.inner.axis_name
 
-    def owners(self) -> int:
+    def packets_per_worker(self) -> int:
         """As the inner exchange."""
-        return self.inner.owners()
+        return self.inner.packets_per_worker()
 
     def layout(self, plan: Plan) -> Layout:
         """As the inner exchange."""

@@ -38,7 +38,7 @@ from demo_optax.exchange.protocol import Mean, SparseSum
 from demo_optax.metrics import ExchangeMetrics, summarise
 
 Shared = Sequence[Positions | None]
-"""For each section the positions that all workers know; None where they travel."""
+"""For each section the positions that all workers know; None where each worker sends its own."""
 
 
 class Read(NamedTuple):
@@ -181,7 +181,7 @@ def average(
 def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mean) -> SparseSum:
     """The mean of messages that are all at hand."""
     selector, total_weight = section.selector, jnp.sum(weights)
-    if not selector.travels:
+    if not selector.sends_positions:
         return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
     divisor = total_weight
     if mean == "senders" and len(values) > 1:
@@ -196,7 +196,7 @@ def _or_one(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 def _zeros(section: Section) -> tuple[Array, Array]:
     """Sums of values, and how many workers sent each; of ``k`` values for shared positions."""
-    columns = section.selector.n if section.selector.travels else section.selector.k
+    columns = section.selector.n if section.selector.sends_positions else section.selector.k
     zeros = jnp.zeros((section.blocks, columns), jnp.float32)
     return zeros, zeros
 
@@ -204,7 +204,7 @@ def _zeros(section: Section) -> tuple[Array, Array]:
 def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Array]:
     """Adds some workers' messages to the sums of those before."""
     total, senders = sums
-    if not section.selector.travels:
+    if not section.selector.sends_positions:
         return total + jnp.sum(values, axis=0), senders
     of_each = jnp.broadcast_to(weights[:, None, None], values.shape)
     add_all = section.selector.add_all
@@ -212,7 +212,7 @@ def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Arr
 
 
 def _mean_of_sums(section: Section, shared, total, senders, total_weight, mean: Mean) -> SparseSum:
-    if not section.selector.travels:
+    if not section.selector.sends_positions:
         return _of_values(section.selector, shared, total, total_weight)
     divisor = senders if mean == "senders" else total_weight
     nowhere = jnp.zeros((1, section.blocks, 0), jnp.int32)
@@ -225,14 +225,14 @@ def _of_values(selector, shared: Positions, total, divisor) -> SparseSum:
 
 
 def _workers_at_once(layout: Layout) -> int:
-    """Packets to decode together: few where their positions travel.
+    """Packets to decode together: few where they hold positions.
 
     Otherwise so many that their values together are not more than all coefficients.
     """
     selectors = [section.selector for section in layout.sections]
-    travelling = [selector.workers_at_once for selector in selectors if selector.travels]
-    if travelling:
-        return min(travelling)
+    limits = [selector.workers_at_once for selector in selectors if selector.sends_positions]
+    if limits:
+        return min(limits)
     dense = sum(s.blocks * s.selector.n for s in layout.sections)
     return max(dense // max(sum(s.blocks * s.selector.k for s in layout.sections), 1), 1)
 

@@ -100,7 +100,7 @@ class Delayed(Around):
 
     def init(self, plan: Plan) -> DelayedState:
         """Empty packets, which every worker rejects."""
-        none = jnp.zeros((self.owners(), self.layout(plan).words), jnp.uint32)
+        none = jnp.zeros((self.packets_per_worker(), self.layout(plan).words), jnp.uint32)
         none, nothing = axes.as_varying((none, jnp.zeros((), jnp.float32)), self.axis_name)
         return DelayedState(none, nothing, self.inner.init(plan), self._format(plan))
 

@@ -97,7 +97,7 @@ class Opened(Around):
 
 def nothing_pending(exchange: Around, plan: Plan, inner: Any) -> HalvesState:
     """The state before the first half: packets that every worker rejects."""
-    none = jnp.zeros((exchange.owners(), exchange.layout(plan).words), jnp.uint32)
+    none = jnp.zeros((exchange.packets_per_worker(), exchange.layout(plan).words), jnp.uint32)
     none, nothing = axes.as_varying((none, jnp.zeros((), jnp.float32)), exchange.axis_name)
     return HalvesState(none, nothing, inner)
 

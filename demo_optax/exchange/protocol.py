@@ -153,7 +153,7 @@ class Exchange(Protocol):
         """The workers' axis or axes; None for a single worker."""
         ...
 
-    def owners(self) -> int:
+    def packets_per_worker(self) -> int:
         """Packets into which a worker divides its message, one for each owner of some blocks."""
         ...
 

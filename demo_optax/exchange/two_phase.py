@@ -103,13 +103,13 @@ class TwoPhase:
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
 
-    def owners(self) -> int:
+    def packets_per_worker(self) -> int:
         """Every worker owns a share of the blocks."""
         return axes.size(self.axis_name)
 
     def layout(self, plan: Plan) -> Layout:
         """The layout of the packet for one owner, without an all-gather's padding to 128 words."""
-        return _layout(plan, self.owners())
+        return _layout(plan, self.packets_per_worker())
 
     def init(self, plan: Plan) -> TwoPhaseState:
         """The residual starts at zero."""
@@ -150,7 +150,8 @@ class TwoPhase:
         totals = [old + new.dense() for old, new in zip(residual, means, strict=True)]
         sections = self._result_sections(plan)
         shared = [
-            None if s.selector.travels else s.selector.positions(s.blocks, step) for s in sections
+            None if s.selector.sends_positions else s.selector.positions(s.blocks, step)
+            for s in sections
         ]
         selectors = [section.selector for section in sections]
         selected = select(selectors, totals, _of_share(shared, workers, own))
@@ -209,13 +210,13 @@ class TwoPhase:
     def _result_sections(self, plan: Plan) -> list[Section]:
         """The sections of all owners' results together."""
         settings = plan.compression
-        # A selector of any block, only to ask whether positions travel.
-        travels = make_selector(
+        # A selector of any block, only to ask whether it sends its positions.
+        sends_positions = make_selector(
             settings.selection, settings.topk + 1, settings.topk, settings.seed, 0
-        ).travels
-        if self.topk_back is not None and not travels:
+        ).sends_positions
+        if self.topk_back is not None and not sends_positions:
             raise ValueError(
-                f"topk_back={self.topk_back} is for selections whose positions travel: with "
+                f"topk_back={self.topk_back} is for selections that send their positions: with "
                 f"selection={settings.selection!r} and topk={settings.topk} owners send back the "
                 "very coefficients that were sent to them. Leave it out."
             )
@@ -225,7 +226,7 @@ class TwoPhase:
             Section(
                 s.blocks,
                 make_selector(settings.selection, s.selector.n, k, settings.seed, number)
-                if s.selector.travels
+                if s.selector.sends_positions
                 else s.selector,
                 coding,
             )

@@ -198,7 +198,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(name):
     def packet(momenta):
         positions = [
             s.selector.select(m)
-            if s.selector.travels
+            if s.selector.sends_positions
             else s.selector.positions(s.blocks, jnp.int32(0))
             for s, m in zip(sections, momenta, strict=True)
         ]
@@ -235,7 +235,7 @@ def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(lay
         for section, positions, values in zip(layout.sections, *message, strict=True):
             selector = section.selector
             assert np.isfinite(values).all()
-            if selector.travels:
+            if selector.sends_positions:
                 positions = positions[0]
                 if isinstance(selector, Bins):
                     positions = selector.in_block(positions)
