@@ -307,13 +307,13 @@ class Told:
 def test_a_second_process_takes_the_list_of_the_first(tmp_path, monkeypatch):
     (tmp_path / "1").mkdir()
     Told(monkeypatch, [[1, 2], ""])
-    assert reading.steps_in(tmp_path) == [1, 2]
+    assert reading.steps_in(str(tmp_path)) == [1, 2]
 
 
 def test_a_second_process_raises_what_the_first_one_met(tmp_path, monkeypatch):
     Told(monkeypatch, [None, "not today"])
     with pytest.raises(OSError, match=r"the first process could not list .*: not today\. Make"):
-        reading.steps_in(tmp_path)
+        reading.steps_in(str(tmp_path))
 
 
 def test_a_checkpoint_that_one_process_does_not_see_is_not_called_damaged(saved, monkeypatch):
