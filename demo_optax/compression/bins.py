@@ -42,9 +42,9 @@ class Bins:
         """
         return (self._depth - 1).bit_length()
 
-    def position_words(self, blocks: int) -> int:
-        """Words that the places of some blocks take."""
-        return words_of(blocks * self.k, self.place_bits)
+    def position_words(self, num_blocks: int) -> int:
+        """Words that the places of so many blocks take."""
+        return words_of(num_blocks * self.k, self.place_bits)
 
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
         """The places of the largest magnitudes; of equal ones any."""
@@ -118,10 +118,10 @@ class Bins:
         """Packs places into words."""
         return pack_bits(places.astype(jnp.uint32), self.place_bits)
 
-    def decode(self, words: Array, blocks: int) -> tuple[Places, BoolScalar]:
+    def decode(self, words: Array, num_blocks: int) -> tuple[Places, BoolScalar]:
         """Unpacks untrusted words: places, and whether all lie in the block."""
-        places = unpack_bits(words, self.place_bits, blocks * self.k)
-        places = places.reshape(blocks, self.k).astype(jnp.int32)
+        places = unpack_bits(words, self.place_bits, num_blocks * self.k)
+        places = places.reshape(num_blocks, self.k).astype(jnp.int32)
         return places, jnp.all(self.in_block(places) < self.n)
 
     def placeholder(self) -> Int32[Array, "k"]:

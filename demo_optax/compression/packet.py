@@ -63,12 +63,12 @@ class Section:
     """Blocks of one size.
 
     Attributes:
-      blocks: how many.
+      num_blocks: how many.
       selector: which of their coefficients are sent (`demo_optax.compression.selection`).
       value_coding: of their values.
     """
 
-    blocks: int
+    num_blocks: int
     selector: Any
     value_coding: ValueCoding
 
@@ -76,11 +76,11 @@ class Section:
     def word_counts(self) -> tuple[int, int, int]:
         """Words of positions, scales and values."""
         positions = (
-            self.selector.position_words(self.blocks) if self.selector.sends_positions else 0
+            self.selector.position_words(self.num_blocks) if self.selector.sends_positions else 0
         )
-        scales = words_of(self.blocks, value_codings.scale_bits(self.value_coding))
+        scales = words_of(self.num_blocks, value_codings.scale_bits(self.value_coding))
         bits = value_codings.value_bits(self.value_coding)
-        return positions, scales, words_of(self.blocks * self.selector.k, bits)
+        return positions, scales, words_of(self.num_blocks * self.selector.k, bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +109,12 @@ class Layout:
         return used + -used % self.multiple
 
     def share(self, owners: int) -> "Layout":
-        """Of one owner's equal share of the blocks; the last shares may be padded."""
-        sections = [dataclasses.replace(s, blocks=-(-s.blocks // owners)) for s in self.sections]
-        return dataclasses.replace(self, sections=tuple(sections))
+        """The layout of one owner's equal share of the blocks; the last shares may be padded."""
+
+        def share_of(section: Section) -> Section:
+            return dataclasses.replace(section, num_blocks=-(-section.num_blocks // owners))
+
+        return dataclasses.replace(self, sections=tuple(map(share_of, self.sections)))
 
 
 class Message(NamedTuple):
@@ -254,18 +257,18 @@ def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, Bo
     valid = jnp.array(True)
     rest = packet[layout.head :]
     for section in layout.sections:
-        blocks, selector, coding = section.blocks, section.selector, section.value_coding
+        num_blocks, selector, coding = section.num_blocks, section.selector, section.value_coding
         for_positions, for_scales, _ = section.word_counts
         position_words, scale_words, value_words, rest = jnp.split(
             rest, [for_positions, for_positions + for_scales, sum(section.word_counts)]
         )
         positions = None
         if selector.sends_positions:
-            positions, inside = selector.decode(position_words, blocks)
+            positions, inside = selector.decode(position_words, num_blocks)
             valid &= inside
-        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)
-        fields = unpack_bits(value_words, value_codings.value_bits(coding), blocks * selector.k)
-        coded = Fields(scales, fields.reshape(blocks, selector.k))
+        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), num_blocks)
+        fields = unpack_bits(value_words, value_codings.value_bits(coding), num_blocks * selector.k)
+        coded = Fields(scales, fields.reshape(num_blocks, selector.k))
         values, finite = value_codings.decode(coded, coding)
         valid &= finite
         all_positions.append(positions)
@@ -282,9 +285,11 @@ def divide_rows(
     return padded.reshape(owners, share, *x.shape[1:])
 
 
-def merge_rows(shares: Shaped[Array, "owners share k"], blocks: int) -> Shaped[Array, "{blocks} k"]:
+def merge_rows(
+    shares: Shaped[Array, "owners share k"], num_blocks: int
+) -> Shaped[Array, "{num_blocks} k"]:
     """The rows of all owners: the inverse of `divide_rows`."""
-    return shares.reshape(-1, shares.shape[2])[:blocks]
+    return shares.reshape(-1, shares.shape[2])[:num_blocks]
 
 
 def _expected_checksum(

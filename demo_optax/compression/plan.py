@@ -62,7 +62,7 @@ class Group:
     first: int
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         return sum(piece.num_blocks for _, piece in self.members)
 
 
@@ -233,7 +233,7 @@ class Plan:
     def shared_positions(self, step: IntScalar) -> list[Positions | None]:
         """For each section the positions that all workers know; None where each sends its own."""
         return [
-            None if s.selector.sends_positions else s.selector.positions(s.blocks, step)
+            None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
             for s in self.sections
         ]
 
@@ -246,7 +246,7 @@ class Plan:
         """Cuts each section's rows, along an axis, into those of each part and group."""
 
         def rows(group: Group, tree: Any) -> Any:
-            first, last = group.first, group.first + group.blocks
+            first, last = group.first, group.first + group.num_blocks
             rows = functools.partial(
                 jax.lax.slice_in_dim, start_index=first, limit_index=last, axis=axis
             )
@@ -280,7 +280,7 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
             filled.append(0)
         number = sides_of.index(sides)
         made = Group(sides, tuple(of_shape), selector_of(number), number, filled[number])
-        filled[number] += made.blocks
+        filled[number] += made.num_blocks
         return made
 
     def selector_of(number: int) -> Any:

@@ -49,7 +49,7 @@ class Selector(Protocol):
 class SharedSelector(Selector, Protocol):
     """A selector whose positions every worker knows."""
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "blocks places"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "blocks places"]:
         """The positions of a step, the same on all workers."""
         ...
 
@@ -85,16 +85,16 @@ class ChoosingSelector(Selector, Protocol):
         """
         ...
 
-    def position_words(self, blocks: int) -> int:
-        """Words that the positions of some blocks take in a packet."""
+    def position_words(self, num_blocks: int) -> int:
+        """Words that the positions of so many blocks take in a packet."""
         ...
 
     def encode(self, positions: Int32[Array, "blocks places"]) -> UInt32[Array, "words"]:
-        """Packs positions into ``position_words(blocks)`` words."""
+        """Packs positions into ``position_words(num_blocks)`` words."""
         ...
 
     def decode(
-        self, words: UInt32[Array, "words"], blocks: int
+        self, words: UInt32[Array, "words"], num_blocks: int
     ) -> tuple[Int32[Array, "blocks places"], BoolScalar]:
         """Unpacks untrusted words: positions, and whether `add` may be given them."""
         ...

@@ -44,14 +44,14 @@ class SharedSet:
     take = staticmethod(sparse.take)
     add = staticmethod(sparse.add)
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} k"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} k"]:
         """The positions of a step, unique in each block."""
         if self.rule == "striding":
             places = jnp.asarray(np.arange(self.k) * self.n // self.k, jnp.int32)
-            return jnp.broadcast_to((places + step % self.n) % self.n, (blocks, self.k))
+            return jnp.broadcast_to((places + step % self.n) % self.n, (num_blocks, self.k))
         draw, shift = jax.random.split(_key(self, step))
         chosen = jax.random.permutation(draw, self.n)[: self.k]
-        offsets = jax.random.randint(shift, (blocks, 1), 0, self.n)
+        offsets = jax.random.randint(shift, (num_blocks, 1), 0, self.n)
         return (chosen[None] + offsets).astype(jnp.int32) % self.n
 
 
@@ -77,13 +77,13 @@ class SharedRun:
     stream: int
     sends_positions = False
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 1"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 1"]:
         """The start of a step's run, which wraps around at the block's end."""
         if self.rule == "slicing":  # step * k modulo n, which no long run overflows
             start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
         else:
             start = jax.random.randint(_key(self, step), (), 0, self.n)
-        return jnp.broadcast_to(start.astype(jnp.int32), (blocks, 1))
+        return jnp.broadcast_to(start.astype(jnp.int32), (num_blocks, 1))
 
     def take(
         self, blocks: Shaped[Array, "blocks n"], starts: Int32[Array, "blocks 1"]
@@ -125,10 +125,10 @@ class Everything:
     def k(self) -> int:
         return self.n
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 0"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 0"]:
         """None are needed."""
         del step
-        return jnp.zeros((blocks, 0), jnp.int32)
+        return jnp.zeros((num_blocks, 0), jnp.int32)
 
     def take(
         self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]

@@ -60,7 +60,7 @@ class Around:
         self,
         plan: Plan,
         packets: Packets,
-        subtracted: Float32[Array, ""],
+        subtracted_fraction: Float32[Array, ""],
         step: IntScalar,
         inner: Any,
         last: ExchangeMetrics,
@@ -71,7 +71,7 @@ class Around:
         Args:
           plan: of the tensors.
           packets: this worker's own.
-          subtracted: the part of their message that has left the momentum.
+          subtracted_fraction: of their message, what has left the momentum, in [0, 1].
           step: in which they were sealed.
           inner: state of the inner exchange.
           last: metrics of the exchange before.
@@ -83,20 +83,21 @@ class Around:
         """
         origin = Origin(step, own_numbers(len(packets), self.axis_name))
         message = decode_pending(plan, self.layout(plan), packets, origin)
-        pending = Outgoing(packets, message, subtracted, step)
+        pending = Outgoing(packets, message, subtracted_fraction, step)
         found = self.inner.exchange(plan, pending, inner, last, mean)
         (of_inner,) = found.subtractions
-        return found, of_inner.message, [factors - subtracted for factors in of_inner.factors]
+        remaining = [factors - subtracted_fraction for factors in of_inner.factors]
+        return found, of_inner.message, remaining
 
 
 def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
     """What a worker sealed in its packets; zeros where these are to be rejected, or damaged."""
     _, _, intact = open_heads(layout, packets, origin)
     found = read(layout, packets, intact).message
-    blocks = [section.blocks for section in plan.sections]
+    num_blocks = [section.num_blocks for section in plan.sections]
     shared = plan.shared_positions(origin.step)
     positions = [
         merge_rows(x, n) if at is None else at
-        for at, x, n in zip(shared, found.positions, blocks, strict=True)
+        for at, x, n in zip(shared, found.positions, num_blocks, strict=True)
     ]
-    return Message(tuple(positions), tuple(map(merge_rows, found.values, blocks)))
+    return Message(tuple(positions), tuple(map(merge_rows, found.values, num_blocks)))

@@ -197,7 +197,7 @@ def _or_one(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 def _zeros(section: Section) -> tuple[Array, Array]:
     """Sums of values, and how many workers sent each; of ``k`` values for shared positions."""
     columns = section.selector.n if section.selector.sends_positions else section.selector.k
-    zeros = jnp.zeros((section.blocks, columns), jnp.float32)
+    zeros = jnp.zeros((section.num_blocks, columns), jnp.float32)
     return zeros, zeros
 
 
@@ -215,7 +215,7 @@ def _mean_of_sums(section: Section, shared, total, senders, total_weight, mean: 
     if not section.selector.sends_positions:
         return _of_values(section.selector, shared, total, total_weight)
     divisor = senders if mean == "senders" else total_weight
-    nowhere = jnp.zeros((1, section.blocks, 0), jnp.int32)
+    nowhere = jnp.zeros((1, section.num_blocks, 0), jnp.int32)
     dense = (total / _or_one(divisor))[None]
     return SparseSum(nowhere, dense, Everything(section.selector.n))
 
@@ -233,8 +233,8 @@ def _workers_at_once(layout: Layout) -> int:
     limits = [selector.workers_at_once for selector in selectors if selector.sends_positions]
     if limits:
         return min(limits)
-    dense = sum(s.blocks * s.selector.n for s in layout.sections)
-    return max(dense // max(sum(s.blocks * s.selector.k for s in layout.sections), 1), 1)
+    dense = sum(s.num_blocks * s.selector.n for s in layout.sections)
+    return max(dense // max(sum(s.num_blocks * s.selector.k for s in layout.sections), 1), 1)
 
 
 def clip_factor(

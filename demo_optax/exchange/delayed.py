@@ -55,14 +55,14 @@ class DelayedState(NamedTuple):
 
     Attributes:
       pending: uint32 ``(owners, words)``, the packets of the last step; each worker its own.
-      subtracted: float32 scalar, the part of their message that has left the momentum; each worker
-        its own.
+      subtracted_fraction: float32 scalar in [0, 1], how much of their message has left the
+        momentum; each worker its own.
       inner: state of the inner exchange.
       format: static, of the pending packets.
     """
 
     pending: Packets
-    subtracted: Float32[Array, ""]
+    subtracted_fraction: Float32[Array, ""]
     inner: Any
     format: PacketFormat
 
@@ -122,8 +122,9 @@ class Delayed(Around):
                 f"{plan.compression}: go back to the old settings, or restore the run with "
                 "demo_optax.checkpoint, which puts what they carry back into the momentum."
             )
+        pending = state.pending, state.subtracted_fraction
         found, message, correction = self.exchange_pending(
-            plan, state.pending, state.subtracted, outgoing.step - 1, state.inner, last, mean
+            plan, *pending, outgoing.step - 1, state.inner, last, mean
         )
         return found._replace(
             subtractions=[

@@ -60,7 +60,7 @@ class Sealed(Around):
         """Keeps the packets for the second half."""
         del mean
         return Aggregate(
-            mean=[_zero(section.blocks, section.selector.n) for section in plan.sections],
+            mean=[_zero(section.num_blocks, section.selector.n) for section in plan.sections],
             subtractions=[Subtraction.of_whole(plan, sent.message, sent.factor)],
             state=HalvesState(sent.packets, sent.factor, state.inner),
             metrics=last,

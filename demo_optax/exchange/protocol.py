@@ -93,7 +93,7 @@ class Subtraction:
     @classmethod
     def of_whole(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
         """The same part of every block."""
-        return cls(message, [jnp.full((section.blocks, 1), factor) for section in plan.sections])
+        return cls(message, [jnp.full((s.num_blocks, 1), factor) for s in plan.sections])
 
     def rows(self) -> list[tuple[Any, Any, Any]]:
         """For each section positions, values and factors, a row for each block."""

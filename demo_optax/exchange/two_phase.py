@@ -115,7 +115,7 @@ class TwoPhase:
         """The residual starts at zero."""
         self._result_sections(plan)  # raises for settings that do not fit together
         zeros = [
-            jnp.zeros((s.blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
+            jnp.zeros((s.num_blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
         ]
         return TwoPhaseState(axes.as_varying(tuple(zeros), self.axis_name))
 
@@ -150,7 +150,7 @@ class TwoPhase:
         totals = [old + new.dense() for old, new in zip(residual, means, strict=True)]
         sections = self._result_sections(plan)
         shared = [
-            None if s.selector.sends_positions else s.selector.positions(s.blocks, step)
+            None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
             for s in sections
         ]
         selectors = [section.selector for section in sections]
@@ -181,8 +181,8 @@ class TwoPhase:
         return Aggregate(
             mean=[
                 SparseSum(
-                    (merge_rows(at, s.blocks) if known is None else known)[None],
-                    jnp.where(anyone, merge_rows(v, s.blocks), 0.0)[None],
+                    (merge_rows(at, s.num_blocks) if known is None else known)[None],
+                    jnp.where(anyone, merge_rows(v, s.num_blocks), 0.0)[None],
                     s.selector,
                 )
                 for s, known, at, v in zip(sections, shared, *results.message, strict=True)
@@ -224,7 +224,7 @@ class TwoPhase:
         coding = self.value_coding_back or settings.value_coding
         return [
             Section(
-                s.blocks,
+                s.num_blocks,
                 make_selector(settings.selection, s.selector.n, k, settings.seed, number)
                 if s.selector.sends_positions
                 else s.selector,
@@ -263,4 +263,4 @@ def _rows(
 ) -> list[Float32[Array, "_blocks 1"]]:
     """For each section and each of its blocks the factor of the block's owner."""
     shares = zip(plan.sections, layout.sections, strict=True)
-    return [jnp.repeat(factors, share.blocks)[: s.blocks, None] for s, share in shares]
+    return [jnp.repeat(factors, share.num_blocks)[: s.num_blocks, None] for s, share in shares]

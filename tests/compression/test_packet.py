@@ -191,7 +191,7 @@ def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery,
 def test_any_bit_that_flips_on_the_way_is_noticed(name):
     sections = make_plan(CODINGS[name], SORTED_SHAPES).sections
     layout, rng = Layout(sections), np.random.default_rng(0)
-    momenta = [rng.normal(size=(s.blocks, s.selector.n)).astype(np.float32) for s in sections]
+    momenta = [rng.normal(size=(s.num_blocks, s.selector.n)).astype(np.float32) for s in sections]
     origin = packets.Origin(jnp.int32(0), jnp.array([2], jnp.int32))
 
     @jax.jit
@@ -199,7 +199,7 @@ def test_any_bit_that_flips_on_the_way_is_noticed(name):
         positions = [
             s.selector.select(m)
             if s.selector.sends_positions
-            else s.selector.positions(s.blocks, jnp.int32(0))
+            else s.selector.positions(s.num_blocks, jnp.int32(0))
             for s, m in zip(sections, momenta, strict=True)
         ]
         values = [
