@@ -211,7 +211,7 @@ def decoupled_momentum(
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
         participates &= participation.decide(local, axis_name)
 
-        # `wait(x)` is x, once the part before is computed: see `sequentially`
+        # wait(x, y) is x and y, with which XLA computes only after the part before
         def accumulate_and_select(part: Part, wait, gradient, stored, shared):
             # Transform: c = T(g)
             gradient, stored = wait(gradient, stored)
@@ -220,28 +220,30 @@ def decoupled_momentum(
             # Accumulate: m <- beta m + w c
             momenta = part.rebase(part.momenta(stored), step)
             new = accumulate(momenta, part.split(coefficients), participates, weight_at(step))
-            momenta, health = participation.reset_nonfinite_blocks(new)
+            momenta, energy, restarted = participation.reset_nonfinite_blocks(new)
             momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
 
             # Select: q = top_k(m)
             selected = part.select(momenta, shared)
-            return (momenta, selected, health), selected.values
+            return (momenta, selected, energy, restarted), selected.values
 
         shared = plan.rows_per_part(plan.shared_positions(step))
         tensors = plan.per_part(local), plan.per_part(state.momentum)
-        momenta, selected, health = sequentially(
+        momenta, selected, energies, restarted = sequentially(
             accumulate_and_select, plan.parts, *tensors, shared
         )
 
         # Encode: q_hat = decode(encode(q)), which is `message`, and the packets that hold it
         selected = plan.join(selected)
-        fields, message = packet.encode(plan.sections, selected)
+        coded, message = packet.encode(plan.sections, selected)
         factor = jnp.where(participates, jnp.asarray(subtraction_factor, jnp.float32), 0)
         weight = extra_args.get(MESSAGE_WEIGHT, 1.0)
-        header = metrics.header_of(updates, health, selected, message, factor, weight, last)
+        header = metrics.header_of(
+            updates, energies, restarted, selected, message, factor, weight, last
+        )
         origin = Origin(step, own_numbers(exchange.packets_per_worker(), axis_name))
         layout = exchange.layout(plan)
-        packets = packet.build(layout, header, fields, message, participates, origin)
+        packets = packet.build(layout, header, coded, message, participates, origin)
 
         # Exchange: q_bar = mean(q_hat_1, ..., q_hat_N)
         outgoing = Outgoing(packets, message, factor, step)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, Positions, Values, in_float32
 from demo_optax.compression import values as value_codings
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
-from demo_optax.compression.values import Fields, ValueCoding
+from demo_optax.compression.values import CodedValues, ValueCoding
 
 MULTIPLE = 128
 
@@ -142,27 +142,27 @@ class Origin(NamedTuple):
     number: Int32[Array, "..."]
 
 
-def encode(sections: Sequence[Section], selected: Message) -> tuple[list[Fields], Message]:
+def encode(sections: Sequence[Section], selected: Message) -> tuple[list[CodedValues], Message]:
     """Rounds values as their coding does.
 
     Returns:
       The coded values of each section, and the message that the others decode.
     """
-    fields = [
+    coded = [
         value_codings.encode(values, section.value_coding)
         for section, values in zip(sections, selected.values, strict=True)
     ]
     decoded = [
-        value_codings.decode(coded, section.value_coding)[0]
-        for section, coded in zip(sections, fields, strict=True)
+        value_codings.decode(own, section.value_coding)[0]
+        for section, own in zip(sections, coded, strict=True)
     ]
-    return fields, Message(selected.positions, tuple(decoded))
+    return coded, Message(selected.positions, tuple(decoded))
 
 
 def build(
     layout: Layout,
     header: Header,
-    fields: Sequence[Fields],
+    coded: Sequence[CodedValues],
     message: Message,
     valid: BoolScalar,
     origin: Origin,
@@ -177,7 +177,7 @@ def build(
     Args:
       layout: of one of them.
       header: for all of them, but for the energy of the message.
-      fields: the coded values of each section.
+      coded: the coded values of each section.
       message: that these decode to.
       valid: whether the packets may be accepted.
       origin: of them, whose ``number`` has an entry for each.
@@ -185,7 +185,7 @@ def build(
     """
     owners = len(origin.number)
     divided: Any = functools.partial(divide_rows, owners=owners)
-    coded = jax.tree.map(divided, fields)
+    shares = jax.tree.map(divided, coded)
     energies = jnp.zeros(owners, jnp.float32)
     for values in message.values:
         energies += jnp.sum(jnp.square(divided(values)), (1, 2))
@@ -199,24 +199,24 @@ def build(
     def seal(
         energy: FloatScalar,
         positions: list[Int32[Array, "..."]],
-        fields: list[Fields],
+        coded: list[CodedValues],
         number: Int32[Array, ""],
     ) -> UInt32[Array, "..."]:
         head = header._replace(message_energy=in_float32(energy))
         words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
         words += [] if extra is None else [extra]
-        for section, places, coded in zip(layout.sections, positions, fields, strict=True):
+        for section, places, own in zip(layout.sections, positions, coded, strict=True):
             coding = section.value_coding
             if section.selector.sends_positions:
                 words.append(section.selector.encode(places))
-            words.append(pack_bits(coded.scales, value_codings.scale_bits(coding)))
-            words.append(pack_bits(coded.values, value_codings.value_bits(coding)))
+            words.append(pack_bits(own.scales, value_codings.scale_bits(coding)))
+            words.append(pack_bits(own.values, value_codings.value_bits(coding)))
         rest = jnp.concatenate(words)
         rest = jnp.pad(rest, (0, layout.words - 1 - len(rest)))
         expected = _expected_checksum(layout, rest, Origin(origin.step, number))
         return jnp.concatenate([jnp.where(valid, expected, ~expected)[None], rest])
 
-    return jax.vmap(seal)(energies, positions, coded, origin.number)
+    return jax.vmap(seal)(energies, positions, shares, origin.number)
 
 
 def open_heads(
@@ -267,8 +267,8 @@ def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, Bo
             positions, inside = selector.decode(position_words, num_blocks)
             valid &= inside
         scales = unpack_bits(scale_words, value_codings.scale_bits(coding), num_blocks)
-        fields = unpack_bits(value_words, value_codings.value_bits(coding), num_blocks * selector.k)
-        coded = Fields(scales, fields.reshape(num_blocks, selector.k))
+        coded = unpack_bits(value_words, value_codings.value_bits(coding), num_blocks * selector.k)
+        coded = CodedValues(scales, coded.reshape(num_blocks, selector.k))
         values, finite = value_codings.decode(coded, coding)
         valid &= finite
         all_positions.append(positions)

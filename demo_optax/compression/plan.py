@@ -327,12 +327,14 @@ def sequentially(
 ) -> list[list[Any]]:
     """Calls ``fn(part, wait, *own)`` for one part after the other.
 
-    XLA starts what is passed through ``wait`` when the previous part is computed. So it cannot keep
-    the temporary arrays of all parts, or merge their products.
+    ``wait(small, large)`` returns its one or two trees unchanged, as a pair. XLA computes with them
+    only when the previous part is computed. So it cannot keep the temporary arrays of all parts, or
+    merge their products. On CPUs and GPUs only the first tree waits.
 
     Args:
       fn: returns a tuple of results, and arrays that are computed when the results are.
-      parts, arguments: a plan's parts; for each further argument of ``fn`` a tree for each part.
+      parts: a plan's parts.
+      arguments: for each further argument of ``fn`` a tree for each part.
 
     Returns:
       For each result a list with an entry for each part.
@@ -346,7 +348,7 @@ def sequentially(
 
 
 def _wait(previous: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> tuple[Any, Any]:
-    """Two trees that wait for arrays.
+    """Two trees, unchanged, with which XLA computes only after the ``previous`` arrays.
 
     A barrier does it on TPUs. XLA removes barriers for CPUs and GPUs: there the first tree depends
     on the arrays by a select.

@@ -17,7 +17,7 @@ from demo_optax.compression.packet import (
     merge_rows,
     open_heads,
 )
-from demo_optax.exchange.averaging import read
+from demo_optax.exchange.averaging import decode_accepted
 from demo_optax.exchange.protocol import (
     Aggregate,
     Exchange,
@@ -93,7 +93,7 @@ class Around:
 def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
     """What a worker sealed in its packets; zeros where these are to be rejected, or damaged."""
     _, _, intact = open_heads(layout, packets, origin)
-    found = read(layout, packets, intact).message
+    found = decode_accepted(layout, packets, intact).message
     num_blocks = [section.num_blocks for section in plan.sections]
     shared = plan.shared_positions(origin.step)
     positions = [

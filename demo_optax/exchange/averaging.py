@@ -41,7 +41,7 @@ Shared = Sequence[Positions | None]
 """For each section the positions that all workers know; None where each worker sends its own."""
 
 
-class Read(NamedTuple):
+class Decoded(NamedTuple):
     """What packets hold, with an axis of packets in front of each array.
 
     Attributes:
@@ -55,7 +55,7 @@ class Read(NamedTuple):
     norms: Float32[Array, "packets"]
 
 
-def read(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Read:
+def decode_accepted(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Decoded:
     """Decodes packets, and rejects those that are not intact, well formed and finite.
 
     The energy is checked per block: one bad block would not show in the norm of all blocks.
@@ -72,7 +72,7 @@ def read(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Re
         for section, at in zip(layout.sections, found.positions, strict=True)
     ]
     values = [jnp.where(here, v, 0.0) for v in found.values]
-    return Read(Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(in_float32(total)))
+    return Decoded(Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(in_float32(total)))
 
 
 class Average(NamedTuple):
@@ -105,15 +105,15 @@ def average_all(
       layout: of each packet.
       packets: one of each worker.
       origin: of the packets.
-      norm_limit: as in `demo_optax.AllGather`.
+      norm_limit: as in `demo_optax.AllGather`: the cap as a multiple of the median norm.
       last: metrics of the exchange before.
       mean: as in `average`.
     """
     headers, _, intact = open_heads(layout, packets, origin)
-    largest = largest_norm(headers, intact, norm_limit)
+    cap = norm_cap(headers, intact, norm_limit)
     shared = plan.shared_positions(origin.step)
-    trusted = trusted_weights(headers, intact, norm_limit)
-    means, factors = average(layout, packets, intact, shared, largest, trusted, mean)
+    weights = capped_weights(headers, intact, norm_limit)
+    means, factors = average(layout, packets, intact, shared, cap, weights, mean)
     accepted = factors > 0
     checksums = jnp.where(accepted, packets[:, 0], 0)
     return Average(means, factors, summarise(headers, accepted, checksums, last))
@@ -124,7 +124,7 @@ def average(
     packets: Packets,
     intact: Bool[Array, "workers"],
     shared: Shared,
-    largest: FloatScalar,
+    cap: FloatScalar,
     weights: Float32[Array, "workers"],
     mean: Mean,
 ) -> tuple[list[SparseSum], Float32[Array, "workers"]]:
@@ -135,7 +135,7 @@ def average(
       packets: one of each worker.
       intact: which packets are intact.
       shared: positions that every worker knows.
-      largest: norm to which a larger message is scaled down.
+      cap: norm to which a larger message is scaled down.
       weights: of the workers in the mean; a packet with the weight 0 is rejected.
       mean: over the ``"senders"`` of each coefficient, or over all accepted ``"workers"``.
 
@@ -145,8 +145,8 @@ def average(
     """
 
     def weigh(packets, intact, weights):
-        found = read(layout, packets, intact & (weights > 0))
-        factors = jnp.where(found.accepted, clip_factor(found.norms, largest), 0.0)
+        found = decode_accepted(layout, packets, intact & (weights > 0))
+        factors = jnp.where(found.accepted, clip_factor(found.norms, cap), 0.0)
         weights = jnp.where(found.accepted & (factors > 0), weights, 0.0)
         scale = (factors * weights)[:, None, None]
         values = tuple(v * scale for v in found.message.values)
@@ -238,24 +238,22 @@ def _workers_at_once(layout: Layout) -> int:
 
 
 def clip_factor(
-    norms: Float32[Array, "*shape"], largest: Float32[Array, "..."]
+    norms: Float32[Array, "*shape"], cap: Float32[Array, "..."]
 ) -> Float32[Array, "*shape"]:
-    """The factor that scales a message down to the largest norm: 0 to 1, even if a packet lies."""
-    limit = jnp.maximum(largest, 0.0)
-    return jnp.where(norms > limit, limit / norms, 1.0)
+    """The factor that scales a message's norm down to the cap: 0 to 1, even if a packet lies."""
+    cap = jnp.maximum(cap, 0.0)
+    return jnp.where(norms > cap, cap / norms, 1.0)
 
 
-def largest_norm(
-    headers: Header, intact: Bool[Array, "packets"], limit: float | None
-) -> FloatScalar:
-    """The largest norm of a message: a multiple of the median of the norms in the headers."""
+def norm_cap(headers: Header, intact: Bool[Array, "packets"], limit: float | None) -> FloatScalar:
+    """The cap on the norm of a message: a multiple of the median of the norms in the headers."""
     return _multiple_of_median(jnp.sqrt(headers.message_energy), intact, limit)
 
 
-def trusted_weights(
+def capped_weights(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
 ) -> Float32[Array, "packets"]:
-    """The weights in the headers as parts of the largest, which is limited like the norms."""
+    """The weights in the headers, capped like the norms, as parts of the largest."""
     weights = jnp.where(intact, headers.weight, 0.0)
     weights = jnp.minimum(weights, _multiple_of_median(weights, intact, limit))
     return weights / _or_one(jnp.max(weights))

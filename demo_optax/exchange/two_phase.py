@@ -38,10 +38,10 @@ from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import (
     Shared,
     average,
+    capped_weights,
     clip_factor,
-    largest_norm,
-    read,
-    trusted_weights,
+    decode_accepted,
+    norm_cap,
 )
 from demo_optax.exchange.protocol import (
     Aggregate,
@@ -140,10 +140,10 @@ class TwoPhase:
         # Each owner averages its share of the blocks
         packets = collectives.all_to_all(outgoing.packets, self.axis_name)
         headers, _, intact = open_heads(layout, packets, Origin(step, every * workers + own))
-        largest = largest_norm(headers, intact, self.norm_limit)
+        cap = norm_cap(headers, intact, self.norm_limit)
         positions = _of_share(plan.shared_positions(step), workers, own)
-        trusted = trusted_weights(headers, intact, self.norm_limit)
-        means, factors = average(layout, packets, intact, positions, largest, trusted, mean)
+        weights = capped_weights(headers, intact, self.norm_limit)
+        means, factors = average(layout, packets, intact, positions, cap, weights, mean)
 
         # It adds its residual, and selects and encodes as a worker does
         residual = self._residual(plan, state, step)
@@ -155,29 +155,29 @@ class TwoPhase:
         ]
         selectors = [section.selector for section in sections]
         selected = select(selectors, totals, _of_share(shared, workers, own))
-        fields, result = encode(result_layout.sections, selected)
+        coded, result = encode(result_layout.sections, selected)
 
         # Everybody gets all results, each with the header of its owner's own packet
         own_headers, _, _ = open_heads(
             layout, outgoing.packets, Origin(step, own_numbers(workers, self.axis_name))
         )
-        extra = jnp.append(to_words(largest), pack_bits((factors > 0).astype(jnp.uint32), 1))
+        extra = jnp.append(to_words(cap), pack_bits((factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
         origin = Origin(step, own[None])
-        (packet,) = build(result_layout, header, fields, result, jnp.array(True), origin, extra)
+        (packet,) = build(result_layout, header, coded, result, jnp.array(True), origin, extra)
         packets = collectives.gather(packet, self.axis_name)
         headers, extra, intact = open_heads(result_layout, packets, Origin(step, every))
-        results = read(result_layout, packets, intact)
+        results = decode_accepted(result_layout, packets, intact)
 
-        # What was accepted, where, and how much of it
-        accepted = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
-        accepted = (accepted > 0) & results.accepted[:, None]
-        # A worker takes part if some owner accepted its packet and its own result is intact
-        participates = accepted.any(axis=0) & results.accepted
-        anyone = participates.any()
-        limits = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
-        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), limits)
-        factors = outgoing.factor * jnp.where(accepted[:, own] & anyone, clipped, 0.0)
+        # What was accepted, by which owner, and how much of it
+        by_owner = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
+        by_owner = (by_owner > 0) & results.accepted[:, None]
+        # A worker counts if some owner accepted its packet, and everybody its own result
+        accepted = by_owner.any(axis=0) & results.accepted
+        anyone = accepted.any()
+        caps = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
+        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
+        factors = outgoing.factor * jnp.where(by_owner[:, own] & anyone, clipped, 0.0)
         return Aggregate(
             mean=[
                 SparseSum(
@@ -197,7 +197,7 @@ class TwoPhase:
                 )
             ),
             metrics=summarise(
-                headers, participates, jnp.where(results.accepted, packets[:, 0], 0), last
+                headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), last
             ),
         )
 
@@ -236,7 +236,7 @@ class TwoPhase:
     def _result_layout(self, plan: Plan, workers: int) -> Layout:
         """The layout of an owner's result.
 
-        The header is followed by the limit of norms, and a bit for each worker: whether the owner
+        The header is followed by the cap on norms, and a bit for each worker: whether the owner
         accepted its packet.
         """
         return Layout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).share(workers)

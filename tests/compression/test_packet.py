@@ -206,9 +206,9 @@ def test_any_bit_that_flips_on_the_way_is_noticed(name):
             s.selector.take(m, at) for s, m, at in zip(sections, momenta, positions, strict=True)
         ]
         message = packets.Message(tuple(positions), tuple(values))
-        fields, sent = packets.encode(sections, message)
+        coded, message = packets.encode(sections, message)
         header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 5)
-        return packets.build(layout, header, fields, sent, jnp.array(True), origin)[0]
+        return packets.build(layout, header, coded, message, jnp.array(True), origin)[0]
 
     words = packet(momenta)
     assert words.shape == (layout.words,)

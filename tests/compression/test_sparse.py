@@ -90,10 +90,10 @@ def averaged(selector, positions, values, largest, mean, at_once):
     zero, none = jnp.float32(0), jnp.uint32(0)
 
     def packet(worker, positions, values):
-        fields, sent = encode([section], Message((positions,), (values,)))
+        coded, message = encode([section], Message((positions,), (values,)))
         header = Header(none, none, none, zero, zero, zero, zero, zero + 1)
         origin = Origin(jnp.int32(0), worker[None])
-        packet = build(layout, header, fields, sent, jnp.array(True), origin)[0]
+        packet = build(layout, header, coded, message, jnp.array(True), origin)[0]
         return jnp.where(worker % 2, packet ^ jnp.uint32(0xDEADBEEF), packet)
 
     @jax.jit
