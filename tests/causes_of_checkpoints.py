@@ -21,7 +21,7 @@ BY_OWNERS = {"states": {"[0]": {"momenta": [], "kept": {".residual[0]": LEAF}}}}
 
 
 def residuals_of(momenta):
-    """Of an optimizer with other momenta; None where its exchange keeps no residuals."""
+    """Restores residuals for other momenta; None stands for an exchange that keeps none."""
     kept = {} if momenta is None else {".residual[0]": LEAF}
     wanted = {"states": {"[0]": {"momenta": momenta, "kept": kept}}}
     elastic.divide_residuals(OWED, BY_OWNERS, OWED, wanted)
@@ -53,7 +53,7 @@ def read_another_format(read):
 
 
 def restore_another_preconditioner(block_side):
-    """Of the same tree, with leaves of another shape; in the same blocks or in others."""
+    """Another preconditioner of the same tree, with leaves of another shape."""
 
     def scale(size):
         return optax.GradientTransformation(

@@ -45,15 +45,15 @@ class Around:
         return self.inner.axis_name
 
     def packets_per_worker(self) -> int:
-        """As the inner exchange."""
+        """Packets of the inner exchange."""
         return self.inner.packets_per_worker()
 
     def layout(self, plan: Plan) -> Layout:
-        """As the inner exchange."""
+        """The layout of the inner exchange's packets."""
         return self.inner.layout(plan)
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """As the inner exchange."""
+        """The traffic of the inner exchange."""
         return self.inner.traffic(plan, workers)
 
     def exchange_pending(

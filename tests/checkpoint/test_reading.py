@@ -114,7 +114,7 @@ def survives(saved, folder, read, name, damage, place):
 
 
 LEAST = {4: 1, 60: 16, 600: 151}
-"""Of so many places that were damaged at random, those that a restore has to notice at least."""
+"""Places damaged at random, and how many of them a restore has to notice at least."""
 
 
 @sweep(4, count=LEAST)

@@ -138,7 +138,7 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
 
 
 def drawn_of_bins(seed, workers, blocks, n, k):
-    """As `drawn`, with a position in each bin."""
+    """Values like those of `drawn`, at a place in each bin."""
     rng = np.random.default_rng(seed)
     members = -(-(n - np.arange(k)) // k)
     places = rng.integers(0, members, size=(workers, blocks, k)).astype(np.int32)
@@ -220,7 +220,7 @@ def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
 
 @sweep(200, topk=[200, 2048])
 def test_memory_does_not_explode_with_the_coefficients(topk):
-    """Of a single worker, whose positions need not be compared with anybody's."""
+    """A single worker's positions need not be compared with anybody's."""
     tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=topk))
     params = jnp.ones((256, 256))
     compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
