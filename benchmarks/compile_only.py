@@ -172,7 +172,7 @@ def full_name(optimizer: str, args) -> str:
 
 
 def counted(kinds: Iterable[str]) -> str:
-    """As in "1 sort, 2 gather"."""
+    """The numbers of each kind, as in "1 sort, 2 gather"."""
     numbers = collections.Counter(kinds).items()
     return ", ".join(f"{number} {kind}" for kind, number in numbers) or "none"
 

@@ -22,7 +22,7 @@ import kept
 
 class Run(NamedTuple):
     seconds: float
-    """Of a step, the median."""
+    """Median time of a step."""
     sent: float
     """Bytes per step, as the kernel counted."""
     counted: float

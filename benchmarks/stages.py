@@ -79,7 +79,7 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         return packet.encode(plan.sections, selected)
 
     def exchange(encoded, packets=1):
-        fields, message = encoded
+        coded, message = encoded
         by_all_gather = demo_optax.AllGather()
 
         def gather(packet, _):
@@ -88,10 +88,10 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         header = packet.Header(*[jnp.uint32(0)] * 3, *[jnp.float32(0)] * 4, jnp.float32(1))
         origin = packet.Origin(zero, own)
         layout = by_all_gather.layout(plan)
-        built = packet.build(layout, header, fields, message, jnp.array(True), origin)
-        sent = Outgoing(built, message, jnp.float32(1), zero)
+        built = packet.build(layout, header, coded, message, jnp.array(True), origin)
+        outgoing = Outgoing(built, message, jnp.float32(1), zero)
         with mock.patch.object(collectives, "gather", gather):
-            found = by_all_gather.exchange(plan, sent, (), metrics.init_metrics(), "senders")
+            found = by_all_gather.exchange(plan, outgoing, (), metrics.init_metrics(), "senders")
         return found._replace(mean=[x.dense() for x in found.mean])
 
     def inverse(coefficients):

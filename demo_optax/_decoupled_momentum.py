@@ -82,13 +82,15 @@ def decoupled_momentum(
         c_i &= T(g_i) \\
         m_i &\leftarrow \beta m_i + w\, c_i \\
         q_i &= \mathrm{top}_k(m_i) \\
-        q &= \mathrm{mean}(q_1, \dots, q_N) \\
-        m_i &\leftarrow m_i - \alpha\, q_i \quad \text{if the others accepted its packet} \\
-        u &= T^{-1}(q)
+        \hat q_i &= \mathrm{decode}(\mathrm{encode}(q_i)) \\
+        \bar q &= \mathrm{mean}(\hat q_1, \dots, \hat q_N) \\
+        m_i &\leftarrow m_i - \alpha\, \hat q_i \quad \text{if the others accepted its packet} \\
+        u &= T^{-1}(\bar q)
 
-    All workers return the same :math:`u` to the last bit, in the parameters' shapes, for the
-    next transformation of the chain. What is subtracted is what the others decode: rounding by
-    the value coding stays in the momentum.
+    A worker selects :math:`q_i` and sends it encoded; all workers decode :math:`\hat q_i`, whose
+    mean is :math:`\bar q`. What is subtracted is what the others decode: rounding by the value
+    coding stays in the momentum. All workers return the same :math:`u` to the last bit, in the
+    parameters' shapes, for the next transformation of the chain.
 
     A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
     preconditioner. Its momentum and preconditioner do not change then. If no worker sends, the
@@ -209,7 +211,7 @@ def decoupled_momentum(
         local, preconditioned = precondition.update(updates, past, params, **extra_args)
         participates &= participation.decide(local, axis_name)
 
-        # `wait(x)` is x, once the part before is computed: see `sequentially`
+        # wait(x, y) is x and y, with which XLA computes only after the part before
         def accumulate_and_select(part: Part, wait, gradient, stored, shared):
             # Transform: c = T(g)
             gradient, stored = wait(gradient, stored)
@@ -218,35 +220,37 @@ def decoupled_momentum(
             # Accumulate: m <- beta m + w c
             momenta = part.rebase(part.momenta(stored), step)
             new = accumulate(momenta, part.split(coefficients), participates, weight_at(step))
-            momenta, health = participation.reset_nonfinite_blocks(new)
+            momenta, energy, restarted = participation.reset_nonfinite_blocks(new)
             momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
 
             # Select: q = top_k(m)
             selected = part.select(momenta, shared)
-            return (momenta, selected, health), selected.values
+            return (momenta, selected, energy, restarted), selected.values
 
         shared = plan.rows_per_part(plan.shared_positions(step))
         tensors = plan.per_part(local), plan.per_part(state.momentum)
-        momenta, selected, health = sequentially(
+        momenta, selected, energies, restarted = sequentially(
             accumulate_and_select, plan.parts, *tensors, shared
         )
 
-        # Encode: the packets, and what the others decode of them
+        # Encode: q_hat = decode(encode(q)), which is `message`, and the packets that hold it
         selected = plan.join(selected)
-        fields, message = packet.encode(plan.sections, selected)
+        coded, message = packet.encode(plan.sections, selected)
         factor = jnp.where(participates, jnp.asarray(subtraction_factor, jnp.float32), 0)
         weight = extra_args.get(MESSAGE_WEIGHT, 1.0)
-        header = metrics.header_of(updates, health, selected, message, factor, weight, last)
-        origin = Origin(step, own_numbers(exchange.owners(), axis_name))
+        header = metrics.header_of(
+            updates, energies, restarted, selected, message, factor, weight, last
+        )
+        origin = Origin(step, own_numbers(exchange.packets_per_worker(), axis_name))
         layout = exchange.layout(plan)
-        packets = packet.build(layout, header, fields, message, participates, origin)
+        packets = packet.build(layout, header, coded, message, participates, origin)
 
-        # Exchange: q = mean(q_1, ..., q_N)
+        # Exchange: q_bar = mean(q_hat_1, ..., q_hat_N)
         outgoing = Outgoing(packets, message, factor, step)
         aggregate = exchange.exchange(plan, outgoing, state.exchange, last, mean)
 
         def subtract(part: Part, wait, momenta, rows):
-            # Subtract: m <- m - alpha q, of what was accepted
+            # Subtract: m <- m - alpha q_hat, of what was accepted
             rows, momenta = wait(rows, momenta)
             for subtraction, own in zip(aggregate.subtractions, rows, strict=True):
                 momenta = part.subtract(momenta, own, step, subtraction.delay)
@@ -254,7 +258,7 @@ def decoupled_momentum(
             return (stored,), stored
 
         def invert(part: Part, wait, averages):
-            # Inverse: u = T^-1(q)
+            # Inverse: u = T^-1(q_bar)
             coefficients = [x.dense() for x in wait(averages)[0]]
             tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
             return (tensors,), tensors
@@ -277,7 +281,11 @@ def decoupled_momentum(
         )
 
     def accumulate(momenta, coefficients, participates, weight):
-        """``decay * m + weight * c``, in the shape of ``c``: XLA fuses it with the transform."""
+        """``decay * m + weight * c``; the old momenta for a worker that sits the step out.
+
+        It is computed in the shape of ``c``, where XLA fuses it with the transform, and returned in
+        that of ``m``.
+        """
 
         def add(
             m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]

@@ -73,16 +73,18 @@ def as_varying(tree, axis_name: AxisName):
 def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
     """The program of a function without arguments, traced as a worker on a mesh of these sizes.
 
-    Nothing is computed or allocated, and the mesh in context is ignored.
+    Nothing is computed or allocated, and the mesh in context is ignored. Without sizes there is no
+    axis, and the worker is the only one.
     """
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
     def worker():
         fn()
         return jnp.zeros(())
 
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    program = jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()) if sizes else worker
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()))()
+        return jax.make_jaxpr(program)()
 
 
 def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):

@@ -19,10 +19,10 @@ class ExchangeMetrics(NamedTuple):
     """What the packets of a step report, the same on every worker.
 
     Attributes:
-      participants: int32, workers whose packet counted.
+      participants: int32, workers whose packet was accepted.
       agreed: bool, whether all of them had received the same packets up to the previous step. If
         not, the replicas differ (see `demo_optax.check_replicas`, `demo_optax.repair_replicas`).
-      received: uint32, a digest of all packets that counted, which the next packet carries.
+      received: uint32, a digest of all packets that were accepted, which the next packet carries.
       identical: bool, whether several workers had the very same gradient, which then is not local.
       sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
       restarted: int32, blocks of all workers whose momentum was not finite, or too large for
@@ -64,9 +64,10 @@ def init_metrics() -> ExchangeMetrics:
 
 def header_of(
     gradient,
-    health: Sequence[tuple[FloatScalar, IntScalar]],
+    energies: Sequence[FloatScalar],
+    restarted: Sequence[IntScalar],
     selected: Message,
-    sent: Message,
+    message: Message,
     factor: ArrayLike,
     weight: ArrayLike,
     last: ExchangeMetrics,
@@ -76,29 +77,29 @@ def header_of(
     Args:
       gradient: as it came. Clipped gradients have equal norms, and preconditioned ones are hardly
         more than signs on a first step, so that their fingerprints could be equal.
-      health: for each part of the momentum its energy before anything is taken out, and the
-        number of blocks that started again from zero.
+      energies: of each part of the momentum, before anything is taken out.
+      restarted: for each part, how many blocks started again from zero.
       selected: the coefficients that were chosen.
-      sent: the same, with the values that the others decode.
+      message: the same, with the values that the others decode.
       factor: part of what is sent that leaves the momentum.
       weight: of the message in the mean over workers.
       last: metrics of the worker's last step.
     """
 
     def energy_left(factor):
-        pairs = zip(selected.values, sent.values, strict=True)
+        pairs = zip(selected.values, message.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    momentum, restarted = (jnp.sum(jnp.stack(x)) for x in zip(*health, strict=True))
-    momentum, chosen = in_float32(momentum), in_float32(energy(selected.values))
+    momentum = in_float32(jnp.sum(jnp.stack(energies)))
+    chosen = in_float32(energy(selected.values))
     return Header(
         fingerprint=_fingerprint(gradient),
         received=last.received,
-        restarted=restarted.astype(jnp.uint32),
-        momentum=momentum,
-        sent=chosen - energy_left(1.0),
-        residual=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
-        message=jnp.zeros((), jnp.float32),
+        restarted=jnp.sum(jnp.stack(restarted)).astype(jnp.uint32),
+        momentum_energy=momentum,
+        sent_energy=chosen - energy_left(1.0),
+        residual_energy=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
+        message_energy=jnp.zeros((), jnp.float32),
         weight=jnp.asarray(weight, jnp.float32),
     )
 
@@ -114,7 +115,7 @@ def _fingerprint(gradient) -> WordScalar:
 
 def summarise(
     headers: Header,
-    counted: Bool[Array, "workers"],
+    accepted: Bool[Array, "workers"],
     checksums: UInt32[Array, "workers"],
     last: ExchangeMetrics,
 ) -> ExchangeMetrics:
@@ -122,26 +123,26 @@ def summarise(
 
     Args:
       headers: of all workers' packets.
-      counted: whether they took part.
-      checksums: the first word of each packet that was received; 0 where one did not count.
+      accepted: whether each worker's packet was accepted.
+      checksums: the first word of each packet; 0 where it was rejected.
       last: metrics of the step before.
     """
 
     def total(energies):
-        return jnp.sum(jnp.where(counted, energies, 0.0))
+        return jnp.sum(jnp.where(accepted, energies, 0.0))
 
     def equal(digests):
         """Whether all participants report one value, and that value."""
-        smallest = jnp.min(jnp.where(counted, digests, jnp.uint32(0xFFFFFFFF)))
-        largest = jnp.max(jnp.where(counted, digests, jnp.uint32(0)))
+        smallest = jnp.min(jnp.where(accepted, digests, jnp.uint32(0xFFFFFFFF)))
+        largest = jnp.max(jnp.where(accepted, digests, jnp.uint32(0)))
         return smallest >= largest, largest
 
     received = last.received  # a single worker has nobody to tell
     if len(checksums) > 1:
         received = checksum(jnp.append(checksums, received))
-    participants = jnp.sum(counted, dtype=jnp.int32)
+    participants = jnp.sum(accepted, dtype=jnp.int32)
     divisor = jnp.maximum(participants, 1).astype(jnp.float32)
-    momentum, sent = total(headers.momentum), total(headers.sent)
+    momentum, sent = total(headers.momentum_energy), total(headers.sent_energy)
     same, fingerprint = equal(headers.fingerprint)
     return ExchangeMetrics(
         participants=participants,
@@ -149,8 +150,8 @@ def summarise(
         received=received,
         identical=same & (fingerprint != 0) & (participants > 1),
         sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
-        restarted=jnp.sum(jnp.where(counted, headers.restarted, 0)).astype(jnp.int32),
-        residual_norm=jnp.sqrt(total(headers.residual) / divisor),
+        restarted=jnp.sum(jnp.where(accepted, headers.restarted, 0)).astype(jnp.int32),
+        residual_norm=jnp.sqrt(total(headers.residual_energy) / divisor),
     )
 
 

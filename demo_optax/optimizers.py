@@ -95,8 +95,9 @@ def demo(
 
     .. math::
         m_i &\leftarrow \beta m_i + \eta_t\, T(g_i) \\
-        q_i &= \mathrm{top}_k(m_i), \quad m_i \leftarrow m_i - q_i \\
-        x &\leftarrow x - \eta_t (\mathrm{sign}(T^{-1} \mathrm{mean}\, q_i) + \lambda x)
+        q_i &= \mathrm{top}_k(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)), \quad
+        m_i \leftarrow m_i - \hat q_i \\
+        x &\leftarrow x - \eta_t (\mathrm{sign}(T^{-1} \mathrm{mean}\, \hat q_i) + \lambda x)
 
     The learning rate :math:`\eta_t` is a factor inside the momentum too, as in the published code
     (`arXiv 2411.19870v1 <https://arxiv.org/abs/2411.19870v1>`_).
@@ -138,8 +139,9 @@ def demo_scaled(
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
         m_i &\leftarrow \beta m_i + \eta_t\, T(g_i / (\sqrt{\hat v_i} + \epsilon)) \\
-        q_i &= \mathrm{select}(m_i), \quad m_i \leftarrow m_i - q_i \\
-        u &= T^{-1}(\textstyle\sum_i q_i) \\
+        q_i &= \mathrm{select}(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)), \quad
+        m_i \leftarrow m_i - \hat q_i \\
+        u &= T^{-1}(\textstyle\sum_i \hat q_i) \\
         x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
         + \lambda x\big)
 

@@ -1,13 +1,16 @@
 """Who takes part in a step, and what stays where somebody does not.
 
-Each worker has one boolean a step. It sits the step out where its gradient is infinite or NaN, or
-so large that its squares overflow float32. Then the others reject its packets, it keeps everything
-that is its own, and applies what the others sent. The train step passes the boolean on as the extra
-argument `PARTICIPATES`. A link of an optax chain before the exchange, or the preconditioner, may
-still make the gradient non-finite, and so exclude the worker; nothing takes it back in.
+A worker *participates* if its own gradient is finite; a packet is *intact* if checksum and header
+are right where it arrives; it is *accepted*, and enters the mean, if all that it holds is usable
+too (`demo_optax.exchange.averaging.decode_accepted`). No packet is trusted: norms and weights that
+it tells are capped.
 
-A worker that takes part may still be rejected by all, where its packet arrives damaged
-(`demo_optax.exchange.averaging.read`).
+A worker decides once a step whether it participates. It sits the step out where its gradient is
+infinite or NaN, or so large that its squares overflow float32. Then it seals packets that are not
+intact, so that nobody accepts them. It keeps everything that is its own, and applies what the
+others sent. The train step passes the decision on as the extra argument `PARTICIPATES`. A link of
+an optax chain before the exchange, or the preconditioner, may still make the gradient non-finite,
+and so exclude the worker; nothing takes it back in.
 """
 
 import functools
@@ -74,11 +77,13 @@ def reset_nonfinite_leaves(state: Any, fresh: Any) -> Any:
     return jax.tree.map(leaf, state, fresh)
 
 
-def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, tuple[FloatScalar, IntScalar]]:
+def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
     """Momenta ``(..., n)``, with zeros in each block whose energy is not finite.
 
-    Also the energy of all blocks, and how many were reset. One flipped bit of an exponent
-    would otherwise exclude its worker for ever.
+    One flipped bit of an exponent would otherwise exclude its worker for ever.
+
+    Returns:
+      The momenta, the energy of all blocks, and how many blocks were reset.
     """
     leaves, structure = jax.tree.flatten(momenta)
     energies = [jnp.sum(jnp.square(m.astype(jnp.float32)), axis=-1) for m in leaves]
@@ -86,7 +91,7 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, tuple[FloatScalar, IntSca
     total = jnp.zeros((), jnp.float32) + sum(map(jnp.sum, map(_or_zero, finite, energies)))
     restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~f, dtype=jnp.int32) for f in finite)
     new = [_or_zero(f[..., None], m) for f, m in zip(finite, leaves, strict=True)]
-    return jax.tree.unflatten(structure, new), (total, restarted)
+    return jax.tree.unflatten(structure, new), total, restarted
 
 
 def _or_zero(condition: Bool[Array, "..."], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

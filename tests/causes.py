@@ -95,6 +95,12 @@ def batch_of_one_process():
         step_of(DEMO, two())(model.init(), state_of(2), model.batch(0))
 
 
+def batch_on_more_devices():
+    four = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    batch = jax.device_put(jnp.ones(8), jax.NamedSharding(four, P("data")))
+    jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), two()))(1.0, batch)
+
+
 def state_unlike_any_parameter():
     def row_sums(updates, state, params=None):
         del params
@@ -248,6 +254,7 @@ RAISED = [
     lambda: step_of(DEMO, two(), batch_specs=P("rows"))(model.init(), state_of(2), model.batch(0)),
     lambda: step_of(DEMO, two(), microbatches=3)(model.init(), state_of(2), model.batch(0)),
     batch_of_one_process,
+    batch_on_more_devices,
     lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),
     lambda: jax.vmap(
         lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"

@@ -21,7 +21,7 @@ BY_OWNERS = {"states": {"[0]": {"momenta": [], "kept": {".residual[0]": LEAF}}}}
 
 
 def residuals_of(momenta):
-    """Of an optimizer with other momenta; None where its exchange keeps no residuals."""
+    """Restores residuals for other momenta; None stands for an exchange that keeps none."""
     kept = {} if momenta is None else {".residual[0]": LEAF}
     wanted = {"states": {"[0]": {"momenta": momenta, "kept": kept}}}
     elastic.divide_residuals(OWED, BY_OWNERS, OWED, wanted)
@@ -53,7 +53,7 @@ def read_another_format(read):
 
 
 def restore_another_preconditioner(block_side):
-    """Of the same tree, with leaves of another shape; in the same blocks or in others."""
+    """Another preconditioner of the same tree, with leaves of another shape."""
 
     def scale(size):
         return optax.GradientTransformation(
@@ -149,6 +149,7 @@ RAISED = [
     lambda: restore_damaged(lambda checkpointer: checkpointer._read(3, model.init(), "")),
     read_without_memory,
     clear_up_without_rights,
+    lambda: reading._metadata("run", 3),
     restore_a_flat_vector_elsewhere,
     checkpoints_in_a_file,
     lambda: save_where_a_file_is(wait=True),

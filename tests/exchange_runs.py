@@ -99,10 +99,10 @@ def with_pending(trained, exchange):
 
     def put_back(state):
         plan = make_plan(state.exchange.format.compression, state.exchange.format.shapes)
-        (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted
+        (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted_fraction
         origin = Origin(state.count - 1, own_numbers(len(packets), "data"))
         message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
-        taken = Subtraction(message, [jnp.full((s.blocks, 1), factor) for s in plan.sections])
+        taken = Subtraction(message, [jnp.full((s.num_blocks, 1), factor) for s in plan.sections])
         leaves, found = jax.tree.leaves(state.momentum), []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
             own = part.momenta([x[0] for x in leaves[slice(*part.tensors)]])
@@ -118,7 +118,7 @@ def with_pending(trained, exchange):
 
 def assert_nothing_pending(state):
     kept = state[0].exchange
-    assert not np.any(kept.pending) and not np.any(kept.subtracted)
+    assert not np.any(kept.pending) and not np.any(kept.subtracted_fraction)
 
 
 assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)

@@ -84,6 +84,17 @@ def test_any_chain_can_be_asked():
     assert demo_optax.packet_bytes(halves, params) == sum(only)
 
 
+def test_a_single_worker_sends_nothing():
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    compression = Compression(topk=8)
+    alone = demo_optax.demo(1e-3, compression)
+    locally = demo_optax.local_steps(optax.adam(1e-3), alone, every=5)
+    for tx in alone, locally, optax.adam(1e-3), compression:
+        assert demo_optax.packet_bytes(tx, params, axis_name=None) == 0
+    by_none = demo_optax.AllGather(None)
+    assert demo_optax.packet_bytes(compression, params, exchange=by_none) == 0
+
+
 def test_step_times_add_up():
     params = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
     settings = {"k=8": Compression(topk=8), "k=1": Compression(topk=1)}

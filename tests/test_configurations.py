@@ -331,7 +331,7 @@ def test_who_came_hears_who_did_not():
 
 
 def test_processes_that_count_differently(files):
-    """As processes of their own, with all that JAX and Python write."""
+    """Processes of their own, with all that JAX and Python write."""
     port = free_port()
     runs = [
         subprocess.Popen(

@@ -143,7 +143,7 @@ def test_what_is_exchanged_is_what_the_workers_went_and_nothing_of_it_is_lost():
         }
 
     def errors(state):
-        """Of each worker, in the parameters' shapes."""
+        """The momenta of each worker, in the parameters' shapes."""
         return {n: np.stack([of(n, x) for x in own]) for n, own in momenta(state).items()}
 
     def of(name, stored):

@@ -59,7 +59,7 @@ def of(kind):
 
 @pytest.mark.slow
 def test_packets_without_an_origin_are_noticed(worse):
-    worse(packet, "_validity", lambda layout, rest, origin: checksum(rest))
+    worse(packet, "_expected_checksum", lambda layout, rest, origin: checksum(rest))
     assert rows_lost(packets.run(3, 0)) == of("replayed") | of("foreign")
 
 
@@ -73,7 +73,7 @@ def test_receivers_that_differ_silently_are_noticed(worse):
 
 @pytest.mark.slow
 def test_messages_without_a_limit_are_noticed(worse):
-    worse(averaging, "largest_norm", lambda headers, *_: headers.message.max() * 1e30)
+    worse(averaging, "norm_cap", lambda headers, *_: headers.message_energy.max() * 1e30)
     lost = [one.lost for one in byzantine.run(len(byzantine.SETTINGS), 0) if one.lost]
     assert len(lost) == 2 and all("demo_sgd" in reason for reason in lost)
 

@@ -8,15 +8,15 @@ import sys
 from tests.ports import free_port
 from tests.sweeps import sweep
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "count_wire_bytes.py"
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
 
-@sweep("int4", values=["float32", "int4"])
-def test_two_processes_move_the_bytes_that_are_accounted_for(values):
+def results_of(program, *arguments):
+    """What each of two processes prints last, in JSON."""
     address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), address, str(i), values],
+            [sys.executable, str(PROGRAMS / program), address, str(i), *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -25,7 +25,19 @@ def test_two_processes_move_the_bytes_that_are_accounted_for(values):
     ]
     outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_both_restore_the_step_that_the_first_one_lists(tmp_path):
+    """Although the second one does not see it in its list, as on a disk that it caches."""
+    first, second = results_of("restore_an_old_list.py", tmp_path / "run")
+    assert first == [[1, 2, 3], 2, 2, 3]
+    assert second == [[1], 2, 2, 3]
+
+
+@sweep("int4", values=["float32", "int4"])
+def test_two_processes_move_the_bytes_that_are_accounted_for(values):
+    results = results_of("count_wire_bytes.py", values)
     assert results[0]["parameters"] == results[1]["parameters"]
     # In the end the second process has no finite gradient: the first goes on, and both follow.
     assert [result["momentum_kept"] for result in results] == [False, True]

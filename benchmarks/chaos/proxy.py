@@ -79,7 +79,12 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request, client_address):
+            """A worker that was killed in the middle of a request is no news."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

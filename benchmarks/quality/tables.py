@@ -30,7 +30,7 @@ class Mean(NamedTuple):
         return self.written(".3f")
 
     def written(self, form: str) -> str:
-        """As in ``1.345 ± 0.002``."""
+        """The mean and its error, as in ``1.345 ± 0.002``."""
         error = "" if self.error is None else f" ± {self.error:.3f}"
         return f"{self.value:{form}}{error}"
 
@@ -72,7 +72,7 @@ class Row(NamedTuple):
 
 
 def rows(study: Study) -> list[Row]:
-    """Of all methods that have a result, in the order of the file."""
+    """A row for each method that has a result, in the order of the file."""
     results = study.results()
     baseline = study.of_method(study.methods[study.baseline], results)
     made = []

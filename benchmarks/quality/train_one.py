@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def result_of(job: dict) -> dict:
-    """As `study.Result` has it."""
+    """A run's figures, as the fields of `study.Result`."""
     from benchmarks.kept import commit
     from lm.config import Config
     from lm.report import console
@@ -55,7 +55,7 @@ def result_of(job: dict) -> dict:
 
 
 def _means(steps: list[dict], name: str, ends: list[int]) -> list[tuple[int, float]] | None:
-    """Of a metric, since the end before and until each of these ends; None where there is none."""
+    """Means of a metric from each end to the next one; None where there are none."""
     found = []
     for first, last in itertools.pairwise([0, *ends]):
         values = [step["exchange"][name] for step in steps if first < step["number"] <= last]

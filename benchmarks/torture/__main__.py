@@ -48,9 +48,9 @@ class Options:
     only: tuple[Name, ...] = ()
     """Kinds to run, all by default."""
     tries: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Of each row of the table; by default as many as its kind has."""
+    """Tries of each row of the table; by default as many as its kind has."""
     seed: int = 0
-    """Of all that is drawn."""
+    """Seed of all that is drawn."""
 
 
 def main(options: Options, console: Console) -> int:

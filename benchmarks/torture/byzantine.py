@@ -110,12 +110,12 @@ def step_of(name: str, norm_limit: float | None) -> Callable:
     tx, plain = optimizer(name, norm_limit), packet.build
 
     def step(gradient, state, liars, size):
-        def build(layout, header, fields, sent, *rest):
+        def build(layout, header, coded, message, *rest):
             """Says the energy of what is sent, and seals other values."""
             lies = jax.lax.axis_index(AXIS) >= WORKERS - liars
-            values = tuple(jnp.where(lies, size, v) for v in sent.values)
-            fields, _ = packet.encode(layout.sections, sent._replace(values=values))
-            return plain(layout, header, fields, sent, *rest)
+            values = tuple(jnp.where(lies, size, v) for v in message.values)
+            coded, _ = packet.encode(layout.sections, message._replace(values=values))
+            return plain(layout, header, coded, message, *rest)
 
         with mock.patch.object(packet, "build", build):
             update = functools.partial(tx.update, params=PARAMS)

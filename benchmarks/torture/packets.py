@@ -241,8 +241,8 @@ def forger(coding: str) -> Callable:
         decoded, _ = packet.decode(layout, words[None])
         header, message = jax.tree.map(lambda x: x[0], (opened, decoded))
         values = tuple(jnp.where(v < 0, -size, size) for v in message.values)
-        fields, _ = packet.encode(layout.sections, message._replace(values=values))
-        return packet.build(layout, header, fields, message, jnp.array(True), origin)[0]
+        coded, _ = packet.encode(layout.sections, message._replace(values=values))
+        return packet.build(layout, header, coded, message, jnp.array(True), origin)[0]
 
     return jax.jit(jax.vmap(forge))
 

@@ -47,7 +47,7 @@ def packet_bytes(
 
     Returns:
       Bytes, summed over the worker's devices. For `decoupled_momentum` they are the packet's, for
-      `mean_over_workers` the dense gradient's. 0 without an axis (``axis_name=None``).
+      `mean_over_workers` the dense gradient's. 0 for a single worker (``axis_name=None``).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -62,6 +62,8 @@ def packet_bytes(
         )
     if isinstance(tx_or_compression, Compression):
         exchange = exchange or AllGather(axis_name)
+        if exchange.axis_name is None:
+            return 0
         if mesh is None:
             return _traffic(tx_or_compression, params, workers, exchange).sent
         tx_or_compression = decoupled_momentum(compression=tx_or_compression, exchange=exchange)

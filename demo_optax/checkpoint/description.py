@@ -17,7 +17,7 @@ from demo_optax.exchange.around import PendingState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Layout
 
-FORMAT = 6
+FORMAT = 7
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
 

@@ -82,7 +82,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
             continue
         kept = described["kept"]
         packets = np.asarray(state[kept[".pending"]["name"]])
-        factors = np.asarray(state[kept[".subtracted"]["name"]])
+        factors = np.asarray(state[kept[".subtracted_fraction"]["name"]])
         sizes = dict(kept[".pending"]["axes"])
         devices = math.prod(sizes.values())
         packets = packets.reshape(len(packets), devices, -1, packets.shape[2])
@@ -112,7 +112,7 @@ def _decoder(packet_format: dict, owners: int) -> Callable:
     def decode(packets, worker, step, factor):
         numbers = worker * owners + jnp.arange(owners, dtype=jnp.int32)
         message = decode_pending(plan, layout, packets, Origin(step, numbers))
-        taken = Subtraction(message, [jnp.full((s.blocks, 1), -factor) for s in plan.sections])
+        taken = Subtraction(message, [jnp.full((s.num_blocks, 1), -factor) for s in plan.sections])
         stored = []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
             zeros = part.momenta([jnp.zeros(x.stored_shape) for x in part.geometries])
@@ -130,7 +130,7 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
         now = description["states"].get(path, {"kept": {}})
         for key, leaf in before["kept"].items():
             x, target = np.asarray(state[leaf["name"]]), now["kept"].get(key)
-            if key in (".pending", ".subtracted") or not x.any():
+            if key.startswith((".pending", ".subtracted")) or not x.any():
                 continue
             same_blocks = target and before["momenta"] == now["momenta"]
             has, remedy = "an exchange without owners", "exchange=TwoPhase(...)"

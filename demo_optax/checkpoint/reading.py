@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import json
 import logging
 import os
 import re
@@ -49,7 +50,12 @@ def absolute(directory: str | os.PathLike) -> str:
 
 
 def steps_in(directory: str) -> list[int]:
-    """The steps of the checkpoints in a folder; ignores everything else there."""
+    """The steps of the checkpoints in a folder, as the first process lists them."""
+    return on_first(f"list {directory}", lambda: listed_steps(directory))
+
+
+def listed_steps(directory: str) -> list[int]:
+    """The steps that this process lists in a folder; ignores everything else there."""
     folder = epath.Path(directory)
     if not folder.is_dir():
         return []
@@ -57,24 +63,50 @@ def steps_in(directory: str) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
 
 
-def clear_up(directory: str, damaged: Iterable[int]) -> None:
-    """Renames damaged steps and removes what failed saves left. Only the first process does it.
+def on_first(what: str, fn: Callable[[], T]) -> T:
+    """What a function returns on the first process, on all of them; all raise where it fails.
 
-    All processes raise an OSError if it could not.
+    A disk that hosts share may show each of them another list of files, since they cache it. The
+    result goes to the others as JSON.
+
+    Args:
+      what: says in a message what the function does.
+      fn: called by the first process alone.
     """
+    result: Any = None
     reason = ""
     if jax.process_index() == 0:
         try:
-            for step in damaged:
-                _set_aside(epath.Path(directory), step)
-            _remove_unfinished(epath.Path(directory))
+            result = fn()
         except Exception as error:
             reason = in_a_line(error)
-    if _worst(int(bool(reason))):
+    if jax.process_count() > 1:
+        result, reason = _from_first((result, reason))
+    if reason:
         raise OSError(
-            f"the first process could not clear up {directory}: {reason or 'it says why'}. Make "
-            "the folder writable for it."
+            f"the first process could not {what}: {reason}. Make the folder readable and writable "
+            "for it."
         )
+    return result
+
+
+def _from_first(value: Any) -> Any:
+    """The first process's value, made of JSON's types, on all processes."""
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    sent = np.resize(text, length)  # all processes must give arrays of one shape
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes())
+
+
+def clear_up(directory: str, damaged: Iterable[int]) -> None:
+    """Renames damaged steps and removes what failed saves left, on the first process alone."""
+
+    def rename_and_remove() -> None:
+        for step in damaged:
+            _set_aside(epath.Path(directory), step)
+        _remove_unfinished(epath.Path(directory))
+
+    on_first(f"clear up {directory}", rename_and_remove)
 
 
 def _set_aside(folder, step: int) -> None:
@@ -213,7 +245,11 @@ def _params(directory: str, step: int, params) -> Any:
 
 
 def _metadata(directory: str, step: int):
-    return orbax.checkpointables_metadata(epath.Path(directory) / str(step)).custom_metadata
+    folder = epath.Path(directory) / str(step)
+    if not folder.is_dir():
+        reason = "the first process lists it, but this one does not see it: give both one disk"
+        raise OSError(errno.ESTALE, reason, str(folder))
+    return orbax.checkpointables_metadata(folder).custom_metadata
 
 
 def _load(directory: str, step: int, wanted: dict) -> dict:

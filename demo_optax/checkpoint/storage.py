@@ -46,7 +46,8 @@ class Checkpoint(NamedTuple):
 class Checkpointer:
     """Saves and restores one run in a folder.
 
-    With several processes every method is called by all of them together, from their main thread.
+    With several processes every method, and `latest`, is called by all of them together, from their
+    main thread.
 
     Args:
       directory: the run's folder, made if it does not exist, or a URL such as ``gs://...``. All
@@ -94,7 +95,7 @@ class Checkpointer:
         self._last: int | None = None
         try:
             epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
-            reading.steps_in(self._directory)
+            reading.listed_steps(self._directory)
         except OSError as error:
             raise OSError(
                 f"checkpoints cannot be kept in {self._directory}: {reading.in_a_line(error)}. "
@@ -127,11 +128,18 @@ class Checkpointer:
 
     @property
     def latest(self) -> int | None:
-        """The step of the latest checkpoint that is not known to be damaged, None without any."""
-        if self._pending is not None:
-            return self._pending
-        steps = set(reading.steps_in(self._directory)) - self._damaged
-        return max(steps, default=None)
+        """The step of the latest checkpoint that is not known to be damaged, None without any.
+
+        The first process looks, and tells the others.
+        """
+
+        def own_latest() -> int | None:
+            if self._pending is not None:
+                return self._pending
+            steps = set(reading.listed_steps(self._directory)) - self._damaged
+            return max(steps, default=None)
+
+        return reading.on_first(f"list {self._directory}", own_latest)
 
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
         """Saves in the background. The arrays may be donated to the next step at once.
@@ -206,7 +214,8 @@ class Checkpointer:
             return ""
         with reading.caught() as failure:
             self._orbax.wait()
-        there = step in reading.steps_in(self._directory)
+        # The first process gives the folder its last name; others may not see that yet.
+        there = jax.process_index() > 0 or step in reading.listed_steps(self._directory)
         reason = failure.reason or ("" if there else "it is not in the folder")
         return self._failed(step, reason) if reason else ""
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from demo_optax.arrays import BoolScalar
 from demo_optax.compression import sparse
 from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
-from demo_optax.compression.top_k import largest_by_strands
+from demo_optax.compression.top_k import STRAND_LENGTH, largest_by_strands
 
 Places = Int32[Array, "blocks k"]
 AllPlaces = Int32[Array, "workers blocks k"]
@@ -29,7 +29,7 @@ class Bins:
 
     n: int
     k: int
-    travels = True
+    sends_positions = True
     workers_at_once = 16  # whose values are added in one unrolled loop
 
     @property
@@ -42,14 +42,14 @@ class Bins:
         """
         return (self._depth - 1).bit_length()
 
-    def position_words(self, blocks: int) -> int:
-        """Words that the places of some blocks take."""
-        return words_of(blocks * self.k, self.place_bits)
+    def position_words(self, num_blocks: int) -> int:
+        """Words that the places of so many blocks take."""
+        return words_of(num_blocks * self.k, self.place_bits)
 
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
         """The places of the largest magnitudes; of equal ones any."""
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-        if self.n % (8 * self.k):  # a strand would belong to several bins
+        if self.n % (STRAND_LENGTH * self.k):  # a strand would belong to several bins
             return self._largest(magnitudes)
 
         # Strands are a multiple of k apart, so a position is k * place + bin.
@@ -118,10 +118,10 @@ class Bins:
         """Packs places into words."""
         return pack_bits(places.astype(jnp.uint32), self.place_bits)
 
-    def decode(self, words: Array, blocks: int) -> tuple[Places, BoolScalar]:
+    def decode(self, words: Array, num_blocks: int) -> tuple[Places, BoolScalar]:
         """Unpacks untrusted words: places, and whether all lie in the block."""
-        places = unpack_bits(words, self.place_bits, blocks * self.k)
-        places = places.reshape(blocks, self.k).astype(jnp.int32)
+        places = unpack_bits(words, self.place_bits, num_blocks * self.k)
+        places = places.reshape(num_blocks, self.k).astype(jnp.int32)
         return places, jnp.all(self.in_block(places) < self.n)
 
     def placeholder(self) -> Int32[Array, "k"]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, Positions, Values, in_float32
 from demo_optax.compression import values as value_codings
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
-from demo_optax.compression.values import Fields, ValueCoding
+from demo_optax.compression.values import CodedValues, ValueCoding
 
 MULTIPLE = 128
 
@@ -37,20 +37,21 @@ class Header(NamedTuple):
       fingerprint: uint32, differs where gradients do; 0 for a gradient of zeros.
       received: uint32, digest of the packets that the worker got until the step before.
       restarted: uint32, blocks of its momentum that started again from zero.
-      momentum: float32, energy (sum of squares) of the momentum before anything was taken out.
-      sent: float32, the part of it that the others get: what was selected, less rounding errors.
-      residual: float32, energy of the momentum afterwards.
-      message: float32, energy of the values in this packet.
+      momentum_energy: float32, sum of squares of the momentum before anything was taken out.
+      sent_energy: float32, the part of it that the others get: that of what was selected, less
+        that of the rounding errors.
+      residual_energy: float32, energy of the momentum afterwards.
+      message_energy: float32, energy of the values in this packet.
       weight: float32, of the message in the mean over workers; 1 unless the update says otherwise.
     """
 
     fingerprint: UInt32[Array, "..."]
     received: UInt32[Array, "..."]
     restarted: UInt32[Array, "..."]
-    momentum: Float32[Array, "..."]
-    sent: Float32[Array, "..."]
-    residual: Float32[Array, "..."]
-    message: Float32[Array, "..."]
+    momentum_energy: Float32[Array, "..."]
+    sent_energy: Float32[Array, "..."]
+    residual_energy: Float32[Array, "..."]
+    message_energy: Float32[Array, "..."]
     weight: Float32[Array, "..."]
 
 
@@ -62,22 +63,24 @@ class Section:
     """Blocks of one size.
 
     Attributes:
-      blocks: how many.
+      num_blocks: how many.
       selector: which of their coefficients are sent (`demo_optax.compression.selection`).
       value_coding: of their values.
     """
 
-    blocks: int
+    num_blocks: int
     selector: Any
     value_coding: ValueCoding
 
     @property
     def word_counts(self) -> tuple[int, int, int]:
         """Words of positions, scales and values."""
-        positions = self.selector.position_words(self.blocks) if self.selector.travels else 0
-        scales = words_of(self.blocks, value_codings.scale_bits(self.value_coding))
+        positions = (
+            self.selector.position_words(self.num_blocks) if self.selector.sends_positions else 0
+        )
+        scales = words_of(self.num_blocks, value_codings.scale_bits(self.value_coding))
         bits = value_codings.value_bits(self.value_coding)
-        return positions, scales, words_of(self.blocks * self.selector.k, bits)
+        return positions, scales, words_of(self.num_blocks * self.selector.k, bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +109,12 @@ class Layout:
         return used + -used % self.multiple
 
     def share(self, owners: int) -> "Layout":
-        """Of one owner's equal share of the blocks; the last shares may be padded."""
-        sections = [dataclasses.replace(s, blocks=-(-s.blocks // owners)) for s in self.sections]
-        return dataclasses.replace(self, sections=tuple(sections))
+        """The layout of one owner's equal share of the blocks; the last shares may be padded."""
+
+        def share_of(section: Section) -> Section:
+            return dataclasses.replace(section, num_blocks=-(-section.num_blocks // owners))
+
+        return dataclasses.replace(self, sections=tuple(map(share_of, self.sections)))
 
 
 class Message(NamedTuple):
@@ -136,27 +142,27 @@ class Origin(NamedTuple):
     number: Int32[Array, "..."]
 
 
-def encode(sections: Sequence[Section], selected: Message) -> tuple[list[Fields], Message]:
+def encode(sections: Sequence[Section], selected: Message) -> tuple[list[CodedValues], Message]:
     """Rounds values as their coding does.
 
     Returns:
       The coded values of each section, and the message that the others decode.
     """
-    fields = [
+    coded = [
         value_codings.encode(values, section.value_coding)
         for section, values in zip(sections, selected.values, strict=True)
     ]
     decoded = [
-        value_codings.decode(coded, section.value_coding)[0]
-        for section, coded in zip(sections, fields, strict=True)
+        value_codings.decode(own, section.value_coding)[0]
+        for section, own in zip(sections, coded, strict=True)
     ]
-    return fields, Message(selected.positions, tuple(decoded))
+    return coded, Message(selected.positions, tuple(decoded))
 
 
 def build(
     layout: Layout,
     header: Header,
-    fields: Sequence[Fields],
+    coded: Sequence[CodedValues],
     message: Message,
     valid: BoolScalar,
     origin: Origin,
@@ -171,7 +177,7 @@ def build(
     Args:
       layout: of one of them.
       header: for all of them, but for the energy of the message.
-      fields: the coded values of each section.
+      coded: the coded values of each section.
       message: that these decode to.
       valid: whether the packets may be accepted.
       origin: of them, whose ``number`` has an entry for each.
@@ -179,36 +185,38 @@ def build(
     """
     owners = len(origin.number)
     divided: Any = functools.partial(divide_rows, owners=owners)
-    coded = jax.tree.map(divided, fields)
+    shares = jax.tree.map(divided, coded)
     energies = jnp.zeros(owners, jnp.float32)
     for values in message.values:
         energies += jnp.sum(jnp.square(divided(values)), (1, 2))
     positions = [
-        divided(p, mode="edge") if section.selector.travels else jnp.zeros((owners, 0), jnp.int32)
+        divided(p, mode="edge")
+        if section.selector.sends_positions
+        else jnp.zeros((owners, 0), jnp.int32)
         for section, p in zip(layout.sections, message.positions, strict=True)
     ]
 
     def seal(
         energy: FloatScalar,
         positions: list[Int32[Array, "..."]],
-        fields: list[Fields],
+        coded: list[CodedValues],
         number: Int32[Array, ""],
     ) -> UInt32[Array, "..."]:
-        head = header._replace(message=in_float32(energy))
+        head = header._replace(message_energy=in_float32(energy))
         words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
         words += [] if extra is None else [extra]
-        for section, places, coded in zip(layout.sections, positions, fields, strict=True):
+        for section, places, own in zip(layout.sections, positions, coded, strict=True):
             coding = section.value_coding
-            if section.selector.travels:
+            if section.selector.sends_positions:
                 words.append(section.selector.encode(places))
-            words.append(pack_bits(coded.scales, value_codings.scale_bits(coding)))
-            words.append(pack_bits(coded.values, value_codings.value_bits(coding)))
+            words.append(pack_bits(own.scales, value_codings.scale_bits(coding)))
+            words.append(pack_bits(own.values, value_codings.value_bits(coding)))
         rest = jnp.concatenate(words)
         rest = jnp.pad(rest, (0, layout.words - 1 - len(rest)))
         expected = _expected_checksum(layout, rest, Origin(origin.step, number))
         return jnp.concatenate([jnp.where(valid, expected, ~expected)[None], rest])
 
-    return jax.vmap(seal)(energies, positions, coded, origin.number)
+    return jax.vmap(seal)(energies, positions, shares, origin.number)
 
 
 def open_heads(
@@ -249,18 +257,18 @@ def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, Bo
     valid = jnp.array(True)
     rest = packet[layout.head :]
     for section in layout.sections:
-        blocks, selector, coding = section.blocks, section.selector, section.value_coding
+        num_blocks, selector, coding = section.num_blocks, section.selector, section.value_coding
         for_positions, for_scales, _ = section.word_counts
         position_words, scale_words, value_words, rest = jnp.split(
             rest, [for_positions, for_positions + for_scales, sum(section.word_counts)]
         )
         positions = None
-        if selector.travels:
-            positions, inside = selector.decode(position_words, blocks)
+        if selector.sends_positions:
+            positions, inside = selector.decode(position_words, num_blocks)
             valid &= inside
-        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), blocks)
-        fields = unpack_bits(value_words, value_codings.value_bits(coding), blocks * selector.k)
-        coded = Fields(scales, fields.reshape(blocks, selector.k))
+        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), num_blocks)
+        coded = unpack_bits(value_words, value_codings.value_bits(coding), num_blocks * selector.k)
+        coded = CodedValues(scales, coded.reshape(num_blocks, selector.k))
         values, finite = value_codings.decode(coded, coding)
         valid &= finite
         all_positions.append(positions)
@@ -277,9 +285,11 @@ def divide_rows(
     return padded.reshape(owners, share, *x.shape[1:])
 
 
-def merge_rows(shares: Shaped[Array, "owners share k"], blocks: int) -> Shaped[Array, "{blocks} k"]:
+def merge_rows(
+    shares: Shaped[Array, "owners share k"], num_blocks: int
+) -> Shaped[Array, "{num_blocks} k"]:
     """The rows of all owners: the inverse of `divide_rows`."""
-    return shares.reshape(-1, shares.shape[2])[:blocks]
+    return shares.reshape(-1, shares.shape[2])[:num_blocks]
 
 
 def _expected_checksum(

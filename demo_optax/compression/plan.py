@@ -62,7 +62,7 @@ class Group:
     first: int
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         return sum(piece.num_blocks for _, piece in self.members)
 
 
@@ -231,9 +231,9 @@ class Plan:
         return tuple(geometry for part in self.parts for geometry in part.geometries)
 
     def shared_positions(self, step: IntScalar) -> list[Positions | None]:
-        """For each section the positions that all workers know; None where they travel."""
+        """For each section the positions that all workers know; None where each sends its own."""
         return [
-            None if s.selector.travels else s.selector.positions(s.blocks, step)
+            None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
             for s in self.sections
         ]
 
@@ -246,7 +246,7 @@ class Plan:
         """Cuts each section's rows, along an axis, into those of each part and group."""
 
         def rows(group: Group, tree: Any) -> Any:
-            first, last = group.first, group.first + group.blocks
+            first, last = group.first, group.first + group.num_blocks
             rows = functools.partial(
                 jax.lax.slice_in_dim, start_index=first, limit_index=last, axis=axis
             )
@@ -280,7 +280,7 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
             filled.append(0)
         number = sides_of.index(sides)
         made = Group(sides, tuple(of_shape), selector_of(number), number, filled[number])
-        filled[number] += made.blocks
+        filled[number] += made.num_blocks
         return made
 
     def selector_of(number: int) -> Any:
@@ -327,12 +327,14 @@ def sequentially(
 ) -> list[list[Any]]:
     """Calls ``fn(part, wait, *own)`` for one part after the other.
 
-    XLA starts what is passed through ``wait`` when the previous part is computed. So it cannot keep
-    the temporary arrays of all parts, or merge their products.
+    ``wait(small, large)`` returns its one or two trees unchanged, as a pair. XLA computes with them
+    only when the previous part is computed. So it cannot keep the temporary arrays of all parts, or
+    merge their products. On CPUs and GPUs only the first tree waits.
 
     Args:
       fn: returns a tuple of results, and arrays that are computed when the results are.
-      parts, arguments: a plan's parts; for each further argument of ``fn`` a tree for each part.
+      parts: a plan's parts.
+      arguments: for each further argument of ``fn`` a tree for each part.
 
     Returns:
       For each result a list with an entry for each part.
@@ -346,7 +348,7 @@ def sequentially(
 
 
 def _wait(previous: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> tuple[Any, Any]:
-    """Two trees that wait for arrays.
+    """Two trees, unchanged, with which XLA computes only after the ``previous`` arrays.
 
     A barrier does it on TPUs. XLA removes barriers for CPUs and GPUs: there the first tree depends
     on the arrays by a select.

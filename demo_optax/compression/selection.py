@@ -1,6 +1,6 @@
 """Selectors: which coefficients of each block are sent. Each kind has a file of its own.
 
-To add one, write a frozen dataclass with the methods of `SharedSelector` or `TravellingSelector`,
+To add one, write a frozen dataclass with the methods of `SharedSelector` or `ChoosingSelector`,
 or derive it from `TopK` and choose otherwise. Enter it in `Selection` and in `SELECTORS`.
 """
 
@@ -26,8 +26,8 @@ class Selector(Protocol):
 
     n: int
     k: int
-    travels: bool
-    """Whether positions are part of the packet, or follow from the step (`SharedSelector`)."""
+    sends_positions: bool
+    """Whether positions are part of the packet; if not, all workers know them from the step."""
 
     def take(
         self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks places"]
@@ -49,13 +49,13 @@ class Selector(Protocol):
 class SharedSelector(Selector, Protocol):
     """A selector whose positions every worker knows."""
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "blocks places"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "blocks places"]:
         """The positions of a step, the same on all workers."""
         ...
 
 
 @runtime_checkable
-class TravellingSelector(Selector, Protocol):
+class ChoosingSelector(Selector, Protocol):
     """A selector whose positions each worker chooses and sends."""
 
     workers_at_once: int
@@ -85,16 +85,16 @@ class TravellingSelector(Selector, Protocol):
         """
         ...
 
-    def position_words(self, blocks: int) -> int:
-        """Words that the positions of some blocks take in a packet."""
+    def position_words(self, num_blocks: int) -> int:
+        """Words that the positions of so many blocks take in a packet."""
         ...
 
     def encode(self, positions: Int32[Array, "blocks places"]) -> UInt32[Array, "words"]:
-        """Packs positions into ``position_words(blocks)`` words."""
+        """Packs positions into ``position_words(num_blocks)`` words."""
         ...
 
     def decode(
-        self, words: UInt32[Array, "words"], blocks: int
+        self, words: UInt32[Array, "words"], num_blocks: int
     ) -> tuple[Int32[Array, "blocks places"], BoolScalar]:
         """Unpacks untrusted words: positions, and whether `add` may be given them."""
         ...
@@ -108,7 +108,7 @@ Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "sli
 SELECTIONS = get_args(Selection)
 
 AnySelector = Any
-"""A `SharedSelector` or a `TravellingSelector`."""
+"""A `SharedSelector` or a `ChoosingSelector`."""
 
 SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "topk": lambda n, k, seed, stream: TopK(n, k),

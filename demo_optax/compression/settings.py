@@ -73,7 +73,7 @@ class Compression:
       block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
       selection: ``"topk"``, or ``"bins"``, the largest of each of ``topk`` bins. Bins need no sort
         and fewer bits; take powers of two. With the others all workers know the positions from the
-        step, and no positions travel: ``"random"``, ``"random-slicing"``, and FlexDeMo's
+        step, and none are sent: ``"random"``, ``"random-slicing"``, and FlexDeMo's
         ``"striding"`` and ``"slicing"``. ``"random-slicing"`` sends a run of coefficients from a
         random position on, the same in all blocks. It needs slices, not gathers and scatters. Use
         it with ``transform="randomized-dct"``.

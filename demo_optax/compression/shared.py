@@ -1,4 +1,4 @@
-"""Positions that every worker knows from the step alone, so that none travel (FlexDeMo).
+"""Positions that every worker knows from the step alone, so that none are sent (FlexDeMo).
 
 All workers send the same coefficients: the mean over the senders is the mean over all workers (From
 et al., arXiv 2502.06728). A set has its own positions in each block. A run is the same in all
@@ -40,18 +40,18 @@ class SharedSet:
     rule: str
     seed: int
     stream: int
-    travels = False
+    sends_positions = False
     take = staticmethod(sparse.take)
     add = staticmethod(sparse.add)
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} k"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} k"]:
         """The positions of a step, unique in each block."""
         if self.rule == "striding":
             places = jnp.asarray(np.arange(self.k) * self.n // self.k, jnp.int32)
-            return jnp.broadcast_to((places + step % self.n) % self.n, (blocks, self.k))
+            return jnp.broadcast_to((places + step % self.n) % self.n, (num_blocks, self.k))
         draw, shift = jax.random.split(_key(self, step))
         chosen = jax.random.permutation(draw, self.n)[: self.k]
-        offsets = jax.random.randint(shift, (blocks, 1), 0, self.n)
+        offsets = jax.random.randint(shift, (num_blocks, 1), 0, self.n)
         return (chosen[None] + offsets).astype(jnp.int32) % self.n
 
 
@@ -75,15 +75,15 @@ class SharedRun:
     rule: str
     seed: int
     stream: int
-    travels = False
+    sends_positions = False
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 1"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 1"]:
         """The start of a step's run, which wraps around at the block's end."""
         if self.rule == "slicing":  # step * k modulo n, which no long run overflows
             start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
         else:
             start = jax.random.randint(_key(self, step), (), 0, self.n)
-        return jnp.broadcast_to(start.astype(jnp.int32), (blocks, 1))
+        return jnp.broadcast_to(start.astype(jnp.int32), (num_blocks, 1))
 
     def take(
         self, blocks: Shaped[Array, "blocks n"], starts: Int32[Array, "blocks 1"]
@@ -119,16 +119,16 @@ class Everything:
     """Sends all ``n`` coefficients of a block."""
 
     n: int
-    travels = False
+    sends_positions = False
 
     @property
     def k(self) -> int:
         return self.n
 
-    def positions(self, blocks: int, step: IntScalar) -> Int32[Array, "{blocks} 0"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 0"]:
         """None are needed."""
         del step
-        return jnp.zeros((blocks, 0), jnp.int32)
+        return jnp.zeros((num_blocks, 0), jnp.int32)
 
     def take(
         self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]

@@ -29,7 +29,7 @@ from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
 
 CODINGS = "packed", "elias-fano", "bitmap"
 
-_STRANDS = 8
+STRAND_LENGTH = 8  # elements of a strand (`largest_by_strands`)
 _GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
 _AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
 
@@ -40,7 +40,7 @@ class TopK:
 
     n: int
     k: int
-    travels = True
+    sends_positions = True
     take = staticmethod(sparse.take)
     add = staticmethod(sparse.add)
     add_all = staticmethod(sparse.add_all)
@@ -61,12 +61,12 @@ class TopK:
         """
         return min(CODINGS, key=lambda coding: position_bits(self.n, self.k, coding))
 
-    def position_words(self, blocks: int) -> int:
-        """Words that the positions of some blocks take."""
+    def position_words(self, num_blocks: int) -> int:
+        """Words that the positions of so many blocks take."""
         low, bitmap = _fields(self.n, self.k, self.coding)
-        return (
-            words_of(blocks * self.k, low) + blocks * (bitmap // 32) + words_of(blocks, bitmap % 32)
-        )
+        whole_words = num_blocks * (bitmap // 32)
+        rests = words_of(num_blocks, bitmap % 32)
+        return words_of(num_blocks * self.k, low) + whole_words + rests
 
     def select(self, coefficients: Float[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
         """Positions of the largest magnitudes of each block, exactly."""
@@ -85,10 +85,10 @@ class TopK:
         return encode(positions, self.n, self.coding)
 
     def decode(
-        self, words: UInt32[Array, "words"], blocks: int
+        self, words: UInt32[Array, "words"], num_blocks: int
     ) -> tuple[Int32[Array, "blocks k"], BoolScalar]:
         """Unpacks untrusted words: positions, and whether they ascend and lie in the block."""
-        return decode(words, blocks, self.n, self.k, self.coding)
+        return decode(words, num_blocks, self.n, self.k, self.coding)
 
     def placeholder(self) -> Int32[Array, "k"]:
         """Valid positions, used for a rejected packet."""
@@ -99,7 +99,7 @@ class TopK:
 
     def _by_strands(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
         """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
-        if self.n % _STRANDS or self.n // _STRANDS < 4 * self.k:
+        if self.n % STRAND_LENGTH or self.n // STRAND_LENGTH < 4 * self.k:
             return self._by_kernel(magnitudes)
         return largest_by_strands(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
 
@@ -110,14 +110,14 @@ def largest_by_strands(
 ) -> Int32[Array, "blocks _k"]:
     """The positions of the largest, by two selections in shorter rows.
 
-    A strand is every ``n / 8``-th element. The strands with the largest maxima hold the largest
-    elements.
+    A block has ``n / 8`` strands of 8 elements. A strand holds every ``n / 8``-th element. The
+    strands with the largest maxima hold the largest elements.
     """
-    width = magnitudes.shape[1] // _STRANDS
-    rows = [magnitudes[:, i * width : (i + 1) * width] for i in range(_STRANDS)]
-    strands = largest(functools.reduce(jnp.maximum, rows))
-    candidates = strands[:, None, :] + width * jnp.arange(_STRANDS, dtype=jnp.int32)[None, :, None]
-    candidates = candidates.reshape(len(magnitudes), -1)
+    strands = magnitudes.shape[1] // STRAND_LENGTH
+    rows = [magnitudes[:, i * strands : (i + 1) * strands] for i in range(STRAND_LENGTH)]
+    chosen = largest(functools.reduce(jnp.maximum, rows))
+    steps = strands * jnp.arange(STRAND_LENGTH, dtype=jnp.int32)
+    candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
     return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
 
 
@@ -145,18 +145,18 @@ def encode(positions: Int32[Array, "blocks k"], n: int, coding: str) -> UInt32[A
 
 
 def decode(
-    words: UInt32[Array, "words"], blocks: int, n: int, k: int, coding: str
-) -> tuple[Int32[Array, "{blocks} {k}"], BoolScalar]:
+    words: UInt32[Array, "words"], num_blocks: int, n: int, k: int, coding: str
+) -> tuple[Int32[Array, "{num_blocks} {k}"], BoolScalar]:
     """Unpacks untrusted words: positions, and whether they ascend in each block and lie in it."""
     low_bits, size = _fields(n, k, coding)
-    for_low = words_of(blocks * k, low_bits)
-    low, whole, rest = jnp.split(words, [for_low, for_low + blocks * (size // 32)])
-    positions = unpack_bits(low, low_bits, blocks * k).reshape(blocks, k).astype(jnp.int32)
+    for_low = words_of(num_blocks * k, low_bits)
+    low, whole, rest = jnp.split(words, [for_low, for_low + num_blocks * (size // 32)])
+    positions = unpack_bits(low, low_bits, num_blocks * k).reshape(num_blocks, k).astype(jnp.int32)
     complete = jnp.array(True)
     if size:
-        bitmap = [whole.reshape(blocks, size // 32)]
+        bitmap = [whole.reshape(num_blocks, size // 32)]
         if size % 32:
-            bitmap.append(unpack_bits(rest, size % 32, blocks)[:, None])
+            bitmap.append(unpack_bits(rest, size % 32, num_blocks)[:, None])
         ones, complete = _positions_of_ones(jnp.concatenate(bitmap, axis=1), k)
         positions |= (ones - _shift(k, coding)) << low_bits
     ascending = jnp.all(positions[:, 1:] > positions[:, :-1])

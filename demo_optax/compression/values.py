@@ -50,8 +50,8 @@ QUANTISERS = {
 }
 
 
-class Fields(NamedTuple):
-    """Coded values of some blocks.
+class CodedValues(NamedTuple):
+    """Values of some blocks as they are sent: unsigned integers of a few bits.
 
     Attributes:
       scales: of `SCALE_BITS` bits each, one a block, or none for the plain codings.
@@ -72,7 +72,7 @@ def scale_bits(coding: ValueCoding) -> int:
     return SCALE_BITS if coding in QUANTISERS else 0
 
 
-def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> Fields:
+def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues:
     """Rounds values to the nearest that their coding can say.
 
     Args:
@@ -81,10 +81,10 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> Fields:
     """
     values = values.astype(jnp.float32)
     if coding == "float32":
-        return Fields(jnp.zeros(0, jnp.uint32), _bits(values))
+        return CodedValues(jnp.zeros(0, jnp.uint32), _bits(values))
     if coding == "bfloat16":
         half = jnp.uint32(0x7FFF) + ((_bits(values) >> 16) & 1)
-        return Fields(jnp.zeros(0, jnp.uint32), (_bits(values) + half) >> 16)
+        return CodedValues(jnp.zeros(0, jnp.uint32), (_bits(values) + half) >> 16)
 
     quantiser = QUANTISERS[coding]
     scales = _encode_scale(values, quantiser)
@@ -95,26 +95,28 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> Fields:
     below = jnp.clip(above - 1, 0, len(levels) - 2)
     low, high = (_level(quantiser, field) for field in (below, below + 1))
     place = (scaled - low) / (high - low)
-    return Fields(
+    return CodedValues(
         scales, jnp.where(place > _halves(values.shape), below + 1, below).astype("uint32")
     )
 
 
-def decode(fields: Fields, coding: ValueCoding) -> tuple[Float32[Array, "blocks k"], BoolScalar]:
-    """Decodes untrusted fields.
+def decode(
+    coded: CodedValues, coding: ValueCoding
+) -> tuple[Float32[Array, "blocks k"], BoolScalar]:
+    """Decodes untrusted values.
 
     Returns:
-      The values, and whether every scale and value is finite and every field one of the
+      The values, and whether every scale and value is finite and every coded value one of the
       coding's.
     """
     if coding in ("float32", "bfloat16"):
-        values = _float(fields.values << (32 - value_bits(coding)))
+        values = _float(coded.values << (32 - value_bits(coding)))
         return values, jnp.all(jnp.isfinite(values))
     quantiser = QUANTISERS[coding]
     last = len(quantiser.levels) - 1
-    known = jnp.all(fields.values <= last) & jnp.all(fields.scales < _FIRST_INFINITE_SCALE)
-    chosen = _level(quantiser, jnp.minimum(fields.values, last))
-    return chosen * _decode_scale(fields.scales)[:, None], known
+    known = jnp.all(coded.values <= last) & jnp.all(coded.scales < _FIRST_INFINITE_SCALE)
+    chosen = _level(quantiser, jnp.minimum(coded.values, last))
+    return chosen * _decode_scale(coded.scales)[:, None], known
 
 
 def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[Array, "blocks k"]:

@@ -39,7 +39,7 @@ class AllGather:
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
 
-    def owners(self) -> int:
+    def packets_per_worker(self) -> int:
         """One packet holds the whole message."""
         return 1
 
@@ -53,18 +53,18 @@ class AllGather:
         return ()
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, outgoing: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Gathers all packets and averages them (see `Exchange.exchange`)."""
         layout = self.layout(plan)
-        packets = collectives.gather(sent.packets[0], self.axis_name)
+        packets = collectives.gather(outgoing.packets[0], self.axis_name)
         numbers = jnp.arange(len(packets), dtype=jnp.int32)
-        origin = Origin(sent.step, numbers)
+        origin = Origin(outgoing.step, numbers)
         found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
-        factor = sent.factor * found.factors[axes.index(self.axis_name)]
+        factor = outgoing.factor * found.factors[axes.index(self.axis_name)]
         return Aggregate(
             mean=found.mean,
-            subtractions=[Subtraction.of_whole(plan, sent.message, factor)],
+            subtractions=[Subtraction.of_whole(plan, outgoing.message, factor)],
             state=state,
             metrics=found.metrics,
         )

@@ -20,7 +20,7 @@ from demo_optax.compression.packet import (
     merge_rows,
     open_heads,
 )
-from demo_optax.exchange.averaging import read
+from demo_optax.exchange.averaging import decode_accepted
 from demo_optax.exchange.protocol import (
     Aggregate,
     Exchange,
@@ -65,16 +65,16 @@ class PendingState(NamedTuple):
     """What is kept for packets that are under way.
 
     Attributes:
-      pending: uint32 ``(owners, words)``, this worker's packets of the last step; zeros where there
-        are none.
-      subtracted: float32 scalar, the part of their message that has left the momentum; each worker
-        its own.
+      pending: uint32 ``(packets_per_worker, words)``, this worker's packets of the last step; zeros
+        where there are none.
+      subtracted_fraction: float32 scalar in [0, 1], how much of their message has left the
+        momentum; each worker its own.
       inner: state of the inner exchange.
       format: static, of the pending packets.
     """
 
     pending: Packets
-    subtracted: Float32[Array, ""]
+    subtracted_fraction: Float32[Array, ""]
     inner: Any
     format: PacketFormat
 
@@ -94,21 +94,21 @@ class Around:
         """The axis of the inner exchange."""
         return self.inner.axis_name
 
-    def owners(self) -> int:
-        """As the inner exchange."""
-        return self.inner.owners()
+    def packets_per_worker(self) -> int:
+        """Packets of the inner exchange."""
+        return self.inner.packets_per_worker()
 
     def layout(self, plan: Plan) -> Layout:
-        """As the inner exchange."""
+        """The layout of the inner exchange's packets."""
         return self.inner.layout(plan)
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """As the inner exchange."""
+        """The traffic of the inner exchange."""
         return self.inner.traffic(plan, workers)
 
     def init(self, plan: Plan) -> PendingState:
         """Nothing is under way: empty packets, which every worker rejects."""
-        packets = jnp.zeros((self.owners(), self.layout(plan).words), jnp.uint32)
+        packets = jnp.zeros((self.packets_per_worker(), self.layout(plan).words), jnp.uint32)
         packets, nothing = axes.as_varying((packets, jnp.zeros((), jnp.float32)), self.axis_name)
         return self.pending_state(plan, packets, nothing, self.inner.init(plan))
 
@@ -124,7 +124,7 @@ class Around:
         self,
         plan: Plan,
         packets: Packets,
-        subtracted: Float32[Array, ""],
+        subtracted_fraction: Float32[Array, ""],
         step: IntScalar,
         inner: Any,
         last: ExchangeMetrics,
@@ -135,7 +135,7 @@ class Around:
         Args:
           plan: of the tensors.
           packets: this worker's own.
-          subtracted: the part of their message that has left the momentum.
+          subtracted_fraction: of their message, what has left the momentum, in [0, 1].
           step: in which they were sealed.
           inner: state of the inner exchange.
           last: metrics of the exchange before.
@@ -147,20 +147,21 @@ class Around:
         """
         origin = Origin(step, own_numbers(len(packets), self.axis_name))
         message = decode_pending(plan, self.layout(plan), packets, origin)
-        pending = Outgoing(packets, message, subtracted, step)
+        pending = Outgoing(packets, message, subtracted_fraction, step)
         found = self.inner.exchange(plan, pending, inner, last, mean)
         (of_inner,) = found.subtractions
-        return found, of_inner.message, [factors - subtracted for factors in of_inner.factors]
+        remaining = [factors - subtracted_fraction for factors in of_inner.factors]
+        return found, of_inner.message, remaining
 
 
 def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
     """What a worker sealed in its packets; zeros where these are to be rejected, or damaged."""
     _, _, intact = open_heads(layout, packets, origin)
-    found = read(layout, packets, intact).message
-    blocks = [section.blocks for section in plan.sections]
+    found = decode_accepted(layout, packets, intact).message
+    num_blocks = [section.num_blocks for section in plan.sections]
     shared = plan.shared_positions(origin.step)
     positions = [
         merge_rows(x, n) if at is None else at
-        for at, x, n in zip(shared, found.positions, blocks, strict=True)
+        for at, x, n in zip(shared, found.positions, num_blocks, strict=True)
     ]
-    return Message(tuple(positions), tuple(map(merge_rows, found.values, blocks)))
+    return Message(tuple(positions), tuple(map(merge_rows, found.values, num_blocks)))

@@ -3,10 +3,11 @@ r"""How several workers' packets become their mean. No packet is trusted.
 Of coefficient :math:`j` that is the mean over the workers :math:`S_j` that sent it, or over all,
 
 .. math::
-    q_j = \sum_{i \in S_j} w_i\, c_i\, q_{ij} \Big/ \sum_{i \in S_j} w_i
+    \bar q_j = \sum_{i \in S_j} w_i\, a_i\, \hat q_{ij} \Big/ \sum_{i \in S_j} w_i
 
 with the weight :math:`w_i` in a worker's header, 1 unless its update was given another, and the
-factor :math:`c_i \le 1` by which a message beyond the norm's limit is scaled down.
+part :math:`a_i \le 1` of its decoded message :math:`\hat q_i` that is accepted: less than 1 where
+its norm is beyond the cap.
 
 Every worker that averages the same packets does it in the same order with the same program, so that
 the mean is equal to the last bit everywhere.
@@ -37,10 +38,10 @@ from demo_optax.exchange.protocol import Mean, SparseSum
 from demo_optax.metrics import ExchangeMetrics, summarise
 
 Shared = Sequence[Positions | None]
-"""For each section the positions that all workers know; None where they travel."""
+"""For each section the positions that all workers know; None where each worker sends its own."""
 
 
-class Read(NamedTuple):
+class Decoded(NamedTuple):
     """What packets hold, with an axis of packets in front of each array.
 
     Attributes:
@@ -54,7 +55,7 @@ class Read(NamedTuple):
     norms: Float32[Array, "packets"]
 
 
-def read(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Read:
+def decode_accepted(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Decoded:
     """Decodes packets, and rejects those that are not intact, well formed and finite.
 
     The energy is checked per block: one bad block would not show in the norm of all blocks.
@@ -71,7 +72,7 @@ def read(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Re
         for section, at in zip(layout.sections, found.positions, strict=True)
     ]
     values = [jnp.where(here, v, 0.0) for v in found.values]
-    return Read(Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(in_float32(total)))
+    return Decoded(Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(in_float32(total)))
 
 
 class Average(NamedTuple):
@@ -104,15 +105,15 @@ def average_all(
       layout: of each packet.
       packets: one of each worker.
       origin: of the packets.
-      norm_limit: as in `demo_optax.AllGather`.
+      norm_limit: as in `demo_optax.AllGather`: the cap as a multiple of the median norm.
       last: metrics of the exchange before.
       mean: as in `average`.
     """
     headers, _, intact = open_heads(layout, packets, origin)
-    largest = largest_norm(headers, intact, norm_limit)
+    cap = norm_cap(headers, intact, norm_limit)
     shared = plan.shared_positions(origin.step)
-    trusted = trusted_weights(headers, intact, norm_limit)
-    means, factors = average(layout, packets, intact, shared, largest, trusted, mean)
+    weights = capped_weights(headers, intact, norm_limit)
+    means, factors = average(layout, packets, intact, shared, cap, weights, mean)
     accepted = factors > 0
     checksums = jnp.where(accepted, packets[:, 0], 0)
     return Average(means, factors, summarise(headers, accepted, checksums, last))
@@ -123,7 +124,7 @@ def average(
     packets: Packets,
     intact: Bool[Array, "workers"],
     shared: Shared,
-    largest: FloatScalar,
+    cap: FloatScalar,
     weights: Float32[Array, "workers"],
     mean: Mean,
 ) -> tuple[list[SparseSum], Float32[Array, "workers"]]:
@@ -134,7 +135,7 @@ def average(
       packets: one of each worker.
       intact: which packets are intact.
       shared: positions that every worker knows.
-      largest: norm to which a larger message is scaled down.
+      cap: norm to which a larger message is scaled down.
       weights: of the workers in the mean; a packet with the weight 0 is rejected.
       mean: over the ``"senders"`` of each coefficient, or over all accepted ``"workers"``.
 
@@ -144,8 +145,8 @@ def average(
     """
 
     def weigh(packets, intact, weights):
-        found = read(layout, packets, intact & (weights > 0))
-        factors = jnp.where(found.accepted, clip_factor(found.norms, largest), 0.0)
+        found = decode_accepted(layout, packets, intact & (weights > 0))
+        factors = jnp.where(found.accepted, clip_factor(found.norms, cap), 0.0)
         weights = jnp.where(found.accepted & (factors > 0), weights, 0.0)
         scale = (factors * weights)[:, None, None]
         values = tuple(v * scale for v in found.message.values)
@@ -180,7 +181,7 @@ def average(
 def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mean) -> SparseSum:
     """The mean of messages that are all at hand."""
     selector, total_weight = section.selector, jnp.sum(weights)
-    if not selector.travels:
+    if not selector.sends_positions:
         return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
     divisor = total_weight
     if mean == "senders" and len(values) > 1:
@@ -195,15 +196,15 @@ def _or_one(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 def _zeros(section: Section) -> tuple[Array, Array]:
     """Sums of values, and how many workers sent each; of ``k`` values for shared positions."""
-    columns = section.selector.n if section.selector.travels else section.selector.k
-    zeros = jnp.zeros((section.blocks, columns), jnp.float32)
+    columns = section.selector.n if section.selector.sends_positions else section.selector.k
+    zeros = jnp.zeros((section.num_blocks, columns), jnp.float32)
     return zeros, zeros
 
 
 def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Array]:
     """Adds some workers' messages to the sums of those before."""
     total, senders = sums
-    if not section.selector.travels:
+    if not section.selector.sends_positions:
         return total + jnp.sum(values, axis=0), senders
     of_each = jnp.broadcast_to(weights[:, None, None], values.shape)
     add_all = section.selector.add_all
@@ -211,10 +212,10 @@ def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Arr
 
 
 def _mean_of_sums(section: Section, shared, total, senders, total_weight, mean: Mean) -> SparseSum:
-    if not section.selector.travels:
+    if not section.selector.sends_positions:
         return _of_values(section.selector, shared, total, total_weight)
     divisor = senders if mean == "senders" else total_weight
-    nowhere = jnp.zeros((1, section.blocks, 0), jnp.int32)
+    nowhere = jnp.zeros((1, section.num_blocks, 0), jnp.int32)
     dense = (total / _or_one(divisor))[None]
     return SparseSum(nowhere, dense, Everything(section.selector.n))
 
@@ -224,37 +225,35 @@ def _of_values(selector, shared: Positions, total, divisor) -> SparseSum:
 
 
 def _workers_at_once(layout: Layout) -> int:
-    """Packets to decode together: few where their positions travel.
+    """Packets to decode together: few where they hold positions.
 
     Otherwise so many that their values together are not more than all coefficients.
     """
     selectors = [section.selector for section in layout.sections]
-    travelling = [selector.workers_at_once for selector in selectors if selector.travels]
-    if travelling:
-        return min(travelling)
-    dense = sum(s.blocks * s.selector.n for s in layout.sections)
-    return max(dense // max(sum(s.blocks * s.selector.k for s in layout.sections), 1), 1)
+    limits = [selector.workers_at_once for selector in selectors if selector.sends_positions]
+    if limits:
+        return min(limits)
+    dense = sum(s.num_blocks * s.selector.n for s in layout.sections)
+    return max(dense // max(sum(s.num_blocks * s.selector.k for s in layout.sections), 1), 1)
 
 
 def clip_factor(
-    norms: Float32[Array, "*shape"], largest: Float32[Array, "..."]
+    norms: Float32[Array, "*shape"], cap: Float32[Array, "..."]
 ) -> Float32[Array, "*shape"]:
-    """The factor that scales a message down to the largest norm: 0 to 1, even if a packet lies."""
-    limit = jnp.maximum(largest, 0.0)
-    return jnp.where(norms > limit, limit / norms, 1.0)
+    """The factor that scales a message's norm down to the cap: 0 to 1, even if a packet lies."""
+    cap = jnp.maximum(cap, 0.0)
+    return jnp.where(norms > cap, cap / norms, 1.0)
 
 
-def largest_norm(
-    headers: Header, intact: Bool[Array, "packets"], limit: float | None
-) -> FloatScalar:
-    """The largest norm of a message: a multiple of the median of the norms in the headers."""
-    return _multiple_of_median(jnp.sqrt(headers.message), intact, limit)
+def norm_cap(headers: Header, intact: Bool[Array, "packets"], limit: float | None) -> FloatScalar:
+    """The cap on the norm of a message: a multiple of the median of the norms in the headers."""
+    return _multiple_of_median(jnp.sqrt(headers.message_energy), intact, limit)
 
 
-def trusted_weights(
+def capped_weights(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
 ) -> Float32[Array, "packets"]:
-    """The weights in the headers as parts of the largest, which is limited like the norms."""
+    """The weights in the headers, capped like the norms, as parts of the largest."""
     weights = jnp.where(intact, headers.weight, 0.0)
     weights = jnp.minimum(weights, _multiple_of_median(weights, intact, limit))
     return weights / _or_one(jnp.max(weights))

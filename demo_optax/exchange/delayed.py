@@ -22,11 +22,11 @@ class Delayed(Around):
 
     .. math::
         m_t &\leftarrow \beta m_{t-1} + w\, T(g_t) \\
-        q_t &= \mathrm{select}(m_t), \quad m_t \leftarrow m_t - \alpha\, q_t
-            + \alpha\, (1 - c_{t-1})\, q_{t-1} \\
-        u_t &= T^{-1}(\mathrm{mean}(q_{t-1}))
+        q_t &= \mathrm{select}(m_t), \quad \hat q_t = \mathrm{decode}(\mathrm{encode}(q_t)) \\
+        m_t &\leftarrow m_t - \alpha\, \hat q_t + \alpha\, (1 - a_{t-1})\, \hat q_{t-1} \\
+        u_t &= T^{-1}(\mathrm{mean}(a_{t-1}\, \hat q_{t-1}))
 
-    :math:`c_{t-1}` is the part of the last message that was accepted: 1, or less where the packet
+    :math:`a_{t-1}` is the part of the last message that was accepted: 1, or less where the packet
     was damaged or its norm limited. The rest goes back into the momentum.
 
     Attributes:
@@ -46,7 +46,7 @@ class Delayed(Around):
             )
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Exchanges the packets of the call before (see `Exchange.exchange`).
 
@@ -59,15 +59,16 @@ class Delayed(Around):
                 f"{plan.compression}: go back to the old settings, or restore the run with "
                 "demo_optax.checkpoint, which puts what they carry back into the momentum."
             )
+        pending = state.pending, state.subtracted_fraction
         found, message, correction = self.exchange_pending(
-            plan, state.pending, state.subtracted, sent.step - 1, state.inner, last, mean
+            plan, *pending, outgoing.step - 1, state.inner, last, mean
         )
         return found._replace(
             subtractions=[
-                Subtraction.of_whole(plan, sent.message, sent.factor),
+                Subtraction.of_whole(plan, outgoing.message, outgoing.factor),
                 Subtraction(message, correction, delay=1),
             ],
-            state=self.pending_state(plan, sent.packets, sent.factor, found.state),
+            state=self.pending_state(plan, outgoing.packets, outgoing.factor, found.state),
             delay=1,
         )
 

@@ -3,10 +3,10 @@ r"""An exchange in two halves, each a program of its own; between them the host 
 .. math::
     \text{Sealed:} \quad m_t &\leftarrow \beta m_{t-1} + w\, T(g_t), \quad
         q_t = \mathrm{select}(m_t), \quad m_t \leftarrow m_t - \alpha\, q_t \\
-    \text{Opened:} \quad m_t &\leftarrow m_t + \alpha\, (1 - c_t)\, q_t, \quad
+    \text{Opened:} \quad m_t &\leftarrow m_t + \alpha\, (1 - a_t)\, q_t, \quad
         u_t = T^{-1}(\mathrm{mean}(q_t))
 
-:math:`c_t` is the part of this worker's message that was accepted: 0 where its packet came too
+:math:`a_t` is the part of this worker's message that was accepted: 0 where its packet came too
 late, or where it sent none.
 """
 
@@ -33,14 +33,14 @@ class Sealed(Around):
     """
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Keeps the packets for the second half."""
         del mean
         return Aggregate(
-            mean=[_zero(section.blocks, section.selector.n) for section in plan.sections],
-            subtractions=[Subtraction.of_whole(plan, sent.message, sent.factor)],
-            state=self.pending_state(plan, sent.packets, sent.factor, state.inner),
+            mean=[_zero(section.num_blocks, section.selector.n) for section in plan.sections],
+            subtractions=[Subtraction.of_whole(plan, outgoing.message, outgoing.factor)],
+            state=self.pending_state(plan, outgoing.packets, outgoing.factor, state.inner),
             metrics=last,
         )
 
@@ -57,13 +57,13 @@ class Opened(Around):
     """
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
     ) -> Aggregate:
         """Exchanges the packets of the first half, which have the same step."""
         found, message, correction = self.exchange_pending(
-            plan, state.pending, state.subtracted, sent.step, state.inner, last, mean
+            plan, state.pending, state.subtracted_fraction, outgoing.step, state.inner, last, mean
         )
-        none, nothing = jnp.zeros_like(sent.packets), jnp.zeros_like(sent.factor)
+        none, nothing = jnp.zeros_like(outgoing.packets), jnp.zeros_like(outgoing.factor)
         return found._replace(
             subtractions=[Subtraction(message, correction)],
             state=self.pending_state(plan, none, nothing, found.state),

@@ -93,7 +93,7 @@ class Subtraction:
     @classmethod
     def of_whole(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
         """The same part of every block."""
-        return cls(message, [jnp.full((section.blocks, 1), factor) for section in plan.sections])
+        return cls(message, [jnp.full((s.num_blocks, 1), factor) for s in plan.sections])
 
     def rows(self) -> list[tuple[Any, Any, Any]]:
         """For each section positions, values and factors, a row for each block."""
@@ -153,7 +153,7 @@ class Exchange(Protocol):
         """The workers' axis or axes; None for a single worker."""
         ...
 
-    def owners(self) -> int:
+    def packets_per_worker(self) -> int:
         """Packets into which a worker divides its message, one for each owner of some blocks."""
         ...
 
@@ -166,13 +166,13 @@ class Exchange(Protocol):
         ...
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: Any, last: ExchangeMetrics, mean: Mean
+        self, plan: Plan, outgoing: Outgoing, state: Any, last: ExchangeMetrics, mean: Mean, /
     ) -> Aggregate:
         """Gives every worker the mean of the workers' messages.
 
         Args:
           plan: of the tensors, the same on all workers.
-          sent: this worker's packets.
+          outgoing: this worker's packets, and what is in them.
           state: of the call before.
           last: metrics of the call before.
           mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that count.

@@ -46,7 +46,7 @@ class Received:
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
 
-    def owners(self) -> int:
+    def packets_per_worker(self) -> int:
         """One packet holds the whole message."""
         return 1
 

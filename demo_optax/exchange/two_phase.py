@@ -38,10 +38,10 @@ from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import (
     Shared,
     average,
+    capped_weights,
     clip_factor,
-    largest_norm,
-    read,
-    trusted_weights,
+    decode_accepted,
+    norm_cap,
 )
 from demo_optax.exchange.protocol import (
     Aggregate,
@@ -103,24 +103,29 @@ class TwoPhase:
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
 
-    def owners(self) -> int:
+    def packets_per_worker(self) -> int:
         """Every worker owns a share of the blocks."""
         return axes.size(self.axis_name)
 
     def layout(self, plan: Plan) -> Layout:
         """The layout of the packet for one owner, without an all-gather's padding to 128 words."""
-        return _layout(plan, self.owners())
+        return _layout(plan, self.packets_per_worker())
 
     def init(self, plan: Plan) -> TwoPhaseState:
         """The residual starts at zero."""
         self._result_sections(plan)  # raises for settings that do not fit together
         zeros = [
-            jnp.zeros((s.blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
+            jnp.zeros((s.num_blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
         ]
         return TwoPhaseState(axes.as_varying(tuple(zeros), self.axis_name))
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: TwoPhaseState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: TwoPhaseState,
+        last: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Exchanges in two phases (see `Exchange.exchange`).
 
@@ -128,60 +133,61 @@ class TwoPhase:
         owner's result is damaged, its residual stays as it was, and the senders keep what they sent
         to it. On a step on which no worker takes part nothing changes.
         """
-        workers, own, step = len(sent.packets), axes.index(self.axis_name), sent.step
+        workers, own, step = len(outgoing.packets), axes.index(self.axis_name), outgoing.step
         every = jnp.arange(workers, dtype=jnp.int32)
         layout, result_layout = self.layout(plan), self._result_layout(plan, workers)
 
         # Each owner averages its share of the blocks
-        packets = collectives.all_to_all(sent.packets, self.axis_name)
+        packets = collectives.all_to_all(outgoing.packets, self.axis_name)
         headers, _, intact = open_heads(layout, packets, Origin(step, every * workers + own))
-        largest = largest_norm(headers, intact, self.norm_limit)
+        cap = norm_cap(headers, intact, self.norm_limit)
         positions = _of_share(plan.shared_positions(step), workers, own)
-        trusted = trusted_weights(headers, intact, self.norm_limit)
-        means, factors = average(layout, packets, intact, positions, largest, trusted, mean)
+        weights = capped_weights(headers, intact, self.norm_limit)
+        means, factors = average(layout, packets, intact, positions, cap, weights, mean)
 
         # It adds its residual, and selects and encodes as a worker does
         residual = self._residual(plan, state, step)
         totals = [old + new.dense() for old, new in zip(residual, means, strict=True)]
         sections = self._result_sections(plan)
         shared = [
-            None if s.selector.travels else s.selector.positions(s.blocks, step) for s in sections
+            None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
+            for s in sections
         ]
         selectors = [section.selector for section in sections]
         selected = select(selectors, totals, _of_share(shared, workers, own))
-        fields, result = encode(result_layout.sections, selected)
+        coded, result = encode(result_layout.sections, selected)
 
         # Everybody gets all results, each with the header of its owner's own packet
         own_headers, _, _ = open_heads(
-            layout, sent.packets, Origin(step, own_numbers(workers, self.axis_name))
+            layout, outgoing.packets, Origin(step, own_numbers(workers, self.axis_name))
         )
-        extra = jnp.append(to_words(largest), pack_bits((factors > 0).astype(jnp.uint32), 1))
+        extra = jnp.append(to_words(cap), pack_bits((factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
         origin = Origin(step, own[None])
-        (packet,) = build(result_layout, header, fields, result, jnp.array(True), origin, extra)
+        (packet,) = build(result_layout, header, coded, result, jnp.array(True), origin, extra)
         packets = collectives.gather(packet, self.axis_name)
         headers, extra, intact = open_heads(result_layout, packets, Origin(step, every))
-        results = read(result_layout, packets, intact)
+        results = decode_accepted(result_layout, packets, intact)
 
-        # What was accepted, where, and how much of it
-        accepted = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
-        accepted = (accepted > 0) & results.accepted[:, None]
-        # A worker takes part if some owner accepted its packet and its own result is intact
-        participates = accepted.any(axis=0) & results.accepted
-        anyone = participates.any()
-        limits = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
-        clipped = clip_factor(jnp.sqrt(own_headers.message), limits)
-        factors = sent.factor * jnp.where(accepted[:, own] & anyone, clipped, 0.0)
+        # What was accepted, by which owner, and how much of it
+        by_owner = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
+        by_owner = (by_owner > 0) & results.accepted[:, None]
+        # A worker counts if some owner accepted its packet, and everybody its own result
+        accepted = by_owner.any(axis=0) & results.accepted
+        anyone = accepted.any()
+        caps = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
+        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
+        factors = outgoing.factor * jnp.where(by_owner[:, own] & anyone, clipped, 0.0)
         return Aggregate(
             mean=[
                 SparseSum(
-                    (merge_rows(at, s.blocks) if known is None else known)[None],
-                    jnp.where(anyone, merge_rows(v, s.blocks), 0.0)[None],
+                    (merge_rows(at, s.num_blocks) if known is None else known)[None],
+                    jnp.where(anyone, merge_rows(v, s.num_blocks), 0.0)[None],
                     s.selector,
                 )
                 for s, known, at, v in zip(sections, shared, *results.message, strict=True)
             ],
-            subtractions=[Subtraction(sent.message, _rows(factors, layout, plan))],
+            subtractions=[Subtraction(outgoing.message, _rows(factors, layout, plan))],
             state=TwoPhaseState(
                 tuple(
                     jnp.where(results.accepted[own] & anyone, s.selector.add(total, at, -v), old)
@@ -191,7 +197,7 @@ class TwoPhase:
                 )
             ),
             metrics=summarise(
-                headers, participates, jnp.where(results.accepted, packets[:, 0], 0), last
+                headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), last
             ),
         )
 
@@ -204,13 +210,13 @@ class TwoPhase:
     def _result_sections(self, plan: Plan) -> list[Section]:
         """The sections of all owners' results together."""
         settings = plan.compression
-        # A selector of any block, only to ask whether positions travel.
-        travels = make_selector(
+        # A selector of any block, only to ask whether it sends its positions.
+        sends_positions = make_selector(
             settings.selection, settings.topk + 1, settings.topk, settings.seed, 0
-        ).travels
-        if self.topk_back is not None and not travels:
+        ).sends_positions
+        if self.topk_back is not None and not sends_positions:
             raise ValueError(
-                f"topk_back={self.topk_back} is for selections whose positions travel: with "
+                f"topk_back={self.topk_back} is for selections that send their positions: with "
                 f"selection={settings.selection!r} and topk={settings.topk} owners send back the "
                 "very coefficients that were sent to them. Leave it out."
             )
@@ -218,9 +224,9 @@ class TwoPhase:
         coding = self.value_coding_back or settings.value_coding
         return [
             Section(
-                s.blocks,
+                s.num_blocks,
                 make_selector(settings.selection, s.selector.n, k, settings.seed, number)
-                if s.selector.travels
+                if s.selector.sends_positions
                 else s.selector,
                 coding,
             )
@@ -230,7 +236,7 @@ class TwoPhase:
     def _result_layout(self, plan: Plan, workers: int) -> Layout:
         """The layout of an owner's result.
 
-        The header is followed by the limit of norms, and a bit for each worker: whether the owner
+        The header is followed by the cap on norms, and a bit for each worker: whether the owner
         accepted its packet.
         """
         return Layout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).share(workers)
@@ -257,4 +263,4 @@ def _rows(
 ) -> list[Float32[Array, "_blocks 1"]]:
     """For each section and each of its blocks the factor of the block's owner."""
     shares = zip(plan.sections, layout.sections, strict=True)
-    return [jnp.repeat(factors, share.blocks)[: s.blocks, None] for s, share in shares]
+    return [jnp.repeat(factors, share.num_blocks)[: s.num_blocks, None] for s, share in shares]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import axes, checks, participation
 from demo_optax.arrays import energy, upcast
 from demo_optax.axes import AxisName
-from demo_optax.parallel import losses, shards, worker_axis
+from demo_optax.parallel import batches, losses, shards, worker_axis
 from demo_optax.parallel.simulated import is_simulated
 
 
@@ -222,7 +222,7 @@ def stacked_gradients(
             norm = jnp.sqrt(energy(jax.tree.leaves(gradient)))
             return _finish(loss, aux, new, old, gradient, norm, clip_norm)
 
-        batch = shards.split_workers(batch, of_batch, rows, mesh, axis_name)
+        batch = batches.split_workers(batch, of_batch, rows, mesh, axis_name)
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
         keys = shards.constrain_sharding(keys, mesh, P(axis_name))
         structure: Any = jax.tree.structure(batch)
@@ -241,10 +241,10 @@ def stacked_gradients(
         losses.require_differentiable(params)
         batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
         if given is None and not manual:
-            given = shards.typed_batch_specs(batch, mesh, axis_name)
+            given = batches.typed_batch_specs(batch, mesh, axis_name)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         of_batch = shards.batch_leaf_specs(batch, given, mesh, axis_name)
-        rows = shards.row_dimensions(of_batch, axis_name)
+        rows = batches.row_dimensions(of_batch, axis_name)
         gradients_of = in_shard_map if manual else mapped
         return gradients_of(params, state, batch, key, specs, of_batch, rows, shared)
 
@@ -292,7 +292,7 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
         return (total, axes.as_varying(state, axis_name)), aux
 
     keys = [jax.random.split(k, microbatches) for k in key]
-    parts = shards.split_microbatches(batch, rows, microbatches), *keys
+    parts = batches.split_microbatches(batch, rows, microbatches), *keys
     first = jax.tree.map(lambda x: x[0], parts)
     (loss, _), gradient = jax.eval_shape(value_and_grad, params, state, *first)
     zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))

@@ -50,13 +50,13 @@ class _Difference(NamedTuple):
       number: its index in the tree.
       leaf: its path.
       holders: ``(parts, copies)``, the devices that hold each part, in the order of the mesh.
-      trusted: bools ``(parts, copies)``, which copies equal more than half of that part's copies.
+      in_majority: bools ``(parts, copies)``, which copies equal more than half of that part's.
     """
 
     number: int
     leaf: str
     holders: np.ndarray
-    trusted: np.ndarray
+    in_majority: np.ndarray
 
 
 def check_replicas(
@@ -126,7 +126,7 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)
     for found in differences:
-        first = np.argmax(found.trusted, axis=1)
+        first = np.argmax(found.in_majority, axis=1)
         source = np.zeros(mesh.devices.shape, bool)
         source.flat[found.holders[np.arange(len(first)), first]] = True
         leaf = leaves[found.number]
@@ -157,16 +157,16 @@ def _differences(tree, mesh, axis_name) -> list[_Difference]:
 
 
 def _drifts(difference: _Difference, mesh, axis_name):
-    """A `Drift` for each copy of a leaf that is not trusted."""
+    """A `Drift` for each copy of a leaf that is not in the majority."""
     worker_axes = axes.names(axis_name)
-    for devices, trusted in zip(difference.holders, difference.trusted, strict=True):
-        for device in devices[~trusted]:
+    for devices, in_majority in zip(difference.holders, difference.in_majority, strict=True):
+        for device in devices[~in_majority]:
             position = tuple(int(i) for i in np.unravel_index(device, mesh.devices.shape))
             places = dict(zip(mesh.axis_names, position, strict=True))
             worker = np.ravel_multi_index(
                 [places[name] for name in worker_axes], [mesh.shape[name] for name in worker_axes]
             )
-            yield Drift(difference.leaf, int(worker), position, repairable=bool(trusted.any()))
+            yield Drift(difference.leaf, int(worker), position, repairable=bool(in_majority.any()))
 
 
 def _require_majorities(differences, mesh, axis_name) -> None:

@@ -1,4 +1,4 @@
-"""Sharding on a mesh: of the parameters inside a worker, and of the batch.
+"""Sharding on a mesh: of the parameters inside a worker, and the specs of the batch.
 
 A mesh may have further axes (``fsdp``, ``tensor``, ``local``). Along these inner
 axes the devices of one worker share its parameters as their PartitionSpecs say, average their
@@ -255,101 +255,6 @@ def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
             f"dimension, by all of their axes, {worker_axes}, in this order and before any other: "
             f"give P({worker_axes}) for rows in front, and P() for what all workers share."
         )
-
-
-def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
-    """For each leaf of a batch the dimension that the workers divide; None for what they share."""
-    worker_axes = set(axes.names(axis_name))
-
-    def row_dimension(spec):
-        divided = [d for d, entry in enumerate(spec) if worker_axes & set(axes.names(entry))]
-        return divided[0] if divided else None
-
-    return tuple(map(row_dimension, jax.tree.leaves(specs)))
-
-
-def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """PartitionSpecs of a traced batch, whose first dimension is divided among the workers.
-
-    Or another dimension, if its type is divided among them already. On an Explicit mesh, where a
-    loss sees the sharding of its batch, the specs keep the sharding inside a worker.
-    """
-    worker_axes = axes.names(axis_name)
-    if AxisType.Explicit not in mesh.axis_types:
-        return P(worker_axes)
-
-    def of_type(x):
-        entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
-        row = row_dimensions(P(*entries), axis_name)[0] or 0
-        kept = tuple(name for name in entries[row] if name not in worker_axes)
-        entries[row] = worker_axes + kept
-        return P(*entries)
-
-    return jax.tree.map(of_type, batch)
-
-
-def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """The batch with an axis of workers before each leaf's rows; shared leaves unchanged.
-
-    On an Explicit mesh, leaves that are not typed as lying on a mesh are put there.
-    """
-    workers, worker_axes = num_workers(mesh, axis_name), axes.names(axis_name)
-
-    def split(x, spec, row):
-        if AxisType.Explicit in mesh.axis_types and jax.typeof(x).sharding.mesh.empty:
-            x = jax.device_put(x, NamedSharding(mesh, spec))
-        if row is None:
-            return x
-        shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]
-        inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
-        entries = *spec[:row], axis_name, inner or None, *spec[row + 1 :]
-        if isinstance(mesh, AbstractMesh):
-            return x.reshape(shape)
-        if AxisType.Explicit in mesh.axis_types:
-            return jnp.reshape(x, shape, out_sharding=NamedSharding(mesh, P(*entries)))
-        # Auto axes may divide the rest.
-        free = [P.UNCONSTRAINED if entry is None else entry for entry in entries]
-        free += [P.UNCONSTRAINED] * (len(shape) - len(free))
-        return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, P(*free)))
-
-    structure: Any
-    leaves, structure = jax.tree.flatten(batch)
-    return structure.unflatten(map(split, leaves, jax.tree.leaves(specs), rows))
-
-
-def split_microbatches(batch, rows, number: int):
-    """One worker's batch, cut along its rows: ``(number, ...)``; shared leaves are repeated."""
-
-    def split(x, row):
-        if row is None:
-            return jnp.broadcast_to(x, (number, *np.shape(x)))
-        if x.shape[row] % number:
-            raise ValueError(
-                f"a part of the batch has {x.shape[row]} rows, which cannot be cut into {number} "
-                "equal microbatches: choose a batch size that is a multiple of the devices that "
-                "divide it x microbatches."
-            )
-        parts = x.reshape(*x.shape[:row], number, -1, *x.shape[row + 1 :])
-        return jnp.moveaxis(parts, row, 0)
-
-    structure: Any
-    leaves, structure = jax.tree.flatten(batch)
-    return structure.unflatten(map(split, leaves, rows))
-
-
-def require_global(batch, specs) -> None:
-    """With several processes, refuses an array of one process as a batch that all divide."""
-    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
-    for (path, leaf), spec in leaves:
-        if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):
-            continue
-        if getattr(leaf, "is_fully_addressable", True):
-            raise ValueError(
-                "with several processes a batch must be a global array, but batch"
-                f"{keystr(path)} is of type {type(leaf).__name__} and shape "
-                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
-                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
-            )
 
 
 def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:

@@ -16,7 +16,7 @@ from demo_optax import axes
 from demo_optax._rounds import has_exchanged, own_parameters
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
-from demo_optax.parallel import shards, worker_axis
+from demo_optax.parallel import batches, shards, worker_axis
 from demo_optax.parallel.gradients import stacked_gradients
 from demo_optax.parallel.layout import Layout, find_layout, require_plain
 from demo_optax.parallel.simulated import is_simulated
@@ -208,7 +208,7 @@ def make_train_step(
         layout = layout_for(params, opt_state)
         specs = specs_of(layout, batch)
         if not is_simulated(mesh, axis_name):
-            shards.require_global(batch, specs[3])
+            batches.require_global(batch, specs[3])
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         given = params, opt_state, state, batch, key, extra_args
         params, opt_state, state, metrics = placed_step(layout, *shards.put(mesh, given, specs))

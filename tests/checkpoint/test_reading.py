@@ -1,6 +1,7 @@
 """Checkpoints that were damaged on disk: found, and said."""
 
 import errno
+import json
 import os
 import pathlib
 import random
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import checkpoint
@@ -112,7 +114,7 @@ def survives(saved, folder, read, name, damage, place):
 
 
 LEAST = {4: 1, 60: 16, 600: 151}
-"""Of so many places that were damaged at random, those that a restore has to notice at least."""
+"""Places damaged at random, and how many of them a restore has to notice at least."""
 
 
 @sweep(4, count=LEAST)
@@ -284,3 +286,37 @@ def test_junk_in_the_folder_is_ignored(saved, tmp_path):
         checkpointer.save(20, *RUNS[2][0])
         checkpointer.save(21, *RUNS[2][0])
     assert (folder / "9").read_text() == "junk" and not (folder / "2").exists()
+
+
+class Told:
+    """The second of two processes, which the first one tells something."""
+
+    def __init__(self, monkeypatch, told):
+        text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+        self.answers = [np.int32(text.size), text]
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax, "process_index", lambda: 1)
+        monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", self.broadcast)
+
+    def broadcast(self, own):
+        answer = self.answers.pop(0)
+        assert own.shape == answer.shape and own.dtype == answer.dtype
+        return answer
+
+
+def test_a_second_process_takes_the_list_of_the_first(tmp_path, monkeypatch):
+    (tmp_path / "1").mkdir()
+    Told(monkeypatch, [[1, 2], ""])
+    assert reading.steps_in(str(tmp_path)) == [1, 2]
+
+
+def test_a_second_process_raises_what_the_first_one_met(tmp_path, monkeypatch):
+    Told(monkeypatch, [None, "not today"])
+    with pytest.raises(OSError, match=r"the first process could not list .*: not today\. Make"):
+        reading.steps_in(str(tmp_path))
+
+
+def test_a_checkpoint_that_one_process_does_not_see_is_not_called_damaged(saved, monkeypatch):
+    monkeypatch.setattr(reading, "listed_steps", lambda directory: [1, 2, 3])
+    with pytest.raises(OSError, match=r"step 3 could not be read.*does not see it"):
+        restored(saved)

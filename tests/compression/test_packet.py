@@ -142,7 +142,9 @@ FORGERIES = {
     "an infinite value": resealed(put(first_of(256, 2), 0x7F800000)),
     "a value that is NaN": resealed(put(first_of(256, 2), 0x7FC00001)),
     "one position twice": resealed(put(first_of(256, 0), 0)),
-    "an energy that is NaN": resealed(put(1 + packets.Header._fields.index("sent"), 0x7FC00001)),
+    "an energy that is NaN": resealed(
+        put(1 + packets.Header._fields.index("sent_energy"), 0x7FC00001)
+    ),
     "another worker's": resealed(lambda words: words, packets.Origin(jnp.int32(0), jnp.int32(1))),
     "another step's": resealed(lambda words: words, packets.Origin(jnp.int32(1), jnp.int32(2))),
 }
@@ -189,24 +191,24 @@ def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery,
 def test_any_bit_that_flips_on_the_way_is_noticed(name):
     sections = make_plan(CODINGS[name], SORTED_SHAPES).sections
     layout, rng = Layout(sections), np.random.default_rng(0)
-    momenta = [rng.normal(size=(s.blocks, s.selector.n)).astype(np.float32) for s in sections]
+    momenta = [rng.normal(size=(s.num_blocks, s.selector.n)).astype(np.float32) for s in sections]
     origin = packets.Origin(jnp.int32(0), jnp.array([2], jnp.int32))
 
     @jax.jit
     def packet(momenta):
         positions = [
             s.selector.select(m)
-            if s.selector.travels
-            else s.selector.positions(s.blocks, jnp.int32(0))
+            if s.selector.sends_positions
+            else s.selector.positions(s.num_blocks, jnp.int32(0))
             for s, m in zip(sections, momenta, strict=True)
         ]
         values = [
             s.selector.take(m, at) for s, m, at in zip(sections, momenta, positions, strict=True)
         ]
         message = packets.Message(tuple(positions), tuple(values))
-        fields, sent = packets.encode(sections, message)
+        coded, message = packets.encode(sections, message)
         header = packets.Header(*[jnp.uint32(1)] * 3, *[jnp.float32(1)] * 5)
-        return packets.build(layout, header, fields, sent, jnp.array(True), origin)[0]
+        return packets.build(layout, header, coded, message, jnp.array(True), origin)[0]
 
     words = packet(momenta)
     assert words.shape == (layout.words,)
@@ -233,7 +235,7 @@ def test_packets_of_random_bytes_decode_to_something_harmless_or_are_refused(lay
         for section, positions, values in zip(layout.sections, *message, strict=True):
             selector = section.selector
             assert np.isfinite(values).all()
-            if selector.travels:
+            if selector.sends_positions:
                 positions = positions[0]
                 if isinstance(selector, Bins):
                     positions = selector.in_block(positions)

@@ -62,7 +62,7 @@ EXCHANGES = {"gather": demo_optax.AllGather("data"), "two-phase": demo_optax.Two
 
 
 def program(exchange, **settings):
-    """Of a step of eight workers, as XLA takes it, and as it is optimised for the CPU."""
+    """The programs of a step of eight workers, as XLA takes it and as it optimises it for CPUs."""
     compression = demo_optax.Compression(6, 8, "sign", **settings)
     tx = demo_optax.demo(1e-3, compression, decay=0.9, exchange=EXCHANGES[exchange])
     mesh, params = workers.mesh_of(model.WORKERS), model.init()

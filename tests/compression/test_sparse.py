@@ -90,10 +90,10 @@ def averaged(selector, positions, values, largest, mean, at_once):
     zero, none = jnp.float32(0), jnp.uint32(0)
 
     def packet(worker, positions, values):
-        fields, sent = encode([section], Message((positions,), (values,)))
+        coded, message = encode([section], Message((positions,), (values,)))
         header = Header(none, none, none, zero, zero, zero, zero, zero + 1)
         origin = Origin(jnp.int32(0), worker[None])
-        packet = build(layout, header, fields, sent, jnp.array(True), origin)[0]
+        packet = build(layout, header, coded, message, jnp.array(True), origin)[0]
         return jnp.where(worker % 2, packet ^ jnp.uint32(0xDEADBEEF), packet)
 
     @jax.jit
@@ -138,7 +138,7 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
 
 
 def drawn_of_bins(seed, workers, blocks, n, k):
-    """As `drawn`, with a position in each bin."""
+    """Values like those of `drawn`, at a place in each bin."""
     rng = np.random.default_rng(seed)
     members = -(-(n - np.arange(k)) // k)
     places = rng.integers(0, members, size=(workers, blocks, k)).astype(np.int32)
@@ -220,7 +220,7 @@ def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
 
 @sweep(200, topk=[200, 2048])
 def test_memory_does_not_explode_with_the_coefficients(topk):
-    """Of a single worker, whose positions need not be compared with anybody's."""
+    """A single worker's positions need not be compared with anybody's."""
     tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=topk))
     params = jnp.ones((256, 256))
     compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()

@@ -32,12 +32,12 @@ decode = jax.jit(codings.decode, static_argnums=1)
 
 
 def roundtrip(values, coding):
-    fields = encode(jnp.asarray(values), coding)
-    decoded, sound = decode(fields, coding)
+    coded = encode(jnp.asarray(values), coding)
+    decoded, sound = decode(coded, coding)
     assert sound
-    assert int(fields.values.max()) < 2 ** codings.value_bits(coding)
-    assert int(np.array(fields.scales).max(initial=0)) < 2**10
-    return np.array(decoded), fields
+    assert int(coded.values.max()) < 2 ** codings.value_bits(coding)
+    assert int(np.array(coded.scales).max(initial=0)) < 2**10
+    return np.array(decoded), coded
 
 
 @settings(deadline=None, max_examples=30)
@@ -52,8 +52,8 @@ def test_plain_codings_are_those_of_ml_dtypes(values):
 @settings(deadline=None, max_examples=30)
 @given(values=blocks)
 def test_quantised_values_are_the_nearest_level_times_a_coarse_scale(coding, values):
-    decoded, fields = roundtrip(values, coding)
-    for row, out, field in zip(values, decoded, np.array(fields.scales), strict=True):
+    decoded, coded = roundtrip(values, coding)
+    for row, out, field in zip(values, decoded, np.array(coded.scales), strict=True):
         scale = np.uint32(field << 21).view(np.float32).astype(float)
         levels = LEVELS[coding] * scale
         assert set(out.astype(float)) <= set(levels)  # exact: no rounding of level times scale
@@ -76,20 +76,20 @@ def test_what_stays_has_no_more_energy_than_what_was_there(coding, values):
 
 @pytest.mark.parametrize("coding", QUANTISED)
 def test_scales_and_levels_that_do_not_exist_are_found(coding):
-    fields = codings.encode(jnp.ones((3, 5)), coding)
-    assert codings.decode(fields, coding)[1]
-    infinite = fields._replace(scales=fields.scales.at[1].set(255 << 2))
+    coded = codings.encode(jnp.ones((3, 5)), coding)
+    assert codings.decode(coded, coding)[1]
+    infinite = coded._replace(scales=coded.scales.at[1].set(255 << 2))
     assert not codings.decode(infinite, coding)[1]
     if len(LEVELS[coding]) < 2 ** codings.value_bits(coding):
-        unknown = fields._replace(values=fields.values.at[2, 4].set(len(LEVELS[coding])))
+        unknown = coded._replace(values=coded.values.at[2, 4].set(len(LEVELS[coding])))
         assert not codings.decode(unknown, coding)[1]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("coding", ["float32", "bfloat16"])
 def test_values_that_are_not_finite_are_found(coding, bad):
-    fields = codings.encode(jnp.array([[1.0, bad]]), coding)
-    assert not codings.decode(fields, coding)[1]
+    coded = codings.encode(jnp.array([[1.0, bad]]), coding)
+    assert not codings.decode(coded, coding)[1]
 
 
 def test_zeros_and_numbers_too_small_for_a_scale_are_sent_as_zeros():

@@ -148,8 +148,8 @@ def test_liars_whose_norm_is_beyond_float32_are_not_heard(monkeypatch, size, lim
     def encode(sections, message):
         lies = jax.lax.axis_index("data") >= WORKERS - 2
         values = [jnp.where(lies, jnp.float32(size), v) for v in message.values]
-        fields, _ = plain(sections, message._replace(values=tuple(values)))
-        return fields, plain(sections, message)[1]
+        coded, _ = plain(sections, message._replace(values=tuple(values)))
+        return coded, plain(sections, message)[1]
 
     monkeypatch.setattr(packet, "encode", encode)
     update, state = workers.started(tx, PARAMS, WORKERS)

@@ -189,3 +189,27 @@ def test_a_batch_of_no_mesh_is_put_on_an_explicit_one(sizes, kind):
         return jax.tree.map(np.asarray, jax.jit(gradients)(params, batch))
 
     chex.assert_trees_all_close(found(AxisType.Explicit), found(AxisType.Auto), rtol=1e-5)
+
+
+def rows_on(shape, names, kind):
+    mesh = workers.mesh_of(*shape, names=names, kind=kind)
+    return jax.device_put(jnp.arange(16.0), jax.NamedSharding(mesh, P(names[0])))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "shape, names, other",
+    [((4,), ("rows",), AxisType.Explicit), ((2, 2), ("rows", "data"), AxisType.Auto)],
+)
+def test_a_batch_on_another_mesh_is_put_on_the_workers(shape, names, other, kind):
+    mesh, batch = workers.mesh_of(4, kind=kind), rows_on(shape, names, other)
+    found = jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh))(1.0, batch)
+    np.testing.assert_array_equal(found.gradients, np.arange(16.0).reshape(4, 4).sum(axis=1))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_batch_on_another_number_of_devices_is_refused(kind):
+    mesh, batch = workers.mesh_of(4, kind=kind), rows_on((8,), ("data",), AxisType.Explicit)
+    gradients = jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh))
+    with pytest.raises(ValueError, match=r"batch lies on .*8.*has 4 devices and not 8: give"):
+        gradients(1.0, batch)

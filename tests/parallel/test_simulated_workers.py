@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 def loss_fn(params, state, batch, key):
-    """Of a model with a state and random numbers of its own."""
+    """The loss of a model with a state and random numbers of its own."""
     hidden = jax.nn.relu(batch @ params["w"] + params["b"][None])
     dropped = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0.0)
     loss = jnp.mean((jnp.sum(dropped, 1) - jnp.sum(batch, 1)) ** 2)
