@@ -150,5 +150,5 @@ for rate in unlimited "${rates[@]}"; do
     steps=$demo_steps measure $rate delayed "${demo[@]}" --delay 1
     steps=$adamw_steps measure $rate adamw --optimizer adamw
 done
-keep=(${KEEP:+--keep "sudo benchmarks/slow_link.sh $*" "$round_trip"})
+keep=(${KEEP:+--keep "sudo benchmarks/slow_link.sh${*:+ $*}" "$round_trip"})
 "$python" benchmarks/slow_link_table.py $warm_up "${keep[@]}" <"$work/records"

@@ -184,13 +184,7 @@ class Member:
             if step in self._manifests:
                 return self._manifests[step]
             data = self.store.get(records.manifest_key(step))
-            if data is None:
-                return None
-            found = self._checked(step, data)
-            self._manifests[step], self._hashes[step] = found, records.sha256(data)
-            for old in [n for n in self._manifests if n < step - 1]:
-                del self._manifests[old], self._hashes[old]
-            return found
+            return None if data is None else self._keep(step, data)
 
     def announce(self, step: int) -> None:
         """Asks the others to wait for this worker's packet in a step."""
@@ -208,6 +202,14 @@ class Member:
         if member not in self._names:
             self._names[member] = read_claim(self.store, member).worker
         return self._names[member]
+
+    def _keep(self, step: int, data: bytes) -> Manifest:
+        with self._reading:
+            found = self._checked(step, data)
+            self._manifests[step], self._hashes[step] = found, records.sha256(data)
+            for old in [n for n in self._manifests if n < step - 1]:
+                del self._manifests[old], self._hashes[old]
+            return found
 
     def _checked(self, step: int, data: bytes) -> Manifest:
         """A manifest that follows from the one before."""
@@ -236,9 +238,10 @@ class Member:
         pause, told = 0.002, began
         while True:
             self._end_if_leaving()
-            if (decided := self.manifest(step)) is not None:
+            asked = (lambda: self.manifest(step)), (lambda: self._present(step))
+            decided, found = in_parallel(lambda ask: ask(), asked)
+            if decided is not None:
                 return decided
-            found = self._present(step)
             self._read(step, found.packets.values(), size)
             here = {n: x for n, x in found.packets.items() if self._holds(step, x)}
             arrived = frozenset(packet.member for packet in here.values())
@@ -272,8 +275,9 @@ class Member:
     def _propose(self, step: int, packets: dict[int, Packet]) -> Manifest:
         named = tuple(packets[slot] for slot in sorted(packets))
         previous = self._hashes.get(step - 1, "")
-        proposed = Manifest(step, named, previous, time.time())
-        self.store.create(records.manifest_key(step), proposed.encode())
+        proposed = Manifest(step, named, previous, time.time()).encode()
+        if self.store.create(records.manifest_key(step), proposed):
+            return self._keep(step, proposed)
         return self._decided(step)
 
     def _decided(self, step: int) -> Manifest:
