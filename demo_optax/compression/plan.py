@@ -232,10 +232,7 @@ class Plan:
 
     def shared_positions(self, step: IntScalar) -> list[Positions | None]:
         """For each section the positions that all workers know; None where each sends its own."""
-        return [
-            None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
-            for s in self.sections
-        ]
+        return shared_positions(self.sections, step)
 
     def per_part(self, tree: Any) -> list[list[Any]]:
         """For each part the leaves of its tensors."""
@@ -263,6 +260,14 @@ class Plan:
                 rows[group.section].append(own)
         joined = [tuple(map(_concatenated, zip(*section, strict=True))) for section in rows]
         return Message(*zip(*joined, strict=True)) if joined else Message((), ())
+
+
+def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
+    """For each section the positions that all workers know; None where each sends its own."""
+    return [
+        None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
+        for s in sections
+    ]
 
 
 @functools.lru_cache(maxsize=64)
