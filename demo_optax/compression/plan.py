@@ -35,7 +35,7 @@ from demo_optax.compression import transforms
 from demo_optax.compression.bits import true_once_computed
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Message, Section
-from demo_optax.compression.selection import make_selector, select
+from demo_optax.compression.selection import make_selector, select, shared_positions
 from demo_optax.compression.settings import Compression, Coordinates
 
 Shape = tuple[int, ...]
@@ -260,14 +260,6 @@ class Plan:
                 rows[group.section].append(own)
         joined = [tuple(map(_concatenated, zip(*section, strict=True))) for section in rows]
         return Message(*zip(*joined, strict=True)) if joined else Message((), ())
-
-
-def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
-    """For each section the positions that all workers know; None where each sends its own."""
-    return [
-        None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
-        for s in sections
-    ]
 
 
 @functools.lru_cache(maxsize=64)

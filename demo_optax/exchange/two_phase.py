@@ -31,8 +31,8 @@ from demo_optax.compression.packet import (
     merge_rows,
     open_heads,
 )
-from demo_optax.compression.plan import rebase, shared_positions
-from demo_optax.compression.selection import make_selector, select
+from demo_optax.compression.plan import rebase
+from demo_optax.compression.selection import make_selector, select, shared_positions
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import (
