@@ -102,7 +102,7 @@ def with_pending(trained, exchange):
         (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted_fraction
         origin = Origin(state.count - 1, own_numbers(len(packets), "data"))
         message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
-        taken = Subtraction(message, [jnp.full((s.num_blocks, 1), factor) for s in plan.sections])
+        taken = Subtraction.of_whole(plan, message, factor)
         leaves, found = jax.tree.leaves(state.momentum), []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
             own = part.momenta([x[0] for x in leaves[slice(*part.tensors)]])

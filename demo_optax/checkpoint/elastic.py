@@ -112,7 +112,7 @@ def _decoder(packet_format: dict, owners: int) -> Callable:
     def decode(packets, worker, step, factor):
         numbers = worker * owners + jnp.arange(owners, dtype=jnp.int32)
         message = decode_pending(plan, layout, packets, Origin(step, numbers))
-        taken = Subtraction(message, [jnp.full((s.num_blocks, 1), -factor) for s in plan.sections])
+        taken = Subtraction.of_whole(plan, message, -factor)
         stored = []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
             zeros = part.momenta([jnp.zeros(x.stored_shape) for x in part.geometries])

@@ -35,7 +35,7 @@ from demo_optax.compression import transforms
 from demo_optax.compression.bits import true_once_computed
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Message, Section
-from demo_optax.compression.selection import make_selector, select
+from demo_optax.compression.selection import make_selector, select, shared_positions
 from demo_optax.compression.settings import Compression, Coordinates
 
 Shape = tuple[int, ...]
@@ -232,10 +232,7 @@ class Plan:
 
     def shared_positions(self, step: IntScalar) -> list[Positions | None]:
         """For each section the positions that all workers know; None where each sends its own."""
-        return [
-            None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
-            for s in self.sections
-        ]
+        return shared_positions(self.sections, step)
 
     def per_part(self, tree: Any) -> list[list[Any]]:
         """For each part the leaves of its tensors."""

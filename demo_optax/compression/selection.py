@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from demo_optax.arrays import BoolScalar, Coefficients, IntScalar, Positions
 from demo_optax.compression.bins import Bins
-from demo_optax.compression.packet import Message
+from demo_optax.compression.packet import Message, Section
 from demo_optax.compression.shared import Everything, SharedRun, SharedSet
 from demo_optax.compression.top_k import TopK
 
@@ -131,6 +131,14 @@ def make_selector(selection: Selection, n: int, k: int, seed: int, stream: int) 
       stream: number of the section, which draws positions of its own.
     """
     return Everything(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
+
+
+def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
+    """For each section the positions that all workers know; None where each sends its own."""
+    return [
+        None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
+        for s in sections
+    ]
 
 
 def select(

@@ -128,7 +128,8 @@ def change_basis(
     assert old is not None and new is not None
 
     def between(n: int) -> Matrix:
-        return _multiply(new.matrix(n), old.matrix(n).T)
+        matrices = new.matrix(n), old.matrix(n).T
+        return jnp.matmul(*matrices, precision=jax.lax.Precision.HIGHEST)
 
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, Basis(between))
@@ -192,7 +193,3 @@ def _transposed(matrix: Matrix | None) -> Matrix | None:
 
 def _kronecker(a: Matrix, b: Matrix) -> Matrix:
     return (jnp if isinstance(b, jax.Array) else np).kron(a, b)
-
-
-def _multiply(a: Matrix, b: Matrix) -> Matrix:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -32,7 +32,7 @@ from demo_optax.compression.packet import (
     open_heads,
 )
 from demo_optax.compression.plan import rebase
-from demo_optax.compression.selection import make_selector, select
+from demo_optax.compression.selection import make_selector, select, shared_positions
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import (
@@ -149,10 +149,7 @@ class TwoPhase:
         residual = self._residual(plan, state, step)
         totals = [old + new.dense() for old, new in zip(residual, means, strict=True)]
         sections = self._result_sections(plan)
-        shared = [
-            None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
-            for s in sections
-        ]
+        shared = shared_positions(sections, step)
         selectors = [section.selector for section in sections]
         selected = select(selectors, totals, _of_share(shared, workers, own))
         coded, result = encode(result_layout.sections, selected)
