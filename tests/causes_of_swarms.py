@@ -77,7 +77,7 @@ def after(manifest, step=0):
         Member(place, "paris", slots=2).exchange(step, b"a packet")
 
 
-def damaged_manifest():
+def manifest_that_cannot_be_read():
     with store() as place:
         place.put(records.manifest_key(0), b"[1, 2]")
         Member(place, "paris").exchange(0, b"a packet")
@@ -183,6 +183,10 @@ def random_basis(exchange):
     return demo_optax.demo(1e-3, compression, exchange=exchange)
 
 
+def every_second_call(exchange):
+    return demo_optax.multi_steps(swarms.demo_scaled(exchange), 2)
+
+
 def two_workers_along_the_axis():
     with store() as place:
         member = Member(place, "paris")
@@ -205,7 +209,7 @@ RAISED = [
     lambda: after(manifest_of(1)),
     lambda: after(manifest_of(0, [(0, 2, HASH)])),
     lambda: after(manifest_of(0, [(1, 1, HASH)])),
-    damaged_manifest,
+    manifest_that_cannot_be_read,
     leaves_while_it_waits,
     lambda: records.read_claim(b"{}"),
     no_slot,
@@ -225,6 +229,7 @@ RAISED = [
     lambda: with_worker(another_batch),
     lambda: with_worker(swarms.begin, lambda exchange: demo_optax.demo(1e-3, axis_name="data")),
     lambda: with_worker(swarms.begin, random_basis),
+    lambda: with_worker(swarms.begin, every_second_call),
     two_workers_along_the_axis,
     no_place_in_the_first_process,
     has_no_place,

@@ -19,7 +19,8 @@ class Fault(NamedTuple):
     happen: Callable[[], None]
 
 
-PROCESS_KINDS = ("kill", "leave", "join", "stop", "throttle")
+PROCESS_KINDS = ("kill", "leave", "stop", "throttle", "kill all")
+ENDING = ("kill", "leave", "kill all")  # for which all workers have to be there
 STORE_KINDS = ("slow store", "failing store", "stale lists")
 
 
@@ -29,6 +30,17 @@ def kill(worker: Worker, pause: float) -> None:
     worker.wait(10)
     time.sleep(pause)
     worker.start()
+
+
+def kill_all(workers: list[Worker], pause: float) -> None:
+    """All processes end without a word, and are started again."""
+    for worker in workers:
+        worker.send(signal.SIGKILL)
+    for worker in workers:
+        worker.wait(10)
+    time.sleep(pause)
+    for worker in workers:
+        worker.start()
 
 
 def leave(worker: Worker, pause: float) -> None:
@@ -78,6 +90,8 @@ def stale_lists(faults: Faults, seconds: float) -> None:
 def draw(kind: str, workers: list[Worker], faults: Faults | None, drawn: random.Random) -> Fault:
     """A fault of a kind, of a worker that takes part."""
     worker, seconds = drawn.choice([x for x in workers if x.joined]), drawn.uniform(0.5, 4.0)
+    if kind == "kill all":
+        return Fault(kind, f"back after {seconds:.1f} s", lambda: kill_all(workers, seconds))
     if kind in ("kill", "leave"):
         what = f"{worker.name}, back after {seconds:.1f} s"
         does = kill if kind == "kill" else leave

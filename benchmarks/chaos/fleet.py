@@ -112,6 +112,6 @@ def differing_steps(workers: Sequence[Worker]) -> list[int]:
 
 
 def lag(workers: Sequence[Worker]) -> float:
-    """Seconds since the last step of any worker."""
-    times = [x.log.stat().st_mtime for x in workers if x.log.exists()]
-    return time.time() - max(times, default=time.time())
+    """The most seconds since the last step of a worker that has joined, and has not ended."""
+    times = [x.log.stat().st_mtime for x in workers if x.joined and x.held_out() is None]
+    return time.time() - min(times, default=time.time())

@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 T = TypeVar("T")
 
-_SMALLEST = 1024  # bytes; each size is a program of its own
+_SMALLEST, _LARGEST = 2**10, 2**28  # bytes at a time; each size is a program of its own
 
 
 def is_lead() -> bool:
@@ -29,15 +29,27 @@ def by_lead(fn: Callable[[], T]) -> T:
             data = pickle.dumps((fn(), None))
         except Exception as error:
             data = pickle.dumps((None, error))
-    size = int(multihost_utils.broadcast_one_to_all(np.array(len(data), np.uint32)))
-    sent = np.zeros(max(1 << (size - 1).bit_length(), _SMALLEST), np.uint8)
-    sent[: len(data)] = np.frombuffer(data, np.uint8)
-    received = multihost_utils.broadcast_one_to_all(sent)
+    words = np.array(divmod(len(data), 2**32), np.uint32)
+    high, low = map(int, multihost_utils.broadcast_one_to_all(words))
+    received = [_broadcast(data, at, high * 2**32 + low) for at in _pieces(high * 2**32 + low)]
     # bytes from this job's own first process; nothing from the store is unpickled
-    found, error = pickle.loads(np.asarray(received)[:size].tobytes())
+    found, error = pickle.loads(b"".join(received))
     if error is not None:
         raise error
     return found
+
+
+def _pieces(size: int) -> range:
+    return range(0, size, _LARGEST)
+
+
+def _broadcast(data: bytes, at: int, size: int) -> bytes:
+    """A piece of the first process's data; sizes are rounded up, so that few programs do."""
+    length = min(_LARGEST, size - at)
+    sent = np.zeros(max(1 << (length - 1).bit_length(), _SMALLEST), np.uint8)
+    if is_lead():
+        sent[:length] = np.frombuffer(data, np.uint8, length, at)
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent))[:length].tobytes()
 
 
 def to_host(x: jax.Array) -> np.ndarray:

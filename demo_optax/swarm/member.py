@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 from demo_optax import checks
@@ -112,6 +113,7 @@ class Member:
         self._unfit: set[str] = set()
         self._names: dict[tuple[int, int], str] = {}
         self._leaving = threading.Event()
+        self._asking = ThreadPoolExecutor(1, "manifests")
         self._reading = threading.RLock()  # with a delay, the exchange has a thread of its own
         self.slot, self.incarnation = claim(store, worker, uuid.uuid4().hex, slots)
 
@@ -177,14 +179,20 @@ class Member:
         """Which packets count in a step; None if it is not decided.
 
         Raises:
-          SwarmError: another process has taken this worker's slot, or the store holds something
-            else than a manifest of this run.
+          SwarmError: another process has taken this worker's slot, or the manifest is of another
+            run.
         """
         with self._reading:
             if step in self._manifests:
                 return self._manifests[step]
             data = self.store.get(records.manifest_key(step))
-            return None if data is None else self._keep(step, data)
+            if data is None:
+                return None
+            try:
+                return self._keep(step, Manifest.decode(data), data)
+            except Damaged as error:  # then nobody can decide the step anew, or go on
+                log.warning("the manifest of step %d: %s", step, error)
+                return None
 
     def announce(self, step: int) -> None:
         """Asks the others to wait for this worker's packet in a step."""
@@ -203,20 +211,16 @@ class Member:
             self._names[member] = read_claim(self.store, member).worker
         return self._names[member]
 
-    def _keep(self, step: int, data: bytes) -> Manifest:
+    def _keep(self, step: int, found: Manifest, data: bytes) -> Manifest:
         with self._reading:
-            found = self._checked(step, data)
+            self._require_next(step, found)
             self._manifests[step], self._hashes[step] = found, records.sha256(data)
             for old in [n for n in self._manifests if n < step - 1]:
                 del self._manifests[old], self._hashes[old]
             return found
 
-    def _checked(self, step: int, data: bytes) -> Manifest:
-        """A manifest that follows from the one before."""
-        try:
-            found = Manifest.decode(data)
-        except Damaged as error:
-            raise SwarmError(f"the manifest of step {step}: {error}") from error
+    def _require_next(self, step: int, found: Manifest) -> None:
+        """Raises SwarmError unless it follows from the manifest before, and knows this worker."""
         before = self._hashes.get(step - 1, found.previous)
         if found.step != step or found.previous != before or found.packets[-1].slot >= self.slots:
             raise SwarmError(
@@ -229,7 +233,6 @@ class Member:
                     f"another process is worker {self.worker!r} now, or has taken its slot "
                     f"{self.slot}: give every process a --worker name of its own."
                 )
-        return found
 
     def _agree(
         self, step: int, expected: frozenset[tuple[int, int]], size: int, began: float
@@ -237,10 +240,10 @@ class Member:
         """The manifest that stands."""
         pause, told = 0.002, began
         while True:
-            self._end_if_leaving()
-            asked = (lambda: self.manifest(step)), (lambda: self._present(step))
-            decided, found = in_parallel(lambda ask: ask(), asked)
-            if decided is not None:
+            self.end_if_leaving()
+            asked = self._asking.submit(self.manifest, step)  # while this thread lists
+            found = self._present(step)
+            if (decided := asked.result()) is not None:
                 return decided
             self._read(step, found.packets.values(), size)
             here = {n: x for n, x in found.packets.items() if self._holds(step, x)}
@@ -275,9 +278,9 @@ class Member:
     def _propose(self, step: int, packets: dict[int, Packet]) -> Manifest:
         named = tuple(packets[slot] for slot in sorted(packets))
         previous = self._hashes.get(step - 1, "")
-        proposed = Manifest(step, named, previous, time.time()).encode()
-        if self.store.create(records.manifest_key(step), proposed):
-            return self._keep(step, proposed)
+        proposed = Manifest(step, named, previous, time.time())
+        if self.store.create(records.manifest_key(step), data := proposed.encode()):
+            return self._keep(step, proposed, data)
         return self._decided(step)
 
     def _decided(self, step: int) -> Manifest:
@@ -329,7 +332,7 @@ class Member:
         started, pause = time.monotonic(), 0.01
         patience = getattr(self.store, "patience", PATIENCE)
         while (found := attempt()) is None:
-            self._end_if_leaving()
+            self.end_if_leaving()
             if time.monotonic() - started > patience:
                 raise SwarmError(
                     f"{what} cannot be read since {patience:.0f} s, or holds other bytes than its "
@@ -340,7 +343,8 @@ class Member:
             pause = min(2 * pause, 1.0)
         return found
 
-    def _end_if_leaving(self) -> None:
+    def end_if_leaving(self) -> None:
+        """Raises `Left` if `leave` was called."""
         if self.leaving:
             raise Left(f"worker {self.worker!r} was asked to leave: call close().")
 

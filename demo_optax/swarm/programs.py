@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from demo_optax._decoupled_momentum import MESSAGE_WEIGHT, DecoupledMomentumState
+from demo_optax._rounds import LocalStepsState
 from demo_optax.arrays import IntScalar, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.transforms import is_redrawn
@@ -92,6 +93,7 @@ class Programs(NamedTuple):
         parameters. None with a delay.
       apply: the second half: of parameters, state and what arrived. With a delay the whole update:
         of what is `Own`, parameters, state and what arrived.
+      nothing: makes what a worker brings that has no gradient, where there is a delay.
       fingerprint: of ``apply``.
       batch: shapes and dtypes.
     """
@@ -102,6 +104,7 @@ class Programs(NamedTuple):
     gradients: Callable[..., WorkerGradients]
     seal: Callable[..., Any] | None
     apply: Callable[..., Stepped]
+    nothing: Callable[[], Own]
     fingerprint: Fingerprint
     batch: Any
 
@@ -125,7 +128,8 @@ def compile_programs(
     around = Delayed if delay else Opened
     template = make_optimizer(around(Received(axis_name, norm_limit=norm_limit)))
     layout = find_layout(template, params, mesh, axis_name, param_specs)
-    shard_axes = shards.sharded_axes(unboxed(layout.params))
+    sharded = shards.sharded_axes(unboxed(layout.params))
+    shard_axes = tuple(name for name in mesh.axis_names if name in sharded)  # the state's order
     number = int(np.prod([mesh.shape[name] for name in shard_axes], dtype=int))
     state = jax.eval_shape(functools.partial(worker_axis.init_stacked, template, layout), params)
     shape = number, slots, pending_state(state).pending.shape[-1]
@@ -174,13 +178,15 @@ def compile_programs(
         assert metrics is not None
         return Stepped(params, opt_state, metrics)
 
-    def open_packets(params, opt_state, arrived):
+    def nothing() -> Own:
         zeros = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), params)
         zeros = shards.constrain_sharding(
             zeros, mesh, shards.stacked_specs(layout.params, axis_name)
         )
-        nothing = Own(zeros, jnp.zeros(1, bool), jnp.ones(1))
-        return apply(nothing, params, opt_state, arrived)
+        return Own(zeros, jnp.zeros(1, bool), jnp.ones(1))
+
+    def open_packets(params, opt_state, arrived):
+        return apply(nothing(), params, opt_state, arrived)
 
     of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
     arrived = Arrived(jax.ShapeDtypeStruct(shape, jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
@@ -210,7 +216,17 @@ def compile_programs(
     found = compiled(*lowered(gradients, (params, batch), (layout.params, of_batch), ()))
     applied = compiled(*applying)
     fingerprint = Fingerprint(_device(mesh), records.sha256(applying[0].as_text().encode()))
-    return Programs(template, layout, shape, found, sealed, applied, fingerprint, shapes_of(batch))
+    return Programs(
+        template,
+        layout,
+        shape,
+        found,
+        sealed,
+        applied,
+        jax.jit(nothing),
+        fingerprint,
+        shapes_of(batch),
+    )
 
 
 def shapes_of(tree) -> Any:
@@ -222,8 +238,9 @@ def pending_state(opt_state) -> PendingState:
     """What is under way, in the state of the one decoupled momentum.
 
     Raises:
-      ValueError: the optimizer has none, or several; or its momentum has another basis in each
-        step, so that a worker that jumps to a snapshot could not go on with its own.
+      ValueError: the optimizer has none, or several; it exchanges on some calls only; or its
+        momentum has another basis in each step, so that a worker that jumps to a snapshot could not
+        go on with its own.
     """
 
     def is_momentum(x) -> bool:
@@ -236,12 +253,22 @@ def pending_state(opt_state) -> PendingState:
             f"{len(found)}, of another exchange. Make it with the exchange that it is given, as in "
             "lambda exchange: demo_optax.demo_scaled(3e-3, exchange=exchange)."
         )
+    wrapped = [x for x in jax.tree.leaves(opt_state, is_leaf=_accumulates) if _accumulates(x)]
+    if wrapped:
+        raise ValueError(
+            f"the optimizer has a {type(wrapped[0]).__name__}, but a swarm's step is one exchange: "
+            "use microbatches=..., or make each worker's batch larger."
+        )
     if is_redrawn(found[0].coordinates.transform):
         raise ValueError(
             f"transform={found[0].coordinates.transform!r} gives the momentum another basis in each"
             ' step, but a worker that was away skips steps: use "dct" or "randomized-dct".'
         )
     return found[0].exchange
+
+
+def _accumulates(state) -> bool:
+    return isinstance(state, optax.MultiStepsState | LocalStepsState)
 
 
 def _device(mesh: Mesh) -> str:

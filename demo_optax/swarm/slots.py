@@ -8,6 +8,7 @@ from demo_optax.swarm.records import Claim, Damaged, Manifest
 from demo_optax.swarm.store import Store, in_parallel
 
 IDLE_STEPS = 100  # in which a worker took no part, before another may have its slot
+PAUSE = 0.02  # seconds between two tries
 IDLE_SECONDS = 600.0  # since it claimed the slot
 
 
@@ -30,17 +31,22 @@ def claim(store: Store, worker: str, nonce: str, slots: int) -> tuple[int, int]:
     Raises:
       SwarmError: all slots are taken.
     """
+    taken: dict[int, int] = {}  # which a list may not show yet
     for _ in range(100):
         newest = newest_claims(store)
         slot = _choose(store, worker, newest, slots)
-        incarnation = newest[slot][0] + 1 if slot in newest else 1
+        incarnation = max(newest[slot][0] if slot in newest else 0, taken.get(slot, 0)) + 1
         key = records.claim_key((slot, incarnation))
         if store.create(key, records.to_json(Claim(worker, nonce, time.time()))):
             return slot, incarnation
         with contextlib.suppress(Damaged):  # it is this process's own if the answer was lost
             if records.read_claim(store.get(key) or b"").nonce == nonce:
                 return slot, incarnation
-    raise SwarmError(f"worker {worker!r} got none of {slots} slots in 100 tries: give more slots.")
+        taken[slot] = incarnation
+        time.sleep(PAUSE)
+    raise SwarmError(
+        f"worker {worker!r} got none of {slots} slots in 100 tries: give it a --worker name of its own."
+    )
 
 
 def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:

@@ -6,7 +6,7 @@ Both happen in threads, beside the training.
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,19 +14,36 @@ from demo_optax.swarm import snapshots
 from demo_optax.swarm.member import Member
 from demo_optax.swarm.records import Damaged, Manifest, SnapshotIndex
 
+LARGEST_DRIFT = 0.1  # that unlike devices may explain
 PAUSE = 0.25  # seconds between two looks at the store
 
 
-class Difference(NamedTuple):
-    """A snapshot that differs from what this worker had at its step.
+class Comparison(NamedTuple):
+    """A snapshot, beside what this worker had at its step.
 
     Attributes:
       snapshot: its index.
-      own: this worker's arrays at that step.
+      own: this worker's arrays at that step, if they differ.
+      equal: whether they are equal to the last bit.
     """
 
     snapshot: SnapshotIndex
     own: Sequence[np.ndarray]
+    equal: bool
+
+
+class Adoption(NamedTuple):
+    """What to make of a snapshot.
+
+    Attributes:
+      step: the first that comes after it.
+      drift: by how much this worker differed, relative to the snapshot's norm.
+      leaves: its arrays, to go on from; None where this worker goes on with its own.
+    """
+
+    step: int
+    drift: float
+    leaves: list[np.ndarray] | None
 
 
 class SnapshotTurns:
@@ -41,37 +58,73 @@ class SnapshotTurns:
         self.member, self.every = member, every
         self._writing = ThreadPoolExecutor(1, "snapshots")
         self._comparing = ThreadPoolExecutor(1, "comparisons")
-        self._compared: Future[Difference | None] | None = None
-        self._due = 0
+        self._written: Future[None] | None = None
+        self._compared: Future[Comparison | None] | None = None
+        self._awaited = -1
 
-    def take(self, step: int, shared: list[np.ndarray], manifest: Manifest) -> None:
+    def take(
+        self, step: int, shared: list[np.ndarray], num_params: int, manifest: Manifest
+    ) -> None:
         """Writes a snapshot, or compares it with the one that another worker writes.
 
-        A comparison ends when the next snapshot is due, so that nobody writes one whose own
-        parameters may have to be replaced.
+        A worker writes none while it is still writing another, when its parameters are not finite,
+        or when it is about to replace them by those of an earlier one. Otherwise its own are the
+        newer truth: what it still compares with an earlier one ends.
 
         Args:
           step: the first that comes after it.
           shared: parameters and shared state, as they are before that step.
+          num_params: arrays of ``shared`` that are parameters, the first.
           manifest: of an exchange that all workers know; its members take turns.
         """
-        self._due, self._compared = step, None
         members = [packet.member for packet in manifest.packets]
-        if members[step // self.every % len(members)] == self.member.me:
-            self._writing.submit(self._write, step, shared)
+        if members[step // self.every % len(members)] != self.member.me:
+            if self._compared is None:
+                self._awaited = step
+                self._compared = self._comparing.submit(self._compare, step, shared)
+            return
+        if self._compared and self._compared.done() and _differs(self._compared.result()):
+            return
+        if self._written and not self._written.done():
+            self._warn(step, "was not written, since an earlier one is still being written")
+        elif not snapshots.is_finite(shared[:num_params]):
+            self._warn(step, "was not written, since this worker's parameters are not finite")
         else:
-            self._compared = self._comparing.submit(self._compare, step, shared)
+            self._awaited, self._compared = -1, None
+            self._written = self._writing.submit(self._write, step, shared)
 
-    def difference(self) -> Difference | None:
-        """What the last comparison that has ended found; asks once."""
+    def adoption(self, like: list[Any]) -> Adoption | None:
+        """What the last comparison that has ended found, and what to take over; asks once.
+
+        Args:
+          like: shapes and dtypes of the arrays.
+        """
         if self._compared is None or not self._compared.done():
             return None
         ended, self._compared = self._compared, None
-        return ended.result()
+        found = ended.result()
+        if found is None or found.equal:
+            return None if found is None else Adoption(found.snapshot.step, 0.0, None)
+        step = found.snapshot.step
+        try:
+            leaves = snapshots.read(self.member.store, found.snapshot, like)
+        except Damaged as error:  # it may have been swept
+            self._warn(step, f"was not taken over: {error}")
+            return None
+        drift = snapshots.relative_difference(list(found.own), leaves)
+        is_own_broken = not snapshots.is_finite(list(found.own)) and snapshots.is_finite(leaves)
+        if drift < LARGEST_DRIFT or is_own_broken:
+            return Adoption(step, drift, leaves)
+        self._warn(
+            step,
+            f"differs from this worker's parameters by {drift:.2g} of their norm, more than "
+            "rounding explains, and was not taken over: stop the worker that is wrong",
+        )
+        return Adoption(step, drift, None)
 
     def close(self) -> None:
         """Finishes what is being written."""
-        self._due = -1
+        self._awaited = -1
         self._comparing.shutdown(wait=True, cancel_futures=True)
         self._writing.shutdown(wait=True)
 
@@ -80,17 +133,26 @@ class SnapshotTurns:
             snapshots.write(self.member.store, step, shared)
             snapshots.sweep(self.member.store)
         except (OSError, Damaged) as error:  # another worker writes the next one
-            self.member.tell(f"the snapshot of step {step} was not written: {error}")
+            self._warn(step, f"was not written: {error}")
 
-    def _compare(self, step: int, shared: list[np.ndarray]) -> Difference | None:
-        own = snapshots.digest(shared)
-        while self._due == step:
-            try:
-                index = snapshots.read_index(self.member.store, step)
-            except (OSError, Damaged) as error:
-                self.member.tell(f"the snapshot of step {step} was not compared: {error}")
-                return None
-            if index is not None:
-                return None if index.digest == own else Difference(index, shared)
-            time.sleep(PAUSE)
+    def _compare(self, step: int, shared: list[np.ndarray]) -> Comparison | None:
+        own, store = snapshots.digest(shared), self.member.store
+        try:
+            while self._awaited == step:
+                index = snapshots.read_index(store, step)
+                if index is not None:
+                    same = index.digest == own
+                    return Comparison(index, [] if same else shared, same)
+                if any(later > step for later in snapshots.steps_of(store)):
+                    return None  # its writer was gone, or left it out
+                time.sleep(PAUSE)
+        except (OSError, Damaged) as error:
+            self._warn(step, f"was not compared: {error}")
         return None
+
+    def _warn(self, step: int, what: str) -> None:
+        self.member.tell(f"the snapshot of step {step} {what}")
+
+
+def _differs(found: Comparison | None) -> bool:
+    return found is not None and not found.equal

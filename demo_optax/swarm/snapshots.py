@@ -129,6 +129,12 @@ def sweep(store: Store) -> None:
         store.delete([f"{folder}/{name}" for name in old])
 
 
+def is_finite(leaves: list[np.ndarray]) -> bool:
+    """Whether all numbers are finite."""
+    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return all(bool(np.isfinite(x.astype(np.float32)).all()) for x in floating)
+
+
 def relative_difference(own: list[np.ndarray], other: list[np.ndarray]) -> float:
     """Norm of the difference of floating arrays, relative to that of the others."""
     pairs = [

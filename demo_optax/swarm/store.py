@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("demo_optax.swarm")
 
+ONE_TRY = {"retry_config": {"max_retries": 0}, "client_options": {"timeout": "30s"}}
 AT_ONCE = 16  # requests under way
 
 
@@ -91,7 +92,7 @@ class ObjectStore:
                 self._store = from_url(path.as_uri())
             else:
                 made: Callable[..., Any] = from_url  # whose overloads know each store's options
-                self._store = made(self.url, **(options or {}))
+                self._store = made(self.url, **(ONE_TRY | dict(options or {})))
         except Exception as error:
             raise StoreError(f"{self.url} is no store that can be opened: {error}") from error
 

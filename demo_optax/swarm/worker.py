@@ -5,7 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,11 +13,11 @@ from jax.sharding import AxisType, Mesh
 
 from demo_optax import checks
 from demo_optax.axes import AxisName
-from demo_optax.metrics import ExchangeMetrics
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.swarm import agreement, snapshots
 from demo_optax.swarm.lead import by_lead, is_lead, to_devices, to_host
 from demo_optax.swarm.member import Member, Round
+from demo_optax.swarm.metrics import SwarmMetrics
 from demo_optax.swarm.programs import (
     Arrived,
     MakeOptimizer,
@@ -27,39 +27,11 @@ from demo_optax.swarm.programs import (
     pending_state,
     shapes_of,
 )
-from demo_optax.swarm.records import Damaged
+from demo_optax.swarm.shared import shared_leaves, with_shared_leaves
 from demo_optax.swarm.slots import SwarmError
 from demo_optax.swarm.snapshot_turns import SnapshotTurns
 
-
-class SwarmMetrics(NamedTuple):
-    """Measurements of a step.
-
-    Attributes:
-      step: int, its number, from 0; catching up may have followed it.
-      loss: float, this worker's.
-      gradient_norm: float, of its gradient before clipping.
-      exchange: `demo_optax.ExchangeMetrics` of the exchange whose result the parameters got.
-      members: names of the workers whose packets counted in it.
-      late: names of workers that it waited for in vain.
-      waited: float, seconds that this worker spent in the exchange; with a delay, those that were
-        not hidden by its gradient.
-      packet_bytes: int, bytes that it sent.
-      replayed: int, steps that it caught up with afterwards.
-      drift: float, norm of what parameters and shared state differed by from the last snapshot,
-        relative to the norm of the snapshot; 0 where they were equal.
-    """
-
-    step: int
-    loss: float
-    gradient_norm: float
-    exchange: ExchangeMetrics
-    members: tuple[str, ...]
-    late: tuple[str, ...]
-    waited: float
-    packet_bytes: int
-    replayed: int
-    drift: float
+TOLD_EVERY = 200  # steps of catching up
 
 
 class SwarmWorker:
@@ -148,6 +120,7 @@ class SwarmWorker:
         self._exchanging = ThreadPoolExecutor(1, "exchange")
         self._turns = SnapshotTurns(member, snapshot_every) if member else None
         self._sent: Future[Round] | None = None
+        self._late = 0  # steps in a row in which this worker's packet did not count
         self._programs: Programs | None = None
         self._stopped: BaseException | None = None
 
@@ -234,20 +207,19 @@ class SwarmWorker:
             raise
 
     def _step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
-        programs, began = self._require_begun(), time.monotonic()
+        programs = self._require_begun()
         params, opt_state, drift = self._adopt(params, opt_state)
-        number = self.number
-        found = programs.gradients(params, batch)
-        norm = to_host(found.norm)
-        own = Own(found.gradients, np.isfinite(norm), self._weight)
-        ready = time.monotonic()
+        while True:
+            number = self.number
+            found = programs.gradients(params, batch)
+            norm = to_host(found.norm)
+            own = Own(found.gradients, np.isfinite(norm), self._weight)
+            ready = time.monotonic()
+            round_ = self._pending_round(opt_state) if self.delay else None
+            if round_ is None or not round_.swept:
+                break
+            params, opt_state, _ = self._go_on(round_, params, opt_state)  # others are far ahead
         if self.delay:
-            round_ = self._pending_round()
-            if round_ is not None and round_.swept:  # the others are far ahead
-                params, opt_state = self._apply_alone(round_, params, opt_state)
-                params, opt_state = self._jump(params, opt_state)
-                params, opt_state, _ = self._catch_up(params, opt_state)
-                return self._step(params, opt_state, batch)
             waited = time.monotonic() - ready
             arrived = self._arrived(round_)
             params, opt_state, exchange = programs.apply(own, params, opt_state, arrived)
@@ -267,9 +239,11 @@ class SwarmWorker:
                 params, opt_state = self._jump(params, opt_state)
             else:
                 self._take_snapshot(params, opt_state, round_)
-            if round_.own is None:
+            self._late = self._late + 1 if round_.own is None else 0
+            if self._late:
                 params, opt_state, replayed = self._catch_up(params, opt_state)
-                self._announce(unless_slower_than=ready - began)
+            if self._late.bit_count() == 1:  # 1, 2, 4, 8, ...: who is always late is waited for
+                self._announce()  # ever more rarely
         metrics = SwarmMetrics(
             step=number,
             loss=float(to_host(found.loss)[0]),
@@ -289,10 +263,9 @@ class SwarmWorker:
             raise SwarmError("call begin(params, batch) before the first step.")
         return self._programs
 
-    def _announce(self, unless_slower_than: float = 0.0) -> None:
-        """Asks the others to wait for this worker, unless it is too slow for them anyhow."""
-        if self._member is not None and unless_slower_than < self._member.deadline:
-            self._member.announce(self.number)
+    def _announce(self) -> None:
+        """Asks the others to wait for this worker."""
+        by_lead(lambda: self.member.announce(self.number))
 
     def _packet(self, opt_state) -> bytes:
         return to_host(pending_state(opt_state).pending).tobytes()
@@ -319,55 +292,67 @@ class SwarmWorker:
     def _catch_up(self, params, opt_state) -> tuple[Any, Any, int]:
         """Applies what the others exchanged, until a step that is not decided yet."""
         steps = 0
-        while by_lead(lambda: self.member.manifest(self.number) is not None):
-            found = self._pending_round() if self.delay else self._received(self.number)
-            params, opt_state = self._apply_alone(found, params, opt_state)
-            self.number += 1
+        while by_lead(self._is_behind):
+            found = self._pending_round(opt_state) if self.delay else self._received(self.number)
+            params, opt_state, jumped = self._go_on(found, params, opt_state)
             steps += 1
-            if found is not None and found.swept:
-                params, opt_state = self._jump(params, opt_state)
+            if not jumped and steps % TOLD_EVERY == 0 and self._member is not None:
+                self._member.tell(f"caught up with {steps} steps, to step {self.number}")
         return params, opt_state, steps
+
+    def _is_behind(self) -> bool:
+        self.member.end_if_leaving()
+        return self.member.manifest(self.number) is not None
+
+    def _go_on(self, found: Round | None, params, opt_state) -> tuple[Any, Any, bool]:
+        """Applies what the others exchanged; jumps to a snapshot where that was swept."""
+        params, opt_state = self._apply_alone(found, params, opt_state)
+        self.number += 1
+        if found is None or not found.swept:
+            return params, opt_state, False
+        return *self._jump(params, opt_state), True
 
     def _received(self, number: int) -> Round:
         return by_lead(lambda: self.member.receive(number))
 
-    def _pending_round(self) -> Round | None:
-        """With a delay, what was exchanged for the step before; takes it from its thread."""
-        sent, self._sent = self._sent, None
+    def _pending_round(self, opt_state) -> Round | None:
+        """With a delay, what was exchanged in the step before.
+
+        Where that step was never decided, because everybody stopped, it is decided now, without a
+        message of this worker.
+        """
         if self.number == 0:
             return None
-        return by_lead(lambda: sent.result() if sent else self.member.receive(self.number - 1))
+        (sent, self._sent), packet = (self._sent, None), self._packet(opt_state)
+
+        def ask() -> Round:
+            before = self.number - 1
+            if sent is not None:
+                return sent.result()
+            if self.member.manifest(before) is None:
+                return self.member.exchange(before, packet)
+            return self.member.receive(before)
+
+        return by_lead(ask)
 
     def _apply_alone(self, found: Round | None, params, opt_state) -> tuple[Any, Any]:
         """Applies what the others exchanged, without a gradient of this worker's own."""
         programs, arrived = self._require_begun(), self._arrived(found)
-        nothing = []
-        if self.delay:
-            zeros = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), params)
-            nothing = [Own(zeros, np.zeros(1, bool), self._weight)]
+        nothing = [programs.nothing()] if self.delay else []
         params, opt_state, _ = programs.apply(*nothing, params, opt_state, arrived)
         return params, opt_state
 
-    def _shared(self, params, opt_state) -> list[Any]:
-        """Parameters, and the leaves of the state that all workers share."""
-        own = jax.tree.leaves(self._require_begun().layout.is_own)
-        leaves = zip(jax.tree.leaves(opt_state), own, strict=True)
-        return [*jax.tree.leaves(params), *[x for x, is_own in leaves if not is_own]]
+    def _shared(self, params, opt_state) -> list[jax.Array]:
+        return shared_leaves(self._require_begun().layout, params, opt_state)
 
-    def _with_shared(self, params, opt_state, shared: list[np.ndarray]) -> tuple[Any, Any]:
-        layout, values = self._require_begun().layout, iter(shared)
-        placed = shards.shardings(self.mesh, (layout.params, layout.state))
-        params = jax.tree.map(lambda x: next(values), params)
-        opt_state = jax.tree.map(
-            lambda x, own: x if own else next(values), opt_state, layout.is_own
-        )
-        return to_devices((params, opt_state), placed)
+    def _with_shared(self, params, opt_state, leaves: list[np.ndarray]) -> tuple[Any, Any]:
+        layout = self._require_begun().layout
+        return with_shared_leaves(layout, self.mesh, params, opt_state, leaves)
 
     def _jump(self, params, opt_state) -> tuple[Any, Any]:
         """Takes over the newest snapshot; the first worker of all writes one."""
         shared = self._shared(params, opt_state)
-        like = shapes_of(shared)
-        initial = [to_host(x) for x in shared]
+        like, initial = shapes_of(shared), [to_host(x) for x in shared]
         self.number, read = by_lead(lambda: snapshots.read_newest(self.member.store, initial, like))
         return self._with_shared(params, opt_state, read)
 
@@ -375,26 +360,19 @@ class SwarmWorker:
         if self.number % self.every == 0:
             shared = [np.array(to_host(x)) for x in self._shared(params, opt_state)]
             if self._turns is not None:
-                self._turns.take(self.number, shared, found.manifest)
+                self._turns.take(self.number, shared, len(jax.tree.leaves(params)), found.manifest)
 
-    def _adopt(self, params, opt_state) -> tuple[Any, Any, float]:
+    def _adopt(self, params, opt_state) -> tuple[Any, Any, float | None]:
         """Goes on from a snapshot, if this worker's parameters differ from it; and by how much."""
-        differing = by_lead(lambda: self._turns.difference() if self._turns else None)
-        if differing is None:
-            return params, opt_state, 0.0
+        like = shapes_of(self._shared(params, opt_state))
+        found = by_lead(lambda: self._turns.adoption(like) if self._turns else None)
+        if found is None or found.leaves is None:
+            return params, opt_state, found.drift if found else None
         if self.delay:  # first applies what is under way, so that nothing of its own is lost
-            params, opt_state = self._apply_alone(self._pending_round(), params, opt_state)
-        shared = self._shared(params, opt_state)
-        like = shapes_of(shared)
-        try:
-            read = by_lead(lambda: snapshots.read(self.member.store, differing.snapshot, like))
-        except Damaged:  # it was swept: a later one stands for it
-            params, opt_state = self._jump(params, opt_state)
-        else:
-            params, opt_state = self._with_shared(params, opt_state, read)
-            self.number = differing.snapshot.step
-        adopted = [to_host(x) for x in self._shared(params, opt_state)]
-        drift = snapshots.relative_difference(list(differing.own), adopted)
+            round_ = self._pending_round(opt_state)
+            params, opt_state = self._apply_alone(round_, params, opt_state)
+        params, opt_state = self._with_shared(params, opt_state, found.leaves)
+        self.number = found.step
         params, opt_state, _ = self._catch_up(params, opt_state)
         self._announce()
-        return params, opt_state, drift
+        return params, opt_state, found.drift

@@ -4,12 +4,13 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.swarm import ObjectStore
+from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 from tests import swarms
 
 WORKERS = 4
@@ -88,3 +89,26 @@ def test_workers_of_two_devices_each_that_hold_shards(delay, tmp_path):
     settings = {"delay": delay, "shards": 2, "param_specs": SPECS}
     for found in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, **settings):
         assert found == expected
+
+
+@pytest.mark.parametrize("order", [("fsdp", "tensor"), ("tensor", "fsdp")])
+def test_shards_along_two_axes_get_their_own_aggregate(order, tmp_path):
+    """The order of the axes in the specs is not that of the mesh."""
+    mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "tensor"), devices=jax.devices()[:4])
+    specs = {"w": P(order[0]), "v": P(None, order[1])}
+    compression = demo_optax.Compression(topk=64, block_side=8, transform="identity")
+
+    def plain_sgd(exchange):
+        settings = {"gradient_weight": 1.0, "exchange": exchange}
+        return optax.chain(
+            demo_optax.decoupled_momentum(0.0, compression, **settings), optax.scale(-1.0)
+        )
+
+    member = Member(ObjectStore(str(tmp_path)), "paris", slots=2)
+    params, batch = swarms.initial_params(), swarms.batch_of(0, 0)
+    gradient = jax.grad(swarms.loss_fn)(params, batch)
+    with SwarmWorker(swarms.loss_fn, plain_sgd, mesh, member, param_specs=specs) as worker:
+        found, opt_state = worker.begin(swarms.initial_params(), batch)
+        found, _, _ = worker.step(found, opt_state, batch)
+    for name, x in found.items():
+        np.testing.assert_allclose(x, params[name] - gradient[name], atol=1e-6)

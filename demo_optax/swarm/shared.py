@@ -1,0 +1,25 @@
+"""What all workers share: parameters, and the leaves of the optimizer state that do not differ."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from demo_optax.parallel import shards
+from demo_optax.parallel.layout import Layout
+from demo_optax.swarm.lead import to_devices
+
+
+def shared_leaves(layout: Layout, params, opt_state) -> list[jax.Array]:
+    """Parameters first, then the state's leaves."""
+    own = jax.tree.leaves(layout.is_own)
+    leaves = zip(jax.tree.leaves(opt_state), own, strict=True)
+    return [*jax.tree.leaves(params), *[x for x, is_own in leaves if not is_own]]
+
+
+def with_shared_leaves(layout: Layout, mesh: Mesh, params, opt_state, leaves: list[Any]):
+    """Parameters and state with other shared leaves, on the mesh."""
+    values, placed = iter(leaves), shards.shardings(mesh, (layout.params, layout.state))
+    params = jax.tree.map(lambda x: next(values), params)
+    opt_state = jax.tree.map(lambda x, own: x if own else next(values), opt_state, layout.is_own)
+    return to_devices((params, opt_state), placed)
