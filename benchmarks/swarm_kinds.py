@@ -75,7 +75,7 @@ def train(options: Options, seed: int, of_second: dict[str, str]) -> Outcome:
             for worker in workers:
                 worker.send(signal.SIGKILL)
         losses = [x for worker in workers if (x := worker.held_out()) is not None]
-        drifts = [x.get("drift", 0.0) for worker in workers for x in worker.records()]
+        drifts = [x.get("drift") or 0.0 for worker in workers for x in worker.records()]
         return Outcome(losses, len(differing_steps(workers)), max(drifts))
 
 

@@ -45,7 +45,7 @@ def claim(store: Store, worker: str, nonce: str, slots: int) -> tuple[int, int]:
         taken[slot] = incarnation
         time.sleep(PAUSE)
     raise SwarmError(
-        f"worker {worker!r} got none of {slots} slots in 100 tries: give it a --worker name of its own."
+        f"worker {worker!r} got none of {slots} slots in 100 tries: give it a name of its own."
     )
 
 

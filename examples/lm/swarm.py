@@ -141,6 +141,9 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             write(log, worker.number, params, metrics, seconds, run.corpus.bytes_per_token)
             for name in metrics.late:
                 bar.print(f"step {metrics.step}: went on without {name}, which was late")
+            if metrics.drift:
+                differed = f"differed from the snapshot by {metrics.drift:.1e} of its norm"
+                bar.print(f"step {metrics.step}: parameters {differed}")
             if metrics.replayed:
                 bar.print(f"step {metrics.step}: caught up with {metrics.replayed} steps")
             bar.update(task, completed=worker.number, **shown(metrics, sent, run))
