@@ -7,7 +7,6 @@ first step on, while the first trains on.
 """
 
 import pathlib
-import re
 import signal
 import statistics
 import sys
@@ -21,8 +20,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.chaos.fleet import Worker  # noqa: E402
-
-JOINED = r"joined before step (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to"
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,9 @@ def main(options: Options) -> None:
             for worker in (first, second):
                 worker.send(signal.SIGKILL)
                 worker.wait(10)
-        output = (folder / "w1" / "output1.txt").read_text()
-        joined = re.search(JOINED, " ".join(output.split()))
-        if joined is None:
+        if not second.joins():
             sys.exit(f"the newcomer failed: {second.last_words()}")
-    steps, prepare, compiling, replaying = map(float, joined.groups())
+        ((steps, prepare, compiling, replaying),) = second.joins()
     print(f"{options.preset}: {own:.3f} s a step alone; the newcomer was {steps:.0f} steps late")
     print(f"{prepare:.1f} s to prepare, {compiling:.1f} s to compile, {replaying:.1f} s to replay")
     print(

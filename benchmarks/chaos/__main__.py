@@ -214,6 +214,16 @@ def report(chaos: Chaos, history: History, console: Console) -> bool:
         if seconds:
             median = statistics.median(seconds)
             table.add_row(what, f"median {median:.1f} s, most {max(seconds):.1f} s")
+    joins = [join for worker in chaos.workers for join in worker.joins()[1:]]
+    if joins:
+        imports, compiling, catching_up = (
+            statistics.median(x) for x in list(zip(*joins, strict=True))[1:]
+        )
+        table.add_row(
+            "of which",
+            f"{imports:.1f} s imports and data, {compiling:.1f} s compiling, "
+            f"{catching_up:.1f} s catching up",
+        )
     if any(losses):
         table.add_row("held-out loss", ", ".join(f"{x:.4f}" for x in losses if x is not None))
     console.print(table)

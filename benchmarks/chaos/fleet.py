@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
+JOINED = re.compile(
+    r"joined before step (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to catch up"
+)
 
 
 class Line(NamedTuple):
@@ -23,6 +27,15 @@ class Line(NamedTuple):
     parameters: str
     members: tuple[str, ...]
     waited: float
+
+
+class Join(NamedTuple):
+    """What a process printed when it joined: before which step, and seconds that it took."""
+
+    step: int
+    prepare: float
+    compiling: float
+    catching_up: float
 
 
 class Worker:
@@ -76,6 +89,13 @@ class Worker:
         """The end of what the last process printed."""
         output = self.folder / f"output{len(self.starts)}.txt"
         return " ".join(output.read_text(errors="replace").split())[-300:]
+
+    def joins(self) -> list[Join]:
+        """Of each of its processes that joined, in order."""
+        outputs = [self.folder / f"output{n + 1}.txt" for n in range(len(self.starts))]
+        texts = [" ".join(output.read_text(errors="replace").split()) for output in outputs]
+        found = [match.groups() for match in map(JOINED.search, texts) if match]
+        return [Join(int(step), *map(float, seconds)) for step, *seconds in found]
 
     def records(self) -> Iterator[dict]:
         if self.log.exists():
