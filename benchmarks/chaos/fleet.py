@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 JOINED = re.compile(
-    r"joined before step (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to catch up"
+    r"joined before step (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to catch"
 )
 
 
