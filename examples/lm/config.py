@@ -37,7 +37,7 @@ class Config:
     300. The command line overrides the file."""
     optimizer: OptimizerName = "demo-scaled"
     """demo-scaled: DeMo, each worker scales its gradients first. demo:
-    DeMo as published. demo-sgd, demo-adamw, demo-signum, demo-muon:
+    DeMo, version 1. demo-sgd, demo-adamw, demo-signum, demo-muon:
     decoupled momentum before other steps. diloco, sparseloco: each worker
     trains alone with AdamW; after each round the workers exchange their
     progress, dense or sparse. adamw: ordinary data parallelism with a
