@@ -59,7 +59,7 @@ def train(options: Options, seed: int, of_second: dict[str, str]) -> Outcome:
         "--min-workers": 2,
         "--seed": seed,
     }
-    words = [str(x) for pair in settings.items() for x in pair]
+    words = [str(x) for pair in settings.items() for x in pair] + ["--log-checksums"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         words += ["--swarm", (folder / "store").as_uri()]

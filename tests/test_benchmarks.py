@@ -13,6 +13,8 @@ SMALL = ("--layers", "1", "--width", "64")
 CASES = {
     ("step_cost.py", *SMALL, "--rounds", "1", "--topk", "4"): r"^demo, topk 4.* \d+\.\d\d ns",
     ("stages.py", *SMALL, "--topk", "4", "--selection", "bins"): r"^k=4 +int4( +-?\d+\.\d{3}){6}$",
+    ("swarm_replay.py", "--steps", "10", "--batch-size", "4"): r"^replay: .* times as fast",
+    ("swarm_kinds.py", "--steps", "12", "--seeds", "1", "--snapshot-every", "5"): r"mean loss \d",
     ("many_workers.py", "--workers", "16", "--steps", "2", "--seeds", "2"): r"\d\.\d{3} ± \d",
     ("save_cost.py", "--parameters", "3", "--repeats", "1"): r"\d%",
     ("momentum_dtype.py", "--steps", "2", "--seeds", "2", "--decay", "0.95"): r"\d\.\d{3}",

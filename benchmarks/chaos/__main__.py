@@ -71,7 +71,7 @@ class Chaos:
         words = ["--swarm", place.url, "--preset", options.preset, "--steps", str(options.steps)]
         words += ["--batch-size", str(options.batch_size), "--delay", str(options.delay)]
         words += ["--seed", str(options.seed), "--evaluate-every", "1000000"]
-        words += ["--snapshot-every", "50", "--min-workers", "1"]
+        words += ["--snapshot-every", "50", "--min-workers", "1", "--log-checksums"]
         words += NANO if options.preset == "nano" else []
         self.workers = [
             Worker(f"worker-{n}", folder, words, place.environment) for n in range(options.workers)

@@ -24,7 +24,6 @@ class Line(NamedTuple):
     step: int
     time: float
     seconds: float
-    parameters: str
     members: tuple[str, ...]
     waited: float
 
@@ -45,7 +44,7 @@ class Worker:
         self.name, self.folder = name, folder / name
         self.words, self.environment = list(words), environment
         self.process: subprocess.Popen | None = None
-        self.started = 0.0
+        self.logged_before = 0  # this process
         self.starts: list[float] = []
         self.folder.mkdir()
 
@@ -60,11 +59,16 @@ class Worker:
     @property
     def joined(self) -> bool:
         """Whether it has taken a step since it was started."""
-        return self.alive and self.log.exists() and self.log.stat().st_mtime > self.started
+        return self.alive and self.logged > self.logged_before
+
+    @property
+    def logged(self) -> int:
+        """Bytes of its log."""
+        return self.log.stat().st_size if self.log.exists() else 0
 
     def start(self) -> None:
-        self.started = time.time()
-        self.starts.append(self.started)
+        self.logged_before = self.logged
+        self.starts.append(time.time())
         words = [*self.words, "--worker", self.name, "--log-dir", str(self.folder)]
         with (self.folder / f"output{len(self.starts)}.txt").open("w") as output:
             self.process = subprocess.Popen(
@@ -113,7 +117,6 @@ class Worker:
                     found["step"],
                     found["time"],
                     found["seconds"],
-                    found["parameters"],
                     tuple(found["members"]),
                     found["waited"],
                 )
@@ -127,7 +130,8 @@ def differing_steps(workers: Sequence[Worker]) -> list[int]:
     found: dict[int, set[str]] = {}
     for worker in workers:
         for record in worker.records():
-            found.setdefault(record["done"], set()).add(record["parameters"])
+            if record["parameters"]:
+                found.setdefault(record["done"], set()).add(record["parameters"])
     return sorted(number for number, digests in found.items() if len(digests) > 1)
 
 

@@ -26,6 +26,7 @@ FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
 SHORTEST_DEADLINE = 2.0
 STEPS_TO_WAIT = 3  # the deadline, in median steps
 REMEMBERED = 21  # steps whose durations make the median
+LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 TOLD_EVERY = 5.0  # seconds, of what a worker waits for
 PATIENCE = 60.0  # seconds for which a read is tried again, where the store does not say
 
@@ -238,9 +239,10 @@ class Member:
         self, step: int, expected: frozenset[tuple[int, int]], size: int, began: float
     ) -> Manifest:
         """The manifest that stands."""
-        pause, told = 0.002, began
+        told = began
         while True:
             self.end_if_leaving()
+            looked = time.monotonic()
             asked = self._asking.submit(self.manifest, step)  # while this thread lists
             found = self._present(step)
             if (decided := asked.result()) is not None:
@@ -261,8 +263,7 @@ class Member:
             if now - told > TOLD_EVERY:
                 told = now
                 self.tell(self._why_it_waits(step, missing, len(arrived), now - began))
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.05)
+            time.sleep(min(10 * (now - looked), LONGEST_PAUSE))  # a tenth of the time is for looks
 
     def _why_it_waits(
         self, step: int, missing: list[tuple[int, int]], arrived: int, waited: float

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("demo_optax.swarm")
 
-ONE_TRY = {"retry_config": {"max_retries": 0}, "client_options": {"timeout": "30s"}}
+ONE_TRY = {"retry_config": {"max_retries": 0}}  # this module tries again
 AT_ONCE = 16  # requests under way
 
 

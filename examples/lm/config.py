@@ -171,6 +171,9 @@ class Config:
     """Steps between two checks that all workers hold the same parameters,
     bit by bit. Damage is repaired from the majority. Without a majority,
     the run ends."""
+    log_checksums: bool = False
+    """Whether a worker of a swarm logs a checksum of all parameters after
+    each step, to compare with those of others. It takes time."""
     log_dir: Path | None = None
     """Folder for config.yaml, for steps.jsonl with a line for each step,
     and for TensorBoard. TensorBoard also shows held-out losses and

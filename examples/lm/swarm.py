@@ -138,7 +138,8 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 sys.exit(signals.exit_status)
             sent += metrics.packet_bytes / 1e6
             seconds = time.monotonic() - began
-            write(log, worker.number, params, metrics, seconds, run.corpus.bytes_per_token)
+            checked = params if config.log_checksums else None
+            write(log, worker.number, checked, metrics, seconds, run.corpus.bytes_per_token)
             for name in metrics.late:
                 bar.print(f"step {metrics.step}: went on without {name}, which was late")
             if metrics.drift:
@@ -224,7 +225,7 @@ def write(
     seconds: float,
     bytes_per_token: float,
 ) -> None:
-    """A line on a step, with a checksum of the parameters after so many steps."""
+    """A line on a step; with a checksum of the parameters after so many, if they are given."""
     if log is None:
         return
     exchange = {name: np.asarray(x).item() for name, x in metrics.exchange._asdict().items()}
@@ -233,7 +234,7 @@ def write(
         "exchange": exchange,
         "seconds": seconds,
         "done": done,
-        "parameters": digest(params),
+        "parameters": digest(params) if params is not None else None,
         "time": time.time(),
     }
     write_line(log, line)

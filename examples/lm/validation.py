@@ -180,7 +180,14 @@ def _require_agreement(config: Config) -> None:
 def _require_swarm(config: Config) -> None:
     """Raises ValueError for settings that a swarm cannot have, or that only a swarm has."""
     if config.swarm is None:
-        for name in ("worker", "slots", "deadline", "min_workers", "snapshot_every"):
+        for name in (
+            "worker",
+            "slots",
+            "deadline",
+            "min_workers",
+            "snapshot_every",
+            "log_checksums",
+        ):
             if getattr(config, name) != getattr(DEFAULT, name):
                 raise ValueError(
                     f"--{name.replace('_', '-')} {getattr(config, name)} is for workers of a "
