@@ -34,7 +34,7 @@ def digest(leaves: list[np.ndarray]) -> str:
 def write(store: Store, step: int, leaves: list[np.ndarray]) -> SnapshotIndex:
     """Writes a snapshot; the first that is complete stands."""
     contents = io.BytesIO()
-    np.savez(contents, *map(_as_bytes, leaves), allow_pickle=False)
+    np.savez(contents, *map(_as_bytes, leaves))
     data, key = contents.getvalue(), f"snapshots/{step:08d}/{uuid.uuid4().hex}.npz"
     store.put(key, data)
     index = SnapshotIndex(step, key, records.sha256(data), digest(leaves))
