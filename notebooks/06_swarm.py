@@ -177,7 +177,7 @@ print(f"{right:.1%} of the held-out digits are read correctly")
 
 # %%
 history = read_history(store)
-print(status(store, last=STEPS))
+print(status(history))
 picture = pathlib.Path(folder.name) / "life.png"
 draw(history, str(picture))
 Image(picture)

@@ -2,9 +2,11 @@
 
 import datetime
 import statistics
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from demo_optax.swarm import records
 from demo_optax.swarm.records import Manifest
 from demo_optax.swarm.slots import last_manifests, newest_claims, read_claim
 from demo_optax.swarm.snapshots import steps_of
@@ -16,12 +18,15 @@ class History(NamedTuple):
 
     Attributes:
       manifests: of the steps that were asked for, in their order.
-      names: of workers, by slot and incarnation.
+      names: of the workers of these steps, by slot and incarnation; before the first step, of
+        those that have a slot.
+      left: slots and incarnations of those that left after the last step, and said so.
       snapshots: steps from which a new worker can start.
     """
 
     manifests: Sequence[Manifest]
     names: dict[tuple[int, int], str]
+    left: frozenset[tuple[int, int]]
     snapshots: Sequence[int]
 
     def members(self, number: int) -> list[str]:
@@ -48,7 +53,7 @@ class History(NamedTuple):
 
 
 def read_history(store: Store, last: int | None = None) -> History:
-    """Reads the manifests of all steps, or of the last so many.
+    """Reads the manifests of the last so many steps; of all where ``last`` is None or 0.
 
     Example:
       >>> import tempfile
@@ -64,24 +69,25 @@ def read_history(store: Store, last: int | None = None) -> History:
       >>> folder.cleanup()
     """
     manifests = last_manifests(store, last)
+    if not manifests:
+        claims = newest_claims(store).items()
+        return History([], {(slot, n): x.worker for slot, (n, x) in claims}, frozenset(), [])
     members = sorted({member for manifest in manifests for member in manifest.members})
     claims = in_parallel(lambda member: read_claim(store, member), members)
     names = {member: x.worker for member, x in zip(members, claims, strict=True)}
-    return History(manifests, names, steps_of(store))
+    return History(manifests, names, _left_after(store, manifests[-1].step), steps_of(store))
 
 
-def status(store: Store, last: int = 200) -> str:
+def status(history: History) -> str:
     """A few lines on a run: its step, its members, who is gone, and its goodput."""
-    history = read_history(store, last)
     if not history.manifests:
-        waiting = [claim.worker for _, claim in newest_claims(store).values()]
-        return f"no step yet; joined: {', '.join(waiting) or 'nobody'}"
+        return f"no step yet; joined: {', '.join(history.names.values()) or 'nobody'}"
     end, durations = history.manifests[-1], history.seconds()
-    members = history.members(-1)
+    members = [history.names[x] for x in sorted(end.members - history.left)]
     gone = sorted(set(history.names.values()) - set(members))
     lines = [
-        f"step {end.step}, decided at {_clock(end.time)}",
-        f"members: {', '.join(members)}",
+        f"step {end.step}, decided at {_clock(end.time)}, {time.time() - end.time:.0f} s ago",
+        f"members: {', '.join(members) or 'nobody'}",
         f"gone: {', '.join(gone) or 'nobody'}",
         f"snapshots before steps: {', '.join(map(str, history.snapshots)) or 'none'}",
     ]
@@ -91,6 +97,11 @@ def status(store: Store, last: int = 200) -> str:
             f"(median), goodput {history.goodput():.0%} of all workers that took part"
         )
     return "\n".join(lines)
+
+
+def _left_after(store: Store, step: int) -> frozenset[tuple[int, int]]:
+    folders = [records.step_folder(step + n) for n in (1, 2)]  # with a delay, one is under way
+    return frozenset().union(*[records.read_folder(store.names(x)).left for x in folders])
 
 
 def _clock(seconds: float) -> str:

@@ -292,7 +292,7 @@ class Member:
         self, manifest: Manifest, expected: frozenset[tuple[int, int]]
     ) -> list[tuple[int, int]]:
         """Who was expected in a step, does not count, and had not said that it leaves."""
-        absent = expected - manifest.members - {self.me}
+        absent = {x for x in expected - manifest.members if x[0] != self.slot}
         return sorted(absent - self._present(manifest.step).left) if absent else []
 
     def _present(self, step: int) -> records.Present:

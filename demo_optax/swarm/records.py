@@ -252,14 +252,14 @@ def step_of(name: str) -> int | None:
 _NAME = re.compile(r"(\d{3,})\.(\d{6,})\.(?:(here|left)|([0-9a-f]{64})\.packet)")
 
 
-def read_folder(names: Sequence[str], slots: int) -> Present:
-    """What the names in a step's folder say. Other names are ignored."""
+def read_folder(names: Sequence[str], slots: int | None = None) -> Present:
+    """What the names in a step's folder say. Other names are ignored, and so are other slots."""
     packets: dict[int, Packet] = {}
     marks: Mapping[str, set] = {"here": set(), "left": set()}
     for found in filter(None, map(_NAME.fullmatch, sorted(names))):
         slot, incarnation, mark, digest = found.groups()
         member = int(slot), int(incarnation)
-        if member[0] >= slots:
+        if slots is not None and member[0] >= slots:
             continue
         if mark:
             marks[mark].add(member)

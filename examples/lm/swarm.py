@@ -113,6 +113,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
     )
     with worker, leaves_at(signals, member), log_file(config) as log, bar:
         prepared = time.monotonic()
+        console.print("compiles and joins; the first start on a machine takes longest")
         rows, length = run.batch_shape
         batch = jax.ShapeDtypeStruct((rows, length + 1), run.corpus.train.dtype)
         params, opt_state = worker.begin(run.params, batch)
@@ -125,7 +126,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         batches = batches_of(own_order(run, member.worker), worker.number * rows)
         evaluate = make_evaluation(run, lambda: None)
         task = bar.add_task("", total=config.steps, completed=worker.number, **shown(None, 0.0))
-        sent = 0.0
+        sent, members = 0.0, ()
         while worker.number < config.steps:
             began = time.monotonic()
             try:
@@ -140,6 +141,9 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             seconds = time.monotonic() - began
             checked = params if config.log_checksums else None
             write(log, worker.number, checked, metrics, seconds, run.corpus.bytes_per_token)
+            if metrics.members and metrics.members != members:
+                members = metrics.members
+                bar.print(f"step {metrics.step}: {', '.join(members)} took part")
             for name in metrics.late:
                 bar.print(f"step {metrics.step}: went on without {name}, which was late")
             if metrics.drift:
