@@ -37,7 +37,7 @@ torture: $(READY)
 # A swarm of real processes, broken at random, over a folder, moto's S3 server and Azurite.
 chaos: $(VENV)/chaos
 	$(RUN) -m benchmarks.chaos --store folder $(ARGS)
-	$(RUN) -m benchmarks.chaos --store s3 $(ARGS)
+	$(RUN) -m benchmarks.chaos --store s3 --delay 1 $(ARGS)
 	$(RUN) -m benchmarks.chaos --store azure $(ARGS)
 
 $(VENV)/chaos: $(READY)

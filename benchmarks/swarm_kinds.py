@@ -21,7 +21,7 @@ import tyro
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.chaos.fleet import Worker, differing_steps  # noqa: E402
+from benchmarks.chaos.fleet import Worker, compare_steps  # noqa: E402
 
 OTHER_KIND = {"XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"}
 
@@ -76,7 +76,7 @@ def train(options: Options, seed: int, of_second: dict[str, str]) -> Outcome:
                 worker.send(signal.SIGKILL)
         losses = [x for worker in workers if (x := worker.held_out()) is not None]
         drifts = [x.get("drift") or 0.0 for worker in workers for x in worker.records()]
-        return Outcome(losses, len(differing_steps(workers)), max(drifts))
+        return Outcome(losses, len(compare_steps(workers)[1]), max(drifts))
 
 
 def main(options: Options) -> None:

@@ -31,7 +31,7 @@ def main() -> None:
         checkpoint_dir=None,  # which may be read-only
         log_dir=None,
         profile_steps=0,
-        workers=1,
+        workers=None if config.swarm else 1,  # a swarm's worker is one already
         fsdp=1,
         coordinator=None,
         num_processes=None,

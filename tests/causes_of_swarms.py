@@ -56,7 +56,7 @@ def import_without_obstore():
 
 
 def draw_without_matplotlib():
-    nothing = history.History([], {}, [])
+    nothing = history.History([], {}, frozenset(), [])
     without_import("matplotlib", lambda: history.draw(nothing, "life.png"))
 
 

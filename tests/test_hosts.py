@@ -206,6 +206,29 @@ def test_one_of_a_swarm_is_killed_and_the_others_go_on(start, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_stopped_while_it_joins_leaves(start, tmp_path):
+    place, log = tmp_path / "place", tmp_path / "log"
+    run = start(1, *ENDLESS[:4], log=log, launch=["--swarm", str(place)])
+    wait_for(lambda: "compiles and joins" in log.read_text(), log, run)
+    send(signal.SIGTERM, place, 0)
+    assert run.wait(100) == 143, log.read_text()
+    assert "Left before step" in log.read_text() and "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_parameters_of_a_swarm_are_saved_and_evaluated(start, tmp_path):
+    log, saved_to, logs = tmp_path / "log", tmp_path / "saved", tmp_path / "logs"
+    arguments = ["--steps", 6, "--checkpoint-dir", saved_to, "--log-dir", logs]
+    run = start(1, *arguments, log=log, launch=["--swarm", str(tmp_path / "place")])
+    assert run.wait(200) == 0, log.read_text()
+    (loss,) = re.findall(r"held-out text: ([\d.]+) nats", log.read_text())
+    words = ["--config", str(logs / "config.yaml")]
+    evaluate = [sys.executable, str(ROOT / "examples" / "evaluate.py"), *words]
+    found = subprocess.run(evaluate, capture_output=True, text=True, check=True)
+    assert f"loss on held-out text: {loss} nats per byte" in found.stdout
+
+
+@pytest.mark.slow
 def test_twenty_kills_at_random_moments_lose_at_most_an_interval(start, tmp_path, capsys):
     """An interval is from one complete checkpoint to the next, which is written in between."""
     folder, log = tmp_path / "run", tmp_path / "log"

@@ -29,9 +29,10 @@ from demo_optax.swarm import ObjectStore
 from demo_optax.swarm.history import History, draw, read_history
 
 from . import faults as kinds
-from .fleet import ROOT, Worker, differing_steps, lag
+from .fleet import ROOT, Worker, compare_steps, lag
 from .stores import Served, StoreName, served
 
+LONGEST_JOIN = 300.0  # seconds
 NANO = ("--text", str(ROOT / "demo_optax" / "compression"), "--sequence-length", "16")
 
 
@@ -93,13 +94,9 @@ class Chaos:
             self.break_everything()
         self.ended = time.time()
 
-    def wait_for_all(self, seconds: float = 300) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_for_all(self) -> None:
         while not all(worker.joined for worker in self.workers):
             self.look()
-            if time.monotonic() > deadline:
-                late = [worker.name for worker in self.workers if not worker.joined]
-                raise TimeoutError(f"{', '.join(late)} did not join within {seconds:.0f} s")
             time.sleep(0.2)
 
     def kill_regularly(self) -> None:
@@ -148,6 +145,9 @@ class Chaos:
         if lag(self.workers) > self.options.hang:
             self.hangs += 1
             raise TimeoutError(f"a worker took no step for {self.options.hang:.0f} s")
+        if late := [worker.name for worker in self.workers if worker.joining_for > LONGEST_JOIN]:
+            self.hangs += 1
+            raise TimeoutError(f"{', '.join(late)} did not join within {LONGEST_JOIN:.0f} s")
         for worker in self.workers:
             if not worker.alive and not (finished and worker.held_out() is not None):
                 self.errors.append(f"{worker.name} ended by itself: {worker.last_words()}")
@@ -158,8 +158,9 @@ class Chaos:
             worker.send(signal.SIGCONT)
             worker.send(signal.SIGTERM)
         for worker in self.workers:
-            if worker.wait(60) is None:
-                self.errors.append(f"{worker.name} did not leave within 60 s of SIGTERM")
+            status = worker.wait(60)
+            if status not in (0, 143):
+                self.errors.append(f"{worker.name} at SIGTERM: {status}, {worker.last_words()}")
                 worker.send(signal.SIGKILL)
                 worker.wait(10)
 
@@ -189,7 +190,7 @@ def seconds_until_joined(workers: list[Worker]) -> list[float]:
 
 def report(chaos: Chaos, history: History, console: Console) -> bool:
     """Prints what came of it; whether nothing was lost."""
-    options, differing = chaos.options, differing_steps(chaos.workers)
+    options, (compared, differing) = chaos.options, compare_steps(chaos.workers)
     noticed = seconds_until_noticed(history, chaos.kills)
     again = seconds_until_joined(chaos.workers)[options.workers :]
     during = [m for m in history.manifests if chaos.began <= m.time <= chaos.ended]
@@ -201,7 +202,7 @@ def report(chaos: Chaos, history: History, console: Console) -> bool:
     table.add_row("store", f"{options.store}, delay {options.delay}")
     table.add_row("faults", f"{sum(chaos.counts.values())}: {kinds_seen}")
     table.add_row("steps", f"{len(history.manifests)} in {chaos.ended - chaos.began:.0f} s")
-    table.add_row("steps compared, and different", f"{len(history.manifests)}, {len(differing)}")
+    table.add_row("steps compared, and different", f"{compared}, {len(differing)}")
     table.add_row("lost, and why", f"{len(chaos.errors)} {'; '.join(chaos.errors)}")
     table.add_row("hangs", str(chaos.hangs))
     table.add_row("goodput", f"{goodput:.1%} of {options.workers} workers' time")

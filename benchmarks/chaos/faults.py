@@ -46,8 +46,8 @@ def kill_all(workers: list[Worker], pause: float) -> None:
 def leave(worker: Worker, pause: float) -> None:
     """SIGTERM; the process ends by itself, and is started again."""
     worker.send(signal.SIGTERM)
-    if worker.wait(60) is None:
-        raise TimeoutError(f"{worker.name} does not leave within 60 s")
+    if (status := worker.wait(60)) != 143:
+        raise RuntimeError(f"{worker.name} left with status {status}: {worker.last_words()}")
     time.sleep(pause)
     worker.start()
 

@@ -94,6 +94,12 @@ class Worker:
         output = self.folder / f"output{len(self.starts)}.txt"
         return " ".join(output.read_text(errors="replace").split())[-300:]
 
+    @property
+    def joining_for(self) -> float:
+        """Seconds since it was started, if it has taken no step yet."""
+        waits = self.alive and not self.joined
+        return time.time() - self.starts[-1] if waits else 0.0
+
     def joins(self) -> list[Join]:
         """Of each of its processes that joined, in order."""
         outputs = [self.folder / f"output{n + 1}.txt" for n in range(len(self.starts))]
@@ -125,14 +131,15 @@ class Worker:
         return next((x["held_out"] for x in self.records() if "held_out" in x), None)
 
 
-def differing_steps(workers: Sequence[Worker]) -> list[int]:
-    """Steps after which two workers' parameters were not equal to the last bit."""
-    found: dict[int, set[str]] = {}
+def compare_steps(workers: Sequence[Worker]) -> tuple[int, list[int]]:
+    """How many steps two workers logged, and after which of them their parameters differed."""
+    found: dict[int, list[str]] = {}
     for worker in workers:
         for record in worker.records():
             if record["parameters"]:
-                found.setdefault(record["done"], set()).add(record["parameters"])
-    return sorted(number for number, digests in found.items() if len(digests) > 1)
+                found.setdefault(record["done"], []).append(record["parameters"])
+    compared = {number: digests for number, digests in found.items() if len(digests) > 1}
+    return len(compared), sorted(n for n, digests in compared.items() if len(set(digests)) > 1)
 
 
 def lag(workers: Sequence[Worker]) -> float:

@@ -15,13 +15,14 @@ from demo_optax.swarm.store import Store
 
 
 def facts_of(params, opt_state) -> dict[str, Any]:
-    """What is compared on every kind of device: trees, shapes, dtypes, and the compression."""
+    """What is compared on every kind of device: trees, shapes, dtypes, compression, format."""
     pending = pending_state(opt_state)
     return {
         "parameters": _description(params),
         "optimizer state": _description(opt_state),
         "packets": f"{pending.pending.shape[-1]} words",
         "compression": str(pending.format.compression),
+        "format of the store": records.FORMAT,
     }
 
 

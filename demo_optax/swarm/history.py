@@ -47,9 +47,10 @@ class History(NamedTuple):
         durations = self.seconds()
         if not durations or not sum(durations):
             return 1.0
+        whole = max(self.manifests[-1].time - self.manifests[0].time, statistics.median(durations))
         everybody = workers or len({self.names[x] for m in self.manifests for x in m.members})
         useful = sum(len(m.packets) for m in self.manifests[1:]) * statistics.median(durations)
-        return min(useful / (everybody * sum(durations)), 1.0)
+        return min(useful / (everybody * whole), 1.0)
 
 
 def read_history(store: Store, last: int | None = None) -> History:

@@ -125,6 +125,7 @@ def compile_programs(
     **options,
 ) -> Programs:
     """Compiles everything for parameters and a batch, or for their shapes."""
+    params = jax.eval_shape(lambda x: x, params)  # what is compiled keeps no array
     around = Delayed if delay else Opened
     template = make_optimizer(around(Received(axis_name, norm_limit=norm_limit)))
     layout = find_layout(template, params, mesh, axis_name, param_specs)

@@ -108,7 +108,7 @@ class SnapshotTurns:
         step = found.snapshot.step
         try:
             leaves = snapshots.read(self.member.store, found.snapshot, like)
-        except Damaged as error:  # it may have been swept
+        except (OSError, Damaged) as error:  # it may have been swept
             self._warn(step, f"was not taken over: {error}")
             return None
         drift = snapshots.relative_difference(list(found.own), leaves)

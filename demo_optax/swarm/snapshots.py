@@ -137,13 +137,12 @@ def is_finite(leaves: list[np.ndarray]) -> bool:
 
 def relative_difference(own: list[np.ndarray], other: list[np.ndarray]) -> float:
     """Norm of the difference of floating arrays, relative to that of the others."""
-    pairs = [
-        (x.astype(np.float64), y.astype(np.float64))
-        for x, y in zip(own, other, strict=True)
-        if jnp.issubdtype(y.dtype, jnp.floating)
-    ]
-    difference = sum(float(np.sum((x - y) ** 2)) for x, y in pairs)
-    norm = sum(float(np.sum(y**2)) for _, y in pairs)
+    difference, norm = 0.0, 0.0
+    for x, y in zip(own, other, strict=True):
+        if jnp.issubdtype(y.dtype, jnp.floating):
+            wide = y.astype(np.float64)
+            norm += float(np.sum(wide**2))
+            difference += float(np.sum((x.astype(np.float64) - wide) ** 2))
     return float(np.sqrt(difference / norm)) if norm else 0.0
 
 

@@ -7,13 +7,20 @@ import contextlib
 import logging
 import pathlib
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 try:
     import obstore
-    from obstore.exceptions import AlreadyExistsError, NotFoundError, PermissionDeniedError
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        NotFoundError,
+        PermissionDeniedError,
+        PreconditionError,
+    )
     from obstore.store import from_url
 except ImportError as error:
     raise ImportError("a swarm needs obstore: pip install 'demo_optax[swarm]'.") from error
@@ -24,7 +31,10 @@ T = TypeVar("T")
 log = logging.getLogger("demo_optax.swarm")
 
 ONE_TRY = {"retry_config": {"max_retries": 0}}  # this module tries again
+# A large snapshot may take long, as long as bytes arrive.
+TIMEOUTS = {"client_options": {"timeout": "6h", "read_timeout": "30s"}}
 AT_ONCE = 16  # requests under way
+PARTS_AT_ONCE = 2  # of 5 MB, of one object that is written; each has 30 seconds
 
 
 class StoreError(OSError):
@@ -60,7 +70,7 @@ class ObjectStore:
     """A `Store` on S3, GCS, Azure or a local folder.
 
     A request that fails is sent again, with growing pauses, until it has failed for ``patience``
-    seconds.
+    seconds. One that takes long is not cut off while its bytes go on arriving.
 
     Args:
       url: ``file:///folder``, ``s3://bucket/run``, ``gs://bucket/run``, ``az://container/run``, or
@@ -87,18 +97,21 @@ class ObjectStore:
         local = "://" not in self.url or self.url.startswith("file://")
         try:
             if local:
-                path = pathlib.Path(self.url.removeprefix("file://")).absolute()
+                path = pathlib.Path(_path_of(self.url)).absolute()
                 path.mkdir(parents=True, exist_ok=True)
                 self._store = from_url(path.as_uri())
             else:
                 made: Callable[..., Any] = from_url  # whose overloads know each store's options
-                self._store = made(self.url, **(ONE_TRY | dict(options or {})))
+                self._store = made(self.url, **(ONE_TRY | TIMEOUTS | dict(options or {})))
         except Exception as error:
             raise StoreError(f"{self.url} is no store that can be opened: {error}") from error
 
     def put(self, key: str, data: bytes) -> None:
         """Writes an object."""
-        self._persist(f"write {key}", lambda: obstore.put(self._store, key, data))
+        self._persist(
+            f"write {key}",
+            lambda: obstore.put(self._store, key, data, max_concurrency=PARTS_AT_ONCE),
+        )
 
     def create(self, key: str, data: bytes) -> bool:
         """Writes an object unless there is one."""
@@ -106,7 +119,8 @@ class ObjectStore:
         def attempt() -> bool:
             try:
                 obstore.put(self._store, key, data, mode="create")
-            except AlreadyExistsError:
+            except (AlreadyExistsError, PreconditionError):
+                obstore.head(self._store, key)  # where it is not there, the next try may win
                 return False
             return True
 
@@ -151,21 +165,29 @@ class ObjectStore:
         A lost answer does no harm: what was created meanwhile is found by the next try, and
         whoever created anything reads what stands.
         """
-        started, pause = time.monotonic(), 0.05
+        first_failure, pause = None, 0.05
         while True:
             try:
                 return attempt()
             except Exception as error:
                 reason = " ".join(str(error).split())[:300]
-                failing = time.monotonic() - started
+                first_failure = first_failure or time.monotonic()
+                failing = time.monotonic() - first_failure
                 if isinstance(error, PermissionDeniedError) or failing > self.patience:
                     raise StoreError(
-                        f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Give "
-                        "every worker the right to read, list, write and delete there."
+                        f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Make "
+                        "sure that the store can be reached, and that every worker may read, list, "
+                        "write and delete there."
                     ) from error
                 log.warning("cannot %s, tries again: %s", what, reason)
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
+
+
+def _path_of(url: str) -> str:
+    if not url.startswith("file://"):
+        return url
+    return urllib.request.url2pathname(urllib.parse.urlparse(url).path)
 
 
 def in_parallel(fn: Callable[[K], T], keys: Iterable[K]) -> list[T]:

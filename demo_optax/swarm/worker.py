@@ -55,7 +55,8 @@ class SwarmWorker:
       batch_specs: of the batch.
       weight: of this worker's messages in the mean, such as the tokens of its batch. By default
         all workers count the same.
-      facts: what all workers must have in common, for the comparison when one joins.
+      facts: what else all workers must have in common, compared when one joins. On one kind of
+        device the whole program is compared; on unlike ones only these, trees and packets are.
 
     Example:
       See ``docs/how_to/swarm.md``, or ``examples/train_lm.py --swarm``.
@@ -115,8 +116,8 @@ class SwarmWorker:
             microbatches=microbatches,
             clip_norm=clip_norm,
         )
-        self._facts = {"snapshot_every": snapshot_every, "slots": slots, "delay": delay}
-        self._facts |= dict(facts or {})
+        own_facts = dict(snapshot_every=snapshot_every, slots=slots, delay=delay)
+        self._facts: dict[str, Any] = own_facts | {"norm_limit": norm_limit} | dict(facts or {})
         self._exchanging = ThreadPoolExecutor(1, "exchange")
         self._turns = SnapshotTurns(member, snapshot_every) if member else None
         self._sent: Future[Round] | None = None
@@ -214,6 +215,7 @@ class SwarmWorker:
             found = programs.gradients(params, batch)
             norm = to_host(found.norm)
             own = Own(found.gradients, np.isfinite(norm), self._weight)
+            was_sent = not self.delay or self._sent is not None
             ready = time.monotonic()
             round_ = self._pending_round(opt_state) if self.delay else None
             if round_ is None or not round_.swept:
@@ -239,11 +241,13 @@ class SwarmWorker:
                 params, opt_state = self._jump(params, opt_state)
             else:
                 self._take_snapshot(params, opt_state, round_)
-            self._late = self._late + 1 if round_.own is None else 0
+            if was_sent:
+                self._late = self._late + 1 if round_.own is None else 0
             if self._late:
                 params, opt_state, replayed = self._catch_up(params, opt_state)
-            if self._late.bit_count() == 1:  # 1, 2, 4, 8, ...: who is always late is waited for
-                self._announce()  # ever more rarely
+            # after 1, 2, 4, 8, ...: who is always late is waited for ever more rarely
+            if was_sent and self._late.bit_count() == 1:
+                self._announce()
         metrics = SwarmMetrics(
             step=number,
             loss=float(to_host(found.loss)[0]),

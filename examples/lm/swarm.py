@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import socket
@@ -11,13 +12,16 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from rich import progress
 
+import demo_optax
+from demo_optax.checkpoint import Checkpointer
 from demo_optax.swarm import (
     Left,
     Member,
@@ -28,11 +32,19 @@ from demo_optax.swarm import (
     SwarmWorker,
 )
 
+from . import stores
 from .config import Config, refuse
 from .report import console
 from .setup import Run, batches_of, make_evaluation, prepare
 from .signals import Signals
-from .train import EVALUATION_TOKENS, LAST_EVALUATION_TOKENS, describe, mistakes_said
+from .train import (
+    EVALUATION_TOKENS,
+    LAST_EVALUATION_TOKENS,
+    describe,
+    mistakes_said,
+    show,
+    written_by,
+)
 from .validation import require_sensible
 
 CACHE = Path.home() / ".cache" / "demo_optax" / "compiled"
@@ -41,7 +53,6 @@ GO_ON = "Start the same command again to take part again, from where the others 
 SAME = (
     "optimizer",
     "preset",
-    "tokenizer",
     "steps",
     "learning_rate",
     "warmup_steps",
@@ -109,14 +120,17 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         clip_norm=config.clip_norm,
         param_specs=run.param_specs,
         weight=tokens,
-        facts={f"--{x.replace('_', '-')}": getattr(config, x) for x in SAME},
+        facts=facts_of(config),
     )
     with worker, leaves_at(signals, member), log_file(config) as log, bar:
         prepared = time.monotonic()
         console.print("compiles and joins; the first start on a machine takes longest")
         rows, length = run.batch_shape
         batch = jax.ShapeDtypeStruct((rows, length + 1), run.corpus.train.dtype)
-        params, opt_state = worker.begin(run.params, batch)
+        try:
+            params, opt_state = worker.begin(run.params, batch)
+        except Left:
+            left(worker, signals)
         joined = time.monotonic()
         console.print(
             f"joined before step {worker.number}: {prepared - started:.1f} s to prepare, "
@@ -134,9 +148,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                     raise Left
                 params, opt_state, metrics = worker.step(params, opt_state, next(batches))
             except Left:
-                worker.close()
-                console.print(f"Left before step {worker.number}. {GO_ON}")
-                sys.exit(signals.exit_status)
+                left(worker, signals)
             sent += metrics.packet_bytes / 1e6
             seconds = time.monotonic() - began
             checked = params if config.log_checksums else None
@@ -144,6 +156,10 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             if metrics.members and metrics.members != members:
                 members = metrics.members
                 bar.print(f"step {metrics.step}: {', '.join(members)} took part")
+            if members and member.worker not in members:
+                bar.print(f"step {metrics.step}: this worker was late")
+            if not np.all(metrics.exchange.agreed):
+                bar.print(f"step {metrics.step}: workers applied different packets before")
             for name in metrics.late:
                 bar.print(f"step {metrics.step}: went on without {name}, which was late")
             if metrics.drift:
@@ -158,6 +174,35 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         loss = evaluate(params, LAST_EVALUATION_TOKENS)
         write_line(log, {"held_out": loss, "done": worker.number, "parameters": digest(params)})
     console.print(f"held-out text: {loss:.3f} nats per byte; parameters {digest(params)}")
+    save(run, params)
+    show(written_by(run, params))
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """What all workers have in common; a tokenizer by its content."""
+    found = {f"--{x.replace('_', '-')}": getattr(config, x) for x in SAME}
+    if config.tokenizer is not None:
+        found["--tokenizer"] = hashlib.sha256(stores.read(config.tokenizer)).hexdigest()[:16]
+    return found
+
+
+def left(worker: SwarmWorker, signals: Signals) -> NoReturn:
+    worker.close()
+    console.print(f"Left before step {worker.number}. {GO_ON}")
+    sys.exit(signals.exit_status)
+
+
+def save(run: Run, params) -> None:
+    """Saves the parameters, for `evaluate.py`; this optimizer has no state."""
+    if run.config.checkpoint_dir is None:
+        return
+    tx = optax.chain(demo_optax.mean_over_workers("data"), optax.set_to_zero())
+    opt_state = demo_optax.init_opt_state(tx, params, run.mesh, param_specs=run.param_specs)
+    with Checkpointer(
+        run.config.checkpoint_dir, tx, run.mesh, param_specs=run.param_specs
+    ) as checkpointer:
+        checkpointer.save(run.config.steps, params, opt_state, wait=True)
+    console.print(f"saved the parameters to {run.config.checkpoint_dir}")
 
 
 def own_order(run: Run, worker: str) -> Run:

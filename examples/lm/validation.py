@@ -199,13 +199,12 @@ def _require_swarm(config: Config) -> None:
         "--simulate": config.simulate,
         "--coordinator": config.coordinator,
         "--distributed": config.distributed,
-        "--checkpoint-dir": config.checkpoint_dir,
         "--profile-steps": config.profile_steps,
     }
     for flag in [flag for flag, given in excluded.items() if given]:
         raise ValueError(
             f"{flag} is for runs that are one JAX job, but with --swarm each worker is a job of "
-            "its own, and snapshots in the store take the place of checkpoints: leave it out."
+            "its own: leave it out."
         )
     if config.exchange == "two-phase":
         raise ValueError(

@@ -154,6 +154,15 @@ def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(store):
         exchange(before, 1)
 
 
+def test_who_leaves_while_it_replays_is_not_waited_for(store):
+    first, second = members(store, 2)
+    for step in range(6):
+        everybody([first, second], step)
+    second.leave(2)
+    began = time.monotonic()
+    assert exchange(first, 6).late == () and time.monotonic() - began < 5
+
+
 def test_of_many_that_join_at_once_each_has_its_own_slot(store):
     def join(number):
         return Member(store, f"w{number}", slots=8).me

@@ -1,11 +1,13 @@
 """A store in a folder, and what it does about requests that fail."""
 
 import concurrent.futures
+import itertools
 import random
 from unittest import mock
 
 import obstore
 import pytest
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from demo_optax.swarm import ObjectStore, Store, StoreError
 
@@ -28,8 +30,8 @@ def test_a_folder_is_a_store(store):
 
 
 def test_a_url_and_a_path_are_the_same_place(tmp_path):
-    ObjectStore(str(tmp_path / "run")).put("x", b"1")
-    assert ObjectStore((tmp_path / "run").as_uri()).get("x") == b"1"
+    ObjectStore(str(tmp_path / "my run")).put("x", b"1")
+    assert ObjectStore((tmp_path / "my run").as_uri()).get("x") == b"1"
 
 
 def test_of_many_at_once_one_creates(store):
@@ -61,10 +63,42 @@ def test_requests_that_fail_are_sent_again(store, share, monkeypatch):
     for number in range(30):
         store.put(f"x/{number:02d}", b"%d" % number)
         store.create(f"y/{number:02d}", b"%d" % number)
+        assert not store.create(f"y/{number:02d}", b"of a second writer")
     assert len(store.names("x")) == 30
     assert [store.get(f"y/{number:02d}") for number in range(30)] == [b"%d" % n for n in range(30)]
     store.delete([f"x/{number:02d}" for number in range(30)])
     assert store.names("x") == []
+
+
+@pytest.mark.parametrize("refusal", [AlreadyExistsError, PreconditionError])
+def test_a_refusal_counts_only_where_there_is_an_object(store, monkeypatch, refusal):
+    """Services answer a conflict between two writers in more than one way."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    put, refused = obstore.put, iter([True, False, True])
+
+    def conflicts(*args, **named):
+        if next(refused):
+            raise refusal("conflict")
+        return put(*args, **named)
+
+    monkeypatch.setattr(obstore, "put", conflicts)
+    assert store.create("decision", b"mine") and store.get("decision") == b"mine"
+    assert not store.create("decision", b"yours") and store.get("decision") == b"mine"
+
+
+def test_seconds_of_work_before_the_first_failure_are_not_counted(tmp_path, monkeypatch):
+    clock = itertools.count(step=100.0)
+    monkeypatch.setattr("demo_optax.swarm.store.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    store, answers = ObjectStore(str(tmp_path), patience=150.0), iter([ConnectionError(), None])
+
+    def put(*args, **named):
+        next(clock)  # a long upload
+        if error := next(answers):
+            raise error
+
+    monkeypatch.setattr(obstore, "put", put)
+    store.put("a/1", b"")
 
 
 def test_a_store_that_stays_away_ends_with_its_reason(tmp_path):
