@@ -4,6 +4,7 @@ A key's object is written once and never changed, so that whoever reads it may k
 """
 
 import contextlib
+import functools
 import logging
 import pathlib
 import time
@@ -31,10 +32,10 @@ T = TypeVar("T")
 log = logging.getLogger("demo_optax.swarm")
 
 ONE_TRY = {"retry_config": {"max_retries": 0}}  # this module tries again
-# A large snapshot may take long, as long as bytes arrive.
-TIMEOUTS = {"client_options": {"timeout": "6h", "read_timeout": "30s"}}
 AT_ONCE = 16  # requests under way
-PARTS_AT_ONCE = 2  # of 5 MB, of one object that is written; each has 30 seconds
+# Each request has obstore's 30 seconds, so a large object is written and read in several.
+PART = 4_000_000  # bytes that a request reads
+WRITTEN_AT_ONCE = 2  # parts of 5 MB
 
 
 class StoreError(OSError):
@@ -70,7 +71,7 @@ class ObjectStore:
     """A `Store` on S3, GCS, Azure or a local folder.
 
     A request that fails is sent again, with growing pauses, until it has failed for ``patience``
-    seconds. One that takes long is not cut off while its bytes go on arriving.
+    seconds. Large objects are read and written in parts.
 
     Args:
       url: ``file:///folder``, ``s3://bucket/run``, ``gs://bucket/run``, ``az://container/run``, or
@@ -102,7 +103,7 @@ class ObjectStore:
                 self._store = from_url(path.as_uri())
             else:
                 made: Callable[..., Any] = from_url  # whose overloads know each store's options
-                self._store = made(self.url, **(ONE_TRY | TIMEOUTS | dict(options or {})))
+                self._store = made(self.url, **(ONE_TRY | dict(options or {})))
         except Exception as error:
             raise StoreError(f"{self.url} is no store that can be opened: {error}") from error
 
@@ -110,7 +111,7 @@ class ObjectStore:
         """Writes an object."""
         self._persist(
             f"write {key}",
-            lambda: obstore.put(self._store, key, data, max_concurrency=PARTS_AT_ONCE),
+            lambda: obstore.put(self._store, key, data, max_concurrency=WRITTEN_AT_ONCE),
         )
 
     def create(self, key: str, data: bytes) -> bool:
@@ -128,14 +129,16 @@ class ObjectStore:
 
     def get(self, key: str) -> bytes | None:
         """Reads an object; None where there is none."""
-
-        def attempt() -> bytes | None:
-            try:
-                return bytes(obstore.get(self._store, key).bytes())
-            except (NotFoundError, FileNotFoundError):
+        what, read = f"read {key}", bytearray()
+        found = self._persist(what, lambda: self._whole(key))
+        if not isinstance(found, int):
+            return found
+        while len(read) < found:
+            part = self._persist(what, functools.partial(self._part, key, len(read)))
+            if part is None:
                 return None
-
-        return self._persist(f"read {key}", attempt)
+            read += part
+        return bytes(read)
 
     def names(self, folder: str) -> list[str]:
         """Names of the objects in a folder and its subfolders."""
@@ -158,6 +161,21 @@ class ObjectStore:
 
         if keys:
             self._persist(f"delete {len(keys)} objects", attempt)
+
+    def _whole(self, key: str) -> bytes | int | None:
+        """An object; of one with more bytes than a part their number."""
+        try:
+            found = obstore.get(self._store, key)
+            size = found.meta["size"]
+            return size if size > PART else bytes(found.bytes())
+        except (NotFoundError, FileNotFoundError):
+            return None
+
+    def _part(self, key: str, first: int) -> bytes | None:
+        try:
+            return bytes(obstore.get_range(self._store, key, start=first, length=PART))
+        except (NotFoundError, FileNotFoundError):
+            return None
 
     def _persist(self, what: str, attempt: Callable[[], T]) -> T:
         """Tries until it works.

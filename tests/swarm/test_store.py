@@ -29,6 +29,14 @@ def test_a_folder_is_a_store(store):
     assert store.names("a") == ["b/2"]
 
 
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
+def test_large_objects_are_read_in_parts(store, monkeypatch, size):
+    monkeypatch.setattr("demo_optax.swarm.store.PART", 8)
+    data = random.Random(0).randbytes(size)
+    store.put("x", data)
+    assert store.get("x") == data
+
+
 def test_a_url_and_a_path_are_the_same_place(tmp_path):
     ObjectStore(str(tmp_path / "my run")).put("x", b"1")
     assert ObjectStore((tmp_path / "my run").as_uri()).get("x") == b"1"
