@@ -20,6 +20,8 @@ from demo_optax.compression import Compression, Plan, make_plan
 from lm import recipes
 from lm.recipes import Settings
 
+from .muon_levers import muon_after, muon_before
+
 AXIS = "data"
 scale_by_rms = functools.partial(optax.scale_by_rms, eps_in_sqrt=False, bias_correction=True)
 
@@ -329,5 +331,7 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         error_feedback_21,
         ahead,
         muon,
+        muon_before,
+        muon_after,
     )
 }
