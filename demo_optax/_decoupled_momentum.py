@@ -18,13 +18,13 @@ from demo_optax.arrays import (
     widest,
 )
 from demo_optax.axes import AxisName
-from demo_optax.compression import Compression, Coordinates, Plan, make_plan, packet
+from demo_optax.compression import Compression, MomentumFormat, Plan, make_plan, packet
 from demo_optax.compression.packet import Origin
 from demo_optax.compression.plan import Part, sequentially
 from demo_optax.compression.settings import BlockSides
-from demo_optax.compression.transforms import STORE
+from demo_optax.compression.transforms import ROUNDING_STREAM
 from demo_optax.exchange import AllGather, Exchange, Outgoing
-from demo_optax.exchange.protocol import MEANS, Mean, own_numbers
+from demo_optax.exchange.protocol import MEANS, Mean, packet_ids
 from demo_optax.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
@@ -40,7 +40,7 @@ class DecoupledMomentumState(NamedTuple):
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange told; the same on all workers.
       exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
-      coordinates: static, the transform and the blocks in which the momentum is stored.
+      momentum_format: static, the transform and the blocks in which the momentum is stored.
       sides: static, of each tensor's blocks.
 
     Example:
@@ -55,7 +55,7 @@ class DecoupledMomentumState(NamedTuple):
     precondition: optax.OptState
     metrics: ExchangeMetrics
     exchange: Any
-    coordinates: Coordinates
+    momentum_format: MomentumFormat
     sides: BlockSides
 
     handles_nonfinite = True
@@ -157,16 +157,16 @@ def decoupled_momentum(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
             f"{compression!r}."
         )
-    check_worker = checks.single_worker(axis_name is not None or exchange is not None)
+    check_worker = checks.warn_of_several_devices(axis_name is not None or exchange is not None)
     exchange = resolve_exchange(axis_name, exchange)
     axis_name = exchange.axis_name
     checks.in_interval("decay", decay, "[0, 1)")
     checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
     if gradient_weight is not None:
-        checks.rate("gradient_weight", gradient_weight)
+        checks.require_rate("gradient_weight", gradient_weight)
     checks.one_of("mean", mean, MEANS)
     checks.static_dtype("momentum_dtype", momentum_dtype)
-    coordinates = compression.coordinates
+    momentum_format = compression.momentum_format
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
     def init_fn(params) -> Any:  # optax's type for states knows no static nodes
@@ -175,7 +175,7 @@ def decoupled_momentum(
         plan = make_plan(compression, _shapes(params), axes.platform())
 
         def zeros(param):
-            shape = coordinates.geometry(param.shape).stored_shape
+            shape = momentum_format.geometry(param.shape).stored_shape
             return axes.varying_like(jnp.zeros(shape, momentum_dtype), param)
 
         return DecoupledMomentumState(
@@ -184,20 +184,20 @@ def decoupled_momentum(
             precondition=axes.as_varying(precondition.init(params), axis_name),
             metrics=metrics.init_metrics(),
             exchange=exchange.init(plan),
-            coordinates=coordinates,
+            momentum_format=momentum_format,
             sides=BlockSides(tuple(geometry.sides for geometry in plan.geometries)),
         )
 
     def weight_at(step):
         weight = 1 - decay if gradient_weight is None else gradient_weight
-        return checks.at_step("gradient_weight", weight, step)
+        return checks.evaluate_schedule("gradient_weight", weight, step)
 
     def plan_of(updates, state) -> Plan:
         plan = make_plan(compression, _shapes(updates), axes.platform())
-        checks.local_gradient(updates, axis_name)
+        checks.require_local_gradient(updates, axis_name)
         check_worker("the gradients", updates)
         kept = jax.eval_shape(lambda: exchange.init(plan))
-        checks.gradient_fits_state(updates, state, coordinates, plan.geometries, kept)
+        checks.gradient_fits_state(updates, state, momentum_format, plan.geometries, kept)
         return plan
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
@@ -218,7 +218,7 @@ def decoupled_momentum(
             coefficients = part.transform(part.blocks(gradient), step)
 
             # Accumulate: m <- beta m + w c
-            momenta = part.rebase(part.momenta(stored), step)
+            momenta = part.advance_basis(part.unpack(stored), step)
             new = accumulate(momenta, part.split(coefficients), participates, weight_at(step))
             momenta, energy, restarted = participation.reset_nonfinite_blocks(new)
             momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
@@ -241,7 +241,7 @@ def decoupled_momentum(
         header = metrics.header_of(
             updates, energies, restarted, selected, message, factor, weight, last
         )
-        origin = Origin(step, own_numbers(exchange.packets_per_worker(), axis_name))
+        origin = Origin(step, packet_ids(exchange.packets_per_worker(), axis_name))
         layout = exchange.layout(plan)
         packets = packet.build(layout, header, coded, message, participates, origin)
 
@@ -254,7 +254,7 @@ def decoupled_momentum(
             rows, momenta = wait(rows, momenta)
             for subtraction, own in zip(aggregate.subtractions, rows, strict=True):
                 momenta = part.subtract(momenta, own, step, subtraction.delay)
-            stored = part.stored(momenta)
+            stored = part.pack(momenta)
             return (stored,), stored
 
         def invert(part: Part, wait, averages):
@@ -275,7 +275,7 @@ def decoupled_momentum(
                 precondition=participation.choose(participates, preconditioned, past),
                 metrics=aggregate.metrics,
                 exchange=aggregate.state,
-                coordinates=coordinates,
+                momentum_format=momentum_format,
                 sides=state.sides,
             )
         )
@@ -298,7 +298,7 @@ def decoupled_momentum(
         return jax.tree.map(add, momenta, coefficients)
 
     def rounded(momenta, step):
-        key = jax.random.fold_in(compression.key(step, STORE), axes.index(axis_name))
+        key = jax.random.fold_in(compression.key(step, ROUNDING_STREAM), axes.index(axis_name))
         for number, m in enumerate(momenta):
             yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
 

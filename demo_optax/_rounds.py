@@ -68,7 +68,7 @@ def local_steps(
         local_steps(optax.adamw(4e-4), sparseloco, every=30, axis_name="data")
 
     `make_train_step` takes the gradients at each worker's own parameters. In a loop of your own
-    take them at `own_parameters`. Inside a round updates are zero and nothing is sent. Schedules
+    take them at `local_parameters`. Inside a round updates are zero and nothing is sent. Schedules
     of ``inner`` count inner steps, those of ``outer`` rounds.
 
     A worker skips an inner step whose gradient is not finite. If its own parameters are not finite
@@ -99,10 +99,10 @@ def local_steps(
       >>> tx = local_steps(optax.sgd(0.5), optax.sgd(1.0), every=2)
       >>> params, state = jnp.float32(8.0), tx.init(jnp.float32(8.0))
       >>> for _ in range(2):
-      ...     gradient = own_parameters(params, state)  # of a parabola
+      ...     gradient = local_parameters(params, state)  # of a parabola
       ...     updates, state = tx.update(gradient, state, params)
       ...     params = optax.apply_updates(params, updates)
-      ...     print(params, own_parameters(params, state))
+      ...     print(params, local_parameters(params, state))
       8.0 4.0
       2.0 2.0
     """
@@ -131,11 +131,11 @@ def local_steps(
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
                 "but params is None: call update(gradient, state, params)."
             )
-        checks.local_gradient(updates, axis_name)
+        checks.require_local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
         gradient, params = unboxed(updates), unboxed(params)
 
-        own = own_parameters(params, state)
+        own = local_parameters(params, state)
         steps, inner_state = inner.update(gradient, state.inner, own, **extra_args)
         _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
@@ -144,7 +144,7 @@ def local_steps(
         displacement, inner_state = choose(participates, (displacement, inner_state), old)
 
         def exchange(displacement, inner_state, outer_state):
-            own = own_parameters(params, state._replace(displacement=displacement))
+            own = local_parameters(params, state._replace(displacement=displacement))
             sends = axes.on_all_devices(all_finite(own), axis_name)
             finite = axes.on_all_devices(all_finite(inner_state), axis_name)
             difference = jax.tree.map(lambda d, g: in_dtype_of(-d, g), displacement, gradient)
@@ -162,7 +162,7 @@ def local_steps(
 
         last = state.mini_step >= every - 1
         args = displacement, inner_state, state.outer
-        updates, new = _step_or_wait(last, exchange, go_on, *args)
+        updates, new = _step_or_skip(last, exchange, go_on, *args)
         return structure.unflatten(jax.tree.leaves(updates)), new
 
     def keep_own(sends, new, old):
@@ -178,7 +178,7 @@ def local_steps(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def own_parameters(params, opt_state):
+def local_parameters(params, opt_state):
     """The parameters at which a worker takes its gradient.
 
     Args:
@@ -194,7 +194,7 @@ def own_parameters(params, opt_state):
 
     Example:
       >>> params = jnp.float32(8.0)
-      >>> own_parameters(params, optax.sgd(1.0).init(params))
+      >>> local_parameters(params, optax.sgd(1.0).init(params))
       Array(8., dtype=float32)
     """
     found = _nodes(opt_state, LocalStepsState)
@@ -272,7 +272,7 @@ def multi_steps(
 
         mean = jax.tree.map(add, state.acc_grads, updates)
         last = state.mini_step == every - 1
-        new, inner = _step_or_wait(last, step, lambda _, inner: inner, mean, state.inner_opt_state)
+        new, inner = _step_or_skip(last, step, lambda _, inner: inner, mean, state.inner_opt_state)
         return new, optax.MultiStepsState(
             mini_step=(state.mini_step + 1) % every,
             gradient_step=state.gradient_step + last.astype(jnp.int32),
@@ -284,14 +284,14 @@ def multi_steps(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _step_or_wait(last: BoolScalar, step, wait, *args):
+def _step_or_skip(last: BoolScalar, step, wait, *args):
     """``step(*args)`` if this call is the last of its round, else zeros and ``wait(*args)``."""
     shapes, _ = jax.eval_shape(step, *args)
 
-    def zeros_and_wait(*args):
+    def zeros_and_skip(*args):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), wait(*args)
 
-    return jax.lax.cond(last, *axes.branches_of_one_type(step, zeros_and_wait, *args), *args)
+    return jax.lax.cond(last, *axes.branches_of_one_type(step, zeros_and_skip, *args), *args)
 
 
 def _zeros_to_sum(params):

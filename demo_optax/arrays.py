@@ -30,7 +30,7 @@ def energy(arrays: Iterable[Tensor]) -> FloatScalar:
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
-def in_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def clamp_to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """A sum of finite terms, capped at float32's largest number."""
     return jnp.minimum(x, jnp.finfo(jnp.float32).max).astype(jnp.float32)
 

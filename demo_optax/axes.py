@@ -181,7 +181,7 @@ def types_are_tracked(axis_name: AxisName) -> bool:
     return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))
 
 
-def copies_of(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
+def replicated_axes(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
     """The axes other than the workers' over which the types say that ``x`` is the same."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     others = tuple(n for n in manual if n not in names(axis_name) and n not in varying(x))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from demo_optax.arrays import FloatScalar, IntScalar, WordScalar, energy, in_float32, unboxed
+from demo_optax.arrays import FloatScalar, IntScalar, WordScalar, clamp_to_float32, energy, unboxed
 from demo_optax.compression.bits import checksum, to_words
 from demo_optax.compression.packet import Header, Message
 
@@ -90,8 +90,8 @@ def header_of(
         pairs = zip(selected.values, message.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    momentum = in_float32(jnp.sum(jnp.stack(energies)))
-    chosen = in_float32(energy(selected.values))
+    momentum = clamp_to_float32(jnp.sum(jnp.stack(energies)))
+    chosen = clamp_to_float32(energy(selected.values))
     return Header(
         fingerprint=_fingerprint(gradient),
         received=last.received,
@@ -179,11 +179,11 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     if len(found) < 2:
         return found[0] if found else None
     each = ExchangeMetrics(*map(jnp.stack, zip(*found, strict=True)))
-    merge = jax.vmap(partial(of_worker, sharded="momenta"), axis_name="momenta", out_axes=None)
+    merge = jax.vmap(partial(merge_shards, sharded="momenta"), axis_name="momenta", out_axes=None)
     return merge(each)._replace(identical=jnp.any(each.identical, axis=0))
 
 
-def of_worker(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
+def merge_shards(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
     """The metrics of a worker, merged from those of its shards along these axes."""
     least, total = (partial(reduce, axis_name=sharded) for reduce in (jax.lax.pmin, jax.lax.psum))
     return ExchangeMetrics(

@@ -74,7 +74,9 @@ def decoupled(
     def update_fn(updates, state, params=None, **extra_args):
         aggregate, own = momentum.update(updates, state[0], params, **extra_args)
         new = base.update(aggregate, state[1], params, **extra_args)
-        updates, new = participation.keep_base_if_nobody(own.metrics.participants, *new, state[1])
+        updates, new = participation.keep_base_if_no_participants(
+            own.metrics.participants, *new, state[1]
+        )
         return updates, (own, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -280,8 +282,8 @@ def _options(decay, precondition, axis_name, exchange) -> dict[str, Any]:
 
 
 def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
-    checks.rate("learning_rate", learning_rate)
-    checks.rate("weight_decay", weight_decay)
+    checks.require_rate("learning_rate", learning_rate)
+    checks.require_rate("weight_decay", weight_decay)
     none = isinstance(weight_decay, (int, float)) and weight_decay == 0  # which needs no parameters
     decayed = optax.identity() if none else optax.add_decayed_weights(weight_decay, mask)
     return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
@@ -350,7 +352,7 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
-        checks.local_gradient(updates, axis_name)
+        checks.require_local_gradient(updates, axis_name)
         if axis_name is None:
             return updates, state
         participates = participation.decide(updates, axis_name, extra_args)

@@ -105,7 +105,7 @@ def _schedule_states() -> tuple[type, ...]:
     return optax.ScaleByScheduleState, type(decayed.init(()))
 
 
-def keep_base_if_nobody(participants: IntScalar, updates, new, old):
+def keep_base_if_no_participants(participants: IntScalar, updates, new, old):
     """Updates and state of the optimizer after an exchange.
 
     Where no worker took part, the updates are zero and the state keeps its old values. Only the
@@ -127,18 +127,23 @@ def keep_base_if_nobody(participants: IntScalar, updates, new, old):
     def stay(new, old):
         return jax.tree.map(kept, new, old, is_leaf=is_schedule)
 
-    return zero_updates_if_nobody(updates, participants), stay(new, old)
+    return zero_updates_if_no_participants(updates, participants), stay(new, old)
 
 
-def zero_updates_if_nobody(updates, participants: IntScalar):
+def zero_updates_if_no_participants(updates, participants: IntScalar):
     """The updates, or zeros where no worker took part."""
     return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)
 
 
 def keep_own(
-    new, old, is_own, participates: BoolScalar, axis_name: AxisName, sharded: tuple[str, ...]
+    new,
+    old,
+    varies_over_workers,
+    participates: BoolScalar,
+    axis_name: AxisName,
+    sharded: tuple[str, ...],
 ):
-    """The state after a step; for a worker that skipped it, the old one where ``is_own``.
+    """Leaves that vary over workers keep their old value on a worker that skipped the step.
 
     So no second moment is lost to one bad batch. States whose type says ``handles_nonfinite`` do
     this themselves.
@@ -147,15 +152,15 @@ def keep_own(
     def handles_nonfinite(x) -> bool:
         return getattr(type(x), "handles_nonfinite", False) or isinstance(x, optax.MultiStepsState)
 
-    def kept_node(new, old, is_own):
+    def kept_node(new, old, varies_over_workers):
         if isinstance(new, optax.MultiStepsState):
             # A non-finite accumulator excludes the worker from the exchange.
             finite = axes.on_all_devices(all_finite(old.acc_grads), axis_name, sharded)
-            inner = new.inner_opt_state, old.inner_opt_state, is_own.inner_opt_state
+            inner = new.inner_opt_state, old.inner_opt_state, varies_over_workers.inner_opt_state
             kept = keep_own(*inner, participates & finite, axis_name, sharded)
             return new._replace(inner_opt_state=kept)
-        if handles_nonfinite(new) or not is_own:
+        if handles_nonfinite(new) or not varies_over_workers:
             return new
         return jnp.where(participates, new, old)
 
-    return jax.tree.map(kept_node, new, old, is_own, is_leaf=handles_nonfinite)
+    return jax.tree.map(kept_node, new, old, varies_over_workers, is_leaf=handles_nonfinite)

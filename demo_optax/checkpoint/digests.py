@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from demo_optax.compression.bits import contiguous, hashes, positions, to_words
+from demo_optax.compression.bits import contiguous_strides, hashes, positions, to_words
 
 _PIECE = 2**24  # words of a host's array that are put on a device at once
 _ROW = 2**14  # words that are hashed in one go at least
@@ -70,7 +70,7 @@ def _sums_of_shards(x: jax.Array, number: int) -> list[jax.Array]:
     shard_size = math.prod(x.sharding.shard_shape(x.shape))
     copies = x.sharding.num_devices * shard_size // max(x.size, 1) or 1
     whole = jax.eval_shape(to_words, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
-    strides = contiguous(whole)
+    strides = contiguous_strides(whole)
     along = strides[1:] if jnp.issubdtype(x.dtype, jnp.complexfloating) else strides
     found = []
     for shard in x.addressable_shards:

@@ -16,11 +16,11 @@ from demo_optax.axes import AxisName
 from demo_optax.checkpoint.description import names_kept
 from demo_optax.compression import Compression, make_plan
 from demo_optax.compression.blocks import BlockGeometry
-from demo_optax.compression.packet import Layout, Origin
-from demo_optax.compression.settings import Coordinates
+from demo_optax.compression.packet import Origin, PacketLayout
+from demo_optax.compression.settings import MomentumFormat
 from demo_optax.compression.transforms import is_redrawn
-from demo_optax.exchange.around import decode_pending
 from demo_optax.exchange.protocol import Subtraction
+from demo_optax.exchange.wrapper import decode_pending
 from demo_optax.parallel import shards
 
 
@@ -107,16 +107,18 @@ def _decoder(packet_format: dict, owners: int) -> Callable:
     """A function that makes of a device's pending packets what they add to its stored momenta."""
     shapes = tuple(map(tuple, packet_format["shapes"]))
     plan = make_plan(Compression(**packet_format["compression"]), shapes)
-    layout = Layout(plan.sections, packet_format["extra"], packet_format["multiple"]).share(owners)
+    layout = PacketLayout(
+        plan.sections, packet_format["extra"], packet_format["multiple"]
+    ).per_owner(owners)
 
     def decode(packets, worker, step, factor):
         numbers = worker * owners + jnp.arange(owners, dtype=jnp.int32)
         message = decode_pending(plan, layout, packets, Origin(step, numbers))
-        taken = Subtraction.of_whole(plan, message, -factor)
+        taken = Subtraction.uniform(plan, message, -factor)
         stored = []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
-            zeros = part.momenta([jnp.zeros(x.stored_shape) for x in part.geometries])
-            stored += part.stored(part.subtract(zeros, rows, step, delay=0))
+            zeros = part.unpack([jnp.zeros(x.stored_shape) for x in part.geometries])
+            stored += part.pack(part.subtract(zeros, rows, step, delay=0))
         return stored
 
     return jax.jit(decode)
@@ -204,11 +206,11 @@ def _in_same_blocks(name: str, old: dict, new: dict) -> bool:
         )
 
     def blocks(momentum: dict):
-        coordinates, geometry = Coordinates(**momentum["coordinates"]), _geometry(momentum)
+        momentum_format, geometry = MomentumFormat(**momentum["coordinates"]), _geometry(momentum)
         dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
         # The number of shards matters only where they end in smaller blocks.
         uneven = [count if dim % side else 1 for dim, side, count in dims]
-        return coordinates.transform, coordinates.seed, geometry.sides, uneven
+        return momentum_format.transform, momentum_format.seed, geometry.sides, uneven
 
     return old["shape"] is None or blocks(old) == blocks(new)
 
@@ -217,7 +219,7 @@ def carry_over(coefficients: np.ndarray, old: dict, new: dict, step: jax.Array) 
     """One worker's momentum after the update of ``step``, in other blocks: float32."""
     tensor = np.zeros(new["shape"], np.float32)
     for part, stored, elements in _shards(old):
-        pieces = part.momenta([jnp.asarray(coefficients[stored], jnp.float32)])
+        pieces = part.unpack([jnp.asarray(coefficients[stored], jnp.float32)])
         blocks = part.inverse(list(map(jnp.concatenate, pieces)), step)
         (tensor[elements],) = part.to_tensors(blocks)
     geometry = _geometry(new)
@@ -226,14 +228,14 @@ def carry_over(coefficients: np.ndarray, old: dict, new: dict, step: jax.Array) 
     for part, stored, elements in _shards(new):
         blocks = part.blocks([jnp.asarray(tensor[elements])])
         pieces = part.split([x.reshape(len(x), -1) for x in part.transform(blocks, step)])
-        (result[stored],) = part.stored(pieces)
+        (result[stored],) = part.pack(pieces)
     return result
 
 
 def _geometry(momentum: dict) -> BlockGeometry:
     """The blocks of each shard."""
     shape = (dim // n for dim, n in zip(momentum["shape"], momentum["shards"], strict=True))
-    return Coordinates(**momentum["coordinates"]).geometry(tuple(shape))
+    return MomentumFormat(**momentum["coordinates"]).geometry(tuple(shape))
 
 
 def _shards(momentum: dict):

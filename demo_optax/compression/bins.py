@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from demo_optax.arrays import BoolScalar
 from demo_optax.compression import sparse
 from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
-from demo_optax.compression.top_k import STRAND_LENGTH, largest_by_strands
+from demo_optax.compression.top_k import STRIDED_GROUP_SIZE, largest_by_strided_groups
 
 Places = Int32[Array, "blocks k"]
 AllPlaces = Int32[Array, "workers blocks k"]
@@ -49,18 +49,18 @@ class Bins:
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
         """The places of the largest magnitudes; of equal ones any."""
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-        if self.n % (STRAND_LENGTH * self.k):  # a strand would belong to several bins
+        if self.n % (STRIDED_GROUP_SIZE * self.k):  # a strand would belong to several bins
             return self._largest(magnitudes)
 
         # Strands are a multiple of k apart, so a position is k * place + bin.
-        def by_strands(magnitudes: Float32[Array, "blocks n"]) -> Places:
+        def by_strided_groups(magnitudes: Float32[Array, "blocks n"]) -> Places:
             def largest(x: Float32[Array, "_blocks _n"]) -> Int32[Array, "_blocks _k"]:
                 inner = Bins(x.shape[1], self.k)
                 return inner.in_block(inner._largest(x))
 
-            return largest_by_strands(magnitudes, largest) // self.k
+            return largest_by_strided_groups(magnitudes, largest) // self.k
 
-        return jax.lax.platform_dependent(magnitudes, cpu=by_strands, default=self._largest)
+        return jax.lax.platform_dependent(magnitudes, cpu=by_strided_groups, default=self._largest)
 
     def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
         """One element of each bin."""

@@ -98,14 +98,14 @@ def hashes(
     ``strides`` how far apart neighbours are along each dimension; they are its own by default.
     Sums of what is linear in the words would miss two flipped signs, or values in other places.
     """
-    place = jnp.uint32(first) + positions(words.shape, strides or contiguous(words.shape))
+    place = jnp.uint32(first) + positions(words.shape, strides or contiguous_strides(words.shape))
     x = words + place * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """How far apart neighbours are along each dimension of a whole array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 

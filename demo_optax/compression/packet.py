@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 
-from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, Positions, Values, in_float32
+from demo_optax.arrays import (
+    BoolScalar,
+    FloatScalar,
+    IntScalar,
+    Positions,
+    Values,
+    clamp_to_float32,
+)
 from demo_optax.compression import values as value_codings
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
 from demo_optax.compression.values import CodedValues, ValueCoding
@@ -56,6 +63,11 @@ class Header(NamedTuple):
 
 
 _DTYPES = ("uint32",) * 3 + ("float32",) * 5  # of the header's fields
+_NAMES_IN_FORMAT = {
+    "PacketLayout": "Layout",
+    "SharedSlice": "SharedRun",
+    "AllCoefficients": "Everything",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +96,7 @@ class Section:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PacketLayout:
     """Where everything lies in a packet.
 
     Attributes:
@@ -108,7 +120,7 @@ class Layout:
         used = self.head + sum(sum(section.word_counts) for section in self.sections)
         return used + -used % self.multiple
 
-    def share(self, owners: int) -> "Layout":
+    def per_owner(self, owners: int) -> "PacketLayout":
         """The layout of one owner's equal share of the blocks; the last shares may be padded."""
 
         def share_of(section: Section) -> Section:
@@ -160,7 +172,7 @@ def encode(sections: Sequence[Section], selected: Message) -> tuple[list[CodedVa
 
 
 def build(
-    layout: Layout,
+    layout: PacketLayout,
     header: Header,
     coded: Sequence[CodedValues],
     message: Message,
@@ -202,7 +214,7 @@ def build(
         coded: list[CodedValues],
         number: Int32[Array, ""],
     ) -> UInt32[Array, "..."]:
-        head = header._replace(message_energy=in_float32(energy))
+        head = header._replace(message_energy=clamp_to_float32(energy))
         words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
         words += [] if extra is None else [extra]
         for section, places, own in zip(layout.sections, positions, coded, strict=True):
@@ -219,8 +231,8 @@ def build(
     return jax.vmap(seal)(energies, positions, shares, origin.number)
 
 
-def open_heads(
-    layout: Layout, packets: Packets, origin: Origin
+def parse_headers(
+    layout: PacketLayout, packets: Packets, origin: Origin
 ) -> tuple[Header, UInt32[Array, "packets extra"], Bool[Array, "packets"]]:
     """The headers and extra words of untrusted packets, and whether they are intact.
 
@@ -240,7 +252,7 @@ def open_heads(
     return jax.vmap(open_one)(packets, origin.number)
 
 
-def decode(layout: Layout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
+def decode(layout: PacketLayout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
     """Decodes untrusted packets.
 
     Returns:
@@ -251,7 +263,7 @@ def decode(layout: Layout, packets: Packets) -> tuple[Message, Bool[Array, "pack
     return jax.vmap(functools.partial(_decode, layout))(packets)
 
 
-def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, BoolScalar]:
+def _decode(layout: PacketLayout, packet: UInt32[Array, "words"]) -> tuple[Message, BoolScalar]:
     all_positions: list[Positions | None] = []
     all_values: list[Values] = []
     valid = jnp.array(True)
@@ -293,7 +305,18 @@ def merge_rows(
 
 
 def _expected_checksum(
-    layout: Layout, rest: UInt32[Array, "words"], origin: Origin
+    layout: PacketLayout, rest: UInt32[Array, "words"], origin: Origin
 ) -> UInt32[Array, ""]:
-    of_layout = jnp.uint32(zlib.crc32(repr(layout).encode()))
-    return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ of_layout
+    layout_hash = jnp.uint32(_layout_hash(layout))
+    return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ layout_hash
+
+
+def _layout_hash(layout: PacketLayout) -> int:
+    """CRC-32 of the layout, with its classes under their names in the packet format.
+
+    So packets in a checkpoint or a store stay valid when a class is renamed.
+    """
+    text = repr(layout)
+    for name, name_in_format in _NAMES_IN_FORMAT.items():
+        text = text.replace(f"{name}(", f"{name_in_format}(")
+    return zlib.crc32(text.encode())

@@ -36,7 +36,7 @@ from demo_optax.compression.bits import true_once_computed
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Message, Section
 from demo_optax.compression.selection import make_selector, select, shared_positions
-from demo_optax.compression.settings import Compression, Coordinates
+from demo_optax.compression.settings import Compression, MomentumFormat
 
 Shape = tuple[int, ...]
 Stored = Float[Array, "*_grid _n"]
@@ -71,14 +71,14 @@ class Part:
     """How some neighbouring tensors are cut into blocks and transformed.
 
     Attributes:
-      coordinates: transform and blocks.
+      momentum_format: transform and blocks.
       tensors: start and stop (exclusive) of their numbers.
       geometries: one for each.
       groups: their blocks, by shape. Empty tensors have none.
       merged: whether the momenta of a group are one array, and not one for each piece.
     """
 
-    coordinates: Coordinates
+    momentum_format: MomentumFormat
     tensors: tuple[int, int]
     geometries: tuple[BlockGeometry, ...]
     groups: tuple[Group, ...]
@@ -115,13 +115,13 @@ class Part:
         self, blocks: Sequence[Blocks], step: IntScalar
     ) -> list[Float[Array, "_blocks _columns _rows"]]:
         """The coefficients of each group's blocks."""
-        basis = self.coordinates.basis(step)
+        basis = self.momentum_format.basis(step)
         pairs = zip(blocks, self.groups, strict=True)
         return [transforms.forward(x, group.sides, basis) for x, group in pairs]
 
     def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Blocks]:
         """The blocks of each group's coefficients."""
-        basis = self.coordinates.basis(step)
+        basis = self.momentum_format.basis(step)
         pairs = zip(coefficients, self.groups, strict=True)
         return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
 
@@ -129,7 +129,7 @@ class Part:
         """Cuts each group's rows as its momenta are cut."""
         return [[tree] for tree in by_group] if self.merged else _members(self.groups, by_group)
 
-    def momenta(self, stored: Sequence[Stored]) -> Momenta:
+    def unpack(self, stored: Sequence[Stored]) -> Momenta:
         """Unpacks the stored arrays into momenta for each group, in float32 or wider."""
 
         def take(number: int, piece: Piece) -> Coefficients:
@@ -139,7 +139,7 @@ class Part:
         pieces = [list(itertools.starmap(take, group.members)) for group in self.groups]
         return [[_concatenated(x)] for x in pieces] if self.merged else pieces
 
-    def stored(self, momenta: Momenta) -> list[Stored]:
+    def pack(self, momenta: Momenta) -> list[Stored]:
         """What tensors store of such momenta: the inverse of `momenta`, padded with zeros."""
 
         def put(x: Coefficients, piece: Piece, shape: Shape) -> Stored:
@@ -150,10 +150,10 @@ class Part:
         pieces = _members(self.groups, [x for (x,) in momenta]) if self.merged else momenta
         return self._assembled(pieces, put, shapes)
 
-    def rebase(self, momenta: Momenta, step: IntScalar) -> Momenta:
+    def advance_basis(self, momenta: Momenta, step: IntScalar) -> Momenta:
         """Carries momenta from the basis of the step before into that of this step."""
         return [
-            rebase(self.coordinates, pieces, group.sides, step)
+            advance_basis(self.momentum_format, pieces, group.sides, step)
             for group, pieces in zip(self.groups, momenta, strict=True)
         ]
 
@@ -170,7 +170,7 @@ class Part:
         delay: int,
     ) -> Momenta:
         """Takes a message, for each group positions, values and factors, out of the momenta."""
-        redrawn = delay and transforms.is_redrawn(self.coordinates.transform)
+        redrawn = delay and transforms.is_redrawn(self.momentum_format.transform)
 
         def less(
             group: Group,
@@ -182,7 +182,7 @@ class Part:
             if not redrawn:
                 return group.selector.add(m, positions, -factors * values)
             sent = group.selector.add(jnp.zeros_like(m), positions, factors * values)
-            return m - rebase(self.coordinates, [sent], group.sides, step)[0]
+            return m - advance_basis(self.momentum_format, [sent], group.sides, step)[0]
 
         return [
             [less(group, m, *own) for m, own in zip(pieces, rows, strict=True)]
@@ -265,8 +265,8 @@ class Plan:
 @functools.lru_cache(maxsize=64)
 def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str = "cpu") -> Plan:
     """The plan of tensors of these shapes. Packets are the same on all platforms."""
-    coordinates = compression.coordinates
-    geometries = tuple(map(coordinates.geometry, shapes))
+    momentum_format = compression.momentum_format
+    geometries = tuple(map(momentum_format.geometry, shapes))
     sides_of: list[Shape] = []
     filled: list[int] = []
     parts: list[Part] = []
@@ -291,7 +291,7 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
                 members.setdefault(piece.block_shape, []).append((number - start, piece))
         groups = tuple(itertools.starmap(group, members.items()))
         of_tensors = (start, stop), geometries[start:stop]
-        parts.append(Part(coordinates, *of_tensors, groups, merged=platform == "tpu"))
+        parts.append(Part(momentum_format, *of_tensors, groups, merged=platform == "tpu"))
 
     sections = [
         Section(blocks, selector_of(number), compression.value_coding)
@@ -376,13 +376,13 @@ def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]
     return list(itertools.starmap(members, zip(groups, by_group, strict=True)))
 
 
-def rebase(
-    coordinates: Coordinates, momenta: Sequence[Coefficients], sides: Shape, step: IntScalar
+def advance_basis(
+    momentum_format: MomentumFormat, momenta: Sequence[Coefficients], sides: Shape, step: IntScalar
 ) -> list[Coefficients]:
     """Carries momenta from the basis of the step before into that of this step."""
-    if not transforms.is_redrawn(coordinates.transform):
+    if not transforms.is_redrawn(momentum_format.transform):
         return list(momenta)
-    last, now = (coordinates.basis(s) for s in (step - 1, step))
+    last, now = (momentum_format.basis(s) for s in (step - 1, step))
     return [transforms.change_basis(x, sides, last, now) for x in momenta]
 
 

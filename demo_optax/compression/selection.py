@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 from demo_optax.arrays import BoolScalar, Coefficients, IntScalar, Positions
 from demo_optax.compression.bins import Bins
 from demo_optax.compression.packet import Message, Section
-from demo_optax.compression.shared import Everything, SharedRun, SharedSet
+from demo_optax.compression.shared import AllCoefficients, SharedSet, SharedSlice
 from demo_optax.compression.top_k import TopK
 
 
@@ -21,7 +21,7 @@ class Selector(Protocol):
     """Which ``k`` of the ``n`` coefficients of a block are sent.
 
     Only the selector knows what its positions mean: an int32 array with a row for each block. It
-    may assume ``k < n``. Selectors are hashable, and their ``repr`` is part of the checksum.
+    may assume ``k < n``. Selectors are hashable, and their ``repr`` enters the checksum.
     """
 
     n: int
@@ -115,8 +115,8 @@ SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "bins": lambda n, k, seed, stream: Bins(n, k),
     "random": lambda n, k, seed, stream: SharedSet(n, k, "random", seed, stream),
     "striding": lambda n, k, seed, stream: SharedSet(n, k, "striding", seed, stream),
-    "random-slicing": lambda n, k, seed, stream: SharedRun(n, k, "random-slicing", seed, stream),
-    "slicing": lambda n, k, seed, stream: SharedRun(n, k, "slicing", seed, stream),
+    "random-slicing": lambda n, k, seed, stream: SharedSlice(n, k, "random-slicing", seed, stream),
+    "slicing": lambda n, k, seed, stream: SharedSlice(n, k, "slicing", seed, stream),
 }
 
 
@@ -130,7 +130,7 @@ def make_selector(selection: Selection, n: int, k: int, seed: int, stream: int) 
       seed: of what is drawn.
       stream: number of the section, which draws positions of its own.
     """
-    return Everything(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
+    return AllCoefficients(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
 
 
 def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:

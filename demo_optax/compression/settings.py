@@ -1,4 +1,4 @@
-"""Settings as small values: what is sent, and the coordinates in which a momentum is stored."""
+"""Settings as small values: what is sent, and the momentum_format in which a momentum is stored."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from demo_optax.arrays import IntScalar
 from demo_optax.compression import transforms
 from demo_optax.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
 from demo_optax.compression.selection import SELECTORS, Selection
-from demo_optax.compression.transforms import BASIS, TRANSFORMS, Basis, TransformName
+from demo_optax.compression.transforms import BASIS_STREAM, TRANSFORMS, Basis, TransformName
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Coordinates:
+class MomentumFormat:
     """The part of a compression that decides how a momentum is stored.
 
     A static node of the optimizer state: it holds no array and tells states of different
@@ -35,7 +35,9 @@ class Coordinates:
 
     def basis(self, step: IntScalar) -> Basis | None:
         """The transform's basis at a step, the same on all workers; None for the identity."""
-        return transforms.make_basis(self.transform, transforms.key_of(self.seed, step, BASIS))
+        return transforms.make_basis(
+            self.transform, transforms.key_of(self.seed, step, BASIS_STREAM)
+        )
 
 
 @jax.tree_util.register_static
@@ -106,10 +108,10 @@ class Compression:
         checks.one_of("selection", self.selection, SELECTORS)
 
     @property
-    def coordinates(self) -> Coordinates:
+    def momentum_format(self) -> MomentumFormat:
         """What decides how a momentum is stored."""
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
-        return Coordinates(self.transform, self.block_side, self.block_rule, seed)
+        return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
     def key(self, step: IntScalar, purpose: int) -> PRNGKeyArray:
         """The key of a step's draws, the same on all workers."""

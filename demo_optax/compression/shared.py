@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from demo_optax.arrays import IntScalar
 from demo_optax.compression import sparse
-from demo_optax.compression.transforms import DRAW, key_of
+from demo_optax.compression.transforms import POSITIONS_STREAM, key_of
 
 _slice = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
 _put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
@@ -56,7 +56,7 @@ class SharedSet:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedRun:
+class SharedSlice:
     """Sends a run of ``k`` of ``n`` coefficients, the same in all blocks.
 
     Its positions are the run's start, once for each block.
@@ -115,7 +115,7 @@ class SharedRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class Everything:
+class AllCoefficients:
     """Sends all ``n`` coefficients of a block."""
 
     n: int
@@ -148,5 +148,5 @@ class Everything:
         return blocks + values.astype(blocks.dtype)
 
 
-def _key(selector: SharedSet | SharedRun, step: IntScalar) -> jax.Array:
-    return jax.random.fold_in(key_of(selector.seed, step, DRAW), selector.stream)
+def _key(selector: SharedSet | SharedSlice, step: IntScalar) -> jax.Array:
+    return jax.random.fold_in(key_of(selector.seed, step, POSITIONS_STREAM), selector.stream)

@@ -29,7 +29,7 @@ from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
 
 CODINGS = "packed", "elias-fano", "bitmap"
 
-STRAND_LENGTH = 8  # elements of a strand (`largest_by_strands`)
+STRIDED_GROUP_SIZE = 8  # elements of a strand (`largest_by_strided_groups`)
 _GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
 _AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
 
@@ -76,7 +76,7 @@ class TopK:
         chosen = jax.lax.platform_dependent(
             magnitudes,
             default=self._by_kernel,
-            **dict.fromkeys(slow, self._by_strands),
+            **dict.fromkeys(slow, self._by_strided_groups),
         )
         return jnp.sort(chosen, axis=-1)
 
@@ -97,14 +97,16 @@ class TopK:
     def _by_kernel(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
         return jax.lax.top_k(magnitudes, self.k)[1]
 
-    def _by_strands(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
+    def _by_strided_groups(
+        self, magnitudes: Float32[Array, "blocks n"]
+    ) -> Int32[Array, "blocks k"]:
         """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
-        if self.n % STRAND_LENGTH or self.n // STRAND_LENGTH < 4 * self.k:
+        if self.n % STRIDED_GROUP_SIZE or self.n // STRIDED_GROUP_SIZE < 4 * self.k:
             return self._by_kernel(magnitudes)
-        return largest_by_strands(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
+        return largest_by_strided_groups(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
 
 
-def largest_by_strands(
+def largest_by_strided_groups(
     magnitudes: Float32[Array, "blocks n"],
     largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
 ) -> Int32[Array, "blocks _k"]:
@@ -113,10 +115,10 @@ def largest_by_strands(
     A block has ``n / 8`` strands of 8 elements. A strand holds every ``n / 8``-th element. The
     strands with the largest maxima hold the largest elements.
     """
-    strands = magnitudes.shape[1] // STRAND_LENGTH
-    rows = [magnitudes[:, i * strands : (i + 1) * strands] for i in range(STRAND_LENGTH)]
+    strands = magnitudes.shape[1] // STRIDED_GROUP_SIZE
+    rows = [magnitudes[:, i * strands : (i + 1) * strands] for i in range(STRIDED_GROUP_SIZE)]
     chosen = largest(functools.reduce(jnp.maximum, rows))
-    steps = strands * jnp.arange(STRAND_LENGTH, dtype=jnp.int32)
+    steps = strands * jnp.arange(STRIDED_GROUP_SIZE, dtype=jnp.int32)
     candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
     return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
 

@@ -21,7 +21,7 @@ TRANSFORMS = get_args(TransformName)
 
 Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
 
-BASIS, DRAW, STORE = range(3)
+BASIS_STREAM, POSITIONS_STREAM, ROUNDING_STREAM = range(3)
 """What keys are for: the redrawn basis, shared positions, the rounding of stored momenta."""
 
 
@@ -105,7 +105,9 @@ def forward(
     """Coefficients of blocks."""
     columns, rows = _matrices(sides, basis)
     blocks = _with_signs(blocks, sides, basis)
-    return _middle(_last(blocks.reshape(len(blocks), -1, sides[-1]), columns), rows)
+    return _matmul_middle_and_swap(
+        _matmul_last(blocks.reshape(len(blocks), -1, sides[-1]), columns), rows
+    )
 
 
 def inverse(
@@ -114,7 +116,9 @@ def inverse(
     """Blocks of coefficients: the transpose of `forward`."""
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, basis)
-    blocks = _middle(_last(x, _transposed(rows)), _transposed(columns)).reshape(-1, *sides)
+    blocks = _matmul_middle_and_swap(
+        _matmul_last(x, _transposed(rows)), _transposed(columns)
+    ).reshape(-1, *sides)
     return _with_signs(blocks, sides, basis)
 
 
@@ -133,11 +137,11 @@ def change_basis(
 
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, Basis(between))
-    turned = _middle(_last(x, rows, exact=True), columns, exact=True)
+    turned = _matmul_middle_and_swap(_matmul_last(x, rows, exact=True), columns, exact=True)
     return turned.swapaxes(1, 2).reshape(coefficients.shape)
 
 
-def _last(
+def _matmul_last(
     x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
 ) -> Float[Array, "blocks i j"]:
     """Multiplies the last dimension by a matrix, if there is one."""
@@ -146,7 +150,7 @@ def _last(
     return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
 
-def _middle(
+def _matmul_middle_and_swap(
     x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
 ) -> Float[Array, "blocks j i"]:
     """Multiplies the middle dimension by a matrix, if there is one, and makes it the last."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from demo_optax import axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.packet import Layout, Origin
+from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average_all
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
@@ -43,9 +43,9 @@ class AllGather:
         """One packet holds the whole message."""
         return 1
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of a worker's packet."""
-        return Layout(plan.sections)
+        return PacketLayout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:
         """Nothing is kept."""
@@ -64,7 +64,7 @@ class AllGather:
         factor = outgoing.factor * found.factors[axes.index(self.axis_name)]
         return Aggregate(
             mean=found.mean,
-            subtractions=[Subtraction.of_whole(plan, outgoing.message, factor)],
+            subtractions=[Subtraction.uniform(plan, outgoing.message, factor)],
             state=state,
             metrics=found.metrics,
         )

@@ -21,19 +21,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from demo_optax import axes
-from demo_optax.arrays import FloatScalar, Positions, in_float32
+from demo_optax.arrays import FloatScalar, Positions, clamp_to_float32
 from demo_optax.compression import Plan
 from demo_optax.compression.packet import (
     Header,
-    Layout,
     Message,
     Origin,
+    PacketLayout,
     Packets,
     Section,
     decode,
-    open_heads,
+    parse_headers,
 )
-from demo_optax.compression.selection import Everything
+from demo_optax.compression.selection import AllCoefficients
 from demo_optax.exchange.protocol import Mean, SparseSum
 from demo_optax.metrics import ExchangeMetrics, summarise
 
@@ -55,7 +55,9 @@ class Decoded(NamedTuple):
     norms: Float32[Array, "packets"]
 
 
-def decode_accepted(layout: Layout, packets: Packets, intact: Bool[Array, "packets"]) -> Decoded:
+def decode_accepted(
+    layout: PacketLayout, packets: Packets, intact: Bool[Array, "packets"]
+) -> Decoded:
     """Decodes packets, and rejects those that are not intact, well formed and finite.
 
     The energy is checked per block: one bad block would not show in the norm of all blocks.
@@ -72,7 +74,9 @@ def decode_accepted(layout: Layout, packets: Packets, intact: Bool[Array, "packe
         for section, at in zip(layout.sections, found.positions, strict=True)
     ]
     values = [jnp.where(here, v, 0.0) for v in found.values]
-    return Decoded(Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(in_float32(total)))
+    return Decoded(
+        Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(clamp_to_float32(total))
+    )
 
 
 class Average(NamedTuple):
@@ -91,7 +95,7 @@ class Average(NamedTuple):
 
 def average_all(
     plan: Plan,
-    layout: Layout,
+    layout: PacketLayout,
     packets: Packets,
     origin: Origin,
     norm_limit: float | None,
@@ -109,7 +113,7 @@ def average_all(
       last: metrics of the exchange before.
       mean: as in `average`.
     """
-    headers, _, intact = open_heads(layout, packets, origin)
+    headers, _, intact = parse_headers(layout, packets, origin)
     cap = norm_cap(headers, intact, norm_limit)
     shared = plan.shared_positions(origin.step)
     weights = capped_weights(headers, intact, norm_limit)
@@ -120,7 +124,7 @@ def average_all(
 
 
 def average(
-    layout: Layout,
+    layout: PacketLayout,
     packets: Packets,
     intact: Bool[Array, "workers"],
     shared: Shared,
@@ -186,10 +190,10 @@ def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mea
     divisor = total_weight
     if mean == "senders" and len(values) > 1:
         divisor = selector.senders(positions, weights[:, None, None])
-    return SparseSum(positions, values / _or_one(divisor), selector)
+    return SparseSum(positions, values / _safe_divisor(divisor), selector)
 
 
-def _or_one(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def _safe_divisor(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """The divisor; 1 where nobody sent anything."""
     return jnp.where(divisor > 0, divisor, 1.0)
 
@@ -216,15 +220,15 @@ def _mean_of_sums(section: Section, shared, total, senders, total_weight, mean: 
         return _of_values(section.selector, shared, total, total_weight)
     divisor = senders if mean == "senders" else total_weight
     nowhere = jnp.zeros((1, section.num_blocks, 0), jnp.int32)
-    dense = (total / _or_one(divisor))[None]
-    return SparseSum(nowhere, dense, Everything(section.selector.n))
+    dense = (total / _safe_divisor(divisor))[None]
+    return SparseSum(nowhere, dense, AllCoefficients(section.selector.n))
 
 
 def _of_values(selector, shared: Positions, total, divisor) -> SparseSum:
-    return SparseSum(shared[None], (total / _or_one(divisor))[None], selector)
+    return SparseSum(shared[None], (total / _safe_divisor(divisor))[None], selector)
 
 
-def _workers_at_once(layout: Layout) -> int:
+def _workers_at_once(layout: PacketLayout) -> int:
     """Packets to decode together: few where they hold positions.
 
     Otherwise so many that their values together are not more than all coefficients.
@@ -256,7 +260,7 @@ def capped_weights(
     """The weights in the headers, capped like the norms, as parts of the largest."""
     weights = jnp.where(intact, headers.weight, 0.0)
     weights = jnp.minimum(weights, _multiple_of_median(weights, intact, limit))
-    return weights / _or_one(jnp.max(weights))
+    return weights / _safe_divisor(jnp.max(weights))
 
 
 def _multiple_of_median(

@@ -23,13 +23,13 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
             gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, packet.size)
 
-    def gathered_in_a_row(x):
+    def gather_flat(x):
         # As rows of a matrix, or fused with its producer, it would be an all-reduce on 64 TPUs.
         row = jax.lax.optimization_barrier(x[None])
         row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
         return row.reshape(-1, x.size)
 
-    return split_across_devices(gathered_in_a_row, packet, axis_name)
+    return split_across_devices(gather_flat, packet, axis_name)
 
 
 def all_to_all(
@@ -58,7 +58,7 @@ def split_across_devices(
 
     The parts are joined inside the worker.
     """
-    copies = axes.copies_of(words, axis_name)
+    copies = axes.replicated_axes(words, axis_name)
     if not copies:
         return collective(words)
     size = words.shape[-1]

@@ -3,7 +3,6 @@
 import dataclasses
 
 from demo_optax.compression import Plan
-from demo_optax.exchange.around import Around, PendingState
 from demo_optax.exchange.protocol import (
     Aggregate,
     Mean,
@@ -11,11 +10,12 @@ from demo_optax.exchange.protocol import (
     Subtraction,
     Traffic,
 )
+from demo_optax.exchange.wrapper import ExchangeWrapper, PendingState
 from demo_optax.metrics import ExchangeMetrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed(Around):
+class Delayed(ExchangeWrapper):
     r"""Exchanges the packets of the last step while this one computes its gradient.
 
     A message leaves the momentum when it is sent, and enters the mean a step later:
@@ -65,7 +65,7 @@ class Delayed(Around):
         )
         return found._replace(
             subtractions=[
-                Subtraction.of_whole(plan, outgoing.message, outgoing.factor),
+                Subtraction.uniform(plan, outgoing.message, outgoing.factor),
                 Subtraction(message, correction, delay=1),
             ],
             state=self.pending_state(plan, outgoing.packets, outgoing.factor, found.state),

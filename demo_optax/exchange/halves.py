@@ -15,14 +15,14 @@ import dataclasses
 import jax.numpy as jnp
 
 from demo_optax.compression import Plan
-from demo_optax.compression.selection import Everything
-from demo_optax.exchange.around import Around, PendingState
+from demo_optax.compression.selection import AllCoefficients
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, SparseSum, Subtraction
+from demo_optax.exchange.wrapper import ExchangeWrapper, PendingState
 from demo_optax.metrics import ExchangeMetrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Sealed(Around):
+class Sealed(ExchangeWrapper):
     """The first half: a worker seals its packets; what the others sent is not there yet.
 
     Its updates, and whatever comes after it in the chain, are to be thrown away.
@@ -39,14 +39,14 @@ class Sealed(Around):
         del mean
         return Aggregate(
             mean=[_zero(section.num_blocks, section.selector.n) for section in plan.sections],
-            subtractions=[Subtraction.of_whole(plan, outgoing.message, outgoing.factor)],
+            subtractions=[Subtraction.uniform(plan, outgoing.message, outgoing.factor)],
             state=self.pending_state(plan, outgoing.packets, outgoing.factor, state.inner),
             metrics=last,
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened(Around):
+class Opened(ExchangeWrapper):
     """The second half: the packets of the first are exchanged. The gradient is ignored.
 
     A worker that skipped the first half has nothing under way, and applies what the others sent.
@@ -72,4 +72,4 @@ class Opened(Around):
 
 def _zero(blocks: int, n: int) -> SparseSum:
     nowhere = jnp.zeros((1, blocks, 0), jnp.int32)
-    return SparseSum(nowhere, jnp.zeros((1, blocks, n), jnp.float32), Everything(n))
+    return SparseSum(nowhere, jnp.zeros((1, blocks, n), jnp.float32), AllCoefficients(n))

@@ -19,7 +19,7 @@ from demo_optax.arrays import Coefficients, FloatScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
 from demo_optax.compression.bits import true_once_computed
-from demo_optax.compression.packet import Layout, Message, Packets
+from demo_optax.compression.packet import Message, PacketLayout, Packets
 from demo_optax.metrics import ExchangeMetrics
 
 Mean = Literal["senders", "workers"]
@@ -91,7 +91,7 @@ class Subtraction:
     delay: int = 0
 
     @classmethod
-    def of_whole(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
+    def uniform(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
         """The same part of every block."""
         return cls(message, [jnp.full((s.num_blocks, 1), factor) for s in plan.sections])
 
@@ -157,7 +157,7 @@ class Exchange(Protocol):
         """Packets into which a worker divides its message, one for each owner of some blocks."""
         ...
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of one of these packets."""
         ...
 
@@ -184,6 +184,6 @@ class Exchange(Protocol):
         ...
 
 
-def own_numbers(owners: int, axis_name: AxisName) -> Array:
+def packet_ids(owners: int, axis_name: AxisName) -> Array:
     """The numbers of a worker's packets among those of all, int32 ``(owners,)``."""
     return axes.index(axis_name) * owners + jnp.arange(owners, dtype=jnp.int32)

@@ -9,7 +9,7 @@ from demo_optax import axes, checks
 from demo_optax.arrays import IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.packet import Layout, Origin
+from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average_all
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
@@ -50,9 +50,9 @@ class Received:
         """One packet holds the whole message."""
         return 1
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of a worker's packet."""
-        return Layout(plan.sections)
+        return PacketLayout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:
         """Nothing is kept."""
@@ -74,7 +74,7 @@ class Received:
         factor = sent.factor * jnp.where(slot >= 0, found.factors[slot], 0.0)
         return Aggregate(
             mean=found.mean,
-            subtractions=[Subtraction.of_whole(plan, sent.message, factor)],
+            subtractions=[Subtraction.uniform(plan, sent.message, factor)],
             state=state,
             metrics=found.metrics,
         )

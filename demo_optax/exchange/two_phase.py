@@ -22,16 +22,16 @@ from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
 from demo_optax.compression.bits import pack_bits, to_words, unpack_bits, words_of
 from demo_optax.compression.packet import (
-    Layout,
     Origin,
+    PacketLayout,
     Section,
     build,
     divide_rows,
     encode,
     merge_rows,
-    open_heads,
+    parse_headers,
 )
-from demo_optax.compression.plan import rebase
+from demo_optax.compression.plan import advance_basis
 from demo_optax.compression.selection import make_selector, select, shared_positions
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 from demo_optax.exchange import collectives
@@ -50,7 +50,7 @@ from demo_optax.exchange.protocol import (
     SparseSum,
     Subtraction,
     Traffic,
-    own_numbers,
+    packet_ids,
 )
 from demo_optax.metrics import ExchangeMetrics, summarise
 from demo_optax.participation import reset_nonfinite_blocks
@@ -107,7 +107,7 @@ class TwoPhase:
         """Every worker owns a share of the blocks."""
         return axes.size(self.axis_name)
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of the packet for one owner, without an all-gather's padding to 128 words."""
         return _layout(plan, self.packets_per_worker())
 
@@ -139,7 +139,7 @@ class TwoPhase:
 
         # Each owner averages its share of the blocks
         packets = collectives.all_to_all(outgoing.packets, self.axis_name)
-        headers, _, intact = open_heads(layout, packets, Origin(step, every * workers + own))
+        headers, _, intact = parse_headers(layout, packets, Origin(step, every * workers + own))
         cap = norm_cap(headers, intact, self.norm_limit)
         positions = _of_share(plan.shared_positions(step), workers, own)
         weights = capped_weights(headers, intact, self.norm_limit)
@@ -155,15 +155,15 @@ class TwoPhase:
         coded, result = encode(result_layout.sections, selected)
 
         # Everybody gets all results, each with the header of its owner's own packet
-        own_headers, _, _ = open_heads(
-            layout, outgoing.packets, Origin(step, own_numbers(workers, self.axis_name))
+        own_headers, _, _ = parse_headers(
+            layout, outgoing.packets, Origin(step, packet_ids(workers, self.axis_name))
         )
         extra = jnp.append(to_words(cap), pack_bits((factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
         origin = Origin(step, own[None])
         (packet,) = build(result_layout, header, coded, result, jnp.array(True), origin, extra)
         packets = collectives.gather(packet, self.axis_name)
-        headers, extra, intact = open_heads(result_layout, packets, Origin(step, every))
+        headers, extra, intact = parse_headers(result_layout, packets, Origin(step, every))
         results = decode_accepted(result_layout, packets, intact)
 
         # What was accepted, by which owner, and how much of it
@@ -230,24 +230,26 @@ class TwoPhase:
             for number, s in enumerate(plan.sections)
         ]
 
-    def _result_layout(self, plan: Plan, workers: int) -> Layout:
+    def _result_layout(self, plan: Plan, workers: int) -> PacketLayout:
         """The layout of an owner's result.
 
         The header is followed by the cap on norms, and a bit for each worker: whether the owner
         accepted its packet.
         """
-        return Layout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).share(workers)
+        return PacketLayout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).per_owner(
+            workers
+        )
 
     def _residual(self, plan: Plan, state: TwoPhaseState, step: IntScalar) -> list[Coefficients]:
         """The owner's residual in a step's basis; blocks that are not finite are zero."""
-        coordinates = plan.compression.coordinates
+        momentum_format = plan.compression.momentum_format
         pairs = zip(state.residual, plan.sides, strict=True)
-        residual = [rebase(coordinates, [x], sides, step)[0] for x, sides in pairs]
+        residual = [advance_basis(momentum_format, [x], sides, step)[0] for x, sides in pairs]
         return reset_nonfinite_blocks(residual)[0]
 
 
-def _layout(plan: Plan, owners: int) -> Layout:
-    return Layout(plan.sections, multiple=1).share(owners)
+def _layout(plan: Plan, owners: int) -> PacketLayout:
+    return PacketLayout(plan.sections, multiple=1).per_owner(owners)
 
 
 def _of_share(shared: Shared, owners: int, owner: IntScalar) -> Shared:
@@ -256,7 +258,7 @@ def _of_share(shared: Shared, owners: int, owner: IntScalar) -> Shared:
 
 
 def _rows(
-    factors: Float32[Array, "owners"], layout: Layout, plan: Plan
+    factors: Float32[Array, "owners"], layout: PacketLayout, plan: Plan
 ) -> list[Float32[Array, "_blocks 1"]]:
     """For each section and each of its blocks the factor of the block's owner."""
     shares = zip(plan.sections, layout.sections, strict=True)

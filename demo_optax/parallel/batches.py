@@ -37,7 +37,7 @@ def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
         return P(worker_axes)
 
     def of_type(x):
-        if lies_elsewhere(x, mesh):
+        if needs_device_put(x, mesh):
             return P(worker_axes)
         entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
         row = row_dimensions(P(*entries), axis_name)[0] or 0
@@ -59,7 +59,7 @@ def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: Axis
     workers, worker_axes = num_workers(mesh, axis_name), axes.names(axis_name)
 
     def split(path, x, spec, row):
-        if lies_elsewhere(x, mesh):
+        if needs_device_put(x, mesh):
             given = jax.typeof(x).sharding.mesh
             if not given.empty and given.size != mesh.size:
                 raise ValueError(
@@ -87,7 +87,7 @@ def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: Axis
     return structure.unflatten([split(path, x, spec, row) for (path, x), spec, row in leaves])
 
 
-def lies_elsewhere(x, mesh: Mesh | AbstractMesh) -> bool:
+def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
     """Whether a traced array's type says that it must be put on a mesh with devices.
 
     It lies on no mesh or on another one, and one of the two meshes is Explicit.

@@ -272,14 +272,14 @@ def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
     return first.astype(x.dtype)
 
 
-def metrics_of_worker(new, old, sharded: tuple[str, ...]):
+def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
     """A new state with the metrics of a whole worker; the old ones where it did not exchange."""
 
     def combine(new, old):
         if not is_momentum(new):
             return new
         exchanged = new.count != old.count
-        own = metrics.of_worker(new.metrics, sharded)
+        own = metrics.merge_shards(new.metrics, sharded)
         chosen = [jnp.where(exchanged, x, y) for x, y in zip(own, old.metrics, strict=True)]
         return new._replace(metrics=own._make(chosen))
 

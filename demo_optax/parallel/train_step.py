@@ -13,12 +13,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
-from demo_optax._rounds import has_exchanged, own_parameters
+from demo_optax._rounds import has_exchanged, local_parameters
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax.parallel import batches, shards, worker_axis
 from demo_optax.parallel.gradients import stacked_gradients
-from demo_optax.parallel.layout import Layout, find_layout, require_plain
+from demo_optax.parallel.layout import StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import is_simulated
 from demo_optax.participation import PARTICIPATES
 
@@ -71,7 +71,7 @@ def make_train_step(
     param_specs=None,
     batch_specs=None,
     metrics_fn: Callable | None = None,
-    axis_names: Collection[str] | None = None,
+    manual_axes: Collection[str] | None = None,
     donate: bool = True,
 ) -> Callable:
     """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
@@ -108,13 +108,16 @@ def make_train_step(
       metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
         worker's clipped gradients, the updates and the parameters before the step. All have their
         whole shapes, and the sharding of the parameters. ``metrics.custom`` holds the results.
-      axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
-        ``loss_fn`` sees one device's part of the batch and whole parameters. The step gathers the
-        parameters and scatters the gradients. With the workers' axis alone, the compiler handles
-        the one other axis, whose ``jax.sharding.AxisType`` must be ``Auto``. ``loss_fn`` is then a
-        program for a whole worker, with constraints in the form of PartitionSpecs. With ``()``
-        the compiler handles all axes: ``loss_fn`` is mapped over the workers (`worker_gradients`),
-        and may hold any constraints and a ``jax.shard_map`` of its own.
+      manual_axes: the mesh axes that the step handles itself, in a ``jax.shard_map``; the compiler
+        handles the others. There are three choices:
+
+        * None, all axes: ``loss_fn`` sees one device's part of the batch and whole parameters. The
+          step gathers the parameters and scatters the gradients.
+        * The workers' axis or axes: ``loss_fn`` is a program for a whole worker, with sharding
+          constraints in the form of PartitionSpecs. The mesh may have one other axis, whose
+          ``jax.sharding.AxisType`` must be ``Auto``.
+        * ``()``, none: ``loss_fn`` is mapped over the workers (`worker_gradients`). It may hold any
+          sharding constraints, and a ``jax.shard_map`` of its own.
       donate: whether parameters and state are given away to the step, so that it needs less memory.
 
     Returns:
@@ -145,13 +148,13 @@ def make_train_step(
       >>> metrics.loss
       Array([64.], dtype=float32)
     """
-    require_plain(tx)
+    require_unwrapped(tx)
     workers = shards.num_workers(mesh, axis_name)
     gradients_of = stacked_gradients(
         loss_fn,
         mesh,
         axis_name,
-        manual=manual_axes(axis_names, mesh, axis_name),
+        manual=resolve_manual_axes(manual_axes, mesh, axis_name),
         microbatches=microbatches,
         clip_norm=clip_norm,
         stateful=stateful,
@@ -163,7 +166,7 @@ def make_train_step(
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, opt_state, state, batch, key, extra_args):
         copies = shards.copies(params, mesh, axis_name, layout.params)
-        own = own_parameters(copies, opt_state)
+        own = local_parameters(copies, opt_state)
         found = gradients_of(own, state, batch, *key, shared=own is params)
         participates = {PARTICIPATES: jnp.isfinite(found.norm)}
         updates, opt_state = worker_axis.update_stacked(
@@ -188,7 +191,7 @@ def make_train_step(
         return params, opt_state, found.state, metrics
 
     @shards.once_per_shapes
-    def layout_for(params, opt_state) -> Layout:
+    def layout_for(params, opt_state) -> StateLayout:
         """The layout of parameters and state, found and checked once for each tree of shapes."""
         layout = find_layout(tx, params, mesh, axis_name, param_specs)
         init = functools.partial(worker_axis.init_stacked, tx, layout)
@@ -203,7 +206,7 @@ def make_train_step(
 
     def step(params, opt_state, *args, **extra_args):
         state, batch, key = split_arguments(args, stateful, random_key)
-        require_alive(params, opt_state, state)
+        require_not_donated(params, opt_state, state)
         require_in_order(params, opt_state)
         layout = layout_for(params, opt_state)
         specs = specs_of(layout, batch)
@@ -231,32 +234,32 @@ def make_train_step(
     return step
 
 
-def manual_axes(
-    axis_names: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
+def resolve_manual_axes(
+    manual_axes: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
 ) -> set[str]:
     """The axes that a step handles itself: all, those of the workers, or none."""
     if is_simulated(mesh, axis_name):
         return set()
-    given = mesh.axis_names if axis_names is None else axis_names
+    given = mesh.axis_names if manual_axes is None else manual_axes
     manual = {given} if isinstance(given, str) else set(given)
     worker_axes = axes.names(axis_name)
     if manual not in (set(mesh.axis_names), set(worker_axes), set()):
         raise ValueError(
-            f"axis_names must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
+            f"manual_axes must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
             f"{worker_axes} alone, or (), with the others left to the compiler, not "
-            f"{axis_names!r}."
+            f"{manual_axes!r}."
         )
     left = [name for name in mesh.axis_names if manual and name not in manual]
     if len(left) > 1:
         raise ValueError(
-            f"axis_names={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
-            "more than one XLA may abort the process: use axis_names=()."
+            f"manual_axes={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
+            "more than one XLA may abort the process: use manual_axes=()."
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(kinds[name] == AxisType.Explicit for name in left):
         raise ValueError(
             f"the axes {left} are left to the compiler, but their type is Explicit, as "
-            "jax.make_mesh makes them by default: use axis_names=(), or make the mesh with "
+            "jax.make_mesh makes them by default: use manual_axes=(), or make the mesh with "
             "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
         )
     return manual
@@ -276,7 +279,7 @@ def split_arguments(args, stateful: bool, random_key: bool):
     return state, batch, tuple(key)
 
 
-def require_alive(*trees) -> None:
+def require_not_donated(*trees) -> None:
     """Refuses arrays that were donated: used again, they end the process on several devices."""
     for path, x in jax.tree.leaves_with_path(trees):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():

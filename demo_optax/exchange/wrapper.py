@@ -13,12 +13,12 @@ from demo_optax.arrays import IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Plan
 from demo_optax.compression.packet import (
-    Layout,
     Message,
     Origin,
+    PacketLayout,
     Packets,
     merge_rows,
-    open_heads,
+    parse_headers,
 )
 from demo_optax.exchange.averaging import decode_accepted
 from demo_optax.exchange.protocol import (
@@ -27,7 +27,7 @@ from demo_optax.exchange.protocol import (
     Mean,
     Outgoing,
     Traffic,
-    own_numbers,
+    packet_ids,
 )
 from demo_optax.metrics import ExchangeMetrics
 
@@ -80,7 +80,7 @@ class PendingState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
+class ExchangeWrapper:
     """An exchange that sends the packets of another one, as they are.
 
     Attributes:
@@ -98,7 +98,7 @@ class Around:
         """Packets of the inner exchange."""
         return self.inner.packets_per_worker()
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of the inner exchange's packets."""
         return self.inner.layout(plan)
 
@@ -145,7 +145,7 @@ class Around:
           The aggregate, the message, and the part of it that still leaves the momentum. That is 0,
           or negative where the message was not accepted: what was not goes back.
         """
-        origin = Origin(step, own_numbers(len(packets), self.axis_name))
+        origin = Origin(step, packet_ids(len(packets), self.axis_name))
         message = decode_pending(plan, self.layout(plan), packets, origin)
         pending = Outgoing(packets, message, subtracted_fraction, step)
         found = self.inner.exchange(plan, pending, inner, last, mean)
@@ -154,9 +154,9 @@ class Around:
         return found, of_inner.message, remaining
 
 
-def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
+def decode_pending(plan: Plan, layout: PacketLayout, packets: Packets, origin: Origin) -> Message:
     """What a worker sealed in its packets; zeros where these are to be rejected, or damaged."""
-    _, _, intact = open_heads(layout, packets, origin)
+    _, _, intact = parse_headers(layout, packets, origin)
     found = decode_accepted(layout, packets, intact).message
     num_blocks = [section.num_blocks for section in plan.sections]
     shared = plan.shared_positions(origin.step)
