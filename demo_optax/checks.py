@@ -78,7 +78,7 @@ def require_rate(name: str, value: Any) -> None:
 
 
 def evaluate_schedule(name: str, value: Any, step: jax.Array) -> Any:
-    """The value of a number or a schedule at a step, which must be a scalar."""
+    """The value of a number or a schedule at a step; it must be a scalar."""
     value = value(step) if callable(value) else value
     if np.ndim(value):
         raise ValueError(
@@ -134,7 +134,7 @@ def _devices_of(x) -> int:
 
 
 def require_local_gradient(updates, axis_name: AxisName) -> None:
-    """Refuses gradients that are the same on all workers, where the types can tell."""
+    """Refuses gradients that are the same on all workers, where types have VMA information."""
     axes.size(axis_name)
     if axis_name is None or not axes.types_are_tracked(axis_name):
         return
@@ -150,7 +150,7 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
             )
 
 
-def gradient_fits_state(updates, state, momentum_format, geometries, kept) -> None:
+def gradient_fits_state(updates, state, momentum_format, geometries, exchange_state_shapes) -> None:
     """Requires a `demo_optax.DecoupledMomentumState` made for this gradient and these settings.
 
     Args:
@@ -158,7 +158,7 @@ def gradient_fits_state(updates, state, momentum_format, geometries, kept) -> No
       state: the optimizer's state.
       momentum_format: transform and blocks in which the optimizer stores momenta.
       geometries: blocks of each leaf of the gradient.
-      kept: shapes of the exchange's state.
+      exchange_state_shapes: shapes of the exchange's state.
     """
     given: Any = jax.tree.structure(unboxed(updates))
     expected: Any = jax.tree.structure(state.momentum)
@@ -178,7 +178,7 @@ def gradient_fits_state(updates, state, momentum_format, geometries, kept) -> No
         jax.tree.leaves_with_path(updates),
         jax.tree.leaves(state.momentum),
         geometries,
-        state.sides.of_leaves or [x.sides for x in geometries],
+        state.sides.per_leaf or [x.sides for x in geometries],
         strict=True,
     )
     for (path, gradient), stored, geometry, sides in leaves:
@@ -198,8 +198,12 @@ def gradient_fits_state(updates, state, momentum_format, geometries, kept) -> No
             f"has {stored.shape} in blocks of {sides}. The parameters or the settings changed "
             "since the state was made: go back to the old ones, or make the state anew."
         )
-    has, needs = ([x.shape for x in jax.tree.leaves(tree)] for tree in (state.exchange, kept))
-    if has != needs or jax.tree.structure(state.exchange) != jax.tree.structure(kept):
+    has, needs = (
+        [x.shape for x in jax.tree.leaves(tree)] for tree in (state.exchange, exchange_state_shapes)
+    )
+    if has != needs or jax.tree.structure(state.exchange) != jax.tree.structure(
+        exchange_state_shapes
+    ):
         raise ValueError(
             f"the state's exchange has the shapes {has}, but this exchange needs {needs}: the "
             "exchange, topk, codings or the number of workers changed since the state was made. Go "

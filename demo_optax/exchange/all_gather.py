@@ -53,14 +53,19 @@ class AllGather:
         return ()
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: tuple[()],
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Gathers all packets and averages them (see `Exchange.exchange`)."""
         layout = self.layout(plan)
         packets = collectives.gather(outgoing.packets[0], self.axis_name)
         numbers = jnp.arange(len(packets), dtype=jnp.int32)
         origin = Origin(outgoing.step, numbers)
-        found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
+        found = average_all(plan, layout, packets, origin, self.norm_limit, previous_metrics, mean)
         factor = outgoing.factor * found.factors[axes.index(self.axis_name)]
         return Aggregate(
             mean=found.mean,

@@ -99,7 +99,7 @@ def average_all(
     packets: Packets,
     origin: Origin,
     norm_limit: float | None,
-    last: ExchangeMetrics,
+    previous_metrics: ExchangeMetrics,
     mean: Mean,
 ) -> Average:
     """Averages whole messages, one packet of each worker.
@@ -110,7 +110,7 @@ def average_all(
       packets: one of each worker.
       origin: of the packets.
       norm_limit: as in `demo_optax.AllGather`: the cap as a multiple of the median norm.
-      last: metrics of the exchange before.
+      previous_metrics: metrics of the exchange before.
       mean: as in `average`.
     """
     headers, _, intact = parse_headers(layout, packets, origin)
@@ -120,7 +120,7 @@ def average_all(
     means, factors = average(layout, packets, intact, shared, cap, weights, mean)
     accepted = factors > 0
     checksums = jnp.where(accepted, packets[:, 0], 0)
-    return Average(means, factors, summarise(headers, accepted, checksums, last))
+    return Average(means, factors, summarise(headers, accepted, checksums, previous_metrics))
 
 
 def average(
@@ -189,7 +189,7 @@ def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mea
         return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
     divisor = total_weight
     if mean == "senders" and len(values) > 1:
-        divisor = selector.senders(positions, weights[:, None, None])
+        divisor = selector.sender_weight_sums(positions, weights[:, None, None])
     return SparseSum(positions, values / _safe_divisor(divisor), selector)
 
 

@@ -46,7 +46,12 @@ class Delayed(ExchangeWrapper):
             )
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: PendingState,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Exchanges the packets of the call before (see `Exchange.exchange`).
 
@@ -61,7 +66,7 @@ class Delayed(ExchangeWrapper):
             )
         pending = state.pending, state.subtracted_fraction
         found, message, correction = self.exchange_pending(
-            plan, *pending, outgoing.step - 1, state.inner, last, mean
+            plan, *pending, outgoing.step - 1, state.inner, previous_metrics, mean
         )
         return found._replace(
             subtractions=[

@@ -33,7 +33,12 @@ class Sealed(ExchangeWrapper):
     """
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: PendingState,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Keeps the packets for the second half."""
         del mean
@@ -41,7 +46,7 @@ class Sealed(ExchangeWrapper):
             mean=[_zero(section.num_blocks, section.selector.n) for section in plan.sections],
             subtractions=[Subtraction.uniform(plan, outgoing.message, outgoing.factor)],
             state=self.pending_state(plan, outgoing.packets, outgoing.factor, state.inner),
-            metrics=last,
+            metrics=previous_metrics,
         )
 
 
@@ -57,11 +62,22 @@ class Opened(ExchangeWrapper):
     """
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: PendingState,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Exchanges the packets of the first half, which have the same step."""
         found, message, correction = self.exchange_pending(
-            plan, state.pending, state.subtracted_fraction, outgoing.step, state.inner, last, mean
+            plan,
+            state.pending,
+            state.subtracted_fraction,
+            outgoing.step,
+            state.inner,
+            previous_metrics,
+            mean,
         )
         none, nothing = jnp.zeros_like(outgoing.packets), jnp.zeros_like(outgoing.factor)
         return found._replace(

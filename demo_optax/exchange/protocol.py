@@ -166,7 +166,13 @@ class Exchange(Protocol):
         ...
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: Any, last: ExchangeMetrics, mean: Mean, /
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: Any,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
+        /,
     ) -> Aggregate:
         """Gives every worker the mean of the workers' messages.
 
@@ -174,7 +180,7 @@ class Exchange(Protocol):
           plan: of the tensors, the same on all workers.
           outgoing: this worker's packets, and what is in them.
           state: of the call before.
-          last: metrics of the call before.
+          previous_metrics: metrics of the call before.
           mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that count.
         """
         ...

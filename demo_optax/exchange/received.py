@@ -60,7 +60,12 @@ class Received:
         return ()
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        sent: Outgoing,
+        state: tuple[()],
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Averages the packets (see `Exchange.exchange`)."""
         if self.packets is None:
@@ -69,7 +74,7 @@ class Received:
             packets = self.packets[axes.index(self.shard_axes)]
         origin = Origin(sent.step, jnp.zeros(len(packets), jnp.int32))
         layout = self.layout(plan)
-        found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
+        found = average_all(plan, layout, packets, origin, self.norm_limit, previous_metrics, mean)
         slot = jnp.asarray(self.slot)
         factor = sent.factor * jnp.where(slot >= 0, found.factors[slot], 0.0)
         return Aggregate(

@@ -124,7 +124,7 @@ class TwoPhase:
         plan: Plan,
         outgoing: Outgoing,
         state: TwoPhaseState,
-        last: ExchangeMetrics,
+        previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
         """Exchanges in two phases (see `Exchange.exchange`).
@@ -194,7 +194,7 @@ class TwoPhase:
                 )
             ),
             metrics=summarise(
-                headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), last
+                headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), previous_metrics
             ),
         )
 

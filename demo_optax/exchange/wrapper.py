@@ -127,7 +127,7 @@ class ExchangeWrapper:
         subtracted_fraction: Float32[Array, ""],
         step: IntScalar,
         inner: Any,
-        last: ExchangeMetrics,
+        previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> tuple[Aggregate, Message, Sequence[Float32[Array, "_blocks 1"]]]:
         """Exchanges packets whose message left the momentum when they were sealed.
@@ -138,7 +138,7 @@ class ExchangeWrapper:
           subtracted_fraction: of their message, what has left the momentum, in [0, 1].
           step: in which they were sealed.
           inner: state of the inner exchange.
-          last: metrics of the exchange before.
+          previous_metrics: metrics of the exchange before.
           mean: as in `Exchange.exchange`.
 
         Returns:
@@ -148,7 +148,7 @@ class ExchangeWrapper:
         origin = Origin(step, packet_ids(len(packets), self.axis_name))
         message = decode_pending(plan, self.layout(plan), packets, origin)
         pending = Outgoing(packets, message, subtracted_fraction, step)
-        found = self.inner.exchange(plan, pending, inner, last, mean)
+        found = self.inner.exchange(plan, pending, inner, previous_metrics, mean)
         (of_inner,) = found.subtractions
         remaining = [factors - subtracted_fraction for factors in of_inner.factors]
         return found, of_inner.message, remaining

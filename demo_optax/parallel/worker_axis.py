@@ -145,7 +145,7 @@ def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_ar
     updates = jax.tree.map(shards.from_first, updates, layout.update_replicated_axes)
     new = shards.merge_shard_metrics(new, old, sharded)
     new = jax.tree.map(shards.from_first, new, layout.state_replicated_axes)
-    new = participation.keep_own(
+    new = participation.keep_local_state(
         new, old, layout.varies_over_workers, participates, layout.axis_name, sharded
     )
     nodes = jax.tree.leaves(new, is_leaf=shards.is_momentum)
