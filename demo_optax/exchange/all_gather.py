@@ -48,7 +48,7 @@ class AllGather:
         return PacketLayout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:
-        """Nothing is kept."""
+        """No state."""
         del plan
         return ()
 
@@ -63,15 +63,17 @@ class AllGather:
         """Gathers all packets and averages them (see `Exchange.exchange`)."""
         layout = self.layout(plan)
         packets = collectives.gather(outgoing.packets[0], self.axis_name)
-        numbers = jnp.arange(len(packets), dtype=jnp.int32)
-        origin = Origin(outgoing.step, numbers)
-        found = average_all(plan, layout, packets, origin, self.norm_limit, previous_metrics, mean)
-        factor = outgoing.factor * found.factors[axes.index(self.axis_name)]
+        ids = jnp.arange(len(packets), dtype=jnp.int32)
+        origin = Origin(outgoing.step, ids)
+        average = average_all(
+            plan, layout, packets, origin, self.norm_limit, previous_metrics, mean
+        )
+        factor = outgoing.factor * average.clip_factors[axes.index(self.axis_name)]
         return Aggregate(
-            mean=found.mean,
+            mean=average.mean,
             subtractions=[Subtraction.uniform(plan, outgoing.message, factor)],
             state=state,
-            metrics=found.metrics,
+            metrics=average.metrics,
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:

@@ -6,8 +6,8 @@ r"""An exchange in two halves, each a program of its own; between them the host 
     \text{Opened:} \quad m_t &\leftarrow m_t + \alpha\, (1 - a_t)\, q_t, \quad
         u_t = T^{-1}(\mathrm{mean}(q_t))
 
-:math:`a_t` is the part of this worker's message that was accepted: 0 where its packet came too
-late, or where it sent none.
+:math:`a_t` is the fraction of this worker's message that was accepted: 0 if its packet came too
+late, or if it sent none.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from demo_optax.metrics import ExchangeMetrics
 
 @dataclasses.dataclass(frozen=True)
 class Sealed(ExchangeWrapper):
-    """The first half: a worker seals its packets; what the others sent is not there yet.
+    """The first half: a worker seals its packets, before it has those of the others.
 
-    Its updates, and whatever comes after it in the chain, are to be thrown away.
+    The caller discards its updates, and the state of all links after it in the chain.
 
     Example:
       >>> import demo_optax
@@ -52,9 +52,11 @@ class Sealed(ExchangeWrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Opened(ExchangeWrapper):
-    """The second half: the packets of the first are exchanged. The gradient is ignored.
+    """The second half: exchanges the packets of the first.
 
-    A worker that skipped the first half has nothing under way, and applies what the others sent.
+    Call it with the extra argument ``participates=False``; otherwise the gradient is accumulated a
+    second time. A worker that skipped the first half has no pending packets, and applies what the
+    others sent.
 
     Example:
       >>> import demo_optax
@@ -70,7 +72,7 @@ class Opened(ExchangeWrapper):
         mean: Mean,
     ) -> Aggregate:
         """Exchanges the packets of the first half, which have the same step."""
-        found, message, correction = self.exchange_pending(
+        aggregate, message, correction = self.exchange_pending(
             plan,
             state.pending,
             state.subtracted_fraction,
@@ -80,12 +82,12 @@ class Opened(ExchangeWrapper):
             mean,
         )
         none, nothing = jnp.zeros_like(outgoing.packets), jnp.zeros_like(outgoing.factor)
-        return found._replace(
+        return aggregate._replace(
             subtractions=[Subtraction(message, correction)],
-            state=self.pending_state(plan, none, nothing, found.state),
+            state=self.pending_state(plan, none, nothing, aggregate.state),
         )
 
 
 def _zero(blocks: int, n: int) -> SparseSum:
-    nowhere = jnp.zeros((1, blocks, 0), jnp.int32)
-    return SparseSum(nowhere, jnp.zeros((1, blocks, n), jnp.float32), AllCoefficients(n))
+    no_positions = jnp.zeros((1, blocks, 0), jnp.int32)
+    return SparseSum(no_positions, jnp.zeros((1, blocks, n), jnp.float32), AllCoefficients(n))

@@ -125,7 +125,7 @@ LAYOUT_BY_COEFFICIENT = PacketLayout(make_plan(BY_COEFFICIENT, SORTED_SHAPES).se
 
 def first_of(block_size, part):
     """The first word of a packet that holds a part of the section of blocks of this size."""
-    start = LAYOUT_BY_COEFFICIENT.head
+    start = LAYOUT_BY_COEFFICIENT.header_words
     for section in LAYOUT_BY_COEFFICIENT.sections:
         if section.selector.n == block_size:
             return start + sum(section.word_counts[:part])
