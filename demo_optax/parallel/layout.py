@@ -1,7 +1,7 @@
 """The sharding of parameters and optimizer state: which leaves differ between workers.
 
-JAX's types say it. One update is traced under ``jax.shard_map`` without computing anything; a
-result whose type varies over an axis differs along it.
+JAX's types tell it. One update is traced under ``jax.shard_map`` without computing anything. A
+result whose type varies over an axis differs along that axis.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ class StateLayout:
       params: PartitionSpecs of the parameters.
       state: PartitionSpecs of the state.
       worker_state_shapes: shapes of one worker's state.
-      varies_over_workers: bools, which leaves of the state differ between workers.
+      varies_over_workers: bools, whether each leaf of the state differs between workers.
       state_replicated_axes: frozensets, for each leaf of the state the axes along which a worker's
         devices hold copies of it that should be equal, though their types do not say so.
       update_replicated_axes: the same for the updates.
-      frozen: bools, which updates are zero whatever the gradient is.
-      sent: int, bytes that one device hands to collectives between workers.
+      frozen: bools, whether each update is zero whatever the gradient is.
+      sent: int, bytes that one device sends by collectives between workers.
     """
 
     mesh: Mesh | AbstractMesh
@@ -73,8 +73,8 @@ def state_specs(
 
     Returns:
       A tree like the state. A leaf that differs between workers has a leading worker axis, so
-      its spec is ``P(axis_name, ...)``. Where it also differs between the shards of a worker, the
-      rest is the spec of its parameter, whose path ends the leaf's path.
+      its spec is ``P(axis_name, ...)``. If it also differs between the shards of a worker, the rest
+      of the spec is that of its parameter. The path of a leaf ends with the path of its parameter.
 
     Raises:
       ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a leaf
@@ -113,7 +113,7 @@ def state_shardings(
 
 
 _LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""For each ``tx.update`` the layouts that were found, each of which costs a trace of the step."""
+"""For each ``tx.update`` its layouts; to compute one, the update is traced."""
 
 
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
@@ -169,8 +169,8 @@ def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLa
 def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: AxisName):
     """The axes over which leaves of the state and of the updates differ, and the bytes sent.
 
-    The gradients vary over ``axis_name`` and the axes of their parameter's spec. Repeats until the
-    varying axes of the state stop changing.
+    The gradients vary over ``axis_name`` and the axes of their parameter's spec. The trace is
+    repeated until the varying axes of the state stop changing.
     """
     tx = optax.with_extra_args_support(tx)
     outcome = []
@@ -234,11 +234,11 @@ def _frozen_updates(
 ):
     """Bools, which updates are zero although their type says that they differ between workers.
 
-    An update that depends on no gradient, no parameter and no state of a worker's own, as that of
-    ``optax.set_to_zero``, is zero.
+    An update is taken for zero if it depends on no gradient, no parameter and no local state, as
+    with ``optax.set_to_zero``.
 
     Raises:
-      ValueError: another update differs between workers.
+      ValueError: an update that is not zero differs between workers.
     """
     worker_axes = axes.names(axis_name)
     differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)
@@ -248,12 +248,12 @@ def _frozen_updates(
     def update(gradient, state, params):
         return tx.update(gradient, state, params, **TRACING_ARGUMENTS)[0]
 
-    of_workers: Callable = update
+    on_workers: Callable = update
     for name in worker_axes:
-        of_workers = functools.partial(_on_all, of_workers, name, mesh.shape[name])
-    program = jax.make_jaxpr(of_workers)(parts, worker_state_shapes, parts)
-    everything = jax.tree.map(lambda _: True, parts)
-    local = jax.tree.leaves((everything, varies_over_workers, everything))
+        on_workers = functools.partial(_on_all, on_workers, name, mesh.shape[name])
+    program = jax.make_jaxpr(on_workers)(parts, worker_state_shapes, parts)
+    all_true = jax.tree.map(lambda _: True, parts)
+    local = jax.tree.leaves((all_true, varies_over_workers, all_true))
 
     def depends(number: int) -> bool:
         wanted = [i == number for i in range(len(program.jaxpr.outvars))]
@@ -274,7 +274,7 @@ def _frozen_updates(
 
 
 def _on_all(fn, name, size, *args):
-    """The results of a function on all workers of an axis, which see the same arguments."""
+    """The results of a function on all workers of an axis, with the same arguments."""
     return jax.vmap(lambda _: fn(*args), axis_name=name)(jnp.arange(size))
 
 
@@ -282,12 +282,12 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
     """A PartitionSpec for each leaf of the state."""
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
-    of_devices = _paths_of_devices(worker_state_shapes)
+    device_paths = _device_paths(worker_state_shapes)
 
     def inner_spec(path, varying_axes, leaf) -> P:
         if varying_axes <= worker_axes:
             return P()
-        if path in of_devices:
+        if path in device_paths:
             inner = tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes)
             return P(inner) if leaf.ndim else P()
         for start in range(len(path) + 1):
@@ -310,8 +310,8 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
     return jax.tree.map_with_path(whole_spec, state_axes, worker_state_shapes)
 
 
-def _paths_of_devices(state) -> list[tuple]:
-    """Paths of the leaves that belong to a device, and to none of its parameters."""
+def _device_paths(state) -> list[tuple]:
+    """Paths of the leaves that each device has, without a parameter that they belong to."""
     return [
         (*path, GetAttrKey("exchange"), *inside)
         for path, node in jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)

@@ -24,18 +24,18 @@ from demo_optax.participation import PARTICIPATES
 
 
 class TrainMetrics(NamedTuple):
-    """Measurements of one step, which need no collective of their own.
+    """Metrics of one step. They need no extra collective.
 
     Attributes:
-      loss: float ``(workers,)``, each worker's own.
-      gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
+      loss: float ``(workers,)``, loss of each worker.
+      gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       aux: the aux of the loss function, with a leading axis of workers. Where a worker has several
-        devices that the step handles itself, it is an axis of all devices.
-      custom: the results of ``metrics_fn``, with a leading axis of workers; None without one.
+        devices that the step handles itself (``manual_axes``), it is an axis of all devices.
+      custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
-        last of a round.
+        last step of a round.
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
-      packet_bytes: int, the bytes that each worker, with all its devices, hands to an exchange.
+      packet_bytes: int, bytes that all devices of a worker together send in an exchange.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -87,7 +87,7 @@ def make_train_step(
       mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
         then all workers are simulated on one device, by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
-      microbatches: parts into which each worker's batch is cut to save memory; gradients are
+      microbatches: parts into which each worker's batch is divided to save memory; gradients are
         averaged over them, and there is one exchange.
       clip_norm: largest global norm of each worker's local gradient.
       random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
@@ -104,10 +104,10 @@ def make_train_step(
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
         a worker the same rows. ``P(None, axis_name)`` is for batches whose first dimension is
-        time. ``P()`` is for what all workers share: scalars, masks.
+        time. ``P()`` is for leaves that are the same for all workers, such as scalars and masks.
       metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
-        worker's clipped gradients, the updates and the parameters before the step. All have their
-        whole shapes, and the sharding of the parameters. ``metrics.custom`` holds the results.
+        worker's clipped gradients, the updates and the parameters before the step. All have the
+        shapes of the whole parameters, and their sharding. ``metrics.custom`` holds the results.
       manual_axes: the mesh axes that the step handles itself, in a ``jax.shard_map``; the compiler
         handles the others. There are three choices:
 
@@ -118,7 +118,7 @@ def make_train_step(
           ``jax.sharding.AxisType`` must be ``Auto``.
         * ``()``, none: ``loss_fn`` is mapped over the workers (`worker_gradients`). It may hold any
           sharding constraints, and a ``jax.shard_map`` of its own.
-      donate: whether parameters and state are given away to the step, so that it needs less memory.
+      donate: whether parameters and state are donated to the step, so that it needs less memory.
 
     Returns:
       ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
@@ -129,9 +129,9 @@ def make_train_step(
       step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
       ``jax.lax.scan``.
 
-      If no worker takes part in an exchange, since no gradient was finite, the parameters do not
-      change: with a delay one step later. Optimizers after `mean_over_workers` get zeros then,
-      and may still move by their own momentum and weight decay.
+      If no packet is accepted, since no gradient was finite, the parameters do not change on this
+      step; with a delay, on the next one. Optimizers after `mean_over_workers` then get zeros, and
+      may still change the parameters by their own momentum and weight decay.
 
     Raises:
       ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made
@@ -166,43 +166,45 @@ def make_train_step(
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, opt_state, state, batch, key, extra_args):
         copies = shards.copies(params, mesh, axis_name, layout.params)
-        own = local_parameters(copies, opt_state)
-        found = gradients_of(own, state, batch, *key, shared=own is params)
-        participates = {PARTICIPATES: jnp.isfinite(found.norm)}
+        local_params = local_parameters(copies, opt_state)
+        results = gradients_of(
+            local_params, state, batch, *key, params_are_replicated=local_params is params
+        )
+        participates = {PARTICIPATES: jnp.isfinite(results.norm)}
         updates, opt_state = worker_axis.update_stacked(
-            tx, layout, found.gradients, opt_state, params, extra_args, participates
+            tx, layout, results.gradients, opt_state, params, extra_args, participates
         )
         custom = None
         if metrics_fn is not None:
             over = None if is_simulated(mesh, axis_name) else axis_name
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
-            custom = measure(found.gradients, updates, params)
+            custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
         metrics = TrainMetrics(
-            loss=found.loss,
-            gradient_norm=found.norm,
-            aux=found.aux,
+            loss=results.loss,
+            gradient_norm=results.norm,
+            aux=results.aux,
             custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
             packet_bytes=0,
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
-        return params, opt_state, found.state, metrics
+        return params, opt_state, results.state, metrics
 
     @shards.once_per_shapes
     def layout_for(params, opt_state) -> StateLayout:
-        """The layout of parameters and state, found and checked once for each tree of shapes."""
+        """The layout of parameters and state, traced and checked once for each tree of shapes."""
         layout = find_layout(tx, params, mesh, axis_name, param_specs)
         init = functools.partial(worker_axis.init_stacked, tx, layout)
         worker_axis.require_state(opt_state, jax.eval_shape(init, params), workers)
-        # A new object, for which jax.jit traces anew: static nodes of the state compare equal.
+        # A new object, so that jax.jit traces again: static nodes of the state compare equal.
         return dataclasses.replace(layout)
 
     def specs_of(layout, batch):
-        """PartitionSpecs of the arguments of ``placed_step`` after the layout."""
-        of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
-        return layout.params, layout.state, P(axis_name), of_batch, P(), P()
+        """PartitionSpecs of the arguments of ``placed_step`` that follow the layout."""
+        leaf_batch_specs = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
+        return layout.params, layout.state, P(axis_name), leaf_batch_specs, P(), P()
 
     def step(params, opt_state, *args, **extra_args):
         state, batch, key = split_arguments(args, stateful, random_key)
@@ -237,7 +239,7 @@ def make_train_step(
 def resolve_manual_axes(
     manual_axes: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
 ) -> set[str]:
-    """The axes that a step handles itself: all, those of the workers, or none."""
+    """The axes that a step handles itself: all axes, the workers' axes, or none."""
     if is_simulated(mesh, axis_name):
         return set()
     given = mesh.axis_names if manual_axes is None else manual_axes

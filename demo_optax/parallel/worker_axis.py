@@ -1,8 +1,8 @@
 """The worker axis: how state that differs between workers lives in global arrays.
 
 A momentum that differs between workers must not be typed as replicated: a checkpoint would then
-mix the parts of several workers. Outside the step such leaves have a leading axis, one entry a
-worker, sharded over the workers.
+mix the parts of several workers. Outside the step such leaves have a leading axis with one entry
+per worker, sharded over the workers.
 """
 
 from typing import Any
@@ -32,11 +32,13 @@ def stack_workers(
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` with a state whose worker-local leaves carry a leading worker axis.
 
-    ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is the
-    outermost transformation. Call it in one of two places. In any ``jax.jit`` it takes *stacked*
-    gradients ``(workers, *shape)``, which `worker_gradients` makes. The optimizer then runs in a
-    ``jax.shard_map`` of its own, each device on its own shards. Inside a ``jax.shard_map`` over all
-    axes of the mesh it takes the gradient and the entries of its worker.
+    The result must be the outermost transformation. Call ``init`` outside ``jax.shard_map``; it
+    places the state on the mesh. Call ``update`` in one of two places:
+
+    * In any ``jax.jit``, with *stacked* gradients ``(workers, *shape)`` from `worker_gradients`.
+      It runs the optimizer inside a ``jax.shard_map``, where each device has its own shards.
+    * Inside a ``jax.shard_map`` over all axes of the mesh, with one worker's gradient and state
+      entries.
 
     A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
     unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since their
@@ -103,9 +105,9 @@ def init_stacked(tx, layout: StateLayout, params):
 def update_stacked(
     tx, layout: StateLayout, gradients, state, params, extra_args, stacked_args=None
 ):
-    """Updates from stacked gradients, in a ``jax.shard_map`` around the optimizer alone.
+    """Updates from stacked gradients, by the optimizer inside a ``jax.shard_map``.
 
-    Each worker gets its own entries of the ``stacked_args``, and all the same ``extra_args``.
+    Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
     """
     mesh = layout.mesh
     specs = (
@@ -129,7 +131,7 @@ def update_stacked(
 
 
 def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_args):
-    """Updates of one device from its worker's own gradient, and its entries of the state."""
+    """Updates of one device, from the gradient of its worker and the worker's state entries."""
     structure: Any = jax.tree.structure(gradient)
     old = jax.tree.map(_own_entry, state, layout.worker_state_shapes, layout.varies_over_workers)
     gradient, params = unboxed(gradient), unboxed(params)
@@ -156,11 +158,11 @@ def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_ar
     return structure.unflatten(jax.tree.leaves(updates)), _stack(new, layout)
 
 
-def _stack(own, layout: StateLayout):
+def _stack(state, layout: StateLayout):
     """One worker's state, with a leading worker axis on each leaf that differs between workers."""
     return jax.tree.map(
         lambda x, varies_over_workers: x[None] if varies_over_workers else x,
-        own,
+        state,
         layout.varies_over_workers,
     )
 
@@ -197,7 +199,7 @@ def init_opt_state(
 
 
 def _require_outermost(updates) -> None:
-    """Refuses gradients of which a part was masked away: the rest would stay stacked."""
+    """Refuses gradients with masked leaves: the other parts would see stacked gradients."""
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     if any(isinstance(node, optax.MaskedNode) for node in nodes):
         raise ValueError(
@@ -286,9 +288,9 @@ def require_state(opt_state, expected, workers: int) -> None:
 def _storage(tree) -> str:
     """How the states of decoupled momentum in a tree are stored."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "momentum_format"))
-    found = [(x.momentum_format, x.sides) for x in nodes if hasattr(x, "momentum_format")]
+    storages = [(x.momentum_format, x.sides) for x in nodes if hasattr(x, "momentum_format")]
     return (
-        ", ".join(f"{momentum_format} with {sides}" for momentum_format, sides in found)
+        ", ".join(f"{momentum_format} with {sides}" for momentum_format, sides in storages)
         or "other nodes"
     )
 

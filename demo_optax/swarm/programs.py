@@ -156,7 +156,7 @@ def compile_programs(
 
     def gradients(params, batch):
         params = shards.copies(params, mesh, axis_name, layout.params)
-        return gradients_of(params, (), batch, shared=False)
+        return gradients_of(params, (), batch, params_are_replicated=False)
 
     def update(tx, own: Own, opt_state, params, extra_args):
         alone = {PARTICIPATES: own.participates, MESSAGE_WEIGHT: own.weight}
