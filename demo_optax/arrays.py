@@ -1,7 +1,7 @@
-"""Types of arrays that recur, dtypes to compute and store them in, Flax's boxes around them.
+"""Types of arrays, dtypes to compute and store them in, Flax's boxes around them.
 
-A dimension whose name begins with ``_`` may have another length in each array of a list. The tests
-check all annotations with beartype.
+A dimension whose name begins with ``_`` may have a different length in each array of a list. The
+tests check all annotations with beartype.
 """
 
 from collections.abc import Iterable
@@ -73,7 +73,7 @@ def unboxed(tree):
     """The tree with each of Flax's boxes replaced by the array that it holds.
 
     ``nn.Partitioned`` and ``nnx.Variable`` carry how a parameter is partitioned. A momentum has
-    another shape and must not inherit that.
+    a different shape and must not inherit that.
     """
 
     def content(x):

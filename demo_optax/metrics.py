@@ -76,8 +76,8 @@ def header_of(
     """The header of a worker's packets, without the energy of their message.
 
     Args:
-      gradient: as it came. Clipped gradients have equal norms, and preconditioned ones are hardly
-        more than signs on a first step, so that their fingerprints could be equal.
+      gradient: the gradient that the update was given, before preconditioning. On a first step
+        preconditioned gradients are hardly more than signs, so that fingerprints could be equal.
       energies: energy of each part of the momentum, before anything is subtracted.
       restarted: for each part, how many blocks were reset to zero.
       selected: the coefficients that were chosen.

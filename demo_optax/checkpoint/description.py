@@ -29,9 +29,10 @@ def describe(
     Returns:
       ``format``, the number of ``workers``, and for each `DecoupledMomentumState`, by its path:
 
-      * ``momenta``: for each leaf its momentum_format; the shape of its parameter, None where
-        ``optax.flatten`` made one vector of all; the shards along each dimension; and in ``cuts``
-        the axes inside a worker that divide it, empty where the exchange keeps nothing;
+      * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of its
+        parameter, None where ``optax.flatten`` made one vector of all; the shards along each
+        dimension; and in ``cuts`` the axes inside a worker that divide it, empty if the exchange
+        has no state;
       * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
         worker along which every device has its own;
       * ``pending``: the format of pending packets, None without any.

@@ -248,7 +248,7 @@ def _require_divisible(
 
 
 def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
-    """Refuses a spec that divides rows among the workers in another way than the train step.
+    """Refuses a spec that divides rows among the workers in a way that no train step supports.
 
     All workers' axes divide one dimension, before any inner axis does; or they divide none.
     """

@@ -29,8 +29,8 @@ class TrainMetrics(NamedTuple):
     Attributes:
       loss: float ``(workers,)``, loss of each worker.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
-      aux: the aux of the loss function, with a leading axis of workers. Where a worker has several
-        devices that the step handles itself (``manual_axes``), it is an axis of all devices.
+      aux: the aux of the loss function, with a leading axis: of the workers, or of all devices if the
+        step handles several devices per worker itself (see ``manual_axes``).
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
@@ -125,7 +125,7 @@ def make_train_step(
       where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
       opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays, ``opt_state``
       comes from `init_opt_state`, and ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the
-      transformation, the same for all workers. Arguments with another sharding are moved. The
+      transformation, the same for all workers. Arguments with a different sharding are moved. The
       step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
       ``jax.lax.scan``.
 
@@ -135,7 +135,7 @@ def make_train_step(
 
     Raises:
       ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made
-        for another number of workers, or the batch cannot be divided.
+        for a different number of workers, or the batch cannot be divided.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax

@@ -252,7 +252,7 @@ def require_stacked(tree, workers: int, what: str, maker: str) -> None:
 
 
 def require_state(opt_state, expected, workers: int) -> None:
-    """Refuses a state made for another number of workers or another model."""
+    """Refuses a state made for a different number of workers or a different model."""
     given: Any = jax.tree.structure(opt_state)
     wanted: Any = jax.tree.structure(expected)
     if given != wanted:
