@@ -29,8 +29,8 @@ class TrainMetrics(NamedTuple):
     Attributes:
       loss: float ``(workers,)``, loss of each worker.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
-      aux: the aux of the loss function, with a leading axis: of the workers, or of all devices if the
-        step handles several devices per worker itself (see ``manual_axes``).
+      aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
+        the step handles several devices per worker itself (see ``manual_axes``).
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
