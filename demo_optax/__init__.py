@@ -5,9 +5,9 @@ from importlib.metadata import version
 from demo_optax._decoupled_momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momentum
 from demo_optax._rounds import LocalStepsState as LocalStepsState
+from demo_optax._rounds import local_parameters as local_parameters
 from demo_optax._rounds import local_steps as local_steps
 from demo_optax._rounds import multi_steps as multi_steps
-from demo_optax._rounds import own_parameters as own_parameters
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
 from demo_optax.accounting import reference_bytes as reference_bytes

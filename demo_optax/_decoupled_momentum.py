@@ -18,13 +18,13 @@ from demo_optax.arrays import (
     widest,
 )
 from demo_optax.axes import AxisName
-from demo_optax.compression import Compression, Coordinates, Plan, make_plan, packet
+from demo_optax.compression import Compression, MomentumFormat, Plan, make_plan, packet
 from demo_optax.compression.packet import Origin
 from demo_optax.compression.plan import Part, sequentially
 from demo_optax.compression.settings import BlockSides
-from demo_optax.compression.transforms import STORE
+from demo_optax.compression.transforms import ROUNDING_STREAM
 from demo_optax.exchange import AllGather, Exchange, Outgoing
-from demo_optax.exchange.protocol import MEANS, Mean, own_numbers
+from demo_optax.exchange.protocol import MEANS, Mean, packet_ids
 from demo_optax.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
@@ -38,10 +38,10 @@ class DecoupledMomentumState(NamedTuple):
       momentum: a tree like the parameters, without boxes of Flax's. A parameter has the
         coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
       precondition: state of the local preconditioner; each worker its own.
-      metrics: what the last exchange told; the same on all workers.
+      metrics: what the last exchange reported; the same on all workers.
       exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
-      coordinates: static, the transform and the blocks in which the momentum is stored.
-      sides: static, of each tensor's blocks.
+      momentum_format: static, the transform and the blocks in which the momentum is stored.
+      sides: static, the sides of each tensor's blocks.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,7 +55,7 @@ class DecoupledMomentumState(NamedTuple):
     precondition: optax.OptState
     metrics: ExchangeMetrics
     exchange: Any
-    coordinates: Coordinates
+    momentum_format: MomentumFormat
     sides: BlockSides
 
     handles_nonfinite = True
@@ -95,8 +95,8 @@ def decoupled_momentum(
     A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
     preconditioner. Its momentum and preconditioner do not change then. If no worker sends, the
     update is zero. All workers reject a damaged packet, and its sender keeps all of it in the
-    momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite starts
-    again.
+    momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite is
+    reset: the block to zero, the leaf to its initial value.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -108,11 +108,11 @@ def decoupled_momentum(
         `demo_optax.Delayed`.
       gradient_weight: :math:`w`, a number or a schedule of the step. ``1 - decay`` by default
         (the second version); the first version has the learning rate here.
-      mean: for each coefficient over the ``"senders"`` that sent it (the published code), or
-        over all ``"workers"``.
-      subtraction_factor: :math:`\alpha` in (0, 1], the part of what was sent that leaves the
+      mean: which workers each coefficient is averaged over: the ``"senders"`` that sent it (the
+        published code), or all ``"workers"`` whose packets are accepted.
+      subtraction_factor: :math:`\alpha` in (0, 1], the fraction of what was sent that leaves the
         momentum.
-      momentum_dtype: of the stored momentum, whatever the parameters' dtype. With a narrower
+      momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. With a narrower
         dtype than float32 the momentum is computed in float32 and rounded stochastically.
         Otherwise small changes, such as the decay, would be rounded away.
       precondition: a transformation of the local gradient before it enters the momentum, such
@@ -157,16 +157,16 @@ def decoupled_momentum(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
             f"{compression!r}."
         )
-    check_worker = checks.single_worker(axis_name is not None or exchange is not None)
+    check_worker = checks.warn_of_several_devices(axis_name is not None or exchange is not None)
     exchange = resolve_exchange(axis_name, exchange)
     axis_name = exchange.axis_name
     checks.in_interval("decay", decay, "[0, 1)")
     checks.in_interval("subtraction_factor", subtraction_factor, "(0, 1]")
     if gradient_weight is not None:
-        checks.rate("gradient_weight", gradient_weight)
+        checks.require_rate("gradient_weight", gradient_weight)
     checks.one_of("mean", mean, MEANS)
     checks.static_dtype("momentum_dtype", momentum_dtype)
-    coordinates = compression.coordinates
+    momentum_format = compression.momentum_format
     precondition = optax.with_extra_args_support(precondition or optax.identity())
 
     def init_fn(params) -> Any:  # optax's type for states knows no static nodes
@@ -175,7 +175,7 @@ def decoupled_momentum(
         plan = make_plan(compression, _shapes(params), axes.platform())
 
         def zeros(param):
-            shape = coordinates.geometry(param.shape).stored_shape
+            shape = momentum_format.geometry(param.shape).stored_shape
             return axes.varying_like(jnp.zeros(shape, momentum_dtype), param)
 
         return DecoupledMomentumState(
@@ -184,42 +184,47 @@ def decoupled_momentum(
             precondition=axes.as_varying(precondition.init(params), axis_name),
             metrics=metrics.init_metrics(),
             exchange=exchange.init(plan),
-            coordinates=coordinates,
+            momentum_format=momentum_format,
             sides=BlockSides(tuple(geometry.sides for geometry in plan.geometries)),
         )
 
-    def weight_at(step):
+    def gradient_weight_at(step):
         weight = 1 - decay if gradient_weight is None else gradient_weight
-        return checks.at_step("gradient_weight", weight, step)
+        return checks.evaluate_schedule("gradient_weight", weight, step)
 
-    def plan_of(updates, state) -> Plan:
+    def checked_plan(updates, state) -> Plan:
         plan = make_plan(compression, _shapes(updates), axes.platform())
-        checks.local_gradient(updates, axis_name)
+        checks.require_local_gradient(updates, axis_name)
         check_worker("the gradients", updates)
-        kept = jax.eval_shape(lambda: exchange.init(plan))
-        checks.gradient_fits_state(updates, state, coordinates, plan.geometries, kept)
+        exchange_state_shapes = jax.eval_shape(lambda: exchange.init(plan))
+        checks.gradient_fits_state(
+            updates, state, momentum_format, plan.geometries, exchange_state_shapes
+        )
         return plan
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
-        plan, step, last = plan_of(updates, state), state.count, state.metrics
+        plan, step, previous_metrics = checked_plan(updates, state), state.count, state.metrics
         participates = participation.decide(updates, axis_name, extra_args)
-        participates &= participation.settings_are_finite(weight_at(step), decay)
+        participates &= participation.settings_are_finite(gradient_weight_at(step), decay)
 
         # Precondition: each worker's own second moment, or nothing
-        fresh = precondition.init(updates if params is None else params)
-        past = participation.reset_nonfinite_leaves(state.precondition, fresh)
-        local, preconditioned = precondition.update(updates, past, params, **extra_args)
-        participates &= participation.decide(local, axis_name)
+        initial_state = precondition.init(updates if params is None else params)
+        old_state = participation.reset_nonfinite_leaves(state.precondition, initial_state)
+        gradient, precondition_state = precondition.update(updates, old_state, params, **extra_args)
+        participates &= participation.decide(gradient, axis_name)
 
-        # wait(x, y) is x and y, with which XLA computes only after the part before
-        def accumulate_and_select(part: Part, wait, gradient, stored, shared):
+        # after_previous(x, y) returns x and y, and adds a dependency on the previous part, so that
+        # parts run one after another
+        def accumulate_and_select(part: Part, after_previous, tensors, stored, shared):
             # Transform: c = T(g)
-            gradient, stored = wait(gradient, stored)
-            coefficients = part.transform(part.blocks(gradient), step)
+            tensors, stored = after_previous(tensors, stored)
+            coefficients = part.transform(part.blocks(tensors), step)
 
             # Accumulate: m <- beta m + w c
-            momenta = part.rebase(part.momenta(stored), step)
-            new = accumulate(momenta, part.split(coefficients), participates, weight_at(step))
+            momenta = part.advance_basis(part.unpack(stored), step)
+            new = accumulate(
+                momenta, part.split(coefficients), participates, gradient_weight_at(step)
+            )
             momenta, energy, restarted = participation.reset_nonfinite_blocks(new)
             momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
 
@@ -228,38 +233,45 @@ def decoupled_momentum(
             return (momenta, selected, energy, restarted), selected.values
 
         shared = plan.rows_per_part(plan.shared_positions(step))
-        tensors = plan.per_part(local), plan.per_part(state.momentum)
+        tensors = plan.per_part(gradient), plan.per_part(state.momentum)
         momenta, selected, energies, restarted = sequentially(
             accumulate_and_select, plan.parts, *tensors, shared
         )
 
-        # Encode: q_hat = decode(encode(q)), which is `message`, and the packets that hold it
+        # Encode: q_hat = decode(encode(q)), the `message`, and the packets that hold it
         selected = plan.join(selected)
         coded, message = packet.encode(plan.sections, selected)
         factor = jnp.where(participates, jnp.asarray(subtraction_factor, jnp.float32), 0)
-        weight = extra_args.get(MESSAGE_WEIGHT, 1.0)
+        message_weight = extra_args.get(MESSAGE_WEIGHT, 1.0)
         header = metrics.header_of(
-            updates, energies, restarted, selected, message, factor, weight, last
+            updates,
+            energies,
+            restarted,
+            selected,
+            message,
+            factor,
+            message_weight,
+            previous_metrics,
         )
-        origin = Origin(step, own_numbers(exchange.packets_per_worker(), axis_name))
+        origin = Origin(step, packet_ids(exchange.packets_per_worker(), axis_name))
         layout = exchange.layout(plan)
         packets = packet.build(layout, header, coded, message, participates, origin)
 
         # Exchange: q_bar = mean(q_hat_1, ..., q_hat_N)
         outgoing = Outgoing(packets, message, factor, step)
-        aggregate = exchange.exchange(plan, outgoing, state.exchange, last, mean)
+        aggregate = exchange.exchange(plan, outgoing, state.exchange, previous_metrics, mean)
 
-        def subtract(part: Part, wait, momenta, rows):
+        def subtract(part: Part, after_previous, momenta, rows):
             # Subtract: m <- m - alpha q_hat, of what was accepted
-            rows, momenta = wait(rows, momenta)
+            rows, momenta = after_previous(rows, momenta)
             for subtraction, own in zip(aggregate.subtractions, rows, strict=True):
                 momenta = part.subtract(momenta, own, step, subtraction.delay)
-            stored = part.stored(momenta)
+            stored = part.pack(momenta)
             return (stored,), stored
 
-        def invert(part: Part, wait, averages):
+        def invert(part: Part, after_previous, averages):
             # Inverse: u = T^-1(q_bar)
-            coefficients = [x.dense() for x in wait(averages)[0]]
+            coefficients = [x.dense() for x in after_previous(averages)[0]]
             tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
             return (tensors,), tensors
 
@@ -272,16 +284,16 @@ def decoupled_momentum(
             DecoupledMomentumState(
                 count=jnp.asarray(optax.safe_increment(step)),
                 momentum=_as_tree(state.momentum, rounded(_joined(stored), step)),
-                precondition=participation.choose(participates, preconditioned, past),
+                precondition=participation.choose(participates, precondition_state, old_state),
                 metrics=aggregate.metrics,
                 exchange=aggregate.state,
-                coordinates=coordinates,
+                momentum_format=momentum_format,
                 sides=state.sides,
             )
         )
 
     def accumulate(momenta, coefficients, participates, weight):
-        """``decay * m + weight * c``; the old momenta for a worker that sits the step out.
+        """``decay * m + weight * c``; the old momenta for a worker that skips the step.
 
         It is computed in the shape of ``c``, where XLA fuses it with the transform, and returned in
         that of ``m``.
@@ -298,7 +310,7 @@ def decoupled_momentum(
         return jax.tree.map(add, momenta, coefficients)
 
     def rounded(momenta, step):
-        key = jax.random.fold_in(compression.key(step, STORE), axes.index(axis_name))
+        key = jax.random.fold_in(compression.key(step, ROUNDING_STREAM), axes.index(axis_name))
         for number, m in enumerate(momenta):
             yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
 

@@ -68,13 +68,13 @@ def local_steps(
         local_steps(optax.adamw(4e-4), sparseloco, every=30, axis_name="data")
 
     `make_train_step` takes the gradients at each worker's own parameters. In a loop of your own
-    take them at `own_parameters`. Inside a round updates are zero and nothing is sent. Schedules
+    take them at `local_parameters`. Inside a round updates are zero and nothing is sent. Schedules
     of ``inner`` count inner steps, those of ``outer`` rounds.
 
     A worker skips an inner step whose gradient is not finite. If its own parameters are not finite
-    at the end of a round, it sends nothing and starts again from the shared ones. An inner state
-    that is not finite then is initialised again. Restored on another number of workers, own
-    parameters and inner states keep their mean, as momenta do.
+    at the end of a round, it sends nothing and continues from the shared ones. An inner state
+    that is not finite then is initialised again. Restored on a different number of workers, the
+    workers' parameters and inner states keep their mean, as momenta do.
 
     Args:
       inner: any optax optimizer that does not exchange. Norms inside it (``optax.lamb``) are those
@@ -99,10 +99,10 @@ def local_steps(
       >>> tx = local_steps(optax.sgd(0.5), optax.sgd(1.0), every=2)
       >>> params, state = jnp.float32(8.0), tx.init(jnp.float32(8.0))
       >>> for _ in range(2):
-      ...     gradient = own_parameters(params, state)  # of a parabola
+      ...     gradient = local_parameters(params, state)  # of a parabola
       ...     updates, state = tx.update(gradient, state, params)
       ...     params = optax.apply_updates(params, updates)
-      ...     print(params, own_parameters(params, state))
+      ...     print(params, local_parameters(params, state))
       8.0 4.0
       2.0 2.0
     """
@@ -131,12 +131,12 @@ def local_steps(
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
                 "but params is None: call update(gradient, state, params)."
             )
-        checks.local_gradient(updates, axis_name)
+        checks.require_local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
         gradient, params = unboxed(updates), unboxed(params)
 
-        own = own_parameters(params, state)
-        steps, inner_state = inner.update(gradient, state.inner, own, **extra_args)
+        local_params = local_parameters(params, state)
+        steps, inner_state = inner.update(gradient, state.inner, local_params, **extra_args)
         _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
         participates = participation.decide(gradient, axis_name, extra_args)
@@ -144,8 +144,8 @@ def local_steps(
         displacement, inner_state = choose(participates, (displacement, inner_state), old)
 
         def exchange(displacement, inner_state, outer_state):
-            own = own_parameters(params, state._replace(displacement=displacement))
-            sends = axes.on_all_devices(all_finite(own), axis_name)
+            local_params = local_parameters(params, state._replace(displacement=displacement))
+            sends = axes.on_all_devices(all_finite(local_params), axis_name)
             finite = axes.on_all_devices(all_finite(inner_state), axis_name)
             difference = jax.tree.map(lambda d, g: in_dtype_of(-d, g), displacement, gradient)
             extra = {**extra_args, PARTICIPATES: sends}
@@ -154,53 +154,53 @@ def local_steps(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
                 inner=choose(finite, inner_state, inner.init(params)),
-                outer=keep_own(sends, new, outer_state),
+                outer=keep_local_outer_state(sends, new, outer_state),
             )
 
         def go_on(*state_of_round):
             return LocalStepsState(state.mini_step + 1, *state_of_round)
 
-        last = state.mini_step >= every - 1
+        is_last = state.mini_step >= every - 1
         args = displacement, inner_state, state.outer
-        updates, new = _step_or_wait(last, exchange, go_on, *args)
+        updates, new = _step_or_skip(is_last, exchange, go_on, *args)
         return structure.unflatten(jax.tree.leaves(updates)), new
 
-    def keep_own(sends, new, old):
-        """The new outer state; a worker that does not send keeps its own leaves of the old one."""
+    def keep_local_outer_state(sends, new, old):
+        """The new outer state; where a worker does not send, its local leaves keep old values."""
 
         def leaf(new, old):
             handled = isinstance(new, DecoupledMomentumState)
-            own = not handled and axes.varying(new) & set(axes.names(axis_name))
-            return choose(sends, new, old) if own else new
+            is_local = not handled and axes.varying(new) & set(axes.names(axis_name))
+            return choose(sends, new, old) if is_local else new
 
         return jax.tree.map(leaf, new, old, is_leaf=lambda x: isinstance(x, DecoupledMomentumState))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def own_parameters(params, opt_state):
+def local_parameters(params, opt_state):
     """The parameters at which a worker takes its gradient.
 
     Args:
       params: the shared parameters.
-      opt_state: an optimizer's state, in which that of `local_steps` may be anywhere.
+      opt_state: an optimizer's state. That of `local_steps` may be anywhere inside it.
 
     Returns:
       A tree like ``params``, in their dtypes. With local steps these are the worker's own
       parameters, with a leading worker axis where the state has one. Otherwise ``params``.
 
     Raises:
-      ValueError: the local steps are not those of all parameters.
+      ValueError: `local_steps` covers only some of the parameters.
 
     Example:
       >>> params = jnp.float32(8.0)
-      >>> own_parameters(params, optax.sgd(1.0).init(params))
+      >>> local_parameters(params, optax.sgd(1.0).init(params))
       Array(8., dtype=float32)
     """
-    found = _nodes(opt_state, LocalStepsState)
-    if not found:
+    states = _nodes(opt_state, LocalStepsState)
+    if not states:
         return params
-    wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in found]))
+    wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
     if held != [wanted]:
         raise ValueError(
             f"local_steps must be that of all parameters, {wanted}, but the state has local steps "
@@ -212,11 +212,11 @@ def own_parameters(params, opt_state):
         return (jnp.expand_dims(x, leading) + d).astype(jnp.result_type(x))
 
     leaves, structure = jax.tree.flatten(params)
-    return structure.unflatten(map(moved, leaves, jax.tree.leaves(found[0].displacement)))
+    return structure.unflatten(map(moved, leaves, jax.tree.leaves(states[0].displacement)))
 
 
 def has_exchanged(opt_state) -> BoolScalar:
-    """Whether the update that gave this state was the last of its round, or all are."""
+    """Whether the update that returned this state ended a round. Without rounds always True."""
     rounds = _nodes(opt_state, LocalStepsState)
     outside = jax.tree.map(
         lambda x: x.outer if isinstance(x, LocalStepsState) else x,
@@ -238,7 +238,7 @@ def multi_steps(
 
     Args:
       tx: any optax transformation that exchanges.
-      every: calls for one step of ``tx``.
+      every: number of calls that make one step of ``tx``.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with the state of ``optax.MultiSteps``. Updates
@@ -260,7 +260,7 @@ def multi_steps(
         return optax.MultiStepsState(zero, zero, tx.init(params), _zeros_to_sum(params), ())
 
     def update_fn(updates, state, params=None, **extra_args):
-        extra_args.pop(PARTICIPATES, None)  # it is of this call's gradient, not of the mean
+        extra_args.pop(PARTICIPATES, None)  # it judges this call's gradient, not the mean
         calls = (state.mini_step + 1).astype(jnp.float32)
 
         def add(m, g):
@@ -271,27 +271,29 @@ def multi_steps(
             return tx.update(gradient, inner, params, **extra_args)
 
         mean = jax.tree.map(add, state.acc_grads, updates)
-        last = state.mini_step == every - 1
-        new, inner = _step_or_wait(last, step, lambda _, inner: inner, mean, state.inner_opt_state)
+        is_last = state.mini_step == every - 1
+        new, inner = _step_or_skip(
+            is_last, step, lambda _, inner: inner, mean, state.inner_opt_state
+        )
         return new, optax.MultiStepsState(
             mini_step=(state.mini_step + 1) % every,
-            gradient_step=state.gradient_step + last.astype(jnp.int32),
+            gradient_step=state.gradient_step + is_last.astype(jnp.int32),
             inner_opt_state=inner,
-            acc_grads=jax.tree.map(lambda m: jnp.where(last, jnp.zeros_like(m), m), mean),
+            acc_grads=jax.tree.map(lambda m: jnp.where(is_last, jnp.zeros_like(m), m), mean),
             skip_state=(),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _step_or_wait(last: BoolScalar, step, wait, *args):
-    """``step(*args)`` if this call is the last of its round, else zeros and ``wait(*args)``."""
+def _step_or_skip(is_last: BoolScalar, step, skip, *args):
+    """``step(*args)`` if this call is the last of its round, else zeros and ``skip(*args)``."""
     shapes, _ = jax.eval_shape(step, *args)
 
-    def zeros_and_wait(*args):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), wait(*args)
+    def zeros_and_skip(*args):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), skip(*args)
 
-    return jax.lax.cond(last, *axes.branches_of_one_type(step, zeros_and_wait, *args), *args)
+    return jax.lax.cond(is_last, *axes.branches_of_one_type(step, zeros_and_skip, *args), *args)
 
 
 def _zeros_to_sum(params):
@@ -309,7 +311,7 @@ def _paths(tree) -> list[str]:
 
 
 def _require_no_exchange(steps, axis_name: AxisName) -> None:
-    """Refuses inner steps that are the same on all workers, where the types can tell."""
+    """Refuses inner steps that are the same on all workers, where types have VMA information."""
     workers = set(axes.names(axis_name))
     if axes.types_are_tracked(axis_name) and not any(
         workers <= axes.varying(x) for x in jax.tree.leaves(steps)

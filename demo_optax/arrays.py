@@ -1,7 +1,7 @@
-"""Types of arrays that recur, dtypes to compute and store them in, Flax's boxes around them.
+"""Types of arrays, dtypes to compute and store them in, Flax's boxes around them.
 
-A dimension whose name begins with ``_`` may have another length in each array of a list. The tests
-check all annotations with beartype.
+A dimension whose name begins with ``_`` may have a different length in each array of a list. The
+tests check all annotations with beartype.
 """
 
 from collections.abc import Iterable
@@ -30,8 +30,8 @@ def energy(arrays: Iterable[Tensor]) -> FloatScalar:
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
-def in_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """A sum of finite terms, capped at float32's largest number."""
+def clamp_to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """``x`` as float32, at most float32's largest number."""
     return jnp.minimum(x, jnp.finfo(jnp.float32).max).astype(jnp.float32)
 
 
@@ -42,8 +42,8 @@ def in_dtype_of(x: Array, reference: Array) -> Array:
 
 def widest(*dtypes: DTypeLike) -> np.dtype:
     """The widest of some floating dtypes, float32 at least."""
-    every = [jnp.dtype(dtype) for dtype in (jnp.float32, *dtypes)]
-    return max(every, key=lambda dtype: jnp.finfo(dtype).bits)
+    candidates = [jnp.dtype(dtype) for dtype in (jnp.float32, *dtypes)]
+    return max(candidates, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def upcast(x: Tensor) -> Tensor:
 def round_stochastically(
     x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray
 ) -> Float[Array, "*shape"]:
-    """``x`` in a narrower dtype, at one of its two neighbours there, with the mean ``x``.
+    """Rounds ``x`` to a narrower dtype, up or down at random, so that the mean is ``x``.
 
     Rounding to the nearest would swallow every change of less than half a step.
     """
@@ -73,7 +73,7 @@ def unboxed(tree):
     """The tree with each of Flax's boxes replaced by the array that it holds.
 
     ``nn.Partitioned`` and ``nnx.Variable`` carry how a parameter is partitioned. A momentum has
-    another shape and must not inherit that.
+    a different shape and must not inherit that.
     """
 
     def content(x):

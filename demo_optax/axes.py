@@ -1,7 +1,8 @@
 """What JAX's types say about a named axis: which values differ between workers.
 
 Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes it varies
-over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types are silent.
+over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes (VMA)
+information.
 """
 
 import math
@@ -33,13 +34,13 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
             f"axis_name is the list {axis_name}: several axes are named by a tuple, "
             f"axis_name={tuple(axis_name)}."
         )
-    every = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if wrong := [name for name in every if not isinstance(name, str)]:
+    all_names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if wrong := [name for name in all_names if not isinstance(name, str)]:
         raise TypeError(
             f"axis_name must be the name of an axis, a tuple of names or None, not {wrong[0]!r}: "
             "name the mesh's axis of the workers, as in axis_name='data'."
         )
-    return every
+    return all_names
 
 
 def manual_names(axis_name: AxisName) -> tuple[str, ...]:
@@ -56,7 +57,8 @@ def varying(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset:
 def as_varying(tree, axis_name: AxisName):
     """Types every leaf as differing between the workers of ``axis_name``; values do not change.
 
-    Leaves that vary already are left alone, and so is everything where the types are silent.
+    Leaves that vary already are left alone, and so are all leaves where the types carry no
+    varying-axes (VMA) information.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: as_varying(x, "data"), axis_name="data")(jnp.ones(2)).tolist()
@@ -89,9 +91,9 @@ def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
 
 def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):
     """Shapes and dtypes of a function's results for a worker on a mesh of these sizes."""
-    found = []
-    trace_worker(lambda: found.append(jax.eval_shape(fn, *args)), sizes)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[-1])
+    shapes = []
+    trace_worker(lambda: shapes.append(jax.eval_shape(fn, *args)), sizes)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes[-1])
 
 
 def bytes_handed_over(program, axis_name: AxisName) -> int:
@@ -120,7 +122,7 @@ def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> j
 
 
 def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
-    """Two branches for ``jax.lax.cond``, retyped so that the results of both have one type."""
+    """Two branches for ``jax.lax.cond``, whose results are cast to the same varying axes."""
     types = [jax.eval_shape(fn, *args) for fn in (one, other)]
     over = jax.tree.map(lambda x, y: varying(x) | varying(y), *types)
 
@@ -137,8 +139,8 @@ def on_all_devices(
 ) -> jax.Array:
     """Whether a condition holds on all devices of this worker.
 
-    These are the devices along the axes over which its type varies, and along the ``sharded``
-    axes, for where the types are silent.
+    The devices lie along the axes over which its type varies. ``sharded`` names them where types
+    carry no varying-axes (VMA) information.
     """
     inner = tuple(sorted((varying(condition) - set(names(axis_name))) | set(sharded)))
     return jax.lax.pmin(condition.astype(jnp.int32), inner) > 0 if inner else condition
@@ -181,7 +183,7 @@ def types_are_tracked(axis_name: AxisName) -> bool:
     return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))
 
 
-def copies_of(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
+def replicated_axes(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
     """The axes other than the workers' over which the types say that ``x`` is the same."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     others = tuple(n for n in manual if n not in names(axis_name) and n not in varying(x))

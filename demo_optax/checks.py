@@ -69,7 +69,7 @@ def one_of(name: str, value: object, choices: Collection[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
 
-def rate(name: str, value: Any) -> None:
+def require_rate(name: str, value: Any) -> None:
     """Requires a number from 0 to `LARGEST_RATE`, or a schedule; traced values pass."""
     if callable(value) or isinstance(value, Tracer):
         return
@@ -77,8 +77,8 @@ def rate(name: str, value: Any) -> None:
     in_interval(name, float(value) if is_array else value, f"[0, {LARGEST_RATE:g}]")
 
 
-def at_step(name: str, value: Any, step: jax.Array) -> Any:
-    """The value of a number or a schedule at a step, which must be a scalar."""
+def evaluate_schedule(name: str, value: Any, step: jax.Array) -> Any:
+    """The value of a number or a schedule at a step; it must be a scalar."""
     value = value(step) if callable(value) else value
     if np.ndim(value):
         raise ValueError(
@@ -100,7 +100,7 @@ def floating_leaves(params) -> None:
             )
 
 
-def single_worker(is_meant: bool) -> Callable[[str, Any], None]:
+def warn_of_several_devices(is_meant: bool) -> Callable[[str, Any], None]:
     """A check that warns once of arrays on several devices, unless one worker on them is meant.
 
     Concrete arrays show their devices, traced ones only the Explicit axes of their mesh.
@@ -133,8 +133,8 @@ def _devices_of(x) -> int:
     return len(x.sharding.device_set) if isinstance(x, jax.Array) else 1
 
 
-def local_gradient(updates, axis_name: AxisName) -> None:
-    """Refuses gradients that are the same on all workers, where the types can tell."""
+def require_local_gradient(updates, axis_name: AxisName) -> None:
+    """Refuses gradients that are the same on all workers, where types have VMA information."""
     axes.size(axis_name)
     if axis_name is None or not axes.types_are_tracked(axis_name):
         return
@@ -150,15 +150,15 @@ def local_gradient(updates, axis_name: AxisName) -> None:
             )
 
 
-def gradient_fits_state(updates, state, coordinates, geometries, kept) -> None:
+def gradient_fits_state(updates, state, momentum_format, geometries, exchange_state_shapes) -> None:
     """Requires a `demo_optax.DecoupledMomentumState` made for this gradient and these settings.
 
     Args:
       updates: the gradient.
       state: the optimizer's state.
-      coordinates: transform and blocks in which the optimizer stores momenta.
+      momentum_format: transform and blocks in which the optimizer stores momenta.
       geometries: blocks of each leaf of the gradient.
-      kept: shapes of the exchange's state.
+      exchange_state_shapes: shapes of the exchange's state.
     """
     given: Any = jax.tree.structure(unboxed(updates))
     expected: Any = jax.tree.structure(state.momentum)
@@ -168,17 +168,17 @@ def gradient_fits_state(updates, state, coordinates, geometries, kept) -> None:
             f"the state has {expected}. Make the state anew from the parameters that are trained "
             "now, or pass the gradient of those that it was made for."
         )
-    if state.coordinates != coordinates:
+    if state.momentum_format != momentum_format:
         raise ValueError(
-            f"the state's momentum is stored as {state.coordinates}, but the optimizer was "
-            f"made for {coordinates}: go back to the old settings, make the state anew, or "
+            f"the state's momentum is stored as {state.momentum_format}, but the optimizer was "
+            f"made for {momentum_format}: go back to the old settings, make the state anew, or "
             "convert it with demo_optax.checkpoint, which carries a momentum over when it restores."
         )
     leaves = zip(
         jax.tree.leaves_with_path(updates),
         jax.tree.leaves(state.momentum),
         geometries,
-        state.sides.of_leaves or [x.sides for x in geometries],
+        state.sides.per_leaf or [x.sides for x in geometries],
         strict=True,
     )
     for (path, gradient), stored, geometry, sides in leaves:
@@ -198,8 +198,12 @@ def gradient_fits_state(updates, state, coordinates, geometries, kept) -> None:
             f"has {stored.shape} in blocks of {sides}. The parameters or the settings changed "
             "since the state was made: go back to the old ones, or make the state anew."
         )
-    has, needs = ([x.shape for x in jax.tree.leaves(tree)] for tree in (state.exchange, kept))
-    if has != needs or jax.tree.structure(state.exchange) != jax.tree.structure(kept):
+    has, needs = (
+        [x.shape for x in jax.tree.leaves(tree)] for tree in (state.exchange, exchange_state_shapes)
+    )
+    if has != needs or jax.tree.structure(state.exchange) != jax.tree.structure(
+        exchange_state_shapes
+    ):
         raise ValueError(
             f"the state's exchange has the shapes {has}, but this exchange needs {needs}: the "
             "exchange, topk, codings or the number of workers changed since the state was made. Go "

@@ -1,4 +1,4 @@
-"""What a step tells: the header of every packet, the metrics made of headers, and their check."""
+"""Metrics of a step: the header of each packet, the metrics made of all headers, and a check."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from demo_optax.arrays import FloatScalar, IntScalar, WordScalar, energy, in_float32, unboxed
+from demo_optax.arrays import FloatScalar, IntScalar, WordScalar, clamp_to_float32, energy, unboxed
 from demo_optax.compression.bits import checksum, to_words
 from demo_optax.compression.packet import Header, Message
 
@@ -26,9 +26,10 @@ class ExchangeMetrics(NamedTuple):
       identical: bool, whether several workers had the very same gradient, which then is not local.
       sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
       restarted: int32, blocks of all workers whose momentum was not finite, or too large for
-        float32, and started again from zero.
-      residual_norm: float32, norm of what stays in the momentum, root mean square over the workers.
-        What several shards of a worker hold in common counts once for each.
+        float32, and was reset to zero.
+      residual_norm: float32, norm of what stays in a worker's momentum, as the root mean square
+        over the workers. A tensor of which several shards of a worker hold copies counts once for
+        each copy.
 
     Example:
       >>> import demo_optax
@@ -69,38 +70,38 @@ def header_of(
     selected: Message,
     message: Message,
     factor: ArrayLike,
-    weight: ArrayLike,
-    last: ExchangeMetrics,
+    message_weight: ArrayLike,
+    previous_metrics: ExchangeMetrics,
 ) -> Header:
     """The header of a worker's packets, without the energy of their message.
 
     Args:
-      gradient: as it came. Clipped gradients have equal norms, and preconditioned ones are hardly
-        more than signs on a first step, so that their fingerprints could be equal.
-      energies: of each part of the momentum, before anything is taken out.
-      restarted: for each part, how many blocks started again from zero.
+      gradient: the gradient that the update was given, before preconditioning. On a first step
+        preconditioned gradients are hardly more than signs, so that fingerprints could be equal.
+      energies: energy of each part of the momentum, before anything is subtracted.
+      restarted: for each part, how many blocks were reset to zero.
       selected: the coefficients that were chosen.
       message: the same, with the values that the others decode.
-      factor: part of what is sent that leaves the momentum.
-      weight: of the message in the mean over workers.
-      last: metrics of the worker's last step.
+      factor: fraction of what is sent that leaves the momentum.
+      message_weight: weight of the message in the mean over workers.
+      previous_metrics: metrics of the worker's previous step.
     """
 
     def energy_left(factor):
         pairs = zip(selected.values, message.values, strict=True)
         return energy([chosen - factor * decoded for chosen, decoded in pairs])
 
-    momentum = in_float32(jnp.sum(jnp.stack(energies)))
-    chosen = in_float32(energy(selected.values))
+    momentum = clamp_to_float32(jnp.sum(jnp.stack(energies)))
+    chosen = clamp_to_float32(energy(selected.values))
     return Header(
         fingerprint=_fingerprint(gradient),
-        received=last.received,
+        received=previous_metrics.received,
         restarted=jnp.sum(jnp.stack(restarted)).astype(jnp.uint32),
         momentum_energy=momentum,
         sent_energy=chosen - energy_left(1.0),
         residual_energy=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
         message_energy=jnp.zeros((), jnp.float32),
-        weight=jnp.asarray(weight, jnp.float32),
+        weight=jnp.asarray(message_weight, jnp.float32),
     )
 
 
@@ -117,15 +118,15 @@ def summarise(
     headers: Header,
     accepted: Bool[Array, "workers"],
     checksums: UInt32[Array, "workers"],
-    last: ExchangeMetrics,
+    previous_metrics: ExchangeMetrics,
 ) -> ExchangeMetrics:
     """The metrics of a step.
 
     Args:
-      headers: of all workers' packets.
+      headers: the headers of all workers' packets.
       accepted: whether each worker's packet was accepted.
       checksums: the first word of each packet; 0 where it was rejected.
-      last: metrics of the step before.
+      previous_metrics: metrics of the step before.
     """
 
     def total(energies):
@@ -137,7 +138,7 @@ def summarise(
         largest = jnp.max(jnp.where(accepted, digests, jnp.uint32(0)))
         return smallest >= largest, largest
 
-    received = last.received  # a single worker has nobody to tell
+    received = previous_metrics.received  # a single worker sends it to nobody
     if len(checksums) > 1:
         received = checksum(jnp.append(checksums, received))
     participants = jnp.sum(accepted, dtype=jnp.int32)
@@ -159,7 +160,7 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     """The metrics of the last exchange, from any optimizer state that holds them, else None.
 
     Several decoupled momenta may exchange in one step (``optax.partition``). Then the metrics are
-    the fewest participants, the mean share sent, all blocks that started again, and the norm of all
+    the fewest participants, the mean share sent, all blocks that were reset, and the norm of all
     residuals. ``identical`` is True if it is True for any of them.
 
     Example:
@@ -174,16 +175,16 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
         return isinstance(x, ExchangeMetrics) or (isinstance(x, Mapping) and set(x) == fields)
 
     leaves = filter(is_metrics, jax.tree.leaves(opt_state, is_leaf=is_metrics))
-    found = [x if isinstance(x, ExchangeMetrics) else ExchangeMetrics(**x) for x in leaves]
-    found = list(map(unboxed, found))
-    if len(found) < 2:
-        return found[0] if found else None
-    each = ExchangeMetrics(*map(jnp.stack, zip(*found, strict=True)))
-    merge = jax.vmap(partial(of_worker, sharded="momenta"), axis_name="momenta", out_axes=None)
+    per_momentum = [x if isinstance(x, ExchangeMetrics) else ExchangeMetrics(**x) for x in leaves]
+    per_momentum = list(map(unboxed, per_momentum))
+    if len(per_momentum) < 2:
+        return per_momentum[0] if per_momentum else None
+    each = ExchangeMetrics(*map(jnp.stack, zip(*per_momentum, strict=True)))
+    merge = jax.vmap(partial(merge_shards, sharded="momenta"), axis_name="momenta", out_axes=None)
     return merge(each)._replace(identical=jnp.any(each.identical, axis=0))
 
 
-def of_worker(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
+def merge_shards(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
     """The metrics of a worker, merged from those of its shards along these axes."""
     least, total = (partial(reduce, axis_name=sharded) for reduce in (jax.lax.pmin, jax.lax.psum))
     return ExchangeMetrics(
@@ -206,7 +207,7 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
     In a million steps, fingerprints may be equal by chance. The call costs nothing on the device.
 
     Args:
-      metrics: of a step; under ``pmap`` and ``vmap`` with their axis of workers.
+      metrics: metrics of a step; under ``pmap`` and ``vmap`` with an axis of workers.
 
     Raises:
       ValueError: all workers had the same gradient; workers did not get the same packets, or
@@ -236,9 +237,9 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
             "was damaged on its way into a single worker. Make them equal with "
             "demo_optax.repair_replicas, or restore a checkpoint."
         )
-    if len(heard := np.unique(metrics.participants)) > 1:
+    if len(counts := np.unique(metrics.participants)) > 1:
         raise ValueError(
-            f"workers disagree on how many took part in a step, {heard.tolist()}: one of them "
+            f"workers disagree on how many took part in a step, {counts.tolist()}: one of them "
             "skipped a step that the others took, and the replicas differ. Leave out "
             "optax.apply_if_finite and whatever else lets a worker decide alone: one whose "
             "gradient is not finite is left out by itself."

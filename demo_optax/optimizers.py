@@ -37,13 +37,13 @@ def decoupled(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.chain(decoupled_momentum(...), base)``: the base steps by the aggregate.
+    """``optax.chain(decoupled_momentum(...), base)``, for any optax optimizer ``base``.
 
-    Its ``update`` takes the worker's local gradient; its state is the pair
-    ``(DecoupledMomentumState, state of base)``. Give the base no momentum of its own
-    (``optax.adamw(..., b1=0.0)``): a second one made training much worse in our runs. On a step
-    without participants the updates are zero, and of the base's state only the counts of its
-    schedules change.
+    The base optimizer uses the aggregate as its gradient. ``update`` takes the worker's local
+    gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. Give the base no
+    momentum of its own (``optax.adamw(..., b1=0.0)``): a second one made training much worse in our
+    runs. On a step without participants the updates are zero, and of the base's state only the
+    counts of its schedules change.
 
     Args:
       base: any optax optimizer.
@@ -72,10 +72,12 @@ def decoupled(
         return momentum.init(params), base.init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        aggregate, own = momentum.update(updates, state[0], params, **extra_args)
+        aggregate, momentum_state = momentum.update(updates, state[0], params, **extra_args)
         new = base.update(aggregate, state[1], params, **extra_args)
-        updates, new = participation.keep_base_if_nobody(own.metrics.participants, *new, state[1])
-        return updates, (own, new)
+        updates, new = participation.keep_base_if_no_participants(
+            momentum_state.metrics.participants, *new, state[1]
+        )
+        return updates, (momentum_state, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -95,19 +97,21 @@ def demo(
 
     .. math::
         m_i &\leftarrow \beta m_i + \eta_t\, T(g_i) \\
-        q_i &= \mathrm{top}_k(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)), \quad
-        m_i \leftarrow m_i - \hat q_i \\
-        x &\leftarrow x - \eta_t (\mathrm{sign}(T^{-1} \mathrm{mean}\, \hat q_i) + \lambda x)
+        q_i &= \mathrm{top}_k(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)) \\
+        \bar q &= \mathrm{mean}(\hat q_1, \dots, \hat q_N) \\
+        m_i &\leftarrow m_i - \hat q_i \quad \text{if the others accepted its packet} \\
+        x &\leftarrow x - \eta_t (\mathrm{sign}(T^{-1} \bar q) + \lambda x)
 
     The learning rate :math:`\eta_t` is a factor inside the momentum too, as in the published code
     (`arXiv 2411.19870v1 <https://arxiv.org/abs/2411.19870v1>`_). For the blocks of that code give
     ``Compression(block_rule="divisor")``; both rules agree where 64 divides every dimension.
 
     Args:
-      learning_rate: :math:`\eta`, a number or a schedule; both places see the same count.
+      learning_rate: :math:`\eta`, a number or a schedule; both uses evaluate the schedule at the
+        same step.
       compression: what is sent of the momentum, and how.
       decay: momentum decay :math:`\beta` in [0, 1).
-      weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it is for.
+      weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it applies to.
       precondition: a transformation of the local gradient before the momentum; its state stays
         with its worker.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
@@ -135,26 +139,28 @@ def demo_scaled(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""DeMo with gradients that each worker scales by its own second moment. Start here.
+    r"""DeMo with gradients that each worker divides by the root of its second moment. Start here.
 
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
         m_i &\leftarrow \beta m_i + \eta_t\, T(g_i / (\sqrt{\hat v_i} + \epsilon)) \\
-        q_i &= \mathrm{select}(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)), \quad
-        m_i \leftarrow m_i - \hat q_i \\
-        u &= T^{-1}(\textstyle\sum_i \hat q_i) \\
+        q_i &= \mathrm{select}(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)) \\
+        u &= T^{-1}(\tfrac{1}{N} \textstyle\sum_i \hat q_i) \\
+        m_i &\leftarrow m_i - \hat q_i \quad \text{if the others accepted its packet} \\
         x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
         + \lambda x\big)
 
     Without the scaling a few rows with large gradients take most of the packet. The second moment
-    :math:`v_i`, bias-corrected to :math:`\hat v_i`, is never sent. A coefficient counts by how many
-    workers sent it, where `demo` averages over these alone. The root, where `demo` takes the sign,
-    makes small elements move less (`scale_by_signed_root`). ``docs/explanation/quality.md`` shows
-    the effect of each. Begin with the learning rate of an AdamW that was tuned for the same model.
+    :math:`v_i`, bias-corrected to :math:`\hat v_i`, is never sent. Each coefficient is averaged
+    over all workers; `demo` averages over its senders only. `demo` takes the sign; here the signed
+    root makes small elements move less (`scale_by_signed_root`). It does not depend on the scale of
+    :math:`u`, so that the sum and the mean over all workers give the same step.
+    ``docs/explanation/quality.md`` shows the effect of each change. Begin with the learning rate of
+    an AdamW that was tuned for the same model.
 
     Args:
       learning_rate: this and the arguments not named here are those of `demo`.
-      b2, eps: decay of the second moment in [0, 1); what is added to its root.
+      b2, eps: decay of the second moment in [0, 1); number that is added to its root.
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
@@ -177,7 +183,7 @@ def demo_sgd(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Decoupled momentum in the place of SGD's: the step is the aggregate itself.
+    r"""Decoupled momentum instead of SGD's momentum: the step is the aggregate itself.
 
     Section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_, :math:`\varphi` the
     identity. The learning rate is about ``1 / (1 - decay)`` times that of SGD without momentum.
@@ -205,7 +211,7 @@ def demo_adamw(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Decoupled momentum in the place of AdamW's first moment.
+    """Decoupled momentum instead of AdamW's first moment.
 
     The second moment, with decay ``b2``, is that of the aggregate (From et al., `arXiv 2502.06728
     <https://arxiv.org/abs/2502.06728>`_); ``eps`` is added to its root. `demo_scaled` scales
@@ -231,7 +237,7 @@ def demo_signum(
 ) -> optax.GradientTransformationExtraArgs:
     """The step is the sign of the aggregate, as in Signum (version 2 of the paper, section 3).
 
-    `demo` without the learning rate inside the momentum, so that a schedule acts once. All
+    `demo` without the learning rate inside the momentum, so that a schedule acts only once. All
     arguments are those of `demo`.
 
     Example:
@@ -280,8 +286,8 @@ def _options(decay, precondition, axis_name, exchange) -> dict[str, Any]:
 
 
 def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
-    checks.rate("learning_rate", learning_rate)
-    checks.rate("weight_decay", weight_decay)
+    checks.require_rate("learning_rate", learning_rate)
+    checks.require_rate("weight_decay", weight_decay)
     none = isinstance(weight_decay, (int, float)) and weight_decay == 0  # which needs no parameters
     decayed = optax.identity() if none else optax.add_decayed_weights(weight_decay, mask)
     return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
@@ -350,7 +356,7 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
-        checks.local_gradient(updates, axis_name)
+        checks.require_local_gradient(updates, axis_name)
         if axis_name is None:
             return updates, state
         participates = participation.decide(updates, axis_name, extra_args)

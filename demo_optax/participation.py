@@ -1,16 +1,20 @@
-"""Who takes part in a step, and what stays where somebody does not.
+"""Which workers take part in a step, and which state stays unchanged for the others.
 
-A worker *participates* if its own gradient is finite; a packet is *intact* if checksum and header
-are right where it arrives; it is *accepted*, and enters the mean, if all that it holds is usable
-too (`demo_optax.exchange.averaging.decode_accepted`). No packet is trusted: norms and weights that
-it tells are capped.
+A worker *participates* if its own gradient is finite. A packet is *intact* if checksum and header
+are right where it arrives. It is *accepted*, and enters the mean, if everything else in it is
+usable too (`demo_optax.exchange.averaging.decode_accepted`). No packet is trusted: norms and
+weights in its header are capped.
 
-A worker decides once a step whether it participates. It sits the step out where its gradient is
-infinite or NaN, or so large that its squares overflow float32. Then it seals packets that are not
-intact, so that nobody accepts them. It keeps everything that is its own, and applies what the
-others sent. The train step passes the decision on as the extra argument `PARTICIPATES`. A link of
-an optax chain before the exchange, or the preconditioner, may still make the gradient non-finite,
-and so exclude the worker; nothing takes it back in.
+A worker decides once per step whether it participates. The flag is computed from the gradient;
+later stages can only clear it. It is False where the gradient is infinite or NaN, or so large that
+its squares overflow float32. Then the worker skips the step:
+
+* It sends packets with a deliberately wrong checksum; every worker rejects them.
+* Its local state does not change, and it applies what the others sent.
+
+The train step passes the flag on as the extra argument `PARTICIPATES`. A link of an optax chain
+before the exchange, or the preconditioner, may still make the gradient non-finite. That excludes
+the worker; it is not included again in this step.
 """
 
 import functools
@@ -37,13 +41,14 @@ def decide(
     extra_args: Mapping[str, Any] = MappingProxyType({}),
     sharded: tuple[str, ...] = (),
 ) -> BoolScalar:
-    """Whether this worker takes part with a gradient, the same on all of its devices.
+    """Whether this worker participates with a gradient, the same on all of its devices.
 
     Args:
-      gradient: the worker's own, or its device's shard.
+      gradient: the worker's own gradient, or its device's shard of it.
       axis_name: the workers' axis, or axes.
-      extra_args: of the update, where a train step may have excluded the worker already.
-      sharded: axes along which the worker's devices hold shards, for where the types are silent.
+      extra_args: extra arguments of the update, by which a train step may have excluded the worker.
+      sharded: axes along which the worker's devices hold shards; needed where the types carry no
+        varying-axes (VMA) information.
     """
     finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
     finite = axes.on_all_devices(finite, axis_name, sharded)
@@ -51,7 +56,7 @@ def decide(
 
 
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
-    """Whether the settings of a step are finite, and the square of the weight too."""
+    """Whether decay, weight and the weight's square are finite."""
     return jnp.isfinite(decay) & jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
 
 
@@ -62,19 +67,19 @@ def all_finite(tree: Any) -> BoolScalar:
 
 
 def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
-    """One of two trees, in the dtypes of the second."""
+    """``tree`` if the condition holds, else ``otherwise``; in the dtypes of the latter."""
     return jax.tree.map(lambda x, y: in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
 
 
-def reset_nonfinite_leaves(state: Any, fresh: Any) -> Any:
-    """A state with a fresh leaf for each floating leaf that holds anything infinite or NaN."""
+def reset_nonfinite_leaves(state: Any, initial: Any) -> Any:
+    """The state, with the initial value for each floating leaf that is not finite."""
 
     def leaf(x, new):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return jnp.where(jnp.isfinite(x).all(), x, in_dtype_of(new, x))
 
-    return jax.tree.map(leaf, state, fresh)
+    return jax.tree.map(leaf, state, initial)
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
@@ -105,10 +110,10 @@ def _schedule_states() -> tuple[type, ...]:
     return optax.ScaleByScheduleState, type(decayed.init(()))
 
 
-def keep_base_if_nobody(participants: IntScalar, updates, new, old):
+def keep_base_if_no_participants(participants: IntScalar, updates, new, old):
     """Updates and state of the optimizer after an exchange.
 
-    Where no worker took part, the updates are zero and the state keeps its old values. Only the
+    If no packet was accepted, the updates are zero and the state keeps its old values. Only the
     counts of schedules go on, as that of the momentum does: a learning rate in the momentum and
     one after it stay at the same step.
     """
@@ -127,18 +132,23 @@ def keep_base_if_nobody(participants: IntScalar, updates, new, old):
     def stay(new, old):
         return jax.tree.map(kept, new, old, is_leaf=is_schedule)
 
-    return zero_updates_if_nobody(updates, participants), stay(new, old)
+    return zero_updates_if_no_participants(updates, participants), stay(new, old)
 
 
-def zero_updates_if_nobody(updates, participants: IntScalar):
-    """The updates, or zeros where no worker took part."""
+def zero_updates_if_no_participants(updates, participants: IntScalar):
+    """The updates, or zeros if no packet was accepted."""
     return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)
 
 
-def keep_own(
-    new, old, is_own, participates: BoolScalar, axis_name: AxisName, sharded: tuple[str, ...]
+def keep_local_state(
+    new,
+    old,
+    varies_over_workers,
+    participates: BoolScalar,
+    axis_name: AxisName,
+    sharded: tuple[str, ...],
 ):
-    """The state after a step; for a worker that skipped it, the old one where ``is_own``.
+    """Leaves that vary over workers keep their old value on a worker that skipped the step.
 
     So no second moment is lost to one bad batch. States whose type says ``handles_nonfinite`` do
     this themselves.
@@ -147,15 +157,15 @@ def keep_own(
     def handles_nonfinite(x) -> bool:
         return getattr(type(x), "handles_nonfinite", False) or isinstance(x, optax.MultiStepsState)
 
-    def kept_node(new, old, is_own):
+    def kept_node(new, old, varies_over_workers):
         if isinstance(new, optax.MultiStepsState):
             # A non-finite accumulator excludes the worker from the exchange.
             finite = axes.on_all_devices(all_finite(old.acc_grads), axis_name, sharded)
-            inner = new.inner_opt_state, old.inner_opt_state, is_own.inner_opt_state
-            kept = keep_own(*inner, participates & finite, axis_name, sharded)
+            inner = new.inner_opt_state, old.inner_opt_state, varies_over_workers.inner_opt_state
+            kept = keep_local_state(*inner, participates & finite, axis_name, sharded)
             return new._replace(inner_opt_state=kept)
-        if handles_nonfinite(new) or not is_own:
+        if handles_nonfinite(new) or not varies_over_workers:
             return new
         return jnp.where(participates, new, old)
 
-    return jax.tree.map(kept_node, new, old, is_own, is_leaf=handles_nonfinite)
+    return jax.tree.map(kept_node, new, old, varies_over_workers, is_leaf=handles_nonfinite)

@@ -13,8 +13,8 @@ import demo_optax
 from demo_optax.checkpoint import Checkpointer
 from demo_optax.compression import make_plan
 from demo_optax.compression.packet import Origin
-from demo_optax.exchange.around import decode_pending
-from demo_optax.exchange.protocol import Subtraction, own_numbers
+from demo_optax.exchange.protocol import Subtraction, packet_ids
+from demo_optax.exchange.wrapper import decode_pending
 from tests import workers
 
 SHAPES = {"v": (30,), "w": (32, 24)}
@@ -100,14 +100,14 @@ def with_pending(trained, exchange):
     def put_back(state):
         plan = make_plan(state.exchange.format.compression, state.exchange.format.shapes)
         (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted_fraction
-        origin = Origin(state.count - 1, own_numbers(len(packets), "data"))
+        origin = Origin(state.count - 1, packet_ids(len(packets), "data"))
         message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
-        taken = Subtraction.of_whole(plan, message, factor)
+        taken = Subtraction.uniform(plan, message, factor)
         leaves, found = jax.tree.leaves(state.momentum), []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
-            own = part.momenta([x[0] for x in leaves[slice(*part.tensors)]])
+            own = part.unpack([x[0] for x in leaves[slice(*part.tensors)]])
             added = [(at, -values, factors) for at, values, factors in rows]
-            found += [x[None] for x in part.stored(part.subtract(own, added, origin.step, delay=0))]
+            found += [x[None] for x in part.pack(part.subtract(own, added, origin.step, delay=0))]
         return jax.tree.unflatten(jax.tree.structure(state.momentum), found)
 
     put_back = jax.shard_map(

@@ -203,7 +203,7 @@ def test_a_damaged_preconditioner_starts_again_and_its_worker_takes_part():
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
 
-@pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"axis_names": ()}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"manual_axes": ()}], ids=str)
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_worker_is_kept_out_whatever_the_path_of_its_gradient(options, clip_norm):
     """Its gradient is finite, but its squares are not; clipped, it would be zeros."""

@@ -184,7 +184,7 @@ def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
     for leaf in jax.tree.leaves(params):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
     assert demo_optax.check_replicas((params, state), mesh) == ()
-    own = demo_optax.own_parameters(
+    own = demo_optax.local_parameters(
         jax.tree.map(lambda x: np.broadcast_to(x, (8, *x.shape)), params), state
     )
     assert 200 % 3 and len({np.asarray(x).tobytes() for x in own["hidden"]}) == 8

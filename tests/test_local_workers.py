@@ -132,8 +132,8 @@ TWO_AXES = {"hidden": P("tensor", "fsdp"), "bias": P("tensor"), "out": P("fsdp")
 SHARDED = {
     "4 x 2": ((4, 2), ONE_AXIS, {}),
     "4 x 2, unchecked": ((4, 2), ONE_AXIS, dict(check_vma=False)),
-    "4 x 2, compiler": ((4, 2), ONE_AXIS, dict(axis_names=("data",))),
-    "4 x 2, mapped": ((4, 2), ONE_AXIS, dict(axis_names=())),
+    "4 x 2, compiler": ((4, 2), ONE_AXIS, dict(manual_axes=("data",))),
+    "4 x 2, mapped": ((4, 2), ONE_AXIS, dict(manual_axes=())),
     "2 x 2 x 2": ((2, 2, 2), TWO_AXES, {}),
 }
 
@@ -176,7 +176,7 @@ def test_a_loop_of_ones_own_under_vmap_follows(name):
     @jax.jit
     def step(params, states, batch):
         def worker(state, batch):
-            gradient = jax.grad(model.loss)(demo_optax.own_parameters(params, state), batch)
+            gradient = jax.grad(model.loss)(demo_optax.local_parameters(params, state), batch)
             return tx.update(gradient, state, params)
 
         updates, states = jax.vmap(worker, axis_name="data")(states, batch)

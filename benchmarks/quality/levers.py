@@ -288,7 +288,7 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
         leaves, structure = jax.tree.flatten(params)
         plan = make_plan(coordinates, tuple(x.shape for x in leaves))
         momenta = [
-            [jnp.concatenate(pieces) for pieces in part.momenta(own)]
+            [jnp.concatenate(pieces) for pieces in part.unpack(own)]
             for part, own in zip(plan.parts, plan.per_part(found.momentum), strict=True)
         ]
         rate = settings.learning_rate(found.count)

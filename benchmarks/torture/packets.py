@@ -237,7 +237,7 @@ def forger(coding: str) -> Callable:
 
     def forge(words, size, sender):
         origin = Origin(jnp.int32(BEFORE - 1), sender[None])
-        opened = packet.open_heads(layout, words[None], origin)[0]
+        opened = packet.parse_headers(layout, words[None], origin)[0]
         decoded, _ = packet.decode(layout, words[None])
         header, message = jax.tree.map(lambda x: x[0], (opened, decoded))
         values = tuple(jnp.where(v < 0, -size, size) for v in message.values)

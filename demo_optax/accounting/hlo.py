@@ -30,8 +30,8 @@ class Collective(NamedTuple):
     """One collective of a compiled program.
 
     Attributes:
-      kind: as in HLO: ``"all-gather"``, ``"all-reduce"``, ...
-      dtype: of its elements, as in HLO: ``"u32"``, ``"f32"``, ...
+      kind: its name in HLO: ``"all-gather"``, ``"all-reduce"``, ...
+      dtype: dtype of its elements, as in HLO: ``"u32"``, ``"f32"``, ...
       operand_bytes: bytes that each participant hands to it.
       groups: numbers of the devices that take part together, in the order of the mesh.
     """
@@ -60,7 +60,7 @@ def collectives(hlo: str) -> list[Collective]:
       ... ''')
       [Collective(kind='all-gather', dtype='u32', operand_bytes=4928, groups=((0, 1),))]
     """
-    found: dict[str, Collective] = {}
+    by_line: dict[str, Collective] = {}
     on_tpu = "AsyncCollectiveStart" in hlo
     partitions = re.search(r"(?:num_partitions|replica_count)=(\d+)", hlo)
     for line in hlo.splitlines():
@@ -78,8 +78,8 @@ def collectives(hlo: str) -> list[Collective]:
         # TPU programs write an asynchronous collective three times, with one channel.
         channel = _CHANNEL.search(line) if on_tpu else None
         key = f"{kind} {channel[0]}" if channel else line
-        found[key] = Collective(kind, shapes[0]["dtype"], operands, groups)
-    return list(found.values())
+        by_line[key] = Collective(kind, shapes[0]["dtype"], operands, groups)
+    return list(by_line.values())
 
 
 def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
@@ -97,7 +97,7 @@ def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
       ... }''')
       [('%a', frozenset({'state.pending'}))]
     """
-    found: dict[str, frozenset[str]] = {}
+    arguments: dict[str, frozenset[str]] = {}
     names = []
     for line in hlo[hlo.index("\nENTRY") :].splitlines()[2:]:
         if not (instruction := _NAMED.match(line)):
@@ -105,14 +105,14 @@ def arguments_behind(hlo: str) -> list[tuple[str, frozenset[str]]]:
         name, text = instruction.groups()
         if number := re.search(r" parameter\((\d+)\)", text):
             named = re.search(r'op_name="([^"]*)"', text)
-            found[name] = frozenset([named[1] if named else number[1]])
+            arguments[name] = frozenset([named[1] if named else number[1]])
             continue
         # Operands come before their instruction; after them the line names computations.
         operands = re.findall(r"%[\w.-]+", _ATTRIBUTES.split(text)[0])
-        found[name] = frozenset().union(*[found.get(operand, ()) for operand in operands])
+        arguments[name] = frozenset().union(*[arguments.get(operand, ()) for operand in operands])
         if _INSTRUCTION.search(line) or name.startswith("%async-collective-start"):
             names.append(name)
-    return [(name, found[name]) for name in names]
+    return [(name, arguments[name]) for name in names]
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:

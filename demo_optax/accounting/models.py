@@ -35,12 +35,12 @@ def checkpoint_shapes(path: str) -> dict[str, jax.ShapeDtypeStruct]:
 
     Only the entry ``params`` is counted where there is one.
     """
-    found = pathlib.Path(path)
-    if found.suffix == ".npz":
-        with np.load(found) as arrays:
+    file = pathlib.Path(path)
+    if file.suffix == ".npz":
+        with np.load(file) as arrays:
             leaves = {name: arrays[name] for name in arrays.files}
     else:
-        leaves = _orbax_metadata(found)
+        leaves = _orbax_metadata(file)
     inside = {name: leaf for name, leaf in leaves.items() if "params" in name.split("/")}
     shapes = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -43,7 +43,7 @@ def packet_bytes(
       param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker. Each device
         sends a packet of its own shards; devices with the same shards send parts of one packet.
       workers: their number, if no mesh is given; `demo_optax.TwoPhase` depends on it.
-      exchange: of a compression alone; `demo_optax.AllGather` by default.
+      exchange: exchange for a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
       Bytes, summed over the worker's devices. For `decoupled_momentum` they are the packet's, for
@@ -199,7 +199,7 @@ def step_times(
       compression: one setting, or several by name: a compression, or a pair of a compression and
         an exchange; `demo_optax.AllGather` by default.
       workers: ``N``.
-      bandwidth: of each worker's link, bits per second.
+      bandwidth: bits per second of each worker's link.
       latency: seconds per round.
       compute_time: seconds of a step without any exchange.
       local_steps: steps of a round, which ends with one exchange (`demo_optax.local_steps`).

@@ -13,25 +13,26 @@ from demo_optax import axes
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
-from demo_optax.exchange.around import PendingState
+from demo_optax.exchange.wrapper import PendingState
 from demo_optax.parallel import shards
-from demo_optax.parallel.layout import Layout
+from demo_optax.parallel.layout import StateLayout
 
 FORMAT = 7
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
 
 def describe(
-    layout: Layout, params, opt_state, mesh: Mesh | AbstractMesh, axis_name: AxisName
+    layout: StateLayout, params, opt_state, mesh: Mesh | AbstractMesh, axis_name: AxisName
 ) -> dict:
     """Describes a state of arrays or shapes. A restore compares what was saved with what it needs.
 
     Returns:
       ``format``, the number of ``workers``, and for each `DecoupledMomentumState`, by its path:
 
-      * ``momenta``: for each leaf its coordinates; the shape of its parameter, None where
-        ``optax.flatten`` made one vector of all; the shards along each dimension; and in ``cuts``
-        the axes inside a worker that divide it, empty where the exchange keeps nothing;
+      * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of its
+        parameter, None where ``optax.flatten`` made one vector of all; the shards along each
+        dimension; and in ``cuts`` the axes inside a worker that divide it, empty if the exchange
+        has no state;
       * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
         worker along which every device has its own;
       * ``pending``: the format of pending packets, None without any.
@@ -51,7 +52,7 @@ def describe(
         return {
             "name": f"{keystr(path)}.momentum{keystr(inside)}",
             "count": f"{keystr(path)}.count",
-            "coordinates": dataclasses.asdict(node.coordinates),
+            "coordinates": dataclasses.asdict(node.momentum_format),
             "shape": shape,
             "shards": shards.counts(shape or (), spec, mesh),
             "cuts": cuts if jax.tree.leaves(node.exchange) else [],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from demo_optax.compression.bits import contiguous, hashes, positions, to_words
+from demo_optax.compression.bits import contiguous_strides, hashes, positions, to_words
 
 _PIECE = 2**24  # words of a host's array that are put on a device at once
 _ROW = 2**14  # words that are hashed in one go at least
@@ -32,10 +32,10 @@ def digests(leaves: dict) -> dict[str, dict]:
         name: _sums_of_shards(x, number) if isinstance(x, jax.Array) else _sums_of_pieces(x)
         for number, (name, x) in enumerate(leaves.items())
     }
-    own = np.array([sum(map(int, found)) % 2**32 for found in parts.values()], np.uint32)
-    everywhere = multihost_utils.process_allgather(own).reshape(jax.process_count(), len(leaves))
+    local = np.array([sum(map(int, each)) % 2**32 for each in parts.values()], np.uint32)
+    everywhere = multihost_utils.process_allgather(local).reshape(jax.process_count(), len(leaves))
     of_host = np.array([not isinstance(x, jax.Array) for x in leaves.values()])
-    sums = np.where(of_host, own, everywhere.sum(0, dtype=np.uint32))
+    sums = np.where(of_host, local, everywhere.sum(0, dtype=np.uint32))
     return {
         name: {"kind": _kind(x), "shape": list(np.shape(x)), "checksum": int(number)}
         for (name, x), number in zip(leaves.items(), sums, strict=True)
@@ -65,20 +65,20 @@ def seal(description: dict) -> str:
 def _sums_of_shards(x: jax.Array, number: int) -> list[jax.Array]:
     """The sums of a leaf's shards on this process's devices.
 
-    Where several devices hold the same shard, one of them computes it: another one for each leaf.
+    Where several devices hold the same shard, one of them computes it: a different one per leaf.
     """
     shard_size = math.prod(x.sharding.shard_shape(x.shape))
     copies = x.sharding.num_devices * shard_size // max(x.size, 1) or 1
     whole = jax.eval_shape(to_words, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
-    strides = contiguous(whole)
+    strides = contiguous_strides(whole)
     along = strides[1:] if jnp.issubdtype(x.dtype, jnp.complexfloating) else strides
-    found = []
+    sums = []
     for shard in x.addressable_shards:
         if shard.replica_id == number % copies:
             starts = (part.start or 0 for part in shard.index)
             first = sum(start * stride for start, stride in zip(starts, along, strict=False))
-            found.append(_sum_of_hashes(shard.data, np.uint32(first % 2**32), strides))
-    return found
+            sums.append(_sum_of_hashes(shard.data, np.uint32(first % 2**32), strides))
+    return sums
 
 
 def _sums_of_pieces(x) -> list[jax.Array]:

@@ -16,11 +16,11 @@ from demo_optax.axes import AxisName
 from demo_optax.checkpoint.description import names_kept
 from demo_optax.compression import Compression, make_plan
 from demo_optax.compression.blocks import BlockGeometry
-from demo_optax.compression.packet import Layout, Origin
-from demo_optax.compression.settings import Coordinates
+from demo_optax.compression.packet import Origin, PacketLayout
+from demo_optax.compression.settings import MomentumFormat
 from demo_optax.compression.transforms import is_redrawn
-from demo_optax.exchange.around import decode_pending
 from demo_optax.exchange.protocol import Subtraction
+from demo_optax.exchange.wrapper import decode_pending
 from demo_optax.parallel import shards
 
 
@@ -31,24 +31,24 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
       state: NumPy arrays by their paths.
       saved: the description that was saved with them.
       wanted: shapes, dtypes and shardings by their paths.
-      description: of the state that is wanted.
+      description: the description of the state that is wanted.
       axis_name: the workers' axis, or axes.
     """
     state = state | put_back_pending(state, saved)
     state |= divide_residuals(state, saved, wanted, description)
-    before, now, kept = _momenta(saved), _momenta(description), names_kept(description)
+    before, now, in_exchange = _momenta(saved), _momenta(description), names_kept(description)
     workers, worker_axes = description["workers"], set(axes.names(axis_name))
     carried_over, result = [], {}
     for name, target in wanted.items():
         x = np.asarray(state[name])
         differs = worker_axes & set(shards.axes_of(target.sharding.spec))
-        stacked = bool(differs) and x.ndim > 0 and name not in kept
+        stacked = bool(differs) and x.ndim > 0 and name not in in_exchange
         if stacked and len(x) > workers:
             x = redistribute(x, workers)
         old, new = before.get(name), now.get(name)
         if old and new and old["shape"] == new["shape"] and not _in_same_blocks(name, old, new):
             step = jnp.int32(max(int(state[new["count"]]) - 1, 0))
-            x = np.stack([carry_over(own, old, new, step) for own in x])
+            x = np.stack([carry_over(entry, old, new, step) for entry in x])
             carried_over.append(name)
         if stacked:
             x = redistribute(x, workers)
@@ -89,9 +89,9 @@ def put_back_pending(state: dict, saved: dict) -> dict:
         decode = _decoder(described["pending"], owners=packets.shape[2])
         step = np.int32(state[f"{path}.count"]) - 1
         for worker, device in np.ndindex(packets.shape[:2]):
-            own = decode(packets[worker, device], np.int32(worker), step, factors[worker])
+            added = decode(packets[worker, device], np.int32(worker), step, factors[worker])
             place = dict(zip(sizes, np.unravel_index(device, [*sizes.values()]), strict=True))
-            for leaf, x in zip(described["momenta"], own, strict=True):
+            for leaf, x in zip(described["momenta"], added, strict=True):
                 name, shard = leaf["name"], [worker]
                 for cut, size in zip(leaf["cuts"], x.shape, strict=False):
                     number = functools.reduce(lambda n, axis: n * sizes[axis] + place[axis], cut, 0)
@@ -104,19 +104,21 @@ def put_back_pending(state: dict, saved: dict) -> dict:
 
 
 def _decoder(packet_format: dict, owners: int) -> Callable:
-    """A function that makes of a device's pending packets what they add to its stored momenta."""
+    """A function from a device's pending packets to what they add to its stored momenta."""
     shapes = tuple(map(tuple, packet_format["shapes"]))
     plan = make_plan(Compression(**packet_format["compression"]), shapes)
-    layout = Layout(plan.sections, packet_format["extra"], packet_format["multiple"]).share(owners)
+    layout = PacketLayout(
+        plan.sections, packet_format["extra"], packet_format["multiple"]
+    ).per_owner(owners)
 
     def decode(packets, worker, step, factor):
-        numbers = worker * owners + jnp.arange(owners, dtype=jnp.int32)
-        message = decode_pending(plan, layout, packets, Origin(step, numbers))
-        taken = Subtraction.of_whole(plan, message, -factor)
+        ids = worker * owners + jnp.arange(owners, dtype=jnp.int32)
+        message = decode_pending(plan, layout, packets, Origin(step, ids))
+        taken = Subtraction.uniform(plan, message, -factor)
         stored = []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
-            zeros = part.momenta([jnp.zeros(x.stored_shape) for x in part.geometries])
-            stored += part.stored(part.subtract(zeros, rows, step, delay=0))
+            zeros = part.unpack([jnp.zeros(x.stored_shape) for x in part.geometries])
+            stored += part.pack(part.subtract(zeros, rows, step, delay=0))
         return stored
 
     return jax.jit(decode)
@@ -169,7 +171,7 @@ def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarra
 
 
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
-    """Entries ``(workers, ...)`` for another number of workers; their mean stays the same.
+    """Entries ``(workers, ...)`` for a different number of workers; their mean stays the same.
 
     Where the old number is a multiple of the new, neighbours are merged to their mean. Where the
     new is a multiple of the old, entries are copied. Otherwise all workers get the mean of all. Of
@@ -204,11 +206,11 @@ def _in_same_blocks(name: str, old: dict, new: dict) -> bool:
         )
 
     def blocks(momentum: dict):
-        coordinates, geometry = Coordinates(**momentum["coordinates"]), _geometry(momentum)
+        momentum_format, geometry = MomentumFormat(**momentum["coordinates"]), _geometry(momentum)
         dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
         # The number of shards matters only where they end in smaller blocks.
         uneven = [count if dim % side else 1 for dim, side, count in dims]
-        return coordinates.transform, coordinates.seed, geometry.sides, uneven
+        return momentum_format.transform, momentum_format.seed, geometry.sides, uneven
 
     return old["shape"] is None or blocks(old) == blocks(new)
 
@@ -217,7 +219,7 @@ def carry_over(coefficients: np.ndarray, old: dict, new: dict, step: jax.Array) 
     """One worker's momentum after the update of ``step``, in other blocks: float32."""
     tensor = np.zeros(new["shape"], np.float32)
     for part, stored, elements in _shards(old):
-        pieces = part.momenta([jnp.asarray(coefficients[stored], jnp.float32)])
+        pieces = part.unpack([jnp.asarray(coefficients[stored], jnp.float32)])
         blocks = part.inverse(list(map(jnp.concatenate, pieces)), step)
         (tensor[elements],) = part.to_tensors(blocks)
     geometry = _geometry(new)
@@ -226,14 +228,14 @@ def carry_over(coefficients: np.ndarray, old: dict, new: dict, step: jax.Array) 
     for part, stored, elements in _shards(new):
         blocks = part.blocks([jnp.asarray(tensor[elements])])
         pieces = part.split([x.reshape(len(x), -1) for x in part.transform(blocks, step)])
-        (result[stored],) = part.stored(pieces)
+        (result[stored],) = part.pack(pieces)
     return result
 
 
 def _geometry(momentum: dict) -> BlockGeometry:
     """The blocks of each shard."""
     shape = (dim // n for dim, n in zip(momentum["shape"], momentum["shards"], strict=True))
-    return Coordinates(**momentum["coordinates"]).geometry(tuple(shape))
+    return MomentumFormat(**momentum["coordinates"]).geometry(tuple(shape))
 
 
 def _shards(momentum: dict):

@@ -134,7 +134,7 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
     damaged: dict[int, str] = {}
     for step in sorted(steps, reverse=True):
         try:
-            found = read(step)
+            result = read(step)
         except DamagedCheckpoint as error:
             damaged[step] = str(error)
             continue
@@ -144,7 +144,7 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
                 f"{'; '.join(damaged.values())}.",
                 stacklevel=3,
             )
-        return found, damaged
+        return result, damaged
     raise DamagedCheckpoint(
         f"{directory} holds no checkpoint of {steps} that is intact: "
         f"{'; '.join(damaged.values())}. Restore it from a copy, or start the run again in another "
@@ -174,7 +174,7 @@ def load(directory: str, step: int, saved: dict[str, dict], **wanted: dict) -> d
     Args:
       directory: the run's folder.
       step: which checkpoint.
-      saved: for each part the digests of its leaves, by their paths.
+      saved: digests of the leaves of each part, by their paths.
       wanted: for each part to load, arrays or shapes whose shardings its leaves get. Leaves that
         are not among them go into the host's memory.
     """
@@ -266,10 +266,10 @@ def _difference(loaded: dict, saved: dict[str, dict]) -> str:
     """What differs from what was saved, or nothing."""
     digested = {part: digests(leaves) for part, leaves in loaded.items()}
     for part, leaves in digested.items():
-        for name, found in leaves.items():
+        for name, digest in leaves.items():
             for what, value in saved[part][name].items():
-                if found[what] != value:
-                    return f"{part}{name} must have {what} {value}, but has {found[what]}"
+                if digest[what] != value:
+                    return f"{part}{name} must have {what} {value}, but has {digest[what]}"
     return ""
 
 

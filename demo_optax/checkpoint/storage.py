@@ -84,7 +84,7 @@ class Checkpointer:
         *,
         keep: int = 3,
     ):
-        layout.require_plain(tx)
+        layout.require_unwrapped(tx)
         checks.static_integer("keep", keep, at_least=1)
         shards.num_workers(mesh, axis_name)  # refuses unknown axes
         self._tx, self._where = tx, (mesh, axis_name, param_specs)
@@ -243,11 +243,11 @@ class Checkpointer:
 
         Returns:
           A `Checkpoint`, placed on the mesh. With the workers and the settings that saved it, it
-          is equal to the last bit. On another number of workers, what differs between workers
+          is equal to the last bit. On a different number of workers, what differs between workers
           keeps its mean (see `redistribute`).
 
         Raises:
-          ValueError: the checkpoint has another model, optimizer or ``extra``; there are
+          ValueError: the checkpoint has a different model, optimizer or ``extra``; there are
             checkpoints, but none of this step.
           DamagedCheckpoint: the step's checkpoint is damaged, or all are. A ValueError.
           OSError: a process could not read it, for want of memory, permission or connection.

@@ -5,6 +5,6 @@ from demo_optax.compression.plan import Plan as Plan
 from demo_optax.compression.plan import make_plan as make_plan
 from demo_optax.compression.selection import Selection as Selection
 from demo_optax.compression.settings import Compression as Compression
-from demo_optax.compression.settings import Coordinates as Coordinates
+from demo_optax.compression.settings import MomentumFormat as MomentumFormat
 from demo_optax.compression.transforms import TransformName as TransformName
 from demo_optax.compression.values import ValueCoding as ValueCoding

@@ -1,8 +1,8 @@
-"""The largest coefficient of each of ``k`` bins; bin ``b`` holds every ``k``-th from ``b`` on.
+"""The largest coefficient of each of ``k`` bins.
 
-A maximum and a comparison find them, where the ``k`` largest of all want a sort, and a place in a
-bin has fewer bits than a position in a block. TPU-KNN's approximate top-k begins so (Chern et al.,
-arXiv 2206.14286).
+Bin ``b`` holds the elements b, b+k, b+2k, … of a block. A maximum and a comparison find its
+largest, while an exact top-k needs a sort. A place in a bin has fewer bits than a position in a
+block. TPU-KNN's approximate top-k begins in this way (Chern et al., arXiv 2206.14286).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from demo_optax.arrays import BoolScalar
 from demo_optax.compression import sparse
 from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
-from demo_optax.compression.top_k import STRAND_LENGTH, largest_by_strands
+from demo_optax.compression.top_k import STRIDED_GROUP_SIZE, largest_by_strided_groups
 
 Places = Int32[Array, "blocks k"]
 AllPlaces = Int32[Array, "workers blocks k"]
@@ -22,7 +22,7 @@ AllPlaces = Int32[Array, "workers blocks k"]
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """Sends the largest coefficient of each of ``k`` bins of a block of ``n``.
+    """Sends the largest coefficient of each of the ``k`` bins of a block of ``n``.
 
     Its positions are places in the bins, from 0 to ``ceil(n / k) - 1``.
     """
@@ -43,24 +43,24 @@ class Bins:
         return (self._depth - 1).bit_length()
 
     def position_words(self, num_blocks: int) -> int:
-        """Words that the places of so many blocks take."""
+        """Words that the places of ``num_blocks`` blocks take."""
         return words_of(num_blocks * self.k, self.place_bits)
 
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
-        """The places of the largest magnitudes; of equal ones any."""
+        """The places of the largest magnitudes; any one of equal magnitudes."""
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-        if self.n % (STRAND_LENGTH * self.k):  # a strand would belong to several bins
+        if self.n % (STRIDED_GROUP_SIZE * self.k):  # a group would belong to several bins
             return self._largest(magnitudes)
 
-        # Strands are a multiple of k apart, so a position is k * place + bin.
-        def by_strands(magnitudes: Float32[Array, "blocks n"]) -> Places:
+        # The stride of the groups is a multiple of k, so a position is k * place + bin.
+        def by_strided_groups(magnitudes: Float32[Array, "blocks n"]) -> Places:
             def largest(x: Float32[Array, "_blocks _n"]) -> Int32[Array, "_blocks _k"]:
                 inner = Bins(x.shape[1], self.k)
                 return inner.in_block(inner._largest(x))
 
-            return largest_by_strands(magnitudes, largest) // self.k
+            return largest_by_strided_groups(magnitudes, largest) // self.k
 
-        return jax.lax.platform_dependent(magnitudes, cpu=by_strands, default=self._largest)
+        return jax.lax.platform_dependent(magnitudes, cpu=by_strided_groups, default=self._largest)
 
     def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
         """One element of each bin."""
@@ -107,10 +107,10 @@ class Bins:
             default=self._add_by_comparison,
         )
 
-    def senders(
+    def sender_weight_sums(
         self, places: AllPlaces, weights: Float32[Array, "workers 1 1"]
     ) -> Float32[Array, "workers blocks k"]:
-        """The weights of all workers that sent each of these coefficients, added up."""
+        """For each of these coefficients, the sum of the weights of the workers that sent it."""
         equal = places[:, None] == places[None]
         return jnp.sum(jnp.where(equal, weights[:, None], 0.0), axis=0)
 
@@ -137,7 +137,7 @@ class Bins:
 
     @property
     def _depth(self) -> int:
-        """Places in a bin; where ``k`` does not divide ``n``, the last bins have one less."""
+        """Places in a bin; if ``k`` does not divide ``n``, the last bins have one less."""
         return -(-self.n // self.k)
 
     def _largest(self, magnitudes: Float32[Array, "blocks n"]) -> Places:
@@ -150,16 +150,16 @@ class Bins:
         values: Float[Array, "workers blocks k"],
     ) -> Float[Array, "blocks n"]:
         total = self._binned(blocks, 0)
-        for own, value in zip(places, values, strict=True):
-            total += jnp.where(self._here(own), value.T[None], 0)
-        # Without a barrier XLA adds in two dimensions, and keeps every comparison in memory for it.
+        for place, value in zip(places, values, strict=True):
+            total += jnp.where(self._here(place), value.T[None], 0)
+        # Without a barrier XLA adds in two dimensions, and keeps every comparison in memory.
         total = jax.lax.optimization_barrier(total)
         return total.reshape(-1, len(blocks))[: self.n].T
 
     def _binned(
         self, blocks: Shaped[Array, "blocks n"], filling: float
     ) -> Shaped[Array, "places k blocks"]:
-        """Blocks along the last dimension, where TPUs want the longest."""
+        """The blocks along the last dimension: TPUs are fastest if it is the longest."""
         missing = self._depth * self.k - self.n
         padded = jnp.pad(blocks.T, ((0, missing), (0, 0)), constant_values=filling)
         return padded.reshape(self._depth, self.k, len(blocks))

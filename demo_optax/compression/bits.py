@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int64, UInt32
 
 
 def words_of(fields: int, bits: int) -> int:
-    """Words that a number of fields takes."""
+    """Words for this number of fields, each of ``bits`` bits."""
     return math.ceil(fields * bits / 32)
 
 
@@ -64,23 +64,23 @@ def _places(bits: int) -> tuple[Int64[np.ndarray, "fields"], UInt32[np.ndarray, 
 
 
 def _period(bits: int) -> tuple[int, int]:
-    """``(fields, words)`` after which fields begin at a word's first bit again."""
-    shared = math.gcd(bits, 32)
-    return 32 // shared, bits // shared
+    """``(fields, words)`` after which a field begins at a word's first bit again."""
+    divisor = math.gcd(bits, 32)
+    return 32 // divisor, bits // divisor
 
 
 def true_once_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
-    """Always True, which XLA cannot know before these arrays are computed.
+    """Always True, but XLA cannot fold it: it depends on these arrays.
 
-    An ``optimization_barrier`` does not make XLA wait: it takes out of it what nobody uses. The
-    first element of each array is compared with a NaN that no arithmetic gives.
+    An ``optimization_barrier`` would not do, since XLA removes unused operands from the barrier.
+    The first element of each array is compared with a NaN that no arithmetic returns.
     """
     first = [to_words(x.reshape(-1)[0].astype(jnp.float32)) for x in arrays]
     return jnp.all(jnp.stack(first) != jnp.uint32(0x7FC0DE40))
 
 
 def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
-    """A number that any change of one word changes for certain, of several but for 2**-32.
+    """Detects any change of one word; misses other changes with probability 2**-32.
 
     >>> import jax.numpy as jnp
     >>> checksum(jnp.uint32([1, 2])) == checksum(jnp.uint32([2, 1]))
@@ -94,24 +94,24 @@ def hashes(
 ) -> UInt32[Array, "*shape"]:
     """A one-to-one hash of each word at its place (MurmurHash3's mixer), for sums modulo 2**32.
 
-    Those of a whole are those of its parts, if ``first`` is where a part begins in it and
-    ``strides`` how far apart neighbours are along each dimension; they are its own by default.
-    Sums of what is linear in the words would miss two flipped signs, or values in other places.
+    Hashes of a slice equal those in the full array, given its offset ``first`` and the full array's
+    ``strides`` (default: contiguous). Sums of words, or of anything linear in them, would miss two
+    flipped signs, or values that swapped places.
     """
-    place = jnp.uint32(first) + positions(words.shape, strides or contiguous(words.shape))
+    place = jnp.uint32(first) + positions(words.shape, strides or contiguous_strides(words.shape))
     x = words + place * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart neighbours are along each dimension of a whole array."""
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements between neighbours along each dimension of a contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def positions(shape: tuple[int, ...], strides: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Where each element of an array of this shape is."""
+    """The flat position of each element of an array of this shape, with these strides."""
     result = jnp.zeros(shape, jnp.uint32)
     for axis, stride in enumerate(strides):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -120,7 +120,7 @@ def positions(shape: tuple[int, ...], strides: tuple[int, ...]) -> UInt32[Array,
 
 
 def to_words(x: Array) -> UInt32[Array, "..."]:
-    """The bits of an array: a word an element, or several along one more axis."""
+    """The bits of an array: one word per element, or several along one more axis."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -131,7 +131,7 @@ def to_words(x: Array) -> UInt32[Array, "..."]:
 
 
 def from_words(words: UInt32[Array, "..."], like: Array) -> Array:
-    """What `to_words` made of an array of the kind of ``like``, taken back."""
+    """Inverse of `to_words`; dtype from ``like``."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
     if jnp.issubdtype(like.dtype, jnp.complexfloating):

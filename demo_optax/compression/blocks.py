@@ -4,16 +4,16 @@ A block has one side per dimension and at most ``block_side**2`` elements, so th
 coefficients of a block mean about the same share of every large tensor:
 
 * The last two dimensions larger than 1 get sides of ``block_side`` (or the dimension, where
-  that is smaller). A matrix is cut into ``64 x 64`` blocks, a vector into runs of 64.
+  that is smaller). A matrix is cut into ``64 x 64`` blocks, a vector into slices of 64.
 * Where those two leave room, the dimensions in front join the block, each with the largest
   of its divisors that still fits, up to ``4 * block_side`` rows: a convolution kernel
   ``(3, 3, 3, 64)`` is one block of 1728 elements, and an attention kernel ``(768, 12, 64)`` has
   blocks of ``(4, 12, 64)``. Layers stacked by a scan, ``(layers, 512, 512)``, are compressed
   layer by layer.
 
-A dimension that its side does not divide ends in smaller blocks (``block_rule="pad"``): pieces of
-the tensor of their own, with a transform and a number of coefficients of their own. Only where a
-momentum is stored are they padded with zeros to the size of the others.
+If the block side does not divide a dimension, the last block is smaller (``block_rule="pad"``).
+Smaller blocks are transformed and compressed without padding, with as many coefficients as they
+have elements. Only where a momentum is stored are they padded with zeros to the size of the others.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ BLOCK_RULES = get_args(BlockRule)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Blocks of one tensor that are equal: all but those at its edges, or those at one edge.
+    """Blocks of equal shape in one tensor: the interior, or one edge.
 
     Attributes:
-      first: where the first of them lies in the tensor's grid.
+      first: position of the first of them in the tensor's grid.
       grid: blocks along each dimension.
       sides: elements per side of each of them.
     """
@@ -54,11 +54,11 @@ class Piece:
 
     @property
     def in_grid(self) -> tuple[slice, ...]:
-        """Where its blocks are stored in the grid."""
+        """Slices of the grid in which its blocks are stored."""
         return tuple(slice(a, a + n) for a, n in zip(self.first, self.grid, strict=True))
 
     def in_tensor(self, sides: tuple[int, ...]) -> tuple[slice, ...]:
-        """Where its elements lie in a tensor whose other blocks have these sides."""
+        """Slices of the tensor that hold its elements; the interior blocks have these sides."""
         starts = [a * side for a, side in zip(self.first, sides, strict=True)]
         sizes = [n * side for n, side in zip(self.grid, self.sides, strict=True)]
         return tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
@@ -100,14 +100,14 @@ class BlockGeometry:
 
     @property
     def segments(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """For each dimension ``(first block, blocks, side)`` of its whole blocks and of its end."""
+        """Per dimension ``(first block, blocks, side)`` of the full blocks and of the remainder."""
         dims = zip(self.shape, self.sides, strict=True)
         both = [((0, n // side, side), (n // side, 1, n % side)) for n, side in dims]
         return tuple(tuple(s for s in pair if s[1] * s[2]) for pair in both)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Equal blocks together, in the order of the grid; none where the tensor is empty."""
+        """The blocks grouped by shape, in the order of the grid; none if the tensor is empty."""
         columns = (zip(*segments, strict=True) for segments in itertools.product(*self.segments))
         if not self.shape:
             return (Piece((), (), ()),)
@@ -122,10 +122,10 @@ def block_geometry(
     Args:
       shape: the tensor's shape, of any rank.
       block_side: elements per side of a block at most.
-      rule: ``"pad"`` lets the last block of a dimension be smaller; ``"divisor"`` takes the
-        largest divisor of the dimension up to ``block_side`` for a side, as the published code
-        does (a large prime then gives blocks of one element). Both agree where ``block_side``
-        divides the dimension.
+      rule: with ``"pad"`` the last block of a dimension may be smaller. With ``"divisor"`` a side
+        is the largest divisor of the dimension up to ``block_side``, as in the published code (a
+        large prime then gives blocks of one element). Both agree where ``block_side`` divides the
+        dimension.
 
     Example:
       >>> block_geometry((50257, 512)).sides, block_geometry((50257, 512)).grid

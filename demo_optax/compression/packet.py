@@ -2,10 +2,10 @@
 
     | checksum | header | extra | section 0: positions, scales, values | section 1: ... | zeros |
 
-A section holds the blocks of one shape of all tensors, in the order of the plan: fields of a fixed
-number of bits, packed without gaps, each kind from a whole word on. The layout follows from shapes
-and settings alone. The length is a multiple of 128 words, without which XLA makes an all-reduce of
-the all-gather for TPUs.
+A section holds the blocks of one shape of all tensors, in the order of the plan. Positions, scales
+and values are fields of a fixed number of bits, packed without gaps; each of the three begins at a
+new word. The layout follows from shapes and settings alone. The length is a multiple of 128 words:
+otherwise XLA replaces the all-gather by an all-reduce on TPUs.
 """
 
 import dataclasses
@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 
-from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, Positions, Values, in_float32
+from demo_optax.arrays import (
+    BoolScalar,
+    FloatScalar,
+    IntScalar,
+    Positions,
+    Values,
+    clamp_to_float32,
+)
 from demo_optax.compression import values as value_codings
 from demo_optax.compression.bits import checksum, pack_bits, unpack_bits, words_of
 from demo_optax.compression.values import CodedValues, ValueCoding
@@ -29,20 +36,21 @@ Packets = UInt32[Array, "packets words"]
 
 
 class Header(NamedTuple):
-    """What a packet says of its worker's step: scalars, or with an axis of packets.
+    """What a packet reports of its worker's step: scalars, or arrays with an axis of packets.
 
-    Every field travels as the 32 bits of one word.
+    Every field is one 32-bit word of the packet.
 
     Attributes:
-      fingerprint: uint32, differs where gradients do; 0 for a gradient of zeros.
-      received: uint32, digest of the packets that the worker got until the step before.
-      restarted: uint32, blocks of its momentum that started again from zero.
-      momentum_energy: float32, sum of squares of the momentum before anything was taken out.
-      sent_energy: float32, the part of it that the others get: that of what was selected, less
-        that of the rounding errors.
-      residual_energy: float32, energy of the momentum afterwards.
+      fingerprint: uint32, hash of the gradient; 0 for a gradient of zeros.
+      received: uint32, digest of the packets that the worker accepted until the step before.
+      restarted: uint32, blocks of its momentum that were reset to zero.
+      momentum_energy: float32, sum of squares of the momentum before the subtraction.
+      sent_energy: float32, energy of the selected coefficients minus the energy of the rounding
+        errors.
+      residual_energy: float32, energy of the momentum after the subtraction.
       message_energy: float32, energy of the values in this packet.
-      weight: float32, of the message in the mean over workers; 1 unless the update says otherwise.
+      weight: float32, weight of the message in the mean over workers; 1 unless the update was given
+        a ``message_weight``.
     """
 
     fingerprint: UInt32[Array, "..."]
@@ -55,7 +63,12 @@ class Header(NamedTuple):
     weight: Float32[Array, "..."]
 
 
-_DTYPES = ("uint32",) * 3 + ("float32",) * 5  # of the header's fields
+_HEADER_DTYPES = ("uint32",) * 3 + ("float32",) * 5
+_NAMES_IN_FORMAT = {
+    "PacketLayout": "Layout",
+    "SharedSlice": "SharedRun",
+    "AllCoefficients": "Everything",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +76,9 @@ class Section:
     """Blocks of one size.
 
     Attributes:
-      num_blocks: how many.
+      num_blocks: number of blocks.
       selector: which of their coefficients are sent (`demo_optax.compression.selection`).
-      value_coding: of their values.
+      value_coding: coding of their values.
     """
 
     num_blocks: int
@@ -84,8 +97,8 @@ class Section:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where everything lies in a packet.
+class PacketLayout:
+    """The layout of a packet.
 
     Attributes:
       sections: one for each shape of blocks.
@@ -98,17 +111,17 @@ class Layout:
     multiple: int = MULTIPLE
 
     @property
-    def head(self) -> int:
-        """Words in front of the sections."""
+    def header_words(self) -> int:
+        """Words before the sections: checksum, header and extra words."""
         return 1 + len(Header._fields) + self.extra
 
     @property
     def words(self) -> int:
         """Length of a packet in 32-bit words."""
-        used = self.head + sum(sum(section.word_counts) for section in self.sections)
+        used = self.header_words + sum(sum(section.word_counts) for section in self.sections)
         return used + -used % self.multiple
 
-    def share(self, owners: int) -> "Layout":
+    def per_owner(self, owners: int) -> "PacketLayout":
         """The layout of one owner's equal share of the blocks; the last shares may be padded."""
 
         def share_of(section: Section) -> Section:
@@ -121,9 +134,9 @@ class Message(NamedTuple):
     """Coefficients of all sections.
 
     Attributes:
-      positions: for each section, as its selector has them; None where a packet was decoded that
-        does not hold them.
-      values: for each section.
+      positions: for each section, positions as its selector defines them; None in a decoded packet
+        whose positions all workers know.
+      values: for each section, the values at these positions.
     """
 
     positions: tuple[Any, ...]
@@ -131,19 +144,19 @@ class Message(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a packet comes from. It does not travel, but is part of the checksum.
+    """Where a packet comes from. It is not sent, but is part of the checksum.
 
     Attributes:
-      step: in which it was sealed.
-      number: among the packets of all workers.
+      step: step in which it was sealed.
+      packet_id: number of the packet among the packets of all workers.
     """
 
     step: IntScalar
-    number: Int32[Array, "..."]
+    packet_id: Int32[Array, "..."]
 
 
 def encode(sections: Sequence[Section], selected: Message) -> tuple[list[CodedValues], Message]:
-    """Rounds values as their coding does.
+    """Encodes the values of a message.
 
     Returns:
       The coded values of each section, and the message that the others decode.
@@ -153,14 +166,14 @@ def encode(sections: Sequence[Section], selected: Message) -> tuple[list[CodedVa
         for section, values in zip(sections, selected.values, strict=True)
     ]
     decoded = [
-        value_codings.decode(own, section.value_coding)[0]
-        for section, own in zip(sections, coded, strict=True)
+        value_codings.decode(codes, section.value_coding)[0]
+        for section, codes in zip(sections, coded, strict=True)
     ]
     return coded, Message(selected.positions, tuple(decoded))
 
 
 def build(
-    layout: Layout,
+    layout: PacketLayout,
     header: Header,
     coded: Sequence[CodedValues],
     message: Message,
@@ -170,20 +183,20 @@ def build(
 ) -> Packets:
     """Seals a message in packets, one for each owner of an equal share of its blocks.
 
-    The first word of each is a checksum of the rest, of its layout and its origin; the complement
-    of it, if the packet is to be rejected. A packet that was changed on the way, or comes from
-    another step or worker, is rejected too.
+    The first word of each packet is a checksum of the rest, of its layout and its origin. If
+    ``valid`` is False, the inverted checksum is written, so that every receiver rejects it. A
+    packet that was changed on the way, or comes from a different step or worker, is rejected too.
 
     Args:
-      layout: of one of them.
-      header: for all of them, but for the energy of the message.
+      layout: the layout of one packet.
+      header: the header of all packets; each gets the energy of its part of the message.
       coded: the coded values of each section.
-      message: that these decode to.
+      message: the message that they decode to.
       valid: whether the packets may be accepted.
-      origin: of them, whose ``number`` has an entry for each.
+      origin: step and, for each packet, its ``packet_id``.
       extra: words for ``layout.extra``; none by default.
     """
-    owners = len(origin.number)
+    owners = len(origin.packet_id)
     divided: Any = functools.partial(divide_rows, owners=owners)
     shares = jax.tree.map(divided, coded)
     energies = jnp.zeros(owners, jnp.float32)
@@ -200,62 +213,64 @@ def build(
         energy: FloatScalar,
         positions: list[Int32[Array, "..."]],
         coded: list[CodedValues],
-        number: Int32[Array, ""],
+        packet_id: Int32[Array, ""],
     ) -> UInt32[Array, "..."]:
-        head = header._replace(message_energy=in_float32(energy))
-        words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in head]
+        packet_header = header._replace(message_energy=clamp_to_float32(energy))
+        words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in packet_header]
         words += [] if extra is None else [extra]
-        for section, places, own in zip(layout.sections, positions, coded, strict=True):
+        for section, places, codes in zip(layout.sections, positions, coded, strict=True):
             coding = section.value_coding
             if section.selector.sends_positions:
                 words.append(section.selector.encode(places))
-            words.append(pack_bits(own.scales, value_codings.scale_bits(coding)))
-            words.append(pack_bits(own.values, value_codings.value_bits(coding)))
+            words.append(pack_bits(codes.scales, value_codings.scale_bits(coding)))
+            words.append(pack_bits(codes.values, value_codings.value_bits(coding)))
         rest = jnp.concatenate(words)
         rest = jnp.pad(rest, (0, layout.words - 1 - len(rest)))
-        expected = _expected_checksum(layout, rest, Origin(origin.step, number))
+        expected = _expected_checksum(layout, rest, Origin(origin.step, packet_id))
         return jnp.concatenate([jnp.where(valid, expected, ~expected)[None], rest])
 
-    return jax.vmap(seal)(energies, positions, shares, origin.number)
+    return jax.vmap(seal)(energies, positions, shares, origin.packet_id)
 
 
-def open_heads(
-    layout: Layout, packets: Packets, origin: Origin
+def parse_headers(
+    layout: PacketLayout, packets: Packets, origin: Origin
 ) -> tuple[Header, UInt32[Array, "packets extra"], Bool[Array, "packets"]]:
     """The headers and extra words of untrusted packets, and whether they are intact.
 
-    Intact is one whose checksum is right for its origin and whose header is finite.
+    A packet is intact if its checksum is right for its origin and its header is finite.
     """
 
     def open_one(
-        packet: UInt32[Array, "words"], number: Int32[Array, ""]
+        packet: UInt32[Array, "words"], packet_id: Int32[Array, ""]
     ) -> tuple[Header, UInt32[Array, "extra"], BoolScalar]:
-        expected = _expected_checksum(layout, packet[1:], Origin(origin.step, number))
+        expected = _expected_checksum(layout, packet[1:], Origin(origin.step, packet_id))
         words = packet[1 : 1 + len(Header._fields)]
-        fields = [jax.lax.bitcast_convert_type(w, t) for w, t in zip(words, _DTYPES, strict=True)]
+        fields = [
+            jax.lax.bitcast_convert_type(w, t) for w, t in zip(words, _HEADER_DTYPES, strict=True)
+        ]
         finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
         intact = (packet[0] == expected) & jnp.all(jnp.stack(finite))
-        return Header(*fields), packet[1 + len(Header._fields) : layout.head], intact
+        return Header(*fields), packet[1 + len(Header._fields) : layout.header_words], intact
 
-    return jax.vmap(open_one)(packets, origin.number)
+    return jax.vmap(open_one)(packets, origin.packet_id)
 
 
-def decode(layout: Layout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
+def decode(layout: PacketLayout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
     """Decodes untrusted packets.
 
     Returns:
-      The messages, each array with an axis of packets in front, and whether every position lies
-      where its selector may send one and every value is finite. Where not, positions may lie
-      anywhere.
+      The messages, each array with an axis of packets in front, and for each packet whether its
+      selectors could have sent all positions, and all values are finite. If not, positions may be
+      out of range.
     """
     return jax.vmap(functools.partial(_decode, layout))(packets)
 
 
-def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, BoolScalar]:
+def _decode(layout: PacketLayout, packet: UInt32[Array, "words"]) -> tuple[Message, BoolScalar]:
     all_positions: list[Positions | None] = []
     all_values: list[Values] = []
     valid = jnp.array(True)
-    rest = packet[layout.head :]
+    rest = packet[layout.header_words :]
     for section in layout.sections:
         num_blocks, selector, coding = section.num_blocks, section.selector, section.value_coding
         for_positions, for_scales, _ = section.word_counts
@@ -279,7 +294,7 @@ def _decode(layout: Layout, packet: UInt32[Array, "words"]) -> tuple[Message, Bo
 def divide_rows(
     x: Shaped[Array, "blocks *k"], owners: int, mode: str = "constant"
 ) -> Shaped[Array, "{owners} share *k"]:
-    """Rows for each owner; where they are too few, zeros follow, or the last again ("edge")."""
+    """Divides rows among the owners; pads with zeros, or with the last row (``"edge"``)."""
     share = -(-len(x) // owners)
     padded = jnp.pad(x, [(0, owners * share - len(x))] + [(0, 0)] * (x.ndim - 1), mode)
     return padded.reshape(owners, share, *x.shape[1:])
@@ -293,7 +308,18 @@ def merge_rows(
 
 
 def _expected_checksum(
-    layout: Layout, rest: UInt32[Array, "words"], origin: Origin
+    layout: PacketLayout, rest: UInt32[Array, "words"], origin: Origin
 ) -> UInt32[Array, ""]:
-    of_layout = jnp.uint32(zlib.crc32(repr(layout).encode()))
-    return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ of_layout
+    layout_hash = jnp.uint32(_layout_hash(layout))
+    return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ layout_hash
+
+
+def _layout_hash(layout: PacketLayout) -> int:
+    """CRC-32 of the layout, with its classes under their names in the packet format.
+
+    So packets in a checkpoint or a store stay valid when a class is renamed.
+    """
+    text = repr(layout)
+    for name, name_in_format in _NAMES_IN_FORMAT.items():
+        text = text.replace(f"{name}(", f"{name_in_format}(")
+    return zlib.crc32(text.encode())

@@ -1,12 +1,12 @@
 """The plan of a tree of tensors: a few arrays of equal blocks, and back, part by part.
 
-tensor ── blocks ───► (blocks, *sides) ── transform ──► (blocks, n) ── stored ──► (*grid, n)
-       ◄ to_tensors ─                  ◄── inverse ────             ◄─ momenta ──
+tensor ── blocks ───► (blocks, *sides) ── transform ──► (blocks, n) ── pack ──► (*grid, n)
+       ◄ to_tensors ─                  ◄── inverse ────             ◄─ unpack ─
 
-part     a run of neighbouring tensors; one part is computed after the other
-piece    the blocks of one shape in a tensor
-group    the blocks of one shape in a part, of all its tensors: one array
-section  the blocks of one shape in all parts: one stretch of the packet
+part     some consecutive tensors; parts are computed one after another
+piece    the blocks of one shape in one tensor
+group    the blocks of one shape in all tensors of a part, as one array
+section  the blocks of one shape in all parts; they are contiguous in the packet
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from demo_optax.compression.bits import true_once_computed
 from demo_optax.compression.blocks import BlockGeometry, Piece
 from demo_optax.compression.packet import Message, Section
 from demo_optax.compression.selection import make_selector, select, shared_positions
-from demo_optax.compression.settings import Compression, Coordinates
+from demo_optax.compression.settings import Compression, MomentumFormat
 
 Shape = tuple[int, ...]
 Stored = Float[Array, "*_grid _n"]
@@ -48,11 +48,11 @@ class Group:
     """All blocks of one shape in a part.
 
     Attributes:
-      sides: of each block.
-      members: the tensors, by their numbers in the part, and the pieces that hold such blocks.
+      sides: sides of each block.
+      members: pairs of a tensor's index in the part and a piece of it with such blocks.
       selector: which of their coefficients are sent.
-      section: number of the packet's section that they belong to.
-      first: the first of its rows that is theirs.
+      section: index of the packet's section that they belong to.
+      first: index of their first row in that section.
     """
 
     sides: Shape
@@ -71,23 +71,23 @@ class Part:
     """How some neighbouring tensors are cut into blocks and transformed.
 
     Attributes:
-      coordinates: transform and blocks.
-      tensors: start and stop (exclusive) of their numbers.
-      geometries: one for each.
+      momentum_format: transform and blocks.
+      tensors: start and stop (exclusive) of the tensors' indices.
+      geometries: the block geometry of each tensor.
       groups: their blocks, by shape. Empty tensors have none.
-      merged: whether the momenta of a group are one array, and not one for each piece.
+      merged: whether the momenta of a group are one array; otherwise each piece has one.
     """
 
-    coordinates: Coordinates
+    momentum_format: MomentumFormat
     tensors: tuple[int, int]
     geometries: tuple[BlockGeometry, ...]
     groups: tuple[Group, ...]
     merged: bool
 
     def blocks(self, tensors: Sequence[Tensor]) -> list[Blocks]:
-        """For each group its blocks, cut out of the tensors.
+        """Cuts the tensors into blocks: one array for each group.
 
-        In float32, or the widest dtype of any tensor that is wider.
+        The dtype is the widest of the tensors' dtypes, and float32 at least.
         """
         dtype = widest(*[x.dtype for x in tensors])
 
@@ -100,7 +100,7 @@ class Part:
         return [_concatenated(itertools.starmap(cut, group.members)) for group in self.groups]
 
     def to_tensors(self, blocks: Sequence[Blocks]) -> list[Tensor]:
-        """The tensors of such blocks: the inverse of `blocks`."""
+        """Puts blocks back into tensors: the inverse of `blocks`."""
 
         def paste(x: Blocks, piece: Piece, _: Shape) -> Tensor:
             rank = len(piece.grid)
@@ -115,21 +115,21 @@ class Part:
         self, blocks: Sequence[Blocks], step: IntScalar
     ) -> list[Float[Array, "_blocks _columns _rows"]]:
         """The coefficients of each group's blocks."""
-        basis = self.coordinates.basis(step)
+        basis = self.momentum_format.basis(step)
         pairs = zip(blocks, self.groups, strict=True)
         return [transforms.forward(x, group.sides, basis) for x, group in pairs]
 
     def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Blocks]:
         """The blocks of each group's coefficients."""
-        basis = self.coordinates.basis(step)
+        basis = self.momentum_format.basis(step)
         pairs = zip(coefficients, self.groups, strict=True)
         return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
 
     def split(self, by_group: Sequence[Any]) -> list[list[Any]]:
-        """Cuts each group's rows as its momenta are cut."""
+        """Divides each group's rows in the same way as its momenta."""
         return [[tree] for tree in by_group] if self.merged else _members(self.groups, by_group)
 
-    def momenta(self, stored: Sequence[Stored]) -> Momenta:
+    def unpack(self, stored: Sequence[Stored]) -> Momenta:
         """Unpacks the stored arrays into momenta for each group, in float32 or wider."""
 
         def take(number: int, piece: Piece) -> Coefficients:
@@ -139,8 +139,8 @@ class Part:
         pieces = [list(itertools.starmap(take, group.members)) for group in self.groups]
         return [[_concatenated(x)] for x in pieces] if self.merged else pieces
 
-    def stored(self, momenta: Momenta) -> list[Stored]:
-        """What tensors store of such momenta: the inverse of `momenta`, padded with zeros."""
+    def pack(self, momenta: Momenta) -> list[Stored]:
+        """The arrays to store for each tensor, padded with zeros: the inverse of `unpack`."""
 
         def put(x: Coefficients, piece: Piece, shape: Shape) -> Stored:
             x = jnp.pad(x, ((0, 0), (0, shape[-1] - piece.block_size)))
@@ -150,10 +150,10 @@ class Part:
         pieces = _members(self.groups, [x for (x,) in momenta]) if self.merged else momenta
         return self._assembled(pieces, put, shapes)
 
-    def rebase(self, momenta: Momenta, step: IntScalar) -> Momenta:
-        """Carries momenta from the basis of the step before into that of this step."""
+    def advance_basis(self, momenta: Momenta, step: IntScalar) -> Momenta:
+        """Changes momenta from the basis of the step before to that of this step."""
         return [
-            rebase(self.coordinates, pieces, group.sides, step)
+            advance_basis(self.momentum_format, pieces, group.sides, step)
             for group, pieces in zip(self.groups, momenta, strict=True)
         ]
 
@@ -169,8 +169,8 @@ class Part:
         step: IntScalar,
         delay: int,
     ) -> Momenta:
-        """Takes a message, for each group positions, values and factors, out of the momenta."""
-        redrawn = delay and transforms.is_redrawn(self.coordinates.transform)
+        """Subtracts a message, for each group positions, values and factors, from the momenta."""
+        redrawn = delay and transforms.is_redrawn(self.momentum_format.transform)
 
         def less(
             group: Group,
@@ -182,10 +182,10 @@ class Part:
             if not redrawn:
                 return group.selector.add(m, positions, -factors * values)
             sent = group.selector.add(jnp.zeros_like(m), positions, factors * values)
-            return m - rebase(self.coordinates, [sent], group.sides, step)[0]
+            return m - advance_basis(self.momentum_format, [sent], group.sides, step)[0]
 
         return [
-            [less(group, m, *own) for m, own in zip(pieces, rows, strict=True)]
+            [less(group, m, *row) for m, row in zip(pieces, rows, strict=True)]
             for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True)
         ]
 
@@ -195,7 +195,7 @@ class Part:
         restore: Callable[[Tensor, Piece, Shape], Tensor],
         shapes: Sequence[Shape],
     ) -> list[Tensor]:
-        """The tensors of these shapes, each joined of its pieces."""
+        """The tensors of these shapes, each concatenated from its pieces."""
         piece_of: dict[tuple[int, Piece], Tensor] = {}
         for group, pieces in zip(self.groups, by_group, strict=True):
             piece_of |= zip(group.members, pieces, strict=True)
@@ -215,9 +215,9 @@ class Plan:
 
     Attributes:
       compression: the settings.
-      parts: the tensors, in runs of about equal size.
-      sections: of the packet, one for each shape of blocks.
-      sides: of the blocks of each section.
+      parts: the tensors, divided into parts of about equal size.
+      sections: the packet's sections, one for each shape of blocks.
+      sides: the sides of the blocks of each section.
     """
 
     compression: Compression
@@ -227,7 +227,7 @@ class Plan:
 
     @property
     def geometries(self) -> tuple[BlockGeometry, ...]:
-        """One for each tensor."""
+        """The block geometry of each tensor."""
         return tuple(geometry for part in self.parts for geometry in part.geometries)
 
     def shared_positions(self, step: IntScalar) -> list[Positions | None]:
@@ -240,7 +240,7 @@ class Plan:
         return [leaves[slice(*part.tensors)] for part in self.parts]
 
     def rows_per_part(self, trees: Iterable[Any], axis: int = 0) -> list[list[Any]]:
-        """Cuts each section's rows, along an axis, into those of each part and group."""
+        """Divides each section's rows, along an axis, among the parts and their groups."""
 
         def rows(group: Group, tree: Any) -> Any:
             first, last = group.first, group.first + group.num_blocks
@@ -256,8 +256,8 @@ class Plan:
         """Joins the parts' messages, section by section."""
         rows: list[list[tuple[Any, Any]]] = [[] for _ in self.sections]
         for part, message in zip(self.parts, messages, strict=True):
-            for group, own in zip(part.groups, zip(*message, strict=True), strict=True):
-                rows[group.section].append(own)
+            for group, row in zip(part.groups, zip(*message, strict=True), strict=True):
+                rows[group.section].append(row)
         joined = [tuple(map(_concatenated, zip(*section, strict=True))) for section in rows]
         return Message(*zip(*joined, strict=True)) if joined else Message((), ())
 
@@ -265,33 +265,33 @@ class Plan:
 @functools.lru_cache(maxsize=64)
 def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str = "cpu") -> Plan:
     """The plan of tensors of these shapes. Packets are the same on all platforms."""
-    coordinates = compression.coordinates
-    geometries = tuple(map(coordinates.geometry, shapes))
+    momentum_format = compression.momentum_format
+    geometries = tuple(map(momentum_format.geometry, shapes))
     sides_of: list[Shape] = []
     filled: list[int] = []
     parts: list[Part] = []
 
-    def group(sides: Shape, of_shape: Sequence[tuple[int, Piece]]) -> Group:
+    def group(sides: Shape, members_of_shape: Sequence[tuple[int, Piece]]) -> Group:
         if sides not in sides_of:
             sides_of.append(sides)
             filled.append(0)
         number = sides_of.index(sides)
-        made = Group(sides, tuple(of_shape), selector_of(number), number, filled[number])
-        filled[number] += made.num_blocks
-        return made
+        result = Group(sides, tuple(members_of_shape), selector_of(number), number, filled[number])
+        filled[number] += result.num_blocks
+        return result
 
     def selector_of(number: int) -> Any:
         n, k, seed = math.prod(sides_of[number]), compression.topk, compression.seed
         return make_selector(compression.selection, n, k, seed, number)
 
-    for start, stop in _runs([math.prod(shape) for shape in shapes], platform):
+    for start, stop in _part_bounds([math.prod(shape) for shape in shapes], platform):
         members: dict[Shape, list[tuple[int, Piece]]] = {}
         for number in range(start, stop):
             for piece in geometries[number].pieces:
                 members.setdefault(piece.block_shape, []).append((number - start, piece))
         groups = tuple(itertools.starmap(group, members.items()))
-        of_tensors = (start, stop), geometries[start:stop]
-        parts.append(Part(coordinates, *of_tensors, groups, merged=platform == "tpu"))
+        tensors = (start, stop), geometries[start:stop]
+        parts.append(Part(momentum_format, *tensors, groups, merged=platform == "tpu"))
 
     sections = [
         Section(blocks, selector_of(number), compression.value_coding)
@@ -304,51 +304,55 @@ _PARTS = {"cpu": 16, "tpu": 8}  # elsewhere, on GPUs, 4
 _SMALLEST_PART = 2**20  # elements; below, a part's own programs cost more than they save
 
 
-def _runs(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
+def _part_bounds(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
     """The tensors of each part, as start and stop (exclusive).
 
-    At most `_PARTS` of about equal size, none smaller than `_SMALLEST_PART` but the last.
+    At most `_PARTS` parts of about equal size. Only the last may be below `_SMALLEST_PART`.
     """
     target = max(sum(sizes) / _PARTS.get(platform, 4), _SMALLEST_PART)
-    runs, start, size = [], 0, 0
-    for number, own in enumerate(sizes):
-        if size and size + own / 2 > target:
-            runs.append((start, number))
+    bounds, start, size = [], 0, 0
+    for number, elements in enumerate(sizes):
+        if size and size + elements / 2 > target:
+            bounds.append((start, number))
             start, size = number, 0
-        size += own
-    return [*runs, (start, len(sizes))]
+        size += elements
+    return [*bounds, (start, len(sizes))]
 
 
 def sequentially(
     fn: Callable[..., Any], parts: Sequence[Part], *arguments: Sequence[Any]
 ) -> list[list[Any]]:
-    """Calls ``fn(part, wait, *own)`` for one part after the other.
+    """Calls ``fn(part, after_previous, *arguments)`` for one part after another.
 
-    ``wait(small, large)`` returns its one or two trees unchanged, as a pair. XLA computes with them
-    only when the previous part is computed. So it cannot keep the temporary arrays of all parts, or
-    merge their products. On CPUs and GPUs only the first tree waits.
+    ``after_previous(small, large)`` returns its one or two trees unchanged, as a pair, and makes
+    them depend on the results of the previous part (on CPUs and GPUs only ``small``). So XLA does
+    not hold the temporary arrays of all parts in memory, nor merge their products.
 
     Args:
-      fn: returns a tuple of results, and arrays that are computed when the results are.
+      fn: returns a tuple of results, and arrays that are computed together with them.
       parts: a plan's parts.
-      arguments: for each further argument of ``fn`` a tree for each part.
+      arguments: for each further argument of ``fn``, one tree per part.
 
     Returns:
-      For each result a list with an entry for each part.
+      For each result of ``fn``, a list with one entry per part.
     """
     results, previous = [], []
-    for part, *own in zip(parts, *arguments, strict=True):
-        result, computed = fn(part, functools.partial(_wait, previous, part.merged), *own)
+    for part, *part_arguments in zip(parts, *arguments, strict=True):
+        result, computed = fn(
+            part, functools.partial(_after_previous, previous, part.merged), *part_arguments
+        )
         previous = [x for x in computed if x.size]
         results.append(result)
     return [list(x) for x in zip(*results, strict=True)]
 
 
-def _wait(previous: Sequence[Array], merged: bool, small: Any, large: Any = ()) -> tuple[Any, Any]:
-    """Two trees, unchanged, with which XLA computes only after the ``previous`` arrays.
+def _after_previous(
+    previous: Sequence[Array], merged: bool, small: Any, large: Any = ()
+) -> tuple[Any, Any]:
+    """Two trees, unchanged, that depend on the ``previous`` arrays.
 
-    A barrier does it on TPUs. XLA removes barriers for CPUs and GPUs: there the first tree depends
-    on the arrays by a select.
+    On TPUs by a barrier. XLA removes barriers for CPUs and GPUs: there only the first tree depends
+    on the arrays, by a select.
     """
     if not previous:
         return small, large
@@ -364,7 +368,7 @@ def _wait(previous: Sequence[Array], merged: bool, small: Any, large: Any = ()) 
 
 
 def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]]:
-    """Cuts each group's rows into those of its pieces."""
+    """Divides each group's rows among its pieces."""
 
     def members(group: Group, tree: Any) -> list[Any]:
         if len(group.members) == 1:
@@ -376,14 +380,14 @@ def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]
     return list(itertools.starmap(members, zip(groups, by_group, strict=True)))
 
 
-def rebase(
-    coordinates: Coordinates, momenta: Sequence[Coefficients], sides: Shape, step: IntScalar
+def advance_basis(
+    momentum_format: MomentumFormat, momenta: Sequence[Coefficients], sides: Shape, step: IntScalar
 ) -> list[Coefficients]:
-    """Carries momenta from the basis of the step before into that of this step."""
-    if not transforms.is_redrawn(coordinates.transform):
+    """Changes momenta from the basis of the step before to that of this step."""
+    if not transforms.is_redrawn(momentum_format.transform):
         return list(momenta)
-    last, now = (coordinates.basis(s) for s in (step - 1, step))
-    return [transforms.change_basis(x, sides, last, now) for x in momenta]
+    old, new = (momentum_format.basis(s) for s in (step - 1, step))
+    return [transforms.change_basis(x, sides, old, new) for x in momenta]
 
 
 def _concatenated(arrays: Iterable[Any], axis: int = 0) -> Any:

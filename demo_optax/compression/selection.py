@@ -1,7 +1,7 @@
-"""Selectors: which coefficients of each block are sent. Each kind has a file of its own.
+"""Selectors: which coefficients of each block are sent. Each kind has its own file.
 
 To add one, write a frozen dataclass with the methods of `SharedSelector` or `ChoosingSelector`,
-or derive it from `TopK` and choose otherwise. Enter it in `Selection` and in `SELECTORS`.
+or derive it from `TopK` with another choice. Enter it in `Selection` and in `SELECTORS`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 from demo_optax.arrays import BoolScalar, Coefficients, IntScalar, Positions
 from demo_optax.compression.bins import Bins
 from demo_optax.compression.packet import Message, Section
-from demo_optax.compression.shared import Everything, SharedRun, SharedSet
+from demo_optax.compression.shared import AllCoefficients, SharedSet, SharedSlice
 from demo_optax.compression.top_k import TopK
 
 
@@ -21,7 +21,7 @@ class Selector(Protocol):
     """Which ``k`` of the ``n`` coefficients of a block are sent.
 
     Only the selector knows what its positions mean: an int32 array with a row for each block. It
-    may assume ``k < n``. Selectors are hashable, and their ``repr`` is part of the checksum.
+    may assume ``k < n``. Selectors are hashable, and their ``repr`` enters the checksum.
     """
 
     n: int
@@ -74,19 +74,19 @@ class ChoosingSelector(Selector, Protocol):
         """Adds the values of several workers, one worker after the other."""
         ...
 
-    def senders(
+    def sender_weight_sums(
         self,
         positions: Int32[Array, "workers blocks places"],
         weights: Float32[Array, "workers 1 1"],
     ) -> Float32[Array, "workers blocks k"]:
-        """The weights of all workers that sent each of these coefficients, added up.
+        """For each of these coefficients, the sum of the weights of the workers that sent it.
 
         A rejected worker has the weight 0.
         """
         ...
 
     def position_words(self, num_blocks: int) -> int:
-        """Words that the positions of so many blocks take in a packet."""
+        """Words for the positions of ``num_blocks`` blocks in a packet."""
         ...
 
     def encode(self, positions: Int32[Array, "blocks places"]) -> UInt32[Array, "words"]:
@@ -96,7 +96,7 @@ class ChoosingSelector(Selector, Protocol):
     def decode(
         self, words: UInt32[Array, "words"], num_blocks: int
     ) -> tuple[Int32[Array, "blocks places"], BoolScalar]:
-        """Unpacks untrusted words: positions, and whether `add` may be given them."""
+        """Unpacks untrusted words: positions, and whether they are valid arguments of `add`."""
         ...
 
     def placeholder(self) -> Int32[Array, "places"]:
@@ -115,22 +115,22 @@ SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "bins": lambda n, k, seed, stream: Bins(n, k),
     "random": lambda n, k, seed, stream: SharedSet(n, k, "random", seed, stream),
     "striding": lambda n, k, seed, stream: SharedSet(n, k, "striding", seed, stream),
-    "random-slicing": lambda n, k, seed, stream: SharedRun(n, k, "random-slicing", seed, stream),
-    "slicing": lambda n, k, seed, stream: SharedRun(n, k, "slicing", seed, stream),
+    "random-slicing": lambda n, k, seed, stream: SharedSlice(n, k, "random-slicing", seed, stream),
+    "slicing": lambda n, k, seed, stream: SharedSlice(n, k, "slicing", seed, stream),
 }
 
 
 def make_selector(selection: Selection, n: int, k: int, seed: int, stream: int) -> AnySelector:
-    """The selector of ``k`` of the ``n`` coefficients of a block; of all where there are fewer.
+    """The selector of ``k`` of the ``n`` coefficients of a block, or of all if ``k >= n``.
 
     Args:
       selection: a key of `SELECTORS`.
       n: coefficients of a block.
       k: how many of them are sent.
-      seed: of what is drawn.
-      stream: number of the section, which draws positions of its own.
+      seed: random seed for drawn positions.
+      stream: number of the section; each section draws different positions.
     """
-    return Everything(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
+    return AllCoefficients(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
 
 
 def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
@@ -146,15 +146,15 @@ def select(
     blocks: Sequence[Coefficients],
     shared: Sequence[Positions | None],
 ) -> Message:
-    """The coefficients of some blocks that are sent.
+    """Selects the coefficients to send, of several arrays of blocks.
 
     Args:
       selectors: one for each array of blocks.
-      blocks: of which each selector selects.
+      blocks: one array for each selector.
       shared: the positions that all workers know; None where the selector chooses.
     """
     positions, values = [], []
-    for selector, own, known in zip(selectors, blocks, shared, strict=True):
-        positions.append(selector.select(own) if known is None else known)
-        values.append(selector.take(own, positions[-1]))
+    for selector, x, known in zip(selectors, blocks, shared, strict=True):
+        positions.append(selector.select(x) if known is None else known)
+        values.append(selector.take(x, positions[-1]))
     return Message(tuple(positions), tuple(values))

@@ -1,4 +1,4 @@
-"""Settings as small values: what is sent, and the coordinates in which a momentum is stored."""
+"""Settings: what is sent of a momentum, and the format in which it is stored."""
 
 import dataclasses
 
@@ -10,18 +10,18 @@ from demo_optax.arrays import IntScalar
 from demo_optax.compression import transforms
 from demo_optax.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
 from demo_optax.compression.selection import SELECTORS, Selection
-from demo_optax.compression.transforms import BASIS, TRANSFORMS, Basis, TransformName
+from demo_optax.compression.transforms import BASIS_STREAM, TRANSFORMS, Basis, TransformName
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Coordinates:
-    """The part of a compression that decides how a momentum is stored.
+class MomentumFormat:
+    """The settings of a compression that decide how a momentum is stored.
 
-    A static node of the optimizer state: it holds no array and tells states of different
-    transforms or blocks apart. Attributes as in `demo_optax.Compression`; ``seed`` is that of the
-    ``"random"`` transform, and 0 for others.
+    A static node of the optimizer state: it holds no array, and makes the trees of states with
+    different transforms or blocks unequal. Attributes are those of `demo_optax.Compression`.
+    ``seed`` is 0 unless the transform is ``"random"``.
     """
 
     transform: TransformName
@@ -35,7 +35,9 @@ class Coordinates:
 
     def basis(self, step: IntScalar) -> Basis | None:
         """The transform's basis at a step, the same on all workers; None for the identity."""
-        return transforms.make_basis(self.transform, transforms.key_of(self.seed, step, BASIS))
+        return transforms.make_basis(
+            self.transform, transforms.key_of(self.seed, step, BASIS_STREAM)
+        )
 
 
 @jax.tree_util.register_static
@@ -47,7 +49,7 @@ class BlockSides:
     ``optax.tree.map_params`` compares states of different shapes, and must find them equal.
     """
 
-    of_leaves: tuple[tuple[int, ...], ...]
+    per_leaf: tuple[tuple[int, ...], ...]
 
     always_equal = True
 
@@ -60,24 +62,27 @@ class BlockSides:
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """What is sent of a momentum. How it travels is an exchange's affair (`demo_optax.AllGather`).
+    """What is sent of a momentum. An exchange decides how it travels (`demo_optax.AllGather`).
 
     Attributes:
-      topk: coefficients sent of each block; all of them where a block has fewer.
+      topk: coefficients sent of each block; a block that has fewer sends all of them.
       block_side: elements per side of a block (see `demo_optax.compression.blocks`).
-      value_coding: of the values on the wire, from 32 bits down to 1: ``"float32"``,
+      value_coding: coding of the values in a packet, from 32 bits down to 1: ``"float32"``,
         ``"bfloat16"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"sign"``.
       transform: ``"dct"``, ``"hadamard"``, ``"randomized-dct"``, ``"random"`` or ``"identity"``.
         ``"randomized-dct"`` multiplies the elements by fixed random signs first; it is for shared
         positions. ``"random"`` draws orthogonal matrices anew on each step.
-      block_rule: ``"pad"`` or ``"divisor"``, for dimensions that ``block_side`` does not divide.
+      block_rule: for a dimension that ``block_side`` does not divide. ``"pad"``: the last block is
+        smaller; only where the momentum is stored is it padded with zeros. ``"divisor"``: the side
+        is a divisor of the dimension.
       selection: ``"topk"``, or ``"bins"``, the largest of each of ``topk`` bins. Bins need no sort
-        and fewer bits; take powers of two. With the others all workers know the positions from the
-        step, and none are sent: ``"random"``, ``"random-slicing"``, and FlexDeMo's
-        ``"striding"`` and ``"slicing"``. ``"random-slicing"`` sends a run of coefficients from a
-        random position on, the same in all blocks. It needs slices, not gathers and scatters. Use
-        it with ``transform="randomized-dct"``.
-      seed: of everything that is drawn.
+        and use fewer bits. Choose ``topk`` as a power of two. With the other selections all workers
+        compute the positions from the step, and none are sent: ``"random"``,
+        ``"random-slicing"``, and FlexDeMo's ``"striding"`` and ``"slicing"``.
+        ``"random-slicing"`` sends a contiguous slice of coefficients from a random position on, the
+        same in all blocks. It needs slices, not gathers and scatters. Use it with
+        ``transform="randomized-dct"``.
+      seed: random seed for drawn bases and positions.
 
     Raises:
       ValueError: a setting is out of range.
@@ -99,18 +104,18 @@ class Compression:
     def __post_init__(self):
         for name, least in {"topk": 1, "block_side": 1, "seed": 0}.items():
             checks.static_integer(name, getattr(self, name), at_least=least)
-            object.__setattr__(self, name, int(getattr(self, name)))  # whose repr is checksummed
+            object.__setattr__(self, name, int(getattr(self, name)))  # its repr enters a checksum
         checks.one_of("value_coding", self.value_coding, VALUE_CODINGS)
         checks.one_of("transform", self.transform, TRANSFORMS)
         checks.one_of("block_rule", self.block_rule, BLOCK_RULES)
         checks.one_of("selection", self.selection, SELECTORS)
 
     @property
-    def coordinates(self) -> Coordinates:
-        """What decides how a momentum is stored."""
+    def momentum_format(self) -> MomentumFormat:
+        """The settings that decide how a momentum is stored."""
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
-        return Coordinates(self.transform, self.block_side, self.block_rule, seed)
+        return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
     def key(self, step: IntScalar, purpose: int) -> PRNGKeyArray:
-        """The key of a step's draws, the same on all workers."""
+        """The random key of a step and a purpose, the same on all workers."""
         return transforms.key_of(self.seed, step, purpose)

@@ -1,8 +1,8 @@
 """Positions that every worker knows from the step alone, so that none are sent (FlexDeMo).
 
 All workers send the same coefficients: the mean over the senders is the mean over all workers (From
-et al., arXiv 2502.06728). A set has its own positions in each block. A run is the same in all
-blocks and costs slices where a set costs gathers and scatters.
+et al., arXiv 2502.06728). A set has different positions in each block, and needs gathers and
+scatters. A contiguous slice is the same in all blocks, and needs only slices.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from demo_optax.arrays import IntScalar
 from demo_optax.compression import sparse
-from demo_optax.compression.transforms import DRAW, key_of
+from demo_optax.compression.transforms import POSITIONS_STREAM, key_of
 
 _slice = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
 _put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
@@ -29,10 +29,10 @@ class SharedSet:
     Attributes:
       n: coefficients of a block.
       k: how many of them are sent.
-      rule: ``"random"`` draws ``k`` positions, shifted by another random offset in each block;
+      rule: ``"random"`` draws ``k`` positions, shifted by a different random offset in each block;
         ``"striding"`` takes every ``n / k``-th and moves on by one each step.
-      seed: of the draw.
-      stream: number of the section, so that each draws other positions.
+      seed: random seed for the positions.
+      stream: number of the section, so that each draws different positions.
     """
 
     n: int
@@ -56,18 +56,18 @@ class SharedSet:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedRun:
-    """Sends a run of ``k`` of ``n`` coefficients, the same in all blocks.
+class SharedSlice:
+    """Sends a contiguous slice of ``k`` of ``n`` coefficients, the same in all blocks.
 
-    Its positions are the run's start, once for each block.
+    Its positions are the slice's start, once for each block.
 
     Attributes:
       n: coefficients of a block.
       k: how many of them are sent.
       rule: ``"random-slicing"`` starts anywhere; ``"slicing"`` moves on by ``k`` each step, so that
         it visits every coefficient within ``ceil(n / k)`` steps.
-      seed: of the draw.
-      stream: number of the section, so that each draws another start.
+      seed: random seed for the start.
+      stream: number of the section, so that each draws a different start.
     """
 
     n: int
@@ -78,8 +78,8 @@ class SharedRun:
     sends_positions = False
 
     def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 1"]:
-        """The start of a step's run, which wraps around at the block's end."""
-        if self.rule == "slicing":  # step * k modulo n, which no long run overflows
+        """The start of a step's slice, which wraps around at the block's end."""
+        if self.rule == "slicing":  # step * k modulo n, without overflow
             start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
         else:
             start = jax.random.randint(_key(self, step), (), 0, self.n)
@@ -88,7 +88,7 @@ class SharedRun:
     def take(
         self, blocks: Shaped[Array, "blocks n"], starts: Int32[Array, "blocks 1"]
     ) -> Shaped[Array, "blocks k"]:
-        """The elements of the run in each block."""
+        """The elements of the slice in each block."""
         last, beyond = self._ends(starts)
         both = jnp.concatenate([_slice(blocks, last, self.k), blocks[:, : self.k]], axis=1)
         return _slice(both, beyond, self.k)
@@ -99,7 +99,7 @@ class SharedRun:
         starts: Int32[Array, "blocks 1"],
         values: Float[Array, "blocks k"],
     ) -> Float[Array, "blocks n"]:
-        """Adds values to the run in each block."""
+        """Adds values to the slice in each block."""
         values = values.astype(blocks.dtype)
         last, beyond = self._ends(starts)
         both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=1)
@@ -108,14 +108,14 @@ class SharedRun:
         return _put(blocks, blocks[:, : self.k] + at_front, 0)
 
     def _ends(self, starts: Int32[Array, "blocks 1"]) -> tuple[IntScalar, IntScalar]:
-        """The start of a slice of ``k`` elements, and how many of the run wrap around."""
+        """The start, moved back so that ``k`` elements fit, and how many elements wrap around."""
         start = starts[0, 0]
         last = jnp.minimum(start, self.n - self.k)
         return last, start - last
 
 
 @dataclasses.dataclass(frozen=True)
-class Everything:
+class AllCoefficients:
     """Sends all ``n`` coefficients of a block."""
 
     n: int
@@ -148,5 +148,5 @@ class Everything:
         return blocks + values.astype(blocks.dtype)
 
 
-def _key(selector: SharedSet | SharedRun, step: IntScalar) -> jax.Array:
-    return jax.random.fold_in(key_of(selector.seed, step, DRAW), selector.stream)
+def _key(selector: SharedSet | SharedSlice, step: IntScalar) -> jax.Array:
+    return jax.random.fold_in(key_of(selector.seed, step, POSITIONS_STREAM), selector.stream)

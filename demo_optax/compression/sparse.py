@@ -1,8 +1,8 @@
-"""Values at positions of each block: taken, added, counted.
+"""Reads, adds and counts values at positions of each block.
 
 A scatter is the natural way to add. TPUs sort its indices and then loop, so there comparisons and
-matrix products take its place. Every addition has its place in a fixed order on every device, so
-that all workers get the same bits.
+matrix products are used instead. The order of additions is fixed on every device, so that all
+workers get the same bits.
 """
 
 import jax
@@ -13,20 +13,20 @@ from demo_optax import axes
 from demo_optax.compression.transforms import product
 
 Dense = Float[Array, "blocks n"]
-At = Int[Array, "blocks k"]
-AllAt = Int[Array, "workers blocks k"]
-AllValues = Float[Array, "workers blocks k"]
+BlockPositions = Int[Array, "blocks k"]
+WorkerPositions = Int[Array, "workers blocks k"]
+WorkerValues = Float[Array, "workers blocks k"]
 
-_LANES = 128  # of a TPU's vectors: narrower arrays are padded to them in memory
-_MOST_COMPARISONS = 16  # of each element; beyond, a product costs less
+_LANES = 128  # width of a TPU's vectors: narrower arrays are padded to it in memory
+_MOST_COMPARISONS = 16  # per element; beyond, a product costs less
 
 
-def take(blocks: Shaped[Array, "blocks n"], positions: At) -> Shaped[Array, "blocks k"]:
+def take(blocks: Shaped[Array, "blocks n"], positions: BlockPositions) -> Shaped[Array, "blocks k"]:
     """The elements at these positions of each block."""
     return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
 
 
-def add(blocks: Dense, positions: At, values: Float[Array, "blocks k"]) -> Dense:
+def add(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
     """Adds values to blocks, at positions unique in each."""
     compare = positions.shape[1] <= _MOST_COMPARISONS
     return jax.lax.platform_dependent(
@@ -38,10 +38,10 @@ def add(blocks: Dense, positions: At, values: Float[Array, "blocks k"]) -> Dense
     )
 
 
-def add_all(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
+def add_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
     """Adds the values of several workers, one worker after the other."""
 
-    def by_product(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
+    def by_product(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
         return _add_by_product(blocks, _blocks_last(positions).T, _blocks_last(values).T)
 
     return jax.lax.platform_dependent(
@@ -49,55 +49,61 @@ def add_all(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
     )
 
 
-def senders(
+def sender_weight_sums(
     positions: Int32[Array, "workers blocks k"], weights: Float32[Array, "workers 1 1"]
 ) -> Float32[Array, "workers blocks k"]:
-    """The weights of all workers that sent each of these coefficients, added up.
+    """For each of these coefficients, the sum of the weights of the workers that sent it.
 
-    Found by comparing all positions of a block with each other.
+    It compares all positions of a block with each other.
     """
     workers, blocks, k = positions.shape
-    every, of_each = _blocks_last(positions), jnp.repeat(weights[:, 0], k, axis=0)
-    equal = every[:, None] == every[None]
-    number = jnp.sum(jnp.where(equal, of_each[:, None], 0.0), axis=0)
-    return number.reshape(workers, k, blocks).transpose(0, 2, 1)
+    all_positions, all_weights = _blocks_last(positions), jnp.repeat(weights[:, 0], k, axis=0)
+    equal = all_positions[:, None] == all_positions[None]
+    sums = jnp.sum(jnp.where(equal, all_weights[:, None], 0.0), axis=0)
+    return sums.reshape(workers, k, blocks).transpose(0, 2, 1)
 
 
-def scatter(blocks: Dense, positions: At, values: Float[Array, "blocks k"]) -> Dense:
+def scatter(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
     """Adds by a scatter without collisions."""
     rows = jnp.arange(len(blocks))[:, None]
     return blocks.at[rows, positions].add(values, unique_indices=True, mode="promise_in_bounds")
 
 
-def scatter_all(blocks: Dense, positions: AllAt, values: AllValues) -> Dense:
+def scatter_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
     """Adds by one scatter after the other."""
 
-    def add(blocks: Dense, worker: tuple[At, Float[Array, "blocks k"]]) -> tuple[Dense, None]:
+    def add(
+        blocks: Dense, worker: tuple[BlockPositions, Float[Array, "blocks k"]]
+    ) -> tuple[Dense, None]:
         return scatter(blocks, *worker), None
 
     blocks = axes.varying_like(axes.varying_like(blocks, positions), values)
     return jax.lax.scan(add, blocks, (positions, values))[0]
 
 
-def _add_by_comparison(blocks: Dense, positions: At, values: Float[Array, "blocks k"]) -> Dense:
+def _add_by_comparison(
+    blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]
+) -> Dense:
     # Blocks along the last dimension are how a TPU holds the coefficients that come from products.
     place = jnp.arange(blocks.shape[1])[:, None]
     total = blocks.T
-    for own, value in zip(positions.T, values.T, strict=True):
-        total += jnp.where(own[None] == place, value[None], 0)
+    for position, value in zip(positions.T, values.T, strict=True):
+        total += jnp.where(position[None] == place, value[None], 0)
     return total.T
 
 
-def _add_by_product(blocks: Dense, positions: At, values: Float[Array, "blocks k"]) -> Dense:
-    """Adds values: sums of the outer products of rows' and columns' units."""
+def _add_by_product(
+    blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]
+) -> Dense:
+    """Adds values as sums of outer products of one-hot rows and one-hot columns."""
     n = blocks.shape[1]
     shift = min((n - 1).bit_length(), _LANES.bit_length() - 1)
     columns, rows = 1 << shift, -(-n >> shift)
 
-    def units(places: At, size: int) -> Float[Array, "blocks {size} k"]:
+    def one_hot(places: BlockPositions, size: int) -> Float[Array, "blocks {size} k"]:
         return (places[:, None] == jnp.arange(size)[None, :, None]).astype(blocks.dtype)
 
-    row, column = units(positions >> shift, rows), units(positions & (columns - 1), columns)
+    row, column = one_hot(positions >> shift, rows), one_hot(positions & (columns - 1), columns)
     dense = product("brj,bcj->brc", values[:, None] * row, column, exact=True)
     return blocks + dense.reshape(len(blocks), rows * columns)[:, :n]
 

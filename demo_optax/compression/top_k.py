@@ -29,8 +29,8 @@ from demo_optax.compression.bits import pack_bits, unpack_bits, words_of
 
 CODINGS = "packed", "elias-fano", "bitmap"
 
-STRAND_LENGTH = 8  # elements of a strand (`largest_by_strands`)
-_GPU_KERNEL_K = 16  # coefficients up to which XLA has a kernel of its own for GPUs
+STRIDED_GROUP_SIZE = 8  # elements (`largest_by_strided_groups`)
+_GPU_KERNEL_K = 16  # up to this many coefficients XLA has a top-k kernel for GPUs
 _AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
 
 
@@ -44,7 +44,7 @@ class TopK:
     take = staticmethod(sparse.take)
     add = staticmethod(sparse.add)
     add_all = staticmethod(sparse.add_all)
-    senders = staticmethod(sparse.senders)
+    sender_weight_sums = staticmethod(sparse.sender_weight_sums)
 
     @property
     def workers_at_once(self) -> int:
@@ -62,7 +62,7 @@ class TopK:
         return min(CODINGS, key=lambda coding: position_bits(self.n, self.k, coding))
 
     def position_words(self, num_blocks: int) -> int:
-        """Words that the positions of so many blocks take."""
+        """Words for the positions of ``num_blocks`` blocks."""
         low, bitmap = _fields(self.n, self.k, self.coding)
         whole_words = num_blocks * (bitmap // 32)
         rests = words_of(num_blocks, bitmap % 32)
@@ -76,7 +76,7 @@ class TopK:
         chosen = jax.lax.platform_dependent(
             magnitudes,
             default=self._by_kernel,
-            **dict.fromkeys(slow, self._by_strands),
+            **dict.fromkeys(slow, self._by_strided_groups),
         )
         return jnp.sort(chosen, axis=-1)
 
@@ -97,26 +97,28 @@ class TopK:
     def _by_kernel(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
         return jax.lax.top_k(magnitudes, self.k)[1]
 
-    def _by_strands(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
+    def _by_strided_groups(
+        self, magnitudes: Float32[Array, "blocks n"]
+    ) -> Int32[Array, "blocks k"]:
         """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
-        if self.n % STRAND_LENGTH or self.n // STRAND_LENGTH < 4 * self.k:
+        if self.n % STRIDED_GROUP_SIZE or self.n // STRIDED_GROUP_SIZE < 4 * self.k:
             return self._by_kernel(magnitudes)
-        return largest_by_strands(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
+        return largest_by_strided_groups(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
 
 
-def largest_by_strands(
+def largest_by_strided_groups(
     magnitudes: Float32[Array, "blocks n"],
     largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
 ) -> Int32[Array, "blocks _k"]:
     """The positions of the largest, by two selections in shorter rows.
 
-    A block has ``n / 8`` strands of 8 elements. A strand holds every ``n / 8``-th element. The
-    strands with the largest maxima hold the largest elements.
+    A block has ``n / 8`` strided groups of 8 elements. A group holds every ``n / 8``-th element.
+    The groups with the largest maxima hold the largest elements.
     """
-    strands = magnitudes.shape[1] // STRAND_LENGTH
-    rows = [magnitudes[:, i * strands : (i + 1) * strands] for i in range(STRAND_LENGTH)]
+    groups = magnitudes.shape[1] // STRIDED_GROUP_SIZE
+    rows = [magnitudes[:, i * groups : (i + 1) * groups] for i in range(STRIDED_GROUP_SIZE)]
     chosen = largest(functools.reduce(jnp.maximum, rows))
-    steps = strands * jnp.arange(STRAND_LENGTH, dtype=jnp.int32)
+    steps = groups * jnp.arange(STRIDED_GROUP_SIZE, dtype=jnp.int32)
     candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
     return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
 
@@ -128,7 +130,7 @@ def position_bits(n: int, k: int, coding: str) -> int:
 
 
 def entropy_bits(n: int, k: int) -> float:
-    """``log2`` of the number of ways to choose ``k`` of ``n``: what no coding can beat."""
+    """``log2`` of the number of ways to choose ``k`` of ``n``: a lower bound for any coding."""
     return math.log2(math.comb(n, k))
 
 
@@ -193,32 +195,32 @@ def _bitmap(ones: Int[Array, "blocks k"], size: int) -> UInt32[Array, "blocks wo
         return pack_bits(bits, 1).reshape(len(ones), -1)
     words = jnp.arange(-(-size // 32))[None, None]
     bits = jnp.uint32(1) << (ones % 32).astype(jnp.uint32)
-    own = ones[:, :, None] // 32 == words
-    return jnp.sum(jnp.where(own, bits[:, :, None], jnp.uint32(0)), 1, jnp.uint32)
+    in_word = ones[:, :, None] // 32 == words
+    return jnp.sum(jnp.where(in_word, bits[:, :, None], jnp.uint32(0)), 1, jnp.uint32)
 
 
 def _positions_of_ones(
     bitmap: UInt32[Array, "blocks words"], k: int
 ) -> tuple[Int32[Array, "blocks {k}"], BoolScalar]:
-    """Where the words of each block have their ``k`` ones, and whether all blocks have ``k``."""
+    """Positions of the ``k`` set bits of each block's words; whether every block has ``k``."""
     blocks, size = bitmap.shape[0], 32 * bitmap.shape[1]
     if _is_dense(k, size):
         bits = unpack_bits(bitmap.reshape(-1), 1, blocks * size).reshape(blocks, size)
         rank = jnp.cumsum(bits.astype(jnp.int32), axis=1) - 1
         slot = jnp.where(bits == 1, rank, k)  # a slot of k or more is dropped
         places = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], bits.shape)
-        found = jnp.zeros((blocks, k), jnp.int32)
-        found = found.at[jnp.arange(blocks)[:, None], slot].set(places, mode="drop")
-        return found, jnp.all(rank[:, -1] == k - 1)
+        positions = jnp.zeros((blocks, k), jnp.int32)
+        positions = positions.at[jnp.arange(blocks)[:, None], slot].set(places, mode="drop")
+        return positions, jnp.all(rank[:, -1] == k - 1)
     words = jnp.arange(bitmap.shape[1])[None, None]
     counts = jax.lax.population_count(bitmap).astype(jnp.int32)
     through = jnp.cumsum(counts, axis=1)
     rank = jnp.arange(k, dtype=jnp.int32)[None]
-    # The word that holds the i-th one, and how many ones of it come before
+    # The word that holds the i-th set bit, and how many set bits of that word come before
     word = jnp.sum(through[:, None] <= rank[:, :, None], 2, jnp.int32)
-    own = word[:, :, None] == words
-    rank -= jnp.sum(jnp.where(own, (through - counts)[:, None], 0), 2, jnp.int32)
-    bits = jnp.sum(jnp.where(own, bitmap[:, None], jnp.uint32(0)), 2, jnp.uint32)
+    in_word = word[:, :, None] == words
+    rank -= jnp.sum(jnp.where(in_word, (through - counts)[:, None], 0), 2, jnp.int32)
+    bits = jnp.sum(jnp.where(in_word, bitmap[:, None], jnp.uint32(0)), 2, jnp.uint32)
     place = jnp.zeros_like(rank)
     for width in (16, 8, 4, 2, 1):  # binary search inside the word
         below = bits & jnp.uint32((1 << width) - 1)

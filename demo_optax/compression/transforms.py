@@ -1,8 +1,8 @@
 """Blockwise orthonormal transforms: a matrix product over the columns, one over the rows.
 
 All blocks of one shape are transformed together, whatever tensors they come from. A block's
-columns are its last side, its rows all others. Its coefficients come out with the two exchanged,
-so that neither direction needs a transposition of its own.
+columns are its last side, its rows all others. The coefficients come out with rows and columns
+swapped, which saves a transpose in each direction.
 """
 
 import functools
@@ -21,12 +21,12 @@ TRANSFORMS = get_args(TransformName)
 
 Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
 
-BASIS, DRAW, STORE = range(3)
-"""What keys are for: the redrawn basis, shared positions, the rounding of stored momenta."""
+BASIS_STREAM, POSITIONS_STREAM, ROUNDING_STREAM = range(3)
+"""Streams of random numbers: the redrawn basis, shared positions, rounding of stored momenta."""
 
 
 def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
-    """The key of a step's draws, the same on all workers."""
+    """The random key of a step and a purpose (such a stream), the same on all workers."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), purpose)
 
 
@@ -34,8 +34,8 @@ class Basis(NamedTuple):
     """An orthonormal basis of every block.
 
     Attributes:
-      matrix: of a side, one basis vector a row.
-      randomized: whether a block's elements take fixed random signs first.
+      matrix: function from a side to its matrix, with one basis vector per row.
+      randomized: whether a block's elements are first multiplied by fixed random signs.
     """
 
     matrix: Callable[[int], Matrix]
@@ -43,7 +43,7 @@ class Basis(NamedTuple):
 
 
 def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
-    """Orthonormal DCT-II matrix, one basis vector a row (``scipy.fft.dct``, "ortho")."""
+    """Orthonormal DCT-II matrix, one basis vector per row (``scipy.fft.dct``, "ortho")."""
     frequency, position = np.arange(n)[:, None], np.arange(n)[None, :]
     basis = np.sqrt(2 / n) * np.cos(np.pi * frequency * (2 * position + 1) / (2 * n))
     basis[0] /= np.sqrt(2)
@@ -53,7 +53,7 @@ def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
 def hadamard_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
     """Orthonormal Hadamard matrix.
 
-    For an ``n`` that is no power of two, a block-diagonal of the powers of two that sum to it.
+    If ``n`` is not a power of two, it is block-diagonal, with the powers of two that sum to ``n``.
     """
     basis, start = np.zeros((n, n)), 0
     for bit in reversed(range(n.bit_length())):
@@ -68,7 +68,7 @@ def hadamard_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
 
 
 def make_basis(name: TransformName, key: PRNGKeyArray) -> Basis | None:
-    """The transform's basis for every side; None where it is the identity.
+    """The transform's basis for every side; None for the identity.
 
     Only ``"random"`` depends on the key, from which all workers draw the same matrices.
     """
@@ -87,7 +87,7 @@ def make_basis(name: TransformName, key: PRNGKeyArray) -> Basis | None:
 def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
     """Fixed random signs of a block's elements.
 
-    With them any set of coefficients, even neighbouring ones, says something of every direction of
+    With them any set of coefficients, even neighbouring ones, has a component in every direction of
     a block, as in the subsampled randomized transforms of Ailon and Chazelle (STOC 2006).
     """
     # The stream of RandomState is the same in all versions of NumPy.
@@ -95,7 +95,7 @@ def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
 
 
 def is_redrawn(name: TransformName) -> bool:
-    """Whether the basis changes from step to step, so that a momentum must be carried over."""
+    """Whether the basis changes from step to step, so that momenta must change their basis."""
     return name == "random"
 
 
@@ -105,7 +105,9 @@ def forward(
     """Coefficients of blocks."""
     columns, rows = _matrices(sides, basis)
     blocks = _with_signs(blocks, sides, basis)
-    return _middle(_last(blocks.reshape(len(blocks), -1, sides[-1]), columns), rows)
+    return _matmul_middle_and_swap(
+        _matmul_last(blocks.reshape(len(blocks), -1, sides[-1]), columns), rows
+    )
 
 
 def inverse(
@@ -114,7 +116,9 @@ def inverse(
     """Blocks of coefficients: the transpose of `forward`."""
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, basis)
-    blocks = _middle(_last(x, _transposed(rows)), _transposed(columns)).reshape(-1, *sides)
+    blocks = _matmul_middle_and_swap(
+        _matmul_last(x, _transposed(rows)), _transposed(columns)
+    ).reshape(-1, *sides)
     return _with_signs(blocks, sides, basis)
 
 
@@ -133,23 +137,23 @@ def change_basis(
 
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, Basis(between))
-    turned = _middle(_last(x, rows, exact=True), columns, exact=True)
-    return turned.swapaxes(1, 2).reshape(coefficients.shape)
+    swapped = _matmul_middle_and_swap(_matmul_last(x, rows, exact=True), columns, exact=True)
+    return swapped.swapaxes(1, 2).reshape(coefficients.shape)
 
 
-def _last(
+def _matmul_last(
     x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
 ) -> Float[Array, "blocks i j"]:
-    """Multiplies the last dimension by a matrix, if there is one."""
+    """Multiplies the last dimension by a matrix; None is the identity."""
     if matrix is None or x.shape[2] == 1:
         return x
     return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
 
-def _middle(
+def _matmul_middle_and_swap(
     x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
 ) -> Float[Array, "blocks j i"]:
-    """Multiplies the middle dimension by a matrix, if there is one, and makes it the last."""
+    """Multiplies the middle dimension by a matrix, and swaps the last two dimensions."""
     if matrix is None or x.shape[1] == 1:
         return x.swapaxes(1, 2)
     return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype), exact=exact)
@@ -160,8 +164,8 @@ def product(
 ) -> Float[Array, "..."]:
     """``jnp.einsum`` in float32; unless ``exact``, in three products of bfloat16 on TPUs.
 
-    Three are right to about ``2**-16``, at half the cost of float32's six. That is enough for
-    gradients and updates, whose errors are not carried on; stored momenta take exact ones.
+    Three have errors of about ``2**-16``, at half the cost of float32's six. That is enough for
+    gradients and updates, whose errors do not accumulate; stored momenta take exact ones.
     """
     einsum = functools.partial(jnp.einsum, subscripts)
     highest = functools.partial(einsum, precision=jax.lax.Precision.HIGHEST)
@@ -172,7 +176,7 @@ def product(
 
 
 def _matrices(sides: Sequence[int], basis: Basis | None) -> tuple[Matrix | None, Matrix | None]:
-    """What columns and rows are multiplied by."""
+    """The matrices by which columns and rows are multiplied."""
     if basis is None:
         return None, None
     rows = functools.reduce(_kronecker, map(basis.matrix, sides[:-1]), np.ones((1, 1)))

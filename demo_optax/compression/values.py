@@ -1,4 +1,4 @@
-"""Value codings: coefficients as fields of a few bits, and what the others decode from them.
+"""Value codings: coefficients as fields of a few bits, and how the others decode them.
 
 The quantised codings share one scale per block, a float32 of which only the exponent and
 the first two bits of the mantissa are sent. Each field names a *level*, a small integer, so
@@ -29,10 +29,10 @@ class Quantiser:
     """Levels of a quantised coding, and where a block's values lie among them.
 
     Attributes:
-      bits: of one field.
-      levels: ascending; a field is the position of its level.
-      mean_level: the level of a block's mean magnitude. None puts its largest magnitude at the
-        largest level instead, for codings fine enough to cover the whole range.
+      bits: bits per field.
+      levels: the levels, ascending; a field is the index of its level.
+      mean_level: the level at which a block's mean magnitude is put. None puts the largest
+        magnitude at the largest level instead, for codings fine enough to cover the whole range.
     """
 
     bits: int
@@ -54,8 +54,8 @@ class CodedValues(NamedTuple):
     """Values of some blocks as they are sent: unsigned integers of a few bits.
 
     Attributes:
-      scales: of `SCALE_BITS` bits each, one a block, or none for the plain codings.
-      values: of `value_bits` bits each.
+      scales: scales of `SCALE_BITS` bits, one per block; none for the plain codings.
+      values: values of `value_bits` bits.
     """
 
     scales: UInt32[Array, "scales"]
@@ -73,10 +73,10 @@ def scale_bits(coding: ValueCoding) -> int:
 
 
 def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues:
-    """Rounds values to the nearest that their coding can say.
+    """Rounds values to the nearest that their coding can represent.
 
     Args:
-      values: of some blocks.
+      values: the values of some blocks.
       coding: one of `VALUE_CODINGS`.
     """
     values = values.astype(jnp.float32)
@@ -106,8 +106,7 @@ def decode(
     """Decodes untrusted values.
 
     Returns:
-      The values, and whether every scale and value is finite and every coded value one of the
-      coding's.
+      The values, and whether every scale and value is finite and every code is valid.
     """
     if coding in ("float32", "bfloat16"):
         values = _float(coded.values << (32 - value_bits(coding)))
@@ -129,9 +128,9 @@ def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[A
 
 
 def _halves(shape: tuple[int, ...]) -> Float32[Array, "blocks k"]:
-    """One half, and a little less in every second place: ties go up and down in turn.
+    """Rounding thresholds that break ties alternately up and down.
 
-    So exact zeros do not all become the same of two levels where a coding has none for them.
+    So exact zeros do not all become the same level in a coding that has no level at zero.
     """
     even = (jnp.arange(shape[0])[:, None] + jnp.arange(shape[1])[None]) % 2 == 0
     return jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
@@ -140,7 +139,7 @@ def _halves(shape: tuple[int, ...]) -> Float32[Array, "blocks k"]:
 def _encode_scale(
     values: Float32[Array, "blocks k"], quantiser: Quantiser
 ) -> UInt32[Array, "blocks"]:
-    """Rounds a block's scale, up where the largest magnitude must fit."""
+    """Codes each block's scale; rounds it up where the largest magnitude must fit."""
     magnitudes = jnp.abs(values)
     if quantiser.mean_level is None:
         scale = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]

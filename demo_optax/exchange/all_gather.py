@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from demo_optax import axes, checks
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.packet import Layout, Origin
+from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average_all
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
@@ -43,30 +43,37 @@ class AllGather:
         """One packet holds the whole message."""
         return 1
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of a worker's packet."""
-        return Layout(plan.sections)
+        return PacketLayout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:
-        """Nothing is kept."""
+        """No state."""
         del plan
         return ()
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: tuple[()],
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Gathers all packets and averages them (see `Exchange.exchange`)."""
         layout = self.layout(plan)
         packets = collectives.gather(outgoing.packets[0], self.axis_name)
-        numbers = jnp.arange(len(packets), dtype=jnp.int32)
-        origin = Origin(outgoing.step, numbers)
-        found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
-        factor = outgoing.factor * found.factors[axes.index(self.axis_name)]
+        ids = jnp.arange(len(packets), dtype=jnp.int32)
+        origin = Origin(outgoing.step, ids)
+        average = average_all(
+            plan, layout, packets, origin, self.norm_limit, previous_metrics, mean
+        )
+        factor = outgoing.factor * average.clip_factors[axes.index(self.axis_name)]
         return Aggregate(
-            mean=found.mean,
-            subtractions=[Subtraction.of_whole(plan, outgoing.message, factor)],
+            mean=average.mean,
+            subtractions=[Subtraction.uniform(plan, outgoing.message, factor)],
             state=state,
-            metrics=found.metrics,
+            metrics=average.metrics,
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:

@@ -1,4 +1,4 @@
-"""The collectives of a step. What several devices of a worker share crosses its link once."""
+"""The collectives of a step. Data replicated over a worker's devices is sent once."""
 
 from collections.abc import Callable
 
@@ -17,19 +17,19 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
         return packet[None]
     manual = axes.manual_names(axis_name)
     if manual != axes.names(axis_name):
-        gathered = packet  # vmap knows only the plain form, and only one axis at a time
+        gathered = packet  # under vmap only the untiled form works, for one axis at a time
         for name in reversed(axes.names(axis_name)):
             to = "invarying" if name in manual else "varying"
             gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, packet.size)
 
-    def gathered_in_a_row(x):
-        # As rows of a matrix, or fused with its producer, it would be an all-reduce on 64 TPUs.
+    def gather_flat(x):
+        # As rows of a matrix, or fused with its producer, XLA makes it an all-reduce on 64 TPUs.
         row = jax.lax.optimization_barrier(x[None])
         row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
         return row.reshape(-1, x.size)
 
-    return split_across_devices(gathered_in_a_row, packet, axis_name)
+    return split_across_devices(gather_flat, packet, axis_name)
 
 
 def all_to_all(
@@ -38,14 +38,14 @@ def all_to_all(
     """Gives worker ``i`` the ``i``-th packet of each worker."""
     if axis_name is None:
         return packets
-    every = axes.names(axis_name)
-    if axes.manual_names(axis_name) != every:
-        # vmap gives a wrong shape for an array that does not vary: make it vary.
+    all_names = axes.names(axis_name)
+    if axes.manual_names(axis_name) != all_names:
+        # Under vmap the shape is wrong for an array that does not vary: make it vary.
         packets = packets + jnp.uint32(0) * axes.index(axis_name).astype(jnp.uint32)
-        dealt = packets.reshape(*map(axes.size, every), -1)
-        for place, name in enumerate(every):
-            dealt = jax.lax.all_to_all(dealt, name, place, place, tiled=True)
-        return dealt.reshape(packets.shape)
+        exchanged = packets.reshape(*map(axes.size, all_names), -1)
+        for place, name in enumerate(all_names):
+            exchanged = jax.lax.all_to_all(exchanged, name, place, place, tiled=True)
+        return exchanged.reshape(packets.shape)
     return split_across_devices(
         lambda x: jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True), packets, axis_name
     )
@@ -54,18 +54,20 @@ def all_to_all(
 def split_across_devices(
     collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName
 ):
-    """A collective along the workers, each device of which sends another part of the same words.
+    """A collective between workers; each device of a worker sends a different part of the words.
 
-    The parts are joined inside the worker.
+    The received parts are gathered inside the worker.
     """
-    copies = axes.copies_of(words, axis_name)
-    if not copies:
+    replicated = axes.replicated_axes(words, axis_name)
+    if not replicated:
         return collective(words)
     size = words.shape[-1]
-    padding = [(0, 0)] * (words.ndim - 1) + [(0, -size % (axes.size(copies) * MULTIPLE))]
+    padding = [(0, 0)] * (words.ndim - 1) + [(0, -size % (axes.size(replicated) * MULTIPLE))]
     parts = jnp.pad(words, padding)
-    parts = parts.reshape(*words.shape[:-1], axes.size(copies), -1)
-    own = jnp.take(parts, jax.lax.axis_index(copies), axis=-2)
-    arrived = collective(own)
-    whole = jax.lax.all_gather(arrived, copies, axis=arrived.ndim - 1, tiled=True, to="invarying")
+    parts = parts.reshape(*words.shape[:-1], axes.size(replicated), -1)
+    part = jnp.take(parts, jax.lax.axis_index(replicated), axis=-2)
+    received = collective(part)
+    whole = jax.lax.all_gather(
+        received, replicated, axis=received.ndim - 1, tiled=True, to="invarying"
+    )
     return whole[..., :size]

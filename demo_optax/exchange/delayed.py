@@ -1,9 +1,8 @@
-"""The exchange delayed by one step, around another one: it overlaps with the compute."""
+"""An exchange whose packets are applied one step later, so that it overlaps with the compute."""
 
 import dataclasses
 
 from demo_optax.compression import Plan
-from demo_optax.exchange.around import Around, PendingState
 from demo_optax.exchange.protocol import (
     Aggregate,
     Mean,
@@ -11,12 +10,13 @@ from demo_optax.exchange.protocol import (
     Subtraction,
     Traffic,
 )
+from demo_optax.exchange.wrapper import ExchangeWrapper, PendingState
 from demo_optax.metrics import ExchangeMetrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed(Around):
-    r"""Exchanges the packets of the last step while this one computes its gradient.
+class Delayed(ExchangeWrapper):
+    r"""Exchanges the packets of the previous step while this step computes its gradient.
 
     A message leaves the momentum when it is sent, and enters the mean a step later:
 
@@ -26,8 +26,8 @@ class Delayed(Around):
         m_t &\leftarrow m_t - \alpha\, \hat q_t + \alpha\, (1 - a_{t-1})\, \hat q_{t-1} \\
         u_t &= T^{-1}(\mathrm{mean}(a_{t-1}\, \hat q_{t-1}))
 
-    :math:`a_{t-1}` is the part of the last message that was accepted: 1, or less where the packet
-    was damaged or its norm limited. The rest goes back into the momentum.
+    :math:`a_{t-1}` is the fraction of the previous message that was accepted: 0 if its packet was
+    rejected, below 1 if its norm was limited. The rejected fraction is added back to the momentum.
 
     Attributes:
       inner: the exchange that is delayed.
@@ -46,12 +46,17 @@ class Delayed(Around):
             )
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: PendingState,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
-        """Exchanges the packets of the call before (see `Exchange.exchange`).
+        """Exchanges the packets of the previous call (see `Exchange.exchange`).
 
         Raises:
-          ValueError: those were made with another compression.
+          ValueError: they were made with a different compression.
         """
         if state.format.compression != plan.compression:
             raise ValueError(
@@ -60,15 +65,15 @@ class Delayed(Around):
                 "demo_optax.checkpoint, which puts what they carry back into the momentum."
             )
         pending = state.pending, state.subtracted_fraction
-        found, message, correction = self.exchange_pending(
-            plan, *pending, outgoing.step - 1, state.inner, last, mean
+        aggregate, message, correction = self.exchange_pending(
+            plan, *pending, outgoing.step - 1, state.inner, previous_metrics, mean
         )
-        return found._replace(
+        return aggregate._replace(
             subtractions=[
-                Subtraction.of_whole(plan, outgoing.message, outgoing.factor),
+                Subtraction.uniform(plan, outgoing.message, outgoing.factor),
                 Subtraction(message, correction, delay=1),
             ],
-            state=self.pending_state(plan, outgoing.packets, outgoing.factor, found.state),
+            state=self.pending_state(plan, outgoing.packets, outgoing.factor, aggregate.state),
             delay=1,
         )
 

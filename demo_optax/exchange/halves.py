@@ -6,8 +6,8 @@ r"""An exchange in two halves, each a program of its own; between them the host 
     \text{Opened:} \quad m_t &\leftarrow m_t + \alpha\, (1 - a_t)\, q_t, \quad
         u_t = T^{-1}(\mathrm{mean}(q_t))
 
-:math:`a_t` is the part of this worker's message that was accepted: 0 where its packet came too
-late, or where it sent none.
+:math:`a_t` is the fraction of this worker's message that was accepted: 0 if its packet came too
+late, or if it sent none.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ import dataclasses
 import jax.numpy as jnp
 
 from demo_optax.compression import Plan
-from demo_optax.compression.selection import Everything
-from demo_optax.exchange.around import Around, PendingState
+from demo_optax.compression.selection import AllCoefficients
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, SparseSum, Subtraction
+from demo_optax.exchange.wrapper import ExchangeWrapper, PendingState
 from demo_optax.metrics import ExchangeMetrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Sealed(Around):
-    """The first half: a worker seals its packets; what the others sent is not there yet.
+class Sealed(ExchangeWrapper):
+    """The first half: a worker seals its packets, before it has those of the others.
 
-    Its updates, and whatever comes after it in the chain, are to be thrown away.
+    The caller discards its updates, and the state of all links after it in the chain.
 
     Example:
       >>> import demo_optax
@@ -33,23 +33,30 @@ class Sealed(Around):
     """
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: PendingState,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Keeps the packets for the second half."""
         del mean
         return Aggregate(
             mean=[_zero(section.num_blocks, section.selector.n) for section in plan.sections],
-            subtractions=[Subtraction.of_whole(plan, outgoing.message, outgoing.factor)],
+            subtractions=[Subtraction.uniform(plan, outgoing.message, outgoing.factor)],
             state=self.pending_state(plan, outgoing.packets, outgoing.factor, state.inner),
-            metrics=last,
+            metrics=previous_metrics,
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened(Around):
-    """The second half: the packets of the first are exchanged. The gradient is ignored.
+class Opened(ExchangeWrapper):
+    """The second half: exchanges the packets of the first.
 
-    A worker that skipped the first half has nothing under way, and applies what the others sent.
+    Call it with the extra argument ``participates=False``; otherwise the gradient is accumulated a
+    second time. A worker that skipped the first half has no pending packets, and applies what the
+    others sent.
 
     Example:
       >>> import demo_optax
@@ -57,19 +64,30 @@ class Opened(Around):
     """
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: PendingState, last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: PendingState,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Exchanges the packets of the first half, which have the same step."""
-        found, message, correction = self.exchange_pending(
-            plan, state.pending, state.subtracted_fraction, outgoing.step, state.inner, last, mean
+        aggregate, message, correction = self.exchange_pending(
+            plan,
+            state.pending,
+            state.subtracted_fraction,
+            outgoing.step,
+            state.inner,
+            previous_metrics,
+            mean,
         )
         none, nothing = jnp.zeros_like(outgoing.packets), jnp.zeros_like(outgoing.factor)
-        return found._replace(
+        return aggregate._replace(
             subtractions=[Subtraction(message, correction)],
-            state=self.pending_state(plan, none, nothing, found.state),
+            state=self.pending_state(plan, none, nothing, aggregate.state),
         )
 
 
 def _zero(blocks: int, n: int) -> SparseSum:
-    nowhere = jnp.zeros((1, blocks, 0), jnp.int32)
-    return SparseSum(nowhere, jnp.zeros((1, blocks, n), jnp.float32), Everything(n))
+    no_positions = jnp.zeros((1, blocks, 0), jnp.int32)
+    return SparseSum(no_positions, jnp.zeros((1, blocks, n), jnp.float32), AllCoefficients(n))

@@ -1,8 +1,8 @@
 """What an exchange is: how the workers' messages become the same aggregate on all of them.
 
 To add one, write a frozen dataclass with the methods of `Exchange` in a file of this folder, and
-name it in the ``__init__.py`` of this folder and of ``demo_optax``. Nothing else in the library
-asks which exchange it has, but for checkpoints, which put the pending packets of `Delayed` back.
+name it in the ``__init__.py`` of this folder and of ``demo_optax``. Only checkpoints depend on the
+kind of exchange: they put the pending packets of `Delayed` back into the momentum.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from demo_optax.arrays import Coefficients, FloatScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
 from demo_optax.compression.bits import true_once_computed
-from demo_optax.compression.packet import Layout, Message, Packets
+from demo_optax.compression.packet import Message, PacketLayout, Packets
 from demo_optax.metrics import ExchangeMetrics
 
 Mean = Literal["senders", "workers"]
@@ -30,11 +30,11 @@ class Outgoing(NamedTuple):
     """What a worker hands to an exchange.
 
     Attributes:
-      packets: sealed, one for each owner of a share of the blocks.
-      message: what the others decode of them.
-      factor: the share of it that leaves the momentum if the packet is accepted; 0 if the packet
-        must be ignored.
-      step: in which the packets were sealed.
+      packets: sealed packets, one for each owner of a share of the blocks.
+      message: the message that the others decode from them.
+      factor: the fraction of the message that leaves the momentum if the packet is accepted; 0 if
+        the packet must be ignored.
+      step: step in which the packets were sealed.
     """
 
     packets: Packets
@@ -50,7 +50,7 @@ class Outgoing(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class SparseSum:
-    """The aggregate of a section as a sum of sparse terms, which `dense` adds up in their order.
+    """The aggregate of a section as a sum of sparse terms; `dense` adds them in their order.
 
     Attributes:
       positions: int32 ``(terms, blocks, places)``.
@@ -63,9 +63,9 @@ class SparseSum:
     selector: Any
 
     def dense(self) -> Coefficients:
-        """The coefficients ``(blocks, n)``, zero where nobody sent any."""
+        """The coefficients ``(blocks, n)``, zero where no worker sent any."""
         blocks = self.values.shape[1]
-        # Zeros that wait for the values: XLA would make those of all sections at once.
+        # Zeros that depend on the values; otherwise XLA makes those of all sections at once.
         zeros = jnp.where(true_once_computed([self.values]), jnp.float32(0), jnp.float32(1))
         zeros = jnp.broadcast_to(zeros, (blocks, self.selector.n))
         if len(self.values) == 1:
@@ -78,12 +78,12 @@ class SparseSum:
 )
 @dataclasses.dataclass(frozen=True)
 class Subtraction:
-    """A message of a worker, and the part of it that leaves its momentum.
+    """A message of a worker, and the fraction of it that leaves its momentum.
 
     Attributes:
-      message: as the others decode it.
-      factors: for each section, of every block.
-      delay: steps since it was sent.
+      message: the message, as the others decode it.
+      factors: for each section, the fraction for each of its blocks.
+      delay: steps since the message was sent.
     """
 
     message: Message
@@ -91,8 +91,8 @@ class Subtraction:
     delay: int = 0
 
     @classmethod
-    def of_whole(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
-        """The same part of every block."""
+    def uniform(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
+        """The same fraction of every block."""
         return cls(message, [jnp.full((s.num_blocks, 1), factor) for s in plan.sections])
 
     def rows(self) -> list[tuple[Any, Any, Any]]:
@@ -101,14 +101,15 @@ class Subtraction:
 
 
 class Aggregate(NamedTuple):
-    """What an exchange gives every worker.
+    """What an exchange returns on every worker.
 
     Attributes:
-      mean: for each section, the same on all workers.
-      subtractions: what leaves this worker's momentum; one, for an exchange inside `Delayed`.
-      state: what the exchange keeps for its next call.
-      metrics: of the step.
-      delay: steps since the messages were sent that ``mean`` is of.
+      mean: for each section the mean, the same on all workers.
+      subtractions: what leaves this worker's momentum. An exchange inside `Delayed` has exactly
+        one.
+      state: state of the exchange for its next call.
+      metrics: metrics of the step.
+      delay: age in steps of the messages in ``mean``.
     """
 
     mean: Sequence[SparseSum]
@@ -119,12 +120,12 @@ class Aggregate(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one exchange costs a worker's link.
+    """Traffic of one exchange on a worker's link.
 
     Attributes:
       sent: bytes that the worker hands to its collectives.
-      received: bytes that it gets from the others.
-      rounds: messages that must follow each other, if every collective is a ring.
+      received: bytes that it receives from the others.
+      rounds: messages that must be sent one after another, if every collective is a ring.
       overlaps: whether the exchange overlaps with the next step's compute.
     """
 
@@ -138,9 +139,9 @@ class Traffic(NamedTuple):
 class Exchange(Protocol):
     """How the workers' messages become the same aggregate on all of them.
 
-    No packet is trusted. Every worker rejects a packet with a wrong checksum, or of another step or
-    worker. It also rejects positions that the selector may not send, and values or energies that
-    are not finite. A worker whose step counter differs rejects the packets of all others.
+    No packet is trusted. Every worker rejects a packet with a wrong checksum, or of a different
+    step or worker. It also rejects positions that the selector cannot send, and values or energies
+    that are not finite. A worker whose step counter differs rejects the packets of all others.
 
     Example:
       >>> import demo_optax
@@ -154,36 +155,43 @@ class Exchange(Protocol):
         ...
 
     def packets_per_worker(self) -> int:
-        """Packets into which a worker divides its message, one for each owner of some blocks."""
+        """Packets into which a worker divides its message, one for each owner of a share."""
         ...
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of one of these packets."""
         ...
 
     def init(self, plan: Plan) -> Any:
-        """What the exchange keeps between calls, before the first."""
+        """The initial state of the exchange."""
         ...
 
     def exchange(
-        self, plan: Plan, outgoing: Outgoing, state: Any, last: ExchangeMetrics, mean: Mean, /
+        self,
+        plan: Plan,
+        outgoing: Outgoing,
+        state: Any,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
+        /,
     ) -> Aggregate:
         """Gives every worker the mean of the workers' messages.
 
         Args:
-          plan: of the tensors, the same on all workers.
-          outgoing: this worker's packets, and what is in them.
-          state: of the call before.
-          last: metrics of the call before.
-          mean: over the ``"senders"`` of each coefficient, or over all ``"workers"`` that count.
+          plan: the plan of the tensors, the same on all workers.
+          outgoing: this worker's packets, and the message in them.
+          state: state from the previous call.
+          previous_metrics: metrics of the previous call.
+          mean: which workers each coefficient is averaged over: its ``"senders"``, or all
+            ``"workers"`` whose packets are accepted.
         """
         ...
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """What a call costs among so many workers."""
+        """Traffic of one call among this number of workers."""
         ...
 
 
-def own_numbers(owners: int, axis_name: AxisName) -> Array:
-    """The numbers of a worker's packets among those of all, int32 ``(owners,)``."""
+def packet_ids(owners: int, axis_name: AxisName) -> Array:
+    """Numbers of a worker's packets among the packets of all workers, int32 ``(owners,)``."""
     return axes.index(axis_name) * owners + jnp.arange(owners, dtype=jnp.int32)

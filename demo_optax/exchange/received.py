@@ -1,4 +1,4 @@
-"""The exchange of packets that came over the host: the collective is somebody else's work."""
+"""Packets were transferred by the host; no device collective is used."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from demo_optax import axes, checks
 from demo_optax.arrays import IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.packet import Layout, Origin
+from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average_all
 from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
@@ -20,13 +20,13 @@ from demo_optax.metrics import ExchangeMetrics
 class Received:
     """Averages packets that the program was given, one row for each slot of a swarm.
 
-    A slot that nobody fills is a row of zeros, which every worker rejects. Workers are told apart
-    by their rows alone: all seal their packets with the number 0.
+    An empty slot is a row of zeros, which every worker rejects. Workers differ by their rows alone:
+    all seal their packets with the packet id 0.
 
     Attributes:
       axis_name: an axis of size 1, along which this process holds its one worker.
       packets: uint32 ``(shards, slots, words)``. None stands for this worker's own packet alone.
-      slot: int32 scalar, this worker's row; -1 where its packet did not count.
+      slot: int32 scalar, this worker's row; -1 if its packet is not among them.
       shard_axes: the axes along which the worker's devices hold shards, in the order of ``shards``.
       norm_limit: as in `demo_optax.AllGather`.
 
@@ -50,17 +50,22 @@ class Received:
         """One packet holds the whole message."""
         return 1
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of a worker's packet."""
-        return Layout(plan.sections)
+        return PacketLayout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:
-        """Nothing is kept."""
+        """No state."""
         del plan
         return ()
 
     def exchange(
-        self, plan: Plan, sent: Outgoing, state: tuple[()], last: ExchangeMetrics, mean: Mean
+        self,
+        plan: Plan,
+        sent: Outgoing,
+        state: tuple[()],
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
     ) -> Aggregate:
         """Averages the packets (see `Exchange.exchange`)."""
         if self.packets is None:
@@ -69,14 +74,16 @@ class Received:
             packets = self.packets[axes.index(self.shard_axes)]
         origin = Origin(sent.step, jnp.zeros(len(packets), jnp.int32))
         layout = self.layout(plan)
-        found = average_all(plan, layout, packets, origin, self.norm_limit, last, mean)
+        average = average_all(
+            plan, layout, packets, origin, self.norm_limit, previous_metrics, mean
+        )
         slot = jnp.asarray(self.slot)
-        factor = sent.factor * jnp.where(slot >= 0, found.factors[slot], 0.0)
+        factor = sent.factor * jnp.where(slot >= 0, average.clip_factors[slot], 0.0)
         return Aggregate(
-            mean=found.mean,
-            subtractions=[Subtraction.of_whole(plan, sent.message, factor)],
+            mean=average.mean,
+            subtractions=[Subtraction.uniform(plan, sent.message, factor)],
             state=state,
-            metrics=found.metrics,
+            metrics=average.metrics,
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:

@@ -1,11 +1,11 @@
-"""The exchange in two phases, whose traffic does not grow with the workers.
+"""The exchange in two phases, whose traffic does not grow with the number of workers.
 
     worker ── a packet for each owner ──► owner ── its result ──► every worker
 
-Each worker owns an equal share of the blocks. Of these it averages what all workers send, adds its
-residual, and sends everybody the largest coefficients of the total. The rest is its new residual:
-error feedback on both sides, as in 1-bit Adam (Tang et al., arXiv 2102.02888) and DoubleSqueeze
-(Tang et al., arXiv 1905.05957).
+Each worker owns an equal share of the blocks. It averages the messages of all workers for them,
+adds its residual, and sends the largest coefficients of the total to all workers. The rest is its
+new residual: error feedback on both sides, as in 1-bit Adam (Tang et al., arXiv 2102.02888) and
+DoubleSqueeze (Tang et al., arXiv 1905.05957).
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
 from demo_optax.compression.bits import pack_bits, to_words, unpack_bits, words_of
 from demo_optax.compression.packet import (
-    Layout,
     Origin,
+    PacketLayout,
     Section,
     build,
     divide_rows,
     encode,
     merge_rows,
-    open_heads,
+    parse_headers,
 )
-from demo_optax.compression.plan import rebase
+from demo_optax.compression.plan import advance_basis
 from demo_optax.compression.selection import make_selector, select, shared_positions
 from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
 from demo_optax.exchange import collectives
@@ -50,18 +50,18 @@ from demo_optax.exchange.protocol import (
     SparseSum,
     Subtraction,
     Traffic,
-    own_numbers,
+    packet_ids,
 )
 from demo_optax.metrics import ExchangeMetrics, summarise
 from demo_optax.participation import reset_nonfinite_blocks
 
 
 class TwoPhaseState(NamedTuple):
-    """What an owner keeps.
+    """State of an owner of a share of the blocks.
 
     Attributes:
-      residual: for each section what it has yet to send of the blocks that it owns,
-        ``(blocks / workers, n)`` float32; each worker its own.
+      residual: for each section, the part of the mean that the owner has not sent yet,
+        ``(blocks / workers, n)`` float32; each worker has its own.
     """
 
     residual: tuple[Coefficients, ...]
@@ -71,16 +71,18 @@ class TwoPhaseState(NamedTuple):
 class TwoPhase:
     """Each worker averages its share of the blocks, and sends the mean back, compressed as well.
 
-    What the compression leaves out stays with the owner for later steps. A worker receives a packet
-    and the packets of all owners. Their size hardly grows with the number of workers.
+    It is a compressed reduce-scatter followed by an all-gather. What the compression leaves out
+    stays with the owner for later steps. The bytes that a worker sends and receives hardly grow
+    with the number of workers.
 
     Attributes:
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
       topk_back: coefficients of each block that an owner sends back; four times ``topk`` by
         default; with shared positions the same coefficients come back.
-      value_coding_back: of the values that it sends back; that of the compression by default.
-      norm_limit: largest norm of a worker's message, as in `AllGather`. It holds on the way to the
-        owners. Each owner decides alone on its share of the blocks.
+      value_coding_back: coding of the values that it sends back; that of the compression by
+        default.
+      norm_limit: largest norm of a worker's message, as in `AllGather`. It applies in the first
+        phase only. Each owner decides alone on its share of the blocks.
 
     Example:
       >>> import demo_optax
@@ -107,7 +109,7 @@ class TwoPhase:
         """Every worker owns a share of the blocks."""
         return axes.size(self.axis_name)
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of the packet for one owner, without an all-gather's padding to 128 words."""
         return _layout(plan, self.packets_per_worker())
 
@@ -124,82 +126,88 @@ class TwoPhase:
         plan: Plan,
         outgoing: Outgoing,
         state: TwoPhaseState,
-        last: ExchangeMetrics,
+        previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
         """Exchanges in two phases (see `Exchange.exchange`).
 
-        The owner of a packet alone decides whether to accept it, and tells everybody. Where an
-        owner's result is damaged, its residual stays as it was, and the senders keep what they sent
-        to it. On a step on which no worker takes part nothing changes.
+        The owner alone decides whether to accept a packet, and reports it to all workers. If an
+        owner's result is rejected, its residual does not change, and the messages to it stay in the
+        momenta. If no packet is accepted, nothing changes.
         """
-        workers, own, step = len(outgoing.packets), axes.index(self.axis_name), outgoing.step
-        every = jnp.arange(workers, dtype=jnp.int32)
+        workers, own_id, step = len(outgoing.packets), axes.index(self.axis_name), outgoing.step
+        worker_ids = jnp.arange(workers, dtype=jnp.int32)
         layout, result_layout = self.layout(plan), self._result_layout(plan, workers)
 
         # Each owner averages its share of the blocks
         packets = collectives.all_to_all(outgoing.packets, self.axis_name)
-        headers, _, intact = open_heads(layout, packets, Origin(step, every * workers + own))
+        headers, _, intact = parse_headers(
+            layout, packets, Origin(step, worker_ids * workers + own_id)
+        )
         cap = norm_cap(headers, intact, self.norm_limit)
-        positions = _of_share(plan.shared_positions(step), workers, own)
+        positions = _for_owner(plan.shared_positions(step), workers, own_id)
         weights = capped_weights(headers, intact, self.norm_limit)
-        means, factors = average(layout, packets, intact, positions, cap, weights, mean)
+        means, clip_factors = average(layout, packets, intact, positions, cap, weights, mean)
 
-        # It adds its residual, and selects and encodes as a worker does
+        # It adds its residual, and selects and encodes like a worker
         residual = self._residual(plan, state, step)
         totals = [old + new.dense() for old, new in zip(residual, means, strict=True)]
         sections = self._result_sections(plan)
         shared = shared_positions(sections, step)
         selectors = [section.selector for section in sections]
-        selected = select(selectors, totals, _of_share(shared, workers, own))
+        selected = select(selectors, totals, _for_owner(shared, workers, own_id))
         coded, result = encode(result_layout.sections, selected)
 
-        # Everybody gets all results, each with the header of its owner's own packet
-        own_headers, _, _ = open_heads(
-            layout, outgoing.packets, Origin(step, own_numbers(workers, self.axis_name))
+        # All workers get all results, each with the header of its owner's own packet
+        own_headers, _, _ = parse_headers(
+            layout, outgoing.packets, Origin(step, packet_ids(workers, self.axis_name))
         )
-        extra = jnp.append(to_words(cap), pack_bits((factors > 0).astype(jnp.uint32), 1))
+        extra = jnp.append(to_words(cap), pack_bits((clip_factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
-        origin = Origin(step, own[None])
+        origin = Origin(step, own_id[None])
         (packet,) = build(result_layout, header, coded, result, jnp.array(True), origin, extra)
         packets = collectives.gather(packet, self.axis_name)
-        headers, extra, intact = open_heads(result_layout, packets, Origin(step, every))
+        headers, extra, intact = parse_headers(result_layout, packets, Origin(step, worker_ids))
         results = decode_accepted(result_layout, packets, intact)
 
-        # What was accepted, by which owner, and how much of it
+        # Which packets were accepted by which owner, and the accepted fraction
         by_owner = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
         by_owner = (by_owner > 0) & results.accepted[:, None]
-        # A worker counts if some owner accepted its packet, and everybody its own result
+        # A worker is accepted if some owner accepted its packet, and its own result is accepted
         accepted = by_owner.any(axis=0) & results.accepted
-        anyone = accepted.any()
+        any_accepted = accepted.any()
         caps = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
         clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
-        factors = outgoing.factor * jnp.where(by_owner[:, own] & anyone, clipped, 0.0)
+        subtraction_factors = outgoing.factor * jnp.where(
+            by_owner[:, own_id] & any_accepted, clipped, 0.0
+        )
         return Aggregate(
             mean=[
                 SparseSum(
                     (merge_rows(at, s.num_blocks) if known is None else known)[None],
-                    jnp.where(anyone, merge_rows(v, s.num_blocks), 0.0)[None],
+                    jnp.where(any_accepted, merge_rows(v, s.num_blocks), 0.0)[None],
                     s.selector,
                 )
                 for s, known, at, v in zip(sections, shared, *results.message, strict=True)
             ],
-            subtractions=[Subtraction(outgoing.message, _rows(factors, layout, plan))],
+            subtractions=[Subtraction(outgoing.message, _rows(subtraction_factors, layout, plan))],
             state=TwoPhaseState(
                 tuple(
-                    jnp.where(results.accepted[own] & anyone, s.selector.add(total, at, -v), old)
+                    jnp.where(
+                        results.accepted[own_id] & any_accepted, s.selector.add(total, at, -v), old
+                    )
                     for s, total, at, v, old in zip(
                         result_layout.sections, totals, *result, residual, strict=True
                     )
                 )
             ),
             metrics=summarise(
-                headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), last
+                headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), previous_metrics
             ),
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """A packet to each owner, and each owner's result to everybody."""
+        """A packet to each owner, and each owner's result to all workers."""
         packets = 4 * workers * _layout(plan, workers).words
         result, others = 4 * self._result_layout(plan, workers).words, workers - 1
         return Traffic(packets + result, (packets / workers + result) * others, 2 * others)
@@ -207,7 +215,7 @@ class TwoPhase:
     def _result_sections(self, plan: Plan) -> list[Section]:
         """The sections of all owners' results together."""
         settings = plan.compression
-        # A selector of any block, only to ask whether it sends its positions.
+        # A selector of an arbitrary block, only to see whether it sends its positions.
         sends_positions = make_selector(
             settings.selection, settings.topk + 1, settings.topk, settings.seed, 0
         ).sends_positions
@@ -230,34 +238,36 @@ class TwoPhase:
             for number, s in enumerate(plan.sections)
         ]
 
-    def _result_layout(self, plan: Plan, workers: int) -> Layout:
+    def _result_layout(self, plan: Plan, workers: int) -> PacketLayout:
         """The layout of an owner's result.
 
         The header is followed by the cap on norms, and a bit for each worker: whether the owner
         accepted its packet.
         """
-        return Layout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).share(workers)
+        return PacketLayout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).per_owner(
+            workers
+        )
 
     def _residual(self, plan: Plan, state: TwoPhaseState, step: IntScalar) -> list[Coefficients]:
-        """The owner's residual in a step's basis; blocks that are not finite are zero."""
-        coordinates = plan.compression.coordinates
+        """The owner's residual in the basis of a step; blocks that are not finite become zero."""
+        momentum_format = plan.compression.momentum_format
         pairs = zip(state.residual, plan.sides, strict=True)
-        residual = [rebase(coordinates, [x], sides, step)[0] for x, sides in pairs]
+        residual = [advance_basis(momentum_format, [x], sides, step)[0] for x, sides in pairs]
         return reset_nonfinite_blocks(residual)[0]
 
 
-def _layout(plan: Plan, owners: int) -> Layout:
-    return Layout(plan.sections, multiple=1).share(owners)
+def _layout(plan: Plan, owners: int) -> PacketLayout:
+    return PacketLayout(plan.sections, multiple=1).per_owner(owners)
 
 
-def _of_share(shared: Shared, owners: int, owner: IntScalar) -> Shared:
+def _for_owner(shared: Shared, owners: int, owner: IntScalar) -> Shared:
     """The shared positions of one owner's blocks."""
     return [None if at is None else divide_rows(at, owners, "edge")[owner] for at in shared]
 
 
 def _rows(
-    factors: Float32[Array, "owners"], layout: Layout, plan: Plan
+    factors: Float32[Array, "owners"], layout: PacketLayout, plan: Plan
 ) -> list[Float32[Array, "_blocks 1"]]:
-    """For each section and each of its blocks the factor of the block's owner."""
+    """For each section, the factor of the owner of each of its blocks."""
     shares = zip(plan.sections, layout.sections, strict=True)
     return [jnp.repeat(factors, share.num_blocks)[: s.num_blocks, None] for s, share in shares]

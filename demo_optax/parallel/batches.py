@@ -16,7 +16,7 @@ from demo_optax.parallel.shards import num_workers
 
 
 def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
-    """For each leaf of a batch the dimension that the workers divide; None for what they share."""
+    """For each leaf of a batch, the dimension that is divided among the workers; None for none."""
     worker_axes = set(axes.names(axis_name))
 
     def row_dimension(spec):
@@ -29,37 +29,38 @@ def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
 def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """PartitionSpecs of a traced batch, whose first dimension is divided among the workers.
 
-    Or another dimension, if its type is divided among them already. On an Explicit mesh, where a
-    loss sees the sharding of its batch, the specs keep the sharding inside a worker.
+    If the type of a leaf already has a dimension that is divided among them, it is that dimension.
+    On an Explicit mesh, where a loss sees the sharding of its batch, the specs keep the sharding
+    inside a worker.
     """
     worker_axes = axes.names(axis_name)
     if AxisType.Explicit not in mesh.axis_types:
         return P(worker_axes)
 
-    def of_type(x):
-        if lies_elsewhere(x, mesh):
+    def typed_spec(x):
+        if needs_device_put(x, mesh):
             return P(worker_axes)
         entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
         row = row_dimensions(P(*entries), axis_name)[0] or 0
-        kept = tuple(name for name in entries[row] if name not in worker_axes)
-        entries[row] = worker_axes + kept
+        inner = tuple(name for name in entries[row] if name not in worker_axes)
+        entries[row] = worker_axes + inner
         return P(*entries)
 
-    return jax.tree.map(of_type, batch)
+    return jax.tree.map(typed_spec, batch)
 
 
 def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """The batch with an axis of workers before each leaf's rows; shared leaves unchanged.
+    """The batch with an axis of workers before each leaf's rows; undivided leaves are unchanged.
 
-    Leaves that lie elsewhere are put on the mesh.
+    Leaves on a different mesh are put on this one.
 
     Raises:
-      ValueError: they lie on another number of devices.
+      ValueError: that mesh has a different number of devices.
     """
     workers, worker_axes = num_workers(mesh, axis_name), axes.names(axis_name)
 
     def split(path, x, spec, row):
-        if lies_elsewhere(x, mesh):
+        if needs_device_put(x, mesh):
             given = jax.typeof(x).sharding.mesh
             if not given.empty and given.size != mesh.size:
                 raise ValueError(
@@ -87,10 +88,10 @@ def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: Axis
     return structure.unflatten([split(path, x, spec, row) for (path, x), spec, row in leaves])
 
 
-def lies_elsewhere(x, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a traced array's type says that it must be put on a mesh with devices.
+def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a traced array must be put on a mesh with devices before it is used there.
 
-    It lies on no mesh or on another one, and one of the two meshes is Explicit.
+    Its type names no mesh or a different one, and one of the two meshes is Explicit.
     """
     given = jax.typeof(x).sharding.mesh
     same = (given.shape_tuple, given.axis_types) == (mesh.shape_tuple, mesh.axis_types)
@@ -100,7 +101,7 @@ def lies_elsewhere(x, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def split_microbatches(batch, rows, number: int):
-    """One worker's batch, cut along its rows: ``(number, ...)``; shared leaves are repeated."""
+    """One worker's batch, divided along its rows: ``(number, ...)``; undivided leaves repeat."""
 
     def split(x, row):
         if row is None:
@@ -120,7 +121,7 @@ def split_microbatches(batch, rows, number: int):
 
 
 def require_global(batch, specs) -> None:
-    """With several processes, refuses an array of one process as a batch that all divide."""
+    """With several processes, refuses a batch of arrays that belong to one process alone."""
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, leaf), spec in leaves:
         if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):

@@ -34,7 +34,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
     Raises:
       NameError: ``axis_name`` is not bound where the function is called.
-      TypeError: what is differentiated was not given by position.
+      TypeError: a differentiated argument was not given by position.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -73,16 +73,16 @@ class WorkerGradients(NamedTuple):
     """Results of `worker_gradients`, stacked over the workers.
 
     Attributes:
-      loss: ``(workers,)``, each worker's own.
+      loss: ``(workers,)``, loss of each worker.
       aux: the aux of the loss function, with a leading axis of workers.
       state: each worker's model state, where the loss function has one.
-      norm: float32 ``(workers,)``, of each worker's gradient before clipping.
+      norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-      >>> found = jax.jit(worker_gradients(lambda w, x: w * x.sum(), mesh))(2.0, jnp.ones(3))
-      >>> found.loss, found.norm
+      >>> results = jax.jit(worker_gradients(lambda w, x: w * x.sum(), mesh))(2.0, jnp.ones(3))
+      >>> results.loss, results.norm
       (Array([6.], dtype=float32), Array([3.], dtype=float32))
     """
 
@@ -115,7 +115,7 @@ def worker_gradients(
 
     Returns:
       ``fn(params, [state,] batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. Each
-      worker and microbatch gets another key.
+      worker and microbatch gets a different key.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -137,15 +137,15 @@ def worker_gradients(
         batch_specs=batch_specs,
     )
 
-    def at_shared(params, *args):
+    def at_replicated_params(params, *args):
         losses.require_batch(args, stateful)
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         copies = shards.copies(params, mesh, axis_name, specs)
-        return gradients_of(copies, state, batch, *key, shared=copies is params)
+        return gradients_of(copies, state, batch, *key, params_are_replicated=copies is params)
 
-    return at_shared
+    return at_replicated_params
 
 
 def stacked_gradients(
@@ -161,9 +161,10 @@ def stacked_gradients(
     batch_specs,
     check_vma: bool = True,
 ) -> Callable:
-    """``fn(params, state, batch, *key, shared) -> WorkerGradients``, for a stacked state.
+    """``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
 
-    So are the parameters, unless they are ``shared`` by simulated workers.
+    The model state is stacked over the workers. So are the parameters, unless
+    ``params_are_replicated``: then simulated workers have one copy of them together.
 
     The loss runs in a ``jax.shard_map`` over the ``manual`` axes. Each device gathers the
     parameters along them and sees its own part of the batch; those of one worker average their
@@ -178,34 +179,34 @@ def stacked_gradients(
     simulated = is_simulated(mesh, axis_name)
     loss_fn = losses.normalize_loss_fn(loss_fn, stateful)
     inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
-    own_axes = axes.names(axis_name) + inner
+    device_axes = axes.names(axis_name) + inner
 
-    def in_shard_map(params, state, batch, key, specs, of_batch, rows, _):
-        specs, of_batch = jax.tree.map(only_manual, (specs, of_batch))
+    def in_shard_map(params, state, batch, key, specs, leaf_batch_specs, rows, _):
+        specs, leaf_batch_specs = jax.tree.map(only_manual, (specs, leaf_batch_specs))
 
         def loss_of_shards(params, *args):
             return loss_fn(_gather(params, specs), *args)
 
-        def of_device(params, state, batch, key):
+        def compute_device(params, state, batch, key):
             params, old = jax.tree.map(lambda x: x[0], (params, state))
-            keys = [jax.random.fold_in(k, jax.lax.axis_index(own_axes)) for k in key]
+            keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
             loss, new, aux, gradient = _accumulate(
-                loss_of_shards, own_axes, microbatches, rows, params, old, batch, *keys
+                loss_of_shards, device_axes, microbatches, rows, params, old, batch, *keys
             )
             if inner:
                 gradient = _mean_gradient(gradient, specs, inner)
                 loss, new = jax.lax.pmean(loss, inner), _mean_state(new, inner)
-            found = _finish(loss, aux, new, old, gradient, _norm(gradient, specs), clip_norm)
-            return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
+            results = _finish(loss, aux, new, old, gradient, _norm(gradient, specs), clip_norm)
+            return jax.tree.map(lambda x: jnp.asarray(x)[None], results)
 
-        of_worker, of_params = P(axis_name), shards.stacked_specs(specs, axis_name)
+        worker_spec, stacked_specs = P(axis_name), shards.stacked_specs(specs, axis_name)
         return jax.shard_map(
-            of_device,
+            compute_device,
             mesh=mesh,
             axis_names=manual,
-            in_specs=(of_params, of_worker, of_batch, P()),
+            in_specs=(stacked_specs, worker_spec, leaf_batch_specs, P()),
             out_specs=WorkerGradients._make(
-                (of_worker, P(own_axes), of_worker, of_worker, of_params)
+                (worker_spec, P(device_axes), worker_spec, worker_spec, stacked_specs)
             ),
             check_vma=check_vma,
         )(params, state, batch, key)
@@ -214,41 +215,43 @@ def stacked_gradients(
         kept = [tuple(n for n in axes.names(entry) if n in manual) for entry in spec]
         return P(*[entry or None for entry in kept])
 
-    def mapped(params, state, batch, key, specs, of_batch, rows, shared):
-        def of_worker(params, old, batch, *key):
+    def mapped(params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated):
+        def compute_worker(params, old, batch, *key):
             loss, new, aux, gradient = _accumulate(
                 loss_fn, None, microbatches, rows, params, old, batch, *key
             )
             norm = jnp.sqrt(energy(jax.tree.leaves(gradient)))
             return _finish(loss, aux, new, old, gradient, norm, clip_norm)
 
-        batch = batches.split_workers(batch, of_batch, rows, mesh, axis_name)
+        batch = batches.split_workers(batch, leaf_batch_specs, rows, mesh, axis_name)
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
         keys = shards.constrain_sharding(keys, mesh, P(axis_name))
         structure: Any = jax.tree.structure(batch)
         batch_axes = structure.unflatten(rows)
-        of_workers = jax.vmap(
-            of_worker,
-            (None if shared else 0, 0, batch_axes, *[0 for _ in key]),
+        compute_workers = jax.vmap(
+            compute_worker,
+            (None if params_are_replicated else 0, 0, batch_axes, *[0 for _ in key]),
             spmd_axis_name=None if simulated else axis_name,
         )
-        found = of_workers(params, state, batch, *keys)
-        of_params = shards.stacked_specs(specs, axis_name)
-        gradients = shards.constrain_sharding(found.gradients, mesh, of_params)
-        return found._replace(gradients=gradients)
+        results = compute_workers(params, state, batch, *keys)
+        stacked_specs = shards.stacked_specs(specs, axis_name)
+        gradients = shards.constrain_sharding(results.gradients, mesh, stacked_specs)
+        return results._replace(gradients=gradients)
 
-    def find(params, state, batch, *key, shared):
+    def compute(params, state, batch, *key, params_are_replicated):
         losses.require_differentiable(params)
         batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
         if given is None and not manual:
             given = batches.typed_batch_specs(batch, mesh, axis_name)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-        of_batch = shards.batch_leaf_specs(batch, given, mesh, axis_name)
-        rows = batches.row_dimensions(of_batch, axis_name)
+        leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
+        rows = batches.row_dimensions(leaf_batch_specs, axis_name)
         gradients_of = in_shard_map if manual else mapped
-        return gradients_of(params, state, batch, key, specs, of_batch, rows, shared)
+        return gradients_of(
+            params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated
+        )
 
-    return find
+    return compute
 
 
 def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
@@ -271,14 +274,15 @@ def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
     """Loss, model state, aux and gradient of a worker's batch.
 
-    Loss and gradient are averaged over its microbatches, through which the state goes in turn.
+    Loss and gradient are averaged over its microbatches. The model state passes from one to the
+    next.
     """
     differentiated = local_value_and_grad(loss_fn, axis_name, has_aux=True)
 
     def value_and_grad(*args):
-        found = differentiated(*args)
-        _require_own_loss(found[0][0], axis_name)
-        return found
+        results = differentiated(*args)
+        _require_local_loss(results[0][0], axis_name)
+        return results
 
     state = axes.as_varying(state, axis_name)
     if microbatches == 1:
@@ -303,8 +307,8 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
     return loss, state, aux, gradient
 
 
-def _require_own_loss(loss, axis_name: AxisName) -> None:
-    """Refuses a loss that is the same on all workers, where the types can tell."""
+def _require_local_loss(loss, axis_name: AxisName) -> None:
+    """Refuses a loss that is the same on all workers, where types have VMA information."""
     if axes.types_are_tracked(axis_name) and not set(axes.names(axis_name)) <= axes.varying(loss):
         raise ValueError(
             f"the loss is the same on all workers of {axis_name!r}: it averages or sums over them, "
@@ -314,7 +318,7 @@ def _require_own_loss(loss, axis_name: AxisName) -> None:
 
 
 def _gather(params, specs):
-    """Whole parameters from a device's shards; its gradient sums over the shards by itself."""
+    """Gathers whole parameters from a device's shards; its gradient sums over the shards."""
 
     def gather(x, spec):
         for dimension, entry in enumerate(spec):
@@ -326,9 +330,9 @@ def _gather(params, specs):
 
 
 def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
-    """The worker's mean gradient, from that of gathered parameters on one device's batch.
+    """The worker's mean gradient, from the gradient on each device's part of its batch.
 
-    In the dtype of the gradient, float32 for float32 parameters.
+    The dtype is that of the gradient: float32 for float32 parameters.
     """
 
     def mean(g, spec):
@@ -341,7 +345,7 @@ def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
 
 
 def _mean_state(state, inner: tuple[str, ...]):
-    """One model state for the devices of a worker: means of floats, the first device's else."""
+    """One model state for all devices of a worker: means of floats, else the first device's."""
 
     def mean(x):
         x = axes.as_varying(x, inner)
@@ -369,7 +373,7 @@ def _norm(gradient, specs) -> jax.Array:
 def _finish(loss, aux, new, old, gradient, norm, limit: float | None) -> WorkerGradients:
     """A worker's results, with its gradient clipped to a global norm of ``limit``.
 
-    Where the gradient is not finite, the model state is the old one.
+    If the gradient is not finite, the model state does not change.
     """
     given: Any = jax.tree.structure(new)
     expected: Any = jax.tree.structure(old)

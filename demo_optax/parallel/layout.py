@@ -1,7 +1,7 @@
 """The sharding of parameters and optimizer state: which leaves differ between workers.
 
-JAX's types say it. One update is traced under ``jax.shard_map`` without computing anything; a
-result whose type varies over an axis differs along it.
+JAX's types tell it. One update is traced under ``jax.shard_map`` without computing anything. A
+result whose type varies over an axis differs along that axis.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from demo_optax.parallel import shards
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class StateLayout:
     """The sharding of parameters and optimizer state on a mesh.
 
     Attributes:
@@ -33,23 +33,23 @@ class Layout:
       axis_name: the workers' axis, or axes.
       params: PartitionSpecs of the parameters.
       state: PartitionSpecs of the state.
-      single: shapes of one worker's state.
-      is_own: bools, which leaves of the state differ between workers.
-      state_copies: frozensets, the axes along which a worker's devices hold copies of each leaf of
-        the state, whose types do not say that they are equal.
-      update_copies: the same for the updates.
-      frozen: bools, which updates are zero whatever the gradient is.
-      sent: int, bytes that one device hands to collectives between workers.
+      worker_state_shapes: shapes of one worker's state.
+      varies_over_workers: bools, whether each leaf of the state differs between workers.
+      state_replicated_axes: frozensets, for each leaf of the state the axes along which a worker's
+        devices hold copies of it that should be equal, though their types do not say so.
+      update_replicated_axes: the same for the updates.
+      frozen: bools, whether each update is zero whatever the gradient is.
+      sent: int, bytes that one device sends by collectives between workers.
     """
 
     mesh: Mesh | AbstractMesh
     axis_name: AxisName
     params: Any
     state: Any
-    single: Any
-    is_own: Any
-    state_copies: Any
-    update_copies: Any
+    worker_state_shapes: Any
+    varies_over_workers: Any
+    state_replicated_axes: Any
+    update_replicated_axes: Any
     frozen: Any
     sent: int
 
@@ -73,8 +73,8 @@ def state_specs(
 
     Returns:
       A tree like the state. A leaf that differs between workers has a leading worker axis, so
-      its spec is ``P(axis_name, ...)``. Where it also differs between the shards of a worker, the
-      rest is the spec of its parameter, whose path ends the leaf's path.
+      its spec is ``P(axis_name, ...)``. If it also differs between the shards of a worker, the rest
+      of the spec is that of its parameter. The path of a leaf ends with the path of its parameter.
 
     Raises:
       ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a leaf
@@ -113,16 +113,16 @@ def state_shardings(
 
 
 _LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""For each ``tx.update`` the layouts that were found, each of which costs a trace of the step."""
+"""For each ``tx.update`` its layouts; to compute one, the update is traced."""
 
 
-def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
+def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
     """The layout for arrays or shapes of the whole parameters, traced once for each optimizer.
 
     Raises:
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
-    require_plain(tx)
+    require_unwrapped(tx)
     types = jax.tree.map(jax.typeof, params)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
     leaves, structure = jax.tree.flatten((params, param_specs))
@@ -134,39 +134,43 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
     return layouts[key]
 
 
-def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> Layout:
+def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     inner = unboxed(specs)
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
-    single = axes.shapes_of_worker(tx.init, mesh.shape, parts)
-    state_axes, update_axes, sent = _varying_axes(tx, parts, single, inner, mesh.shape, axis_name)
+    worker_state_shapes = axes.shapes_of_worker(tx.init, mesh.shape, parts)
+    state_axes, update_axes, sent = _varying_axes(
+        tx, parts, worker_state_shapes, inner, mesh.shape, axis_name
+    )
     worker_axes = set(axes.names(axis_name))
-    is_own = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
-    state = _state_specs(state_axes, single, inner, mesh, axis_name)
+    varies_over_workers = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
+    state = _state_specs(state_axes, worker_state_shapes, inner, mesh, axis_name)
 
     def copied_axes(names, spec):
         return names - set(shards.axes_of(spec)) - worker_axes
 
-    return Layout(
+    return StateLayout(
         mesh=mesh,
         axis_name=axis_name,
         params=specs,
         state=state,
-        single=single,
-        is_own=is_own,
-        state_copies=jax.tree.map(copied_axes, state_axes, state),
-        update_copies=jax.tree.map(copied_axes, update_axes, inner),
-        frozen=_frozen_updates(tx, parts, single, is_own, update_axes, mesh, axis_name),
+        worker_state_shapes=worker_state_shapes,
+        varies_over_workers=varies_over_workers,
+        state_replicated_axes=jax.tree.map(copied_axes, state_axes, state),
+        update_replicated_axes=jax.tree.map(copied_axes, update_axes, inner),
+        frozen=_frozen_updates(
+            tx, parts, worker_state_shapes, varies_over_workers, update_axes, mesh, axis_name
+        ),
         sent=sent,
     )
 
 
-def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
+def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: AxisName):
     """The axes over which leaves of the state and of the updates differ, and the bytes sent.
 
-    The gradients vary over ``axis_name`` and the axes of their parameter's spec. Repeats until the
-    varying axes of the state stop changing.
+    The gradients vary over ``axis_name`` and the axes of their parameter's spec. The trace is
+    repeated until the varying axes of the state stop changing.
     """
     tx = optax.with_extra_args_support(tx)
     outcome = []
@@ -183,7 +187,7 @@ def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
             old = jax.tree.map(vary, tx.init(values), varying_axes)
             gradient = axes.as_varying(values, axis_name)
             updates, state = tx.update(gradient, old, values, **TRACING_ARGUMENTS)
-            state = shards.metrics_of_worker(state, old, shards.sharded_axes(specs))
+            state = shards.merge_shard_metrics(state, old, shards.sharded_axes(specs))
             outcome.append(jax.tree.map(axes.varying, (old, state, updates)))
 
         program = axes.trace_worker(update, mesh_shape)
@@ -192,7 +196,7 @@ def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
         return old, state, updates, axes.bytes_handed_over(program, axis_name)
 
     try:
-        old, state, updates, sent = probe(jax.tree.map(lambda _: frozenset(), single))
+        old, state, updates, sent = probe(jax.tree.map(lambda _: frozenset(), worker_state_shapes))
         while jax.tree.leaves(old) != jax.tree.leaves(state):
             old, state, updates, sent = probe(state)
     except (TypeError, ValueError) as error:
@@ -201,7 +205,7 @@ def _varying_axes(tx, parts, single, specs, mesh_shape, axis_name: AxisName):
                 f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
                 f"{', '.join(TRACING_ARGUMENTS)} is known then: give the others a default."
             ) from error
-        if not (kind := _decides_alone(single)):
+        if not (kind := _decides_alone(worker_state_shapes)):
             raise
         raise type(error)(
             f"{error}\n\n{kind} lets each worker decide alone whether it takes part in a step: "
@@ -225,14 +229,16 @@ def _decides_alone(state) -> str:
     return next((_ALONE[type(node)] for node in nodes if type(node) in _ALONE), "")
 
 
-def _frozen_updates(tx, parts, single, is_own, update_axes, mesh, axis_name: AxisName):
+def _frozen_updates(
+    tx, parts, worker_state_shapes, varies_over_workers, update_axes, mesh, axis_name: AxisName
+):
     """Bools, which updates are zero although their type says that they differ between workers.
 
-    An update that depends on no gradient, no parameter and no state of a worker's own, as that of
-    ``optax.set_to_zero``, is zero.
+    An update is taken for zero if it depends on no gradient, no parameter and no local state, as
+    with ``optax.set_to_zero``.
 
     Raises:
-      ValueError: another update differs between workers.
+      ValueError: an update that is not zero differs between workers.
     """
     worker_axes = axes.names(axis_name)
     differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)
@@ -242,12 +248,12 @@ def _frozen_updates(tx, parts, single, is_own, update_axes, mesh, axis_name: Axi
     def update(gradient, state, params):
         return tx.update(gradient, state, params, **TRACING_ARGUMENTS)[0]
 
-    of_workers: Callable = update
+    on_workers: Callable = update
     for name in worker_axes:
-        of_workers = functools.partial(_on_all, of_workers, name, mesh.shape[name])
-    program = jax.make_jaxpr(of_workers)(parts, single, parts)
-    everything = jax.tree.map(lambda _: True, parts)
-    local = jax.tree.leaves((everything, is_own, everything))
+        on_workers = functools.partial(_on_all, on_workers, name, mesh.shape[name])
+    program = jax.make_jaxpr(on_workers)(parts, worker_state_shapes, parts)
+    all_true = jax.tree.map(lambda _: True, parts)
+    local = jax.tree.leaves((all_true, varies_over_workers, all_true))
 
     def depends(number: int) -> bool:
         wanted = [i == number for i in range(len(program.jaxpr.outvars))]
@@ -268,20 +274,20 @@ def _frozen_updates(tx, parts, single, is_own, update_axes, mesh, axis_name: Axi
 
 
 def _on_all(fn, name, size, *args):
-    """The results of a function on all workers of an axis, which see the same arguments."""
+    """The results of a function on all workers of an axis, with the same arguments."""
     return jax.vmap(lambda _: fn(*args), axis_name=name)(jnp.arange(size))
 
 
-def _state_specs(state_axes, single, param_specs, mesh, axis_name: AxisName):
+def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: AxisName):
     """A PartitionSpec for each leaf of the state."""
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
-    of_devices = _paths_of_devices(single)
+    device_paths = _device_paths(worker_state_shapes)
 
     def inner_spec(path, varying_axes, leaf) -> P:
         if varying_axes <= worker_axes:
             return P()
-        if path in of_devices:
+        if path in device_paths:
             inner = tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes)
             return P(inner) if leaf.ndim else P()
         for start in range(len(path) + 1):
@@ -301,11 +307,11 @@ def _state_specs(state_axes, single, param_specs, mesh, axis_name: AxisName):
         spec = inner_spec(path, varying_axes, leaf)
         return P(axis_name, *spec) if varying_axes & worker_axes else spec
 
-    return jax.tree.map_with_path(whole_spec, state_axes, single)
+    return jax.tree.map_with_path(whole_spec, state_axes, worker_state_shapes)
 
 
-def _paths_of_devices(state) -> list[tuple]:
-    """Paths of the leaves that belong to a device, and to none of its parameters."""
+def _device_paths(state) -> list[tuple]:
+    """Paths of the leaves that each device has, without a parameter that they belong to."""
     return [
         (*path, GetAttrKey("exchange"), *inside)
         for path, node in jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)
@@ -333,7 +339,7 @@ class Stacked(optax.GradientTransformationExtraArgs):
         )
 
 
-def require_plain(tx) -> None:
+def require_unwrapped(tx) -> None:
     """Refuses an optimizer that `stack_workers` made."""
     if isinstance(tx, Stacked):
         raise TypeError(

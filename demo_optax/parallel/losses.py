@@ -1,4 +1,4 @@
-"""What a loss function must take and give, and what it is differentiated by."""
+"""Checks of loss functions: their arguments, their results and what is differentiated."""
 
 import inspect
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from jax.tree_util import keystr
 
 
 def normalize_loss_fn(loss_fn: Callable, stateful: bool) -> Callable:
-    """``fn(params, state, batch[, key]) -> (loss, (state, aux))``, of any loss function."""
+    """Wraps any loss function as ``fn(params, state, batch[, key]) -> (loss, (state, aux))``."""
 
     def normalized(params, state, *args):
         given = (params, state, *args) if stateful else (params, *args)
@@ -48,7 +48,7 @@ def _require_signature(loss_fn: Callable, given: tuple, stateful: bool) -> None:
 
 
 def require_batch(args: tuple, stateful: bool) -> None:
-    """Refuses gradients asked for without a batch."""
+    """Refuses a call without a batch, or with too many arguments."""
     if not 1 + stateful <= len(args) <= 2 + stateful:
         names = f"params, {'state, ' * stateful}batch"
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Finds copies that differ although they should be equal, by a checksum; repairs them by majority.
+"""Finds copies that differ although they should be equal, by checksums; repairs them by majority.
 
 A bit that flips in one device's memory stays: the workers exchange gradients, not parameters,
 so nothing makes its replica equal to the others again.
@@ -22,18 +22,18 @@ from demo_optax.parallel.simulated import with_devices
 
 
 class Drift(NamedTuple):
-    """One device's copy of a leaf that differs from the majority, or has none.
+    """One device's copy of a leaf, if it differs from the majority or there is no majority.
 
     Attributes:
       leaf: str, the path of the leaf in the tree, such as ``"[0]['w']"``.
       worker: int, index of the worker along ``axis_name``.
       position: ints, the device's place on the mesh: it is ``mesh.devices[position]``.
       repairable: bool, whether more than half of the copies are equal, and this one differs from
-        them. Where False, no copy can be called right, and every copy is listed.
+        them. If False, the right copy is unknown, and every copy is listed.
 
     Example:
-      >>> found = Drift("['w']", worker=3, position=(3, 0), repairable=True)
-      >>> f"leaf {found.leaf} of worker {found.worker}"
+      >>> drift = Drift("['w']", worker=3, position=(3, 0), repairable=True)
+      >>> f"leaf {drift.leaf} of worker {drift.worker}"
       "leaf ['w'] of worker 3"
     """
 
@@ -50,7 +50,8 @@ class _Difference(NamedTuple):
       number: its index in the tree.
       leaf: its path.
       holders: ``(parts, copies)``, the devices that hold each part, in the order of the mesh.
-      in_majority: bools ``(parts, copies)``, which copies equal more than half of that part's.
+      in_majority: bools ``(parts, copies)``, whether each copy equals more than half of the copies
+        of its part.
     """
 
     number: int
@@ -96,7 +97,7 @@ def check_replicas(
     """
     mesh = with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
-    return tuple(drift for found in differences for drift in _drifts(found, mesh, axis_name))
+    return tuple(drift for each in differences for drift in _drifts(each, mesh, axis_name))
 
 
 def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
@@ -125,14 +126,14 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
     differences = _differences(tree, mesh, axis_name)
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)
-    for found in differences:
-        first = np.argmax(found.in_majority, axis=1)
+    for difference in differences:
+        first = np.argmax(difference.in_majority, axis=1)
         source = np.zeros(mesh.devices.shape, bool)
-        source.flat[found.holders[np.arange(len(first)), first]] = True
-        leaf = leaves[found.number]
+        source.flat[difference.holders[np.arange(len(first)), first]] = True
+        leaf = leaves[difference.number]
         repaired = _spread(leaf, source, mesh, leaf.sharding.spec)
         # Explicit meshes write P() as P(None, None), for which a train step would compile again.
-        leaves[found.number] = jax.device_put(repaired, leaf.sharding)
+        leaves[difference.number] = jax.device_put(repaired, leaf.sharding)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -145,15 +146,15 @@ def _differences(tree, mesh, axis_name) -> list[_Difference]:
     compared = [i for i, devices in enumerate(holders) if devices.shape[1] > 1]
     if not compared:
         return []
-    arrays, shared = zip(*[(leaves[i][1], specs[i]) for i in compared], strict=True)
-    sums = np.asarray(_checksums(arrays, mesh, shared))
-    found = []
+    arrays, compared_specs = zip(*[(leaves[i][1], specs[i]) for i in compared], strict=True)
+    sums = np.asarray(_checksums(arrays, mesh, compared_specs))
+    differences = []
     for i, column in zip(compared, sums.T, strict=True):
         held = column[holders[i]]
         if (held != held[:, :1]).any():
             equal = (held[:, :, None] == held[:, None]).sum(axis=-1)
-            found.append(_Difference(i, leaves[i][0], holders[i], 2 * equal > held.shape[1]))
-    return found
+            differences.append(_Difference(i, leaves[i][0], holders[i], 2 * equal > held.shape[1]))
+    return differences
 
 
 def _drifts(difference: _Difference, mesh, axis_name):
@@ -170,20 +171,20 @@ def _drifts(difference: _Difference, mesh, axis_name):
 
 
 def _require_majorities(differences, mesh, axis_name) -> None:
-    """Refuses leaves with a part of which no copy has a majority."""
+    """Refuses leaves for which no copy of some part is held by a majority."""
     disputed: dict[str, set[int]] = {}
     for difference in differences:
         for drift in _drifts(difference, mesh, axis_name):
             if not drift.repairable:
                 disputed.setdefault(drift.leaf, set()).add(drift.worker)
     if disputed:
-        found = [
+        lines = [
             f"leaf{leaf} differs between the workers {sorted(disputed[leaf])}" for leaf in disputed
         ]
         raise ValueError(
             f"no copy is held by more than half of the devices that should agree: "
-            f"{'; '.join(found[:3])}{f'; and {len(found) - 3} more leaves' if found[3:] else ''}. "
-            "Nobody can tell which is right: restore the last checkpoint from before the drift. "
+            f"{'; '.join(lines[:3])}{f'; and {len(lines) - 3} more leaves' if lines[3:] else ''}"
+            ". Nobody can tell which is right: restore the last checkpoint from before the drift. "
             "Checks in shorter intervals, and three workers or more, leave a majority to repair "
             "from."
         )
@@ -204,7 +205,7 @@ def _spec(name, x, mesh) -> P:
 
 
 def _holders(mesh, spec) -> np.ndarray:
-    """``(parts, copies)``, for each part of an array the devices that hold it."""
+    """``(parts, copies)``, the devices that hold a copy of each part of an array."""
     dividing = [i for i, name in enumerate(mesh.axis_names) if name in shards.axes_of(spec)]
     parts = int(np.prod([mesh.devices.shape[i] for i in dividing]))
     devices = np.arange(mesh.size).reshape(mesh.devices.shape)
@@ -224,12 +225,12 @@ def _checksums(leaves, mesh, specs):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _spread(leaf, source, mesh, spec):
-    """The leaf, where all copies of a part have the bits of that on its ``source`` device."""
+    """Copies the bits of each part from its ``source`` device to all devices that hold the part."""
     copied = tuple(name for name in mesh.axis_names if name not in shards.axes_of(spec))
 
     def device(x, source):
-        own = source[tuple(jax.lax.axis_index(name) for name in mesh.axis_names)]
-        words = jnp.where(own, axes.as_varying(to_words(x), copied), jnp.uint32(0))
+        is_source = source[tuple(jax.lax.axis_index(name) for name in mesh.axis_names)]
+        words = jnp.where(is_source, axes.as_varying(to_words(x), copied), jnp.uint32(0))
         return from_words(jax.lax.psum(words, copied), x)
 
     return jax.shard_map(device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)(leaf, source)

@@ -1,9 +1,9 @@
-"""Sharding on a mesh: of the parameters inside a worker, and the specs of the batch.
+"""Sharding of the parameters inside a worker, and of the batch.
 
-A mesh may have further axes (``fsdp``, ``tensor``, ``local``). Along these inner
-axes the devices of one worker share its parameters as their PartitionSpecs say, average their
-gradients, and compress each its own shard, whose blocks end where it ends (From
-et al., "DeToNATION", FlexDeMo). Copies that all devices of a worker hold must stay equal.
+A mesh may have further axes (``fsdp``, ``tensor``, ``local``). The devices along these inner axes
+are one worker. They hold its parameters as the PartitionSpecs say, and average their gradients.
+Each device compresses its own shard; blocks never cross shard borders (From et al., "DeToNATION",
+FlexDeMo). Copies that several devices of a worker hold must stay equal.
 """
 
 import functools
@@ -55,10 +55,10 @@ def sharded_axes(specs) -> tuple[str, ...]:
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """A PartitionSpec for every parameter, from a tree of these or of NamedShardings.
 
-    A prefix of a tree will do; None is ``P()``.
+    A prefix of a tree is enough; None is ``P()``.
 
     Raises:
-      ValueError: a spec shards over the workers' axis, or over one that the mesh lacks.
+      ValueError: a spec shards over the workers' axis, or over an axis that the mesh lacks.
     """
     specs = _broadcast("param_specs", param_specs, unboxed(params))
     inner = inner_axes(mesh, axis_name)
@@ -105,7 +105,7 @@ def shardings(mesh: Mesh | AbstractMesh, specs):
 
 
 def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Into how many shards a spec divides each dimension."""
+    """The number of shards into which a spec divides each dimension."""
     divided = [math.prod(mesh.shape[name] for name in axes.names(entry)) for entry in spec]
     return (*divided, *[1] * (len(shape) - len(divided)))
 
@@ -120,7 +120,7 @@ def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
 
 
 def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
-    """Shapes and dtypes of the whole arrays that these are one device's shards of."""
+    """Shapes and dtypes of whole arrays, from those of one device's shards."""
 
     def whole(x, spec):
         shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
@@ -130,32 +130,33 @@ def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
 
 
 def once_per_shapes(fn: Callable) -> Callable:
-    """A function of trees, evaluated once for each structure, shapes and dtypes of theirs.
+    """Caches a function of trees by their structure, shapes and dtypes.
 
-    Static nodes that are equal to all others of their kind (``always_equal``) are told apart.
+    Static nodes that compare equal to all others of their kind (``always_equal``) are compared by
+    their ``repr``.
     """
 
     def is_static(x) -> bool:
         return getattr(type(x), "always_equal", False)
 
     @functools.lru_cache(maxsize=8)
-    def of_shapes(structure, shapes, _):
+    def evaluate_shapes(structure, shapes, _):
         return fn(*structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes]))
 
-    def of_trees(*trees):
+    def evaluate(*trees):
         leaves, structure = jax.tree.flatten(trees)
         shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
         static = filter(is_static, jax.tree.leaves(trees, is_leaf=is_static))
-        return of_shapes(structure, shapes, tuple(map(repr, static)))
+        return evaluate_shapes(structure, shapes, tuple(map(repr, static)))
 
-    return of_trees
+    return evaluate
 
 
 def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
-    """The tree, each leaf sharded as its spec says, or that of a prefix, inside ``jax.jit``."""
+    """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
         return tree
-    place = jax.device_put  # the only one where kinds of axes are mixed
+    place = jax.device_put  # the only way where kinds of axes are mixed
     if set(mesh.axis_types) == {AxisType.Auto}:
         place = jax.lax.with_sharding_constraint
     elif set(mesh.axis_types) == {AxisType.Explicit}:
@@ -164,10 +165,10 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
 
 
 def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
-    """A copy of the shared parameters for each worker, ``(workers, *shape)``.
+    """A copy of the parameters for each worker, ``(workers, *shape)``.
 
-    Else XLA may fetch a part of the shared parameters from another worker. Simulated workers share
-    them.
+    Otherwise XLA may fetch a part of the replicated parameters from a different worker. Simulated
+    workers need no copies.
     """
     if isinstance(mesh, AbstractMesh):
         return params
@@ -177,10 +178,10 @@ def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
 
 
 def put(mesh: Mesh | AbstractMesh, tree, specs):
-    """The tree, each leaf placed as its spec says, or as that of a prefix.
+    """Places each leaf as its spec says, or the spec of a prefix.
 
-    An array that has the sharding already is returned. All others are copied: the step donates its
-    arguments, and must not donate an array of the caller's, or one that is used for two leaves.
+    An array that already has the sharding is returned. All others are copied: the step donates its
+    arguments, which must not be buffers that the caller keeps, or the same buffer twice.
     """
     seen: set[int] = set()
 
@@ -206,10 +207,10 @@ def _has_sharding(x, wanted: NamedSharding) -> bool:
 def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """A PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
 
-    Without any, the first dimension is divided among all devices, worker after worker.
+    Without specs, the first dimension is divided among all devices, worker by worker.
 
     Raises:
-      ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided so.
+      ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided like that.
     """
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
@@ -247,7 +248,10 @@ def _require_divisible(
 
 
 def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
-    """The workers divide one dimension, by all of their axes, before their devices do; or none."""
+    """Refuses a spec that divides rows among the workers in a way that no train step supports.
+
+    All workers' axes divide one dimension, before any inner axis does; or they divide none.
+    """
     named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
     if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):
         raise ValueError(
@@ -258,10 +262,10 @@ def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
 
 
 def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
-    """The value of the first device along some axes, on all of them.
+    """Gives all devices along some axes the value of the first.
 
-    Each shard of a worker exchanged its own copy of what all of them hold. Should one of their
-    packets arrive damaged, they would differ from then on.
+    Each device of a worker exchanged its own copy of the state that all of them hold. If one of
+    their packets were rejected, the copies would differ from then on.
     """
     if not copied_axes:
         return x
@@ -272,16 +276,16 @@ def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
     return first.astype(x.dtype)
 
 
-def metrics_of_worker(new, old, sharded: tuple[str, ...]):
-    """A new state with the metrics of a whole worker; the old ones where it did not exchange."""
+def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
+    """The new state with metrics merged over a worker's shards; old metrics without an exchange."""
 
     def combine(new, old):
         if not is_momentum(new):
             return new
         exchanged = new.count != old.count
-        own = metrics.of_worker(new.metrics, sharded)
-        chosen = [jnp.where(exchanged, x, y) for x, y in zip(own, old.metrics, strict=True)]
-        return new._replace(metrics=own._make(chosen))
+        merged = metrics.merge_shards(new.metrics, sharded)
+        chosen = [jnp.where(exchanged, x, y) for x, y in zip(merged, old.metrics, strict=True)]
+        return new._replace(metrics=merged._make(chosen))
 
     return jax.tree.map(combine, new, old, is_leaf=is_momentum) if sharded else new
 

@@ -16,7 +16,8 @@ def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
     """Whether a mesh has no devices: its workers are simulated, and share one device.
 
     Raises:
-      ValueError: the mesh has devices, but is abstract; it has other axes than that of the workers.
+      ValueError: the mesh is the abstract form of one with devices, or has other axes than the
+        workers' axis.
     """
     if isinstance(mesh, Mesh):
         return False
@@ -36,17 +37,17 @@ def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
 
 
 def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
-    """The mesh; where it has no devices, one of JAX's default device.
+    """The mesh itself; for simulated workers, a mesh of JAX's default device.
 
     Raises:
-      ValueError: another mesh is set for the whole program.
+      ValueError: the workers are simulated, but a mesh is set by ``jax.set_mesh``.
     """
     if isinstance(mesh, Mesh):
         return mesh
-    if not (found := jax.sharding.get_abstract_mesh()).empty:
+    if not (current := jax.sharding.get_abstract_mesh()).empty:
         raise ValueError(
-            f"workers are simulated on one device, but {found} is set by jax.set_mesh: leave that "
-            "out, or pass the mesh itself for workers on its devices."
+            f"workers are simulated on one device, but {current} is set by jax.set_mesh: leave "
+            "that out, or pass the mesh itself for workers on its devices."
         )
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
@@ -59,22 +60,22 @@ def map_workers(
 ) -> Callable:
     """``jax.shard_map`` of a function of one device; ``jax.vmap`` where workers are simulated.
 
-    ``jax.vmap`` computes once what is the same on all workers.
+    ``jax.vmap`` computes only once what is the same on all workers.
     """
     if not is_simulated(mesh, axis_name):
         return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
-    def of_worker(*args):
+    def run_worker(*args):
         results = fn(*_where_own(lambda x: x[None], in_specs, args))
         return _where_own(lambda x: x[0], out_specs, results)
 
     in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
-    return jax.vmap(of_worker, in_axes, out_axes, axis_name, mesh.size)
+    return jax.vmap(run_worker, in_axes, out_axes, axis_name, mesh.size)
 
 
 def _where_own(fn: Callable, specs, tree):
     """Applies ``fn`` to leaves whose spec, from a prefix of the tree, names the workers' axis."""
     leaves, structure = jax.tree.flatten(tree)
-    of_leaves = jax.tree.leaves(jax.tree.broadcast(specs, tree))
-    pairs = zip(leaves, of_leaves, strict=True)
+    leaf_specs = jax.tree.leaves(jax.tree.broadcast(specs, tree))
+    pairs = zip(leaves, leaf_specs, strict=True)
     return structure.unflatten([fn(x) if spec else x for x, spec in pairs])

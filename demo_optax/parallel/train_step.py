@@ -13,29 +13,29 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes
-from demo_optax._rounds import has_exchanged, own_parameters
+from demo_optax._rounds import has_exchanged, local_parameters
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax.parallel import batches, shards, worker_axis
 from demo_optax.parallel.gradients import stacked_gradients
-from demo_optax.parallel.layout import Layout, find_layout, require_plain
+from demo_optax.parallel.layout import StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import is_simulated
 from demo_optax.participation import PARTICIPATES
 
 
 class TrainMetrics(NamedTuple):
-    """Measurements of one step, which need no collective of their own.
+    """Metrics of one step. They need no extra collective.
 
     Attributes:
-      loss: float ``(workers,)``, each worker's own.
-      gradient_norm: float32 ``(workers,)``, of each worker's gradient before clipping.
-      aux: the aux of the loss function, with a leading axis of workers. Where a worker has several
-        devices that the step handles itself, it is an axis of all devices.
-      custom: the results of ``metrics_fn``, with a leading axis of workers; None without one.
+      loss: float ``(workers,)``, loss of each worker.
+      gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
+      aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
+        the step handles several devices per worker itself (see ``manual_axes``).
+      custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
-        last of a round.
+        last step of a round.
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
-      packet_bytes: int, the bytes that each worker, with all its devices, hands to an exchange.
+      packet_bytes: int, bytes that all devices of a worker together send in an exchange.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -71,7 +71,7 @@ def make_train_step(
     param_specs=None,
     batch_specs=None,
     metrics_fn: Callable | None = None,
-    axis_names: Collection[str] | None = None,
+    manual_axes: Collection[str] | None = None,
     donate: bool = True,
 ) -> Callable:
     """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
@@ -87,7 +87,7 @@ def make_train_step(
       mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
         then all workers are simulated on one device, by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
-      microbatches: parts into which each worker's batch is cut to save memory; gradients are
+      microbatches: parts into which each worker's batch is divided to save memory; gradients are
         averaged over them, and there is one exchange.
       clip_norm: largest global norm of each worker's local gradient.
       random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
@@ -104,35 +104,38 @@ def make_train_step(
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
         a worker the same rows. ``P(None, axis_name)`` is for batches whose first dimension is
-        time. ``P()`` is for what all workers share: scalars, masks.
+        time. ``P()`` is for leaves that are the same for all workers, such as scalars and masks.
       metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
-        worker's clipped gradients, the updates and the parameters before the step. All have their
-        whole shapes, and the sharding of the parameters. ``metrics.custom`` holds the results.
-      axis_names: as in ``jax.shard_map``, the axes that the step handles itself. All by default:
-        ``loss_fn`` sees one device's part of the batch and whole parameters. The step gathers the
-        parameters and scatters the gradients. With the workers' axis alone, the compiler handles
-        the one other axis, whose ``jax.sharding.AxisType`` must be ``Auto``. ``loss_fn`` is then a
-        program for a whole worker, with constraints in the form of PartitionSpecs. With ``()``
-        the compiler handles all axes: ``loss_fn`` is mapped over the workers (`worker_gradients`),
-        and may hold any constraints and a ``jax.shard_map`` of its own.
-      donate: whether parameters and state are given away to the step, so that it needs less memory.
+        worker's clipped gradients, the updates and the parameters before the step. All have the
+        shapes of the whole parameters, and their sharding. ``metrics.custom`` holds the results.
+      manual_axes: the mesh axes that the step handles itself, in a ``jax.shard_map``; the compiler
+        handles the others. There are three choices:
+
+        * None, all axes: ``loss_fn`` sees one device's part of the batch and whole parameters. The
+          step gathers the parameters and scatters the gradients.
+        * The workers' axis or axes: ``loss_fn`` is a program for a whole worker, with sharding
+          constraints in the form of PartitionSpecs. The mesh may have one other axis, whose
+          ``jax.sharding.AxisType`` must be ``Auto``.
+        * ``()``, none: ``loss_fn`` is mapped over the workers (`worker_gradients`). It may hold any
+          sharding constraints, and a ``jax.shard_map`` of its own.
+      donate: whether parameters and state are donated to the step, so that it needs less memory.
 
     Returns:
       ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
       where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
       opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays, ``opt_state``
       comes from `init_opt_state`, and ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the
-      transformation, the same for all workers. Arguments with another sharding are moved. The
+      transformation, the same for all workers. Arguments with a different sharding are moved. The
       step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
       ``jax.lax.scan``.
 
-      If no worker takes part in an exchange, since no gradient was finite, the parameters do not
-      change: with a delay one step later. Optimizers after `mean_over_workers` get zeros then,
-      and may still move by their own momentum and weight decay.
+      If no packet is accepted, since no gradient was finite, the parameters do not change on this
+      step; with a delay, on the next one. Optimizers after `mean_over_workers` then get zeros, and
+      may still change the parameters by their own momentum and weight decay.
 
     Raises:
       ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made
-        for another number of workers, or the batch cannot be divided.
+        for a different number of workers, or the batch cannot be divided.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -145,13 +148,13 @@ def make_train_step(
       >>> metrics.loss
       Array([64.], dtype=float32)
     """
-    require_plain(tx)
+    require_unwrapped(tx)
     workers = shards.num_workers(mesh, axis_name)
     gradients_of = stacked_gradients(
         loss_fn,
         mesh,
         axis_name,
-        manual=manual_axes(axis_names, mesh, axis_name),
+        manual=resolve_manual_axes(manual_axes, mesh, axis_name),
         microbatches=microbatches,
         clip_norm=clip_norm,
         stateful=stateful,
@@ -163,47 +166,49 @@ def make_train_step(
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, opt_state, state, batch, key, extra_args):
         copies = shards.copies(params, mesh, axis_name, layout.params)
-        own = own_parameters(copies, opt_state)
-        found = gradients_of(own, state, batch, *key, shared=own is params)
-        participates = {PARTICIPATES: jnp.isfinite(found.norm)}
+        local_params = local_parameters(copies, opt_state)
+        results = gradients_of(
+            local_params, state, batch, *key, params_are_replicated=local_params is params
+        )
+        participates = {PARTICIPATES: jnp.isfinite(results.norm)}
         updates, opt_state = worker_axis.update_stacked(
-            tx, layout, found.gradients, opt_state, params, extra_args, participates
+            tx, layout, results.gradients, opt_state, params, extra_args, participates
         )
         custom = None
         if metrics_fn is not None:
             over = None if is_simulated(mesh, axis_name) else axis_name
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
-            custom = measure(found.gradients, updates, params)
+            custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
         metrics = TrainMetrics(
-            loss=found.loss,
-            gradient_norm=found.norm,
-            aux=found.aux,
+            loss=results.loss,
+            gradient_norm=results.norm,
+            aux=results.aux,
             custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
             packet_bytes=0,
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
-        return params, opt_state, found.state, metrics
+        return params, opt_state, results.state, metrics
 
     @shards.once_per_shapes
-    def layout_for(params, opt_state) -> Layout:
-        """The layout of parameters and state, found and checked once for each tree of shapes."""
+    def layout_for(params, opt_state) -> StateLayout:
+        """The layout of parameters and state, traced and checked once for each tree of shapes."""
         layout = find_layout(tx, params, mesh, axis_name, param_specs)
         init = functools.partial(worker_axis.init_stacked, tx, layout)
         worker_axis.require_state(opt_state, jax.eval_shape(init, params), workers)
-        # A new object, for which jax.jit traces anew: static nodes of the state compare equal.
+        # A new object, so that jax.jit traces again: static nodes of the state compare equal.
         return dataclasses.replace(layout)
 
     def specs_of(layout, batch):
-        """PartitionSpecs of the arguments of ``placed_step`` after the layout."""
-        of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
-        return layout.params, layout.state, P(axis_name), of_batch, P(), P()
+        """PartitionSpecs of the arguments of ``placed_step`` that follow the layout."""
+        leaf_batch_specs = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
+        return layout.params, layout.state, P(axis_name), leaf_batch_specs, P(), P()
 
     def step(params, opt_state, *args, **extra_args):
         state, batch, key = split_arguments(args, stateful, random_key)
-        require_alive(params, opt_state, state)
+        require_not_donated(params, opt_state, state)
         require_in_order(params, opt_state)
         layout = layout_for(params, opt_state)
         specs = specs_of(layout, batch)
@@ -231,32 +236,32 @@ def make_train_step(
     return step
 
 
-def manual_axes(
-    axis_names: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
+def resolve_manual_axes(
+    manual_axes: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
 ) -> set[str]:
-    """The axes that a step handles itself: all, those of the workers, or none."""
+    """The axes that a step handles itself: all axes, the workers' axes, or none."""
     if is_simulated(mesh, axis_name):
         return set()
-    given = mesh.axis_names if axis_names is None else axis_names
+    given = mesh.axis_names if manual_axes is None else manual_axes
     manual = {given} if isinstance(given, str) else set(given)
     worker_axes = axes.names(axis_name)
     if manual not in (set(mesh.axis_names), set(worker_axes), set()):
         raise ValueError(
-            f"axis_names must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
+            f"manual_axes must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
             f"{worker_axes} alone, or (), with the others left to the compiler, not "
-            f"{axis_names!r}."
+            f"{manual_axes!r}."
         )
     left = [name for name in mesh.axis_names if manual and name not in manual]
     if len(left) > 1:
         raise ValueError(
-            f"axis_names={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
-            "more than one XLA may abort the process: use axis_names=()."
+            f"manual_axes={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
+            "more than one XLA may abort the process: use manual_axes=()."
         )
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if any(kinds[name] == AxisType.Explicit for name in left):
         raise ValueError(
             f"the axes {left} are left to the compiler, but their type is Explicit, as "
-            "jax.make_mesh makes them by default: use axis_names=(), or make the mesh with "
+            "jax.make_mesh makes them by default: use manual_axes=(), or make the mesh with "
             "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
         )
     return manual
@@ -276,7 +281,7 @@ def split_arguments(args, stateful: bool, random_key: bool):
     return state, batch, tuple(key)
 
 
-def require_alive(*trees) -> None:
+def require_not_donated(*trees) -> None:
     """Refuses arrays that were donated: used again, they end the process on several devices."""
     for path, x in jax.tree.leaves_with_path(trees):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():

@@ -1,8 +1,8 @@
 """The worker axis: how state that differs between workers lives in global arrays.
 
 A momentum that differs between workers must not be typed as replicated: a checkpoint would then
-mix the parts of several workers. Outside the step such leaves have a leading axis, one entry a
-worker, sharded over the workers.
+mix the parts of several workers. Outside the step such leaves have a leading axis with one entry
+per worker, sharded over the workers.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from demo_optax import axes, participation
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel import shards
-from demo_optax.parallel.layout import Layout, Stacked, find_layout, require_plain
+from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import map_workers
 from demo_optax.participation import PARTICIPATES
 
@@ -32,11 +32,13 @@ def stack_workers(
 ) -> optax.GradientTransformationExtraArgs:
     """``tx`` with a state whose worker-local leaves carry a leading worker axis.
 
-    ``init`` is called outside ``jax.shard_map`` and places the state on the mesh. ``update`` is the
-    outermost transformation. Call it in one of two places. In any ``jax.jit`` it takes *stacked*
-    gradients ``(workers, *shape)``, which `worker_gradients` makes. The optimizer then runs in a
-    ``jax.shard_map`` of its own, each device on its own shards. Inside a ``jax.shard_map`` over all
-    axes of the mesh it takes the gradient and the entries of its worker.
+    The result must be the outermost transformation. Call ``init`` outside ``jax.shard_map``; it
+    places the state on the mesh. Call ``update`` in one of two places:
+
+    * In any ``jax.jit``, with *stacked* gradients ``(workers, *shape)`` from `worker_gradients`.
+      It runs the optimizer inside a ``jax.shard_map``, where each device has its own shards.
+    * Inside a ``jax.shard_map`` over all axes of the mesh, with one worker's gradient and state
+      entries.
 
     A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
     unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since their
@@ -55,11 +57,11 @@ def stack_workers(
       >>> tx.state_shardings({"w": jnp.ones((128, 64))})[0].momentum["w"].spec
       P('data',)
     """
-    require_plain(tx)
+    require_unwrapped(tx)
     workers = shards.num_workers(mesh, axis_name)
     worker_axes = set(axes.names(axis_name))
 
-    def layout_for(params) -> Layout:
+    def layout_for(params) -> StateLayout:
         return find_layout(tx, params, mesh, axis_name, param_specs)
 
     def init_fn(params):
@@ -88,7 +90,7 @@ def stack_workers(
     return Stacked.make(init_fn, update_fn, shardings_of)
 
 
-def init_stacked(tx, layout: Layout, params):
+def init_stacked(tx, layout: StateLayout, params):
     """The state of ``tx`` for all workers, placed on the mesh."""
     mesh, specs = layout.mesh, unboxed(layout.params)
 
@@ -100,10 +102,12 @@ def init_stacked(tx, layout: Layout, params):
     return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
 
-def update_stacked(tx, layout: Layout, gradients, state, params, extra_args, stacked_args=None):
-    """Updates from stacked gradients, in a ``jax.shard_map`` around the optimizer alone.
+def update_stacked(
+    tx, layout: StateLayout, gradients, state, params, extra_args, stacked_args=None
+):
+    """Updates from stacked gradients, by the optimizer inside a ``jax.shard_map``.
 
-    Each worker gets its own entries of the ``stacked_args``, and all the same ``extra_args``.
+    Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
     """
     mesh = layout.mesh
     specs = (
@@ -126,10 +130,10 @@ def update_stacked(tx, layout: Layout, gradients, state, params, extra_args, sta
     return on_workers(*args, extra_args)
 
 
-def _update_on_device(tx, layout: Layout, gradient, state, params, extra_args):
-    """Updates of one device from its worker's own gradient, and its entries of the state."""
+def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_args):
+    """Updates of one device, from the gradient of its worker and the worker's state entries."""
     structure: Any = jax.tree.structure(gradient)
-    old = jax.tree.map(_own_entry, state, layout.single, layout.is_own)
+    old = jax.tree.map(_own_entry, state, layout.worker_state_shapes, layout.varies_over_workers)
     gradient, params = unboxed(gradient), unboxed(params)
     sharded = shards.sharded_axes(unboxed(layout.params))
     participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
@@ -140,21 +144,27 @@ def _update_on_device(tx, layout: Layout, gradient, state, params, extra_args):
         return jnp.zeros(x.shape, x.dtype) if frozen else x
 
     updates = jax.tree.map(zero_if_frozen, updates, layout.frozen)
-    updates = jax.tree.map(shards.from_first, updates, layout.update_copies)
-    new = shards.metrics_of_worker(new, old, sharded)
-    new = jax.tree.map(shards.from_first, new, layout.state_copies)
-    new = participation.keep_own(new, old, layout.is_own, participates, layout.axis_name, sharded)
+    updates = jax.tree.map(shards.from_first, updates, layout.update_replicated_axes)
+    new = shards.merge_shard_metrics(new, old, sharded)
+    new = jax.tree.map(shards.from_first, new, layout.state_replicated_axes)
+    new = participation.keep_local_state(
+        new, old, layout.varies_over_workers, participates, layout.axis_name, sharded
+    )
     nodes = jax.tree.leaves(new, is_leaf=shards.is_momentum)
     momenta = [node for node in nodes if shards.is_momentum(node)]
     if len(momenta) == 1 and len(jax.tree.leaves(momenta[0].momentum)) == structure.num_leaves:
         participants = momenta[0].metrics.participants
-        updates = participation.zero_updates_if_nobody(updates, participants)
+        updates = participation.zero_updates_if_no_participants(updates, participants)
     return structure.unflatten(jax.tree.leaves(updates)), _stack(new, layout)
 
 
-def _stack(own, layout: Layout):
+def _stack(state, layout: StateLayout):
     """One worker's state, with a leading worker axis on each leaf that differs between workers."""
-    return jax.tree.map(lambda x, is_own: x[None] if is_own else x, own, layout.is_own)
+    return jax.tree.map(
+        lambda x, varies_over_workers: x[None] if varies_over_workers else x,
+        state,
+        layout.varies_over_workers,
+    )
 
 
 def init_opt_state(
@@ -189,7 +199,7 @@ def init_opt_state(
 
 
 def _require_outermost(updates) -> None:
-    """Refuses gradients of which a part was masked away: the rest would stay stacked."""
+    """Refuses gradients with masked leaves: the other parts would see stacked gradients."""
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     if any(isinstance(node, optax.MaskedNode) for node in nodes):
         raise ValueError(
@@ -242,7 +252,7 @@ def require_stacked(tree, workers: int, what: str, maker: str) -> None:
 
 
 def require_state(opt_state, expected, workers: int) -> None:
-    """Refuses a state made for another number of workers or another model."""
+    """Refuses a state made for a different number of workers or a different model."""
     given: Any = jax.tree.structure(opt_state)
     wanted: Any = jax.tree.structure(expected)
     if given != wanted:
@@ -265,11 +275,11 @@ def require_state(opt_state, expected, workers: int) -> None:
             "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
         )
     leaves = jax.tree.leaves_with_path(opt_state)
-    for (path, leaf), single in zip(leaves, jax.tree.leaves(expected), strict=True):
-        if leaf.shape != single.shape:
+    for (path, leaf), expected_leaf in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if leaf.shape != expected_leaf.shape:
             raise ValueError(
                 f"the optimizer state{keystr(path)} has shape {leaf.shape}, but "
-                f"{workers} workers need {single.shape}: it was made for another number of "
+                f"{workers} workers need {expected_leaf.shape}: it was made for another number of "
                 "workers or another model, or by tx.init alone. Make it with "
                 "demo_optax.init_opt_state on the mesh that it is used on."
             )
@@ -277,19 +287,22 @@ def require_state(opt_state, expected, workers: int) -> None:
 
 def _storage(tree) -> str:
     """How the states of decoupled momentum in a tree are stored."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "coordinates"))
-    found = [(x.coordinates, x.sides) for x in nodes if hasattr(x, "coordinates")]
-    return ", ".join(f"{coordinates} with {sides}" for coordinates, sides in found) or "other nodes"
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "momentum_format"))
+    storages = [(x.momentum_format, x.sides) for x in nodes if hasattr(x, "momentum_format")]
+    return (
+        ", ".join(f"{momentum_format} with {sides}" for momentum_format, sides in storages)
+        or "other nodes"
+    )
 
 
-def _own_entry(x, single, stacked):
-    """One worker's entry of a leaf, checked against the shape of a single worker's."""
-    wanted = (1, *single.shape) if stacked else single.shape
+def _own_entry(x, expected, stacked):
+    """One worker's entry of a leaf, checked against the shape for one worker."""
+    wanted = (1, *expected.shape) if stacked else expected.shape
     if x.shape == wanted:
         return x[0] if stacked else x
     raise ValueError(
         f"a leaf of the optimizer state has shape {x.shape} inside the step, but {wanted} is "
-        f"expected ({single.shape} for one worker, after an axis of length 1 where workers "
+        f"expected ({expected.shape} for one worker, after an axis of length 1 where workers "
         "differ). The state was made for another number of workers, another model, or without "
         "the worker axis: make it with demo_optax.init_opt_state on the mesh that it is used on, "
         "and pass it with the specs of demo_optax.state_specs."

@@ -22,11 +22,11 @@ from demo_optax.arrays import IntScalar, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.transforms import is_redrawn
 from demo_optax.exchange import Delayed, Exchange, Opened, Received, Sealed
-from demo_optax.exchange.around import PendingState
+from demo_optax.exchange.wrapper import PendingState
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.gradients import WorkerGradients, stacked_gradients
-from demo_optax.parallel.layout import Layout, find_layout
+from demo_optax.parallel.layout import StateLayout, find_layout
 from demo_optax.participation import PARTICIPATES
 from demo_optax.swarm import records
 from demo_optax.swarm.lead import to_devices
@@ -99,7 +99,7 @@ class Programs(NamedTuple):
     """
 
     template: optax.GradientTransformation
-    layout: Layout
+    layout: StateLayout
     shape: tuple[int, int, int]
     gradients: Callable[..., WorkerGradients]
     seal: Callable[..., Any] | None
@@ -157,7 +157,7 @@ def compile_programs(
 
     def gradients(params, batch):
         params = shards.copies(params, mesh, axis_name, layout.params)
-        return gradients_of(params, (), batch, shared=False)
+        return gradients_of(params, (), batch, params_are_replicated=False)
 
     def update(tx, own: Own, opt_state, params, extra_args):
         alone = {PARTICIPATES: own.participates, MESSAGE_WEIGHT: own.weight}
@@ -167,7 +167,9 @@ def compile_programs(
 
     def seal(own, opt_state, params):
         _, new = update(sealing, own, opt_state, params, {})
-        return jax.tree.map(lambda x, y, own: x if own else y, new, opt_state, layout.is_own)
+        return jax.tree.map(
+            lambda x, y, own: x if own else y, new, opt_state, layout.varies_over_workers
+        )
 
     def apply(own, params, opt_state, arrived):
         extra = {"arrived": jax.tree.map(jnp.asarray, arrived)}
@@ -260,10 +262,10 @@ def pending_state(opt_state) -> PendingState:
             f"the optimizer has a {type(wrapped[0]).__name__}, but a swarm's step is one exchange: "
             "use microbatches=..., or make each worker's batch larger."
         )
-    if is_redrawn(found[0].coordinates.transform):
+    if is_redrawn(found[0].momentum_format.transform):
         raise ValueError(
-            f"transform={found[0].coordinates.transform!r} gives the momentum another basis in each"
-            ' step, but a worker that was away skips steps: use "dct" or "randomized-dct".'
+            f"transform={found[0].momentum_format.transform!r} gives the momentum another basis in "
+            'each step, but a worker that was away skips steps: use "dct" or "randomized-dct".'
         )
     return found[0].exchange
 

@@ -1,6 +1,7 @@
 """The packet: what arrives, what is refused, and that nothing is lost either way."""
 
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from demo_optax.accounting import collectives
 from demo_optax.compression import make_plan
 from demo_optax.compression import packet as packets
 from demo_optax.compression.bins import Bins
-from demo_optax.compression.packet import Layout
+from demo_optax.compression.packet import PacketLayout
+from demo_optax.compression.shared import AllCoefficients, SharedSlice
 from demo_optax.compression.values import VALUE_CODINGS
 from tests import model, oracles, workers
 from tests.sweeps import sweep
@@ -114,16 +116,16 @@ def resealed(change, origin=OF_WORKER_2):
 SORTED_SHAPES = tuple(SHAPES[n] for n in sorted(SHAPES))  # as jax.tree orders them
 decode = jax.jit(packets.decode, static_argnums=0)
 LAYOUTS = [
-    Layout(make_plan(Compression(5, 16, "int4", selection=selection), SORTED_SHAPES).sections)
+    PacketLayout(make_plan(Compression(5, 16, "int4", selection=selection), SORTED_SHAPES).sections)
     for selection in ("topk", "bins")
 ]
 BY_COEFFICIENT = Compression(topk=2, block_side=16, value_coding="float32")  # packed positions
-LAYOUT_BY_COEFFICIENT = Layout(make_plan(BY_COEFFICIENT, SORTED_SHAPES).sections)
+LAYOUT_BY_COEFFICIENT = PacketLayout(make_plan(BY_COEFFICIENT, SORTED_SHAPES).sections)
 
 
 def first_of(block_size, part):
     """The first word of a packet that holds a part of the section of blocks of this size."""
-    start = LAYOUT_BY_COEFFICIENT.head
+    start = LAYOUT_BY_COEFFICIENT.header_words
     for section in LAYOUT_BY_COEFFICIENT.sections:
         if section.selector.n == block_size:
             return start + sum(section.word_counts[:part])
@@ -190,7 +192,7 @@ def test_a_bad_packet_counts_for_nobody_and_its_sender_keeps_everything(forgery,
 @sweep("int8-topk", "sign-bins", name=CODINGS)
 def test_any_bit_that_flips_on_the_way_is_noticed(name):
     sections = make_plan(CODINGS[name], SORTED_SHAPES).sections
-    layout, rng = Layout(sections), np.random.default_rng(0)
+    layout, rng = PacketLayout(sections), np.random.default_rng(0)
     momenta = [rng.normal(size=(s.num_blocks, s.selector.n)).astype(np.float32) for s in sections]
     origin = packets.Origin(jnp.int32(0), jnp.array([2], jnp.int32))
 
@@ -217,11 +219,24 @@ def test_any_bit_that_flips_on_the_way_is_noticed(name):
     @jax.vmap
     def intact(word, bit):
         changed = words.at[word].set(words[word] ^ (jnp.uint32(1) << bit))
-        return packets.open_heads(layout, changed[None], origin)[2][0]
+        return packets.parse_headers(layout, changed[None], origin)[2][0]
 
     word, bit = np.divmod(np.arange(32 * words.size), 32)
-    assert packets.open_heads(layout, words[None], origin)[2][0]
+    assert packets.parse_headers(layout, words[None], origin)[2][0]
     assert not intact(word, bit.astype(np.uint32)).any()
+
+
+def test_the_checksum_of_a_layout_has_the_names_of_the_packet_format():
+    part, whole = SharedSlice(9, 4, "slicing", seed=0, stream=1), AllCoefficients(3)
+    layout = PacketLayout((packets.Section(2, part, "int8"), packets.Section(1, whole, "sign")))
+    written = (
+        "Layout(sections=("
+        "Section(num_blocks=2, selector=SharedRun(n=9, k=4, rule='slicing', seed=0, stream=1), "
+        "value_coding='int8'), "
+        "Section(num_blocks=1, selector=Everything(n=3), value_coding='sign')"
+        "), extra=0, multiple=128)"
+    )
+    assert packets._layout_hash(layout) == zlib.crc32(written.encode())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["topk", "bins"])

@@ -10,7 +10,7 @@ import pytest
 
 import demo_optax
 from demo_optax.compression import make_plan
-from demo_optax.compression.shared import SharedRun
+from demo_optax.compression.shared import SharedSlice
 from tests import model, workers
 from tests.sweeps import sweep
 
@@ -23,7 +23,7 @@ def test_a_run_goes_on_at_the_front(n, k):
     blocks, values = (rng.normal(size=(3, size)).astype(np.float32) for size in (n, k))
     for start in range(n if k < n else 1):
         places = (start + np.arange(k)) % n
-        run, starts = SharedRun(n, k, "slicing", 0, 0), jnp.full((3, 1), start, jnp.int32)
+        run, starts = SharedSlice(n, k, "slicing", 0, 0), jnp.full((3, 1), start, jnp.int32)
         taken = run.take(jnp.asarray(blocks), starts)
         np.testing.assert_array_equal(taken, blocks[:, places])
         added = blocks.copy()

@@ -14,13 +14,13 @@ from demo_optax.compression import sparse
 from demo_optax.compression.bins import Bins
 from demo_optax.compression.packet import (
     Header,
-    Layout,
     Message,
     Origin,
+    PacketLayout,
     Section,
     build,
     encode,
-    open_heads,
+    parse_headers,
 )
 from demo_optax.compression.top_k import TopK
 from demo_optax.exchange import averaging
@@ -48,8 +48,8 @@ def dense(positions, values, n):
 
 
 @sweep(
-    (TopK._by_strands, 8),
-    way=[TopK._by_kernel, TopK._by_strands],
+    (TopK._by_strided_groups, 8),
+    way=[TopK._by_kernel, TopK._by_strided_groups],
     k=[1, 8, 32],
 )
 @draws.examples(5)
@@ -86,7 +86,7 @@ def averaged(selector, positions, values, largest, mean, at_once):
     """The mean of the workers' packets, the odd ones damaged on the way, ``(blocks, n)``."""
     workers, blocks, _ = values.shape
     section = Section(blocks, selector, "float32")
-    layout = Layout((section,))
+    layout = PacketLayout((section,))
     zero, none = jnp.float32(0), jnp.uint32(0)
 
     def packet(worker, positions, values):
@@ -100,7 +100,7 @@ def averaged(selector, positions, values, largest, mean, at_once):
     def average(positions, values):
         numbers = jnp.arange(workers, dtype=jnp.int32)
         packets = jax.vmap(packet)(numbers, positions, values)
-        _, _, intact = open_heads(layout, packets, Origin(jnp.int32(0), numbers))
+        _, _, intact = parse_headers(layout, packets, Origin(jnp.int32(0), numbers))
         means, weights = averaging.average(
             layout, packets, intact, [None], jnp.float32(largest), jnp.ones(workers), mean
         )

@@ -70,7 +70,7 @@ def test_blocks_follow_the_documented_rule(shape, chunk, rule):
     assert np.prod(sides) <= chunk**2
     grid = tuple(-(-dim // side) for dim, side in zip(shape, sides, strict=True))
     stored = (*grid, np.prod(sides, dtype=int))
-    assert compression.coordinates.geometry(shape).stored_shape == stored
+    assert compression.momentum_format.geometry(shape).stored_shape == stored
 
 
 @draws.examples(6)

@@ -14,8 +14,8 @@ from tests.sweeps import sweep
 
 MODES = {
     "manual": {},
-    "the workers alone": dict(axis_names=("data",)),
-    "mapped": dict(axis_names=()),
+    "the workers alone": dict(manual_axes=("data",)),
+    "mapped": dict(manual_axes=()),
 }
 WORKERS, INNER = 4, 2
 TX = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")

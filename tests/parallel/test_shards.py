@@ -24,9 +24,9 @@ SPECS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}
 WAYS = {
     "manual": {},
     "manual, unchecked": dict(check_vma=False),
-    "compiler": dict(axis_names=("replica",)),
-    "compiler, unchecked": dict(axis_names=("replica",), check_vma=False),
-    "mapped": dict(axis_names=()),
+    "compiler": dict(manual_axes=("replica",)),
+    "compiler, unchecked": dict(manual_axes=("replica",), check_vma=False),
+    "mapped": dict(manual_axes=()),
 }
 SMALL = demo_optax.Compression(4, 8)
 
@@ -336,11 +336,11 @@ def test_specs_that_cannot_be_are_refused(specs, message):
 def test_axes_of_explicit_type_cannot_be_left_to_the_compiler():
     mesh = workers.mesh_of(2, 2, names=("replica", "fsdp"))
     with pytest.raises(ValueError, match="their type is Explicit"):
-        demo_optax.make_train_step(model.loss, SGD, mesh, "replica", axis_names=("replica",))
+        demo_optax.make_train_step(model.loss, SGD, mesh, "replica", manual_axes=("replica",))
 
 
 def test_axes_that_are_neither_all_nor_the_workers_are_refused():
     with pytest.raises(ValueError, match="all axes of the mesh"):
         demo_optax.make_train_step(
-            model.loss, SGD, mesh_of(2, 2, 2), "replica", axis_names=("replica", "fsdp")
+            model.loss, SGD, mesh_of(2, 2, 2), "replica", manual_axes=("replica", "fsdp")
         )

@@ -59,7 +59,7 @@ def trained(tx, mesh, *, microbatches=1):
     told = []
     for number, key in enumerate(jax.random.split(jax.random.key(1), 5)):
         batch = jax.random.normal(key, (32, 24))
-        batch = batch.at[:4].set(jnp.nan) if number == 3 else batch  # worker 0 sits out
+        batch = batch.at[:4].set(jnp.nan) if number == 3 else batch  # worker 0 skips the step
         params, opt_state, state, metrics = step(params, opt_state, state, batch, key)
         told.append(as_numpy((metrics.loss, metrics.aux, metrics.custom, state)))
     return (told, *as_numpy((params, metrics.exchange))), metrics.packet_bytes

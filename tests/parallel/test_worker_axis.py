@@ -235,7 +235,7 @@ def test_a_state_begins_with_the_types_that_updates_give(name):
     def train(batch):
         def step(carry, _):
             params, state = carry
-            own = demo_optax.own_parameters(params, state)
+            own = demo_optax.local_parameters(params, state)
             gradient = demo_optax.local_value_and_grad(model.loss, "data")(own, batch)[1]
             updates, state = tx.update(gradient, state, params)
             return (optax.apply_updates(params, updates), state), None

@@ -1,4 +1,4 @@
-"""What exchanges around another one have in common: they decide when its packets count."""
+"""Exchanges that wrap another and change when its packets are applied."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from demo_optax.arrays import IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Plan
 from demo_optax.compression.packet import (
-    Layout,
     Message,
     Origin,
+    PacketLayout,
     Packets,
     merge_rows,
-    open_heads,
+    parse_headers,
 )
 from demo_optax.exchange.averaging import decode_accepted
 from demo_optax.exchange.protocol import (
@@ -27,7 +27,7 @@ from demo_optax.exchange.protocol import (
     Mean,
     Outgoing,
     Traffic,
-    own_numbers,
+    packet_ids,
 )
 from demo_optax.metrics import ExchangeMetrics
 
@@ -35,14 +35,14 @@ from demo_optax.metrics import ExchangeMetrics
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class PacketFormat:
-    """What it takes to decode the pending packets: a static node, which checkpoints describe.
+    """All that is needed to decode pending packets: a static node, which checkpoints describe.
 
     ``==`` is always True: ``optax.tree.map_params`` compares states of different shapes, and must
     find them equal.
 
     Attributes:
       compression: the settings.
-      shapes: of the tensors.
+      shapes: shapes of the tensors.
       extra: words that the exchange puts after the header.
       multiple: the packet's length is padded to a multiple of this many words.
     """
@@ -62,15 +62,15 @@ class PacketFormat:
 
 
 class PendingState(NamedTuple):
-    """What is kept for packets that are under way.
+    """State of an exchange with pending packets: packets that are sealed but not yet applied.
 
     Attributes:
-      pending: uint32 ``(packets_per_worker, words)``, this worker's packets of the last step; zeros
-        where there are none.
-      subtracted_fraction: float32 scalar in [0, 1], how much of their message has left the
-        momentum; each worker its own.
+      pending: uint32 ``(packets_per_worker, words)``, this worker's pending packets; zeros if there
+        are none.
+      subtracted_fraction: float32 scalar in [0, 1], the fraction of their message that has left the
+        momentum; each worker has its own.
       inner: state of the inner exchange.
-      format: static, of the pending packets.
+      format: static, format of the pending packets.
     """
 
     pending: Packets
@@ -80,11 +80,11 @@ class PendingState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
-    """An exchange that sends the packets of another one, as they are.
+class ExchangeWrapper:
+    """An exchange that sends the packets of an inner exchange unchanged.
 
     Attributes:
-      inner: that exchange.
+      inner: the inner exchange.
     """
 
     inner: Exchange
@@ -98,7 +98,7 @@ class Around:
         """Packets of the inner exchange."""
         return self.inner.packets_per_worker()
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> PacketLayout:
         """The layout of the inner exchange's packets."""
         return self.inner.layout(plan)
 
@@ -107,7 +107,7 @@ class Around:
         return self.inner.traffic(plan, workers)
 
     def init(self, plan: Plan) -> PendingState:
-        """Nothing is under way: empty packets, which every worker rejects."""
+        """No pending packets: words of zeros, which every worker rejects."""
         packets = jnp.zeros((self.packets_per_worker(), self.layout(plan).words), jnp.uint32)
         packets, nothing = axes.as_varying((packets, jnp.zeros((), jnp.float32)), self.axis_name)
         return self.pending_state(plan, packets, nothing, self.inner.init(plan))
@@ -115,10 +115,10 @@ class Around:
     def pending_state(
         self, plan: Plan, packets: Packets, subtracted: Float32[Array, ""], inner: Any
     ) -> PendingState:
-        """The state while these packets are under way."""
+        """The state with these pending packets."""
         layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
-        kept = PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
-        return PendingState(packets, subtracted, inner, kept)
+        packet_format = PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
+        return PendingState(packets, subtracted, inner, packet_format)
 
     def exchange_pending(
         self,
@@ -127,41 +127,42 @@ class Around:
         subtracted_fraction: Float32[Array, ""],
         step: IntScalar,
         inner: Any,
-        last: ExchangeMetrics,
+        previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> tuple[Aggregate, Message, Sequence[Float32[Array, "_blocks 1"]]]:
         """Exchanges packets whose message left the momentum when they were sealed.
 
         Args:
-          plan: of the tensors.
-          packets: this worker's own.
-          subtracted_fraction: of their message, what has left the momentum, in [0, 1].
-          step: in which they were sealed.
+          plan: the plan of the tensors.
+          packets: this worker's pending packets.
+          subtracted_fraction: fraction of their message that has left the momentum, in [0, 1].
+          step: step in which they were sealed.
           inner: state of the inner exchange.
-          last: metrics of the exchange before.
+          previous_metrics: metrics of the previous exchange.
           mean: as in `Exchange.exchange`.
 
         Returns:
-          The aggregate, the message, and the part of it that still leaves the momentum. That is 0,
-          or negative where the message was not accepted: what was not goes back.
+          The aggregate, the message, and for each section the fractions of it that are still to be
+          subtracted: 0 where it was accepted, and negative where not, so that the rejected fraction
+          is added back.
         """
-        origin = Origin(step, own_numbers(len(packets), self.axis_name))
+        origin = Origin(step, packet_ids(len(packets), self.axis_name))
         message = decode_pending(plan, self.layout(plan), packets, origin)
         pending = Outgoing(packets, message, subtracted_fraction, step)
-        found = self.inner.exchange(plan, pending, inner, last, mean)
-        (of_inner,) = found.subtractions
-        remaining = [factors - subtracted_fraction for factors in of_inner.factors]
-        return found, of_inner.message, remaining
+        aggregate = self.inner.exchange(plan, pending, inner, previous_metrics, mean)
+        (subtraction,) = aggregate.subtractions
+        remaining = [factors - subtracted_fraction for factors in subtraction.factors]
+        return aggregate, subtraction.message, remaining
 
 
-def decode_pending(plan: Plan, layout: Layout, packets: Packets, origin: Origin) -> Message:
-    """What a worker sealed in its packets; zeros where these are to be rejected, or damaged."""
-    _, _, intact = open_heads(layout, packets, origin)
-    found = decode_accepted(layout, packets, intact).message
+def decode_pending(plan: Plan, layout: PacketLayout, packets: Packets, origin: Origin) -> Message:
+    """The message that a worker sealed in its packets; zeros for packets that are not accepted."""
+    _, _, intact = parse_headers(layout, packets, origin)
+    message = decode_accepted(layout, packets, intact).message
     num_blocks = [section.num_blocks for section in plan.sections]
     shared = plan.shared_positions(origin.step)
     positions = [
         merge_rows(x, n) if at is None else at
-        for at, x, n in zip(shared, found.positions, num_blocks, strict=True)
+        for at, x, n in zip(shared, message.positions, num_blocks, strict=True)
     ]
-    return Message(tuple(positions), tuple(map(merge_rows, found.values, num_blocks)))
+    return Message(tuple(positions), tuple(map(merge_rows, message.values, num_blocks)))
