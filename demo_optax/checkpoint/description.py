@@ -17,7 +17,7 @@ from demo_optax.exchange.wrapper import PendingState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import StateLayout
 
-FORMAT = 7
+FORMAT = 8
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
 

@@ -64,11 +64,6 @@ class Header(NamedTuple):
 
 
 _HEADER_DTYPES = ("uint32",) * 3 + ("float32",) * 5
-_NAMES_IN_FORMAT = {
-    "PacketLayout": "Layout",
-    "SharedSlice": "SharedRun",
-    "AllCoefficients": "Everything",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,16 +305,5 @@ def merge_rows(
 def _expected_checksum(
     layout: PacketLayout, rest: UInt32[Array, "words"], origin: Origin
 ) -> UInt32[Array, ""]:
-    layout_hash = jnp.uint32(_layout_hash(layout))
+    layout_hash = jnp.uint32(zlib.crc32(repr(layout).encode()))
     return checksum(rest) ^ checksum(jnp.stack(origin).astype(jnp.uint32)) ^ layout_hash
-
-
-def _layout_hash(layout: PacketLayout) -> int:
-    """CRC-32 of the layout, with its classes under their names in the packet format.
-
-    So packets in a checkpoint or a store stay valid when a class is renamed.
-    """
-    text = repr(layout)
-    for name, name_in_format in _NAMES_IN_FORMAT.items():
-        text = text.replace(f"{name}(", f"{name_in_format}(")
-    return zlib.crc32(text.encode())

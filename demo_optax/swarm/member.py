@@ -5,6 +5,7 @@ count. Whoever has all the packets that it waits for, or has waited long enough,
 """
 
 import collections
+import contextlib
 import logging
 import statistics
 import threading
@@ -111,6 +112,7 @@ class Member:
         self._manifests: dict[int, Manifest] = {}
         self._hashes: dict[int, str] = {}
         self._held: dict[str, bytes] = {}
+        self._ahead: dict[str, bytes] = {}
         self._unfit: set[str] = set()
         self._names: dict[tuple[int, int], str] = {}
         self._leaving = threading.Event()
@@ -176,6 +178,19 @@ class Member:
         packets, swept = self._fetch(manifest)
         return Round(manifest, packets, None, (), 0.0, swept)
 
+    def read_ahead(self, first: int, steps: int) -> None:
+        """Reads what was exchanged in steps to come, many objects at once, for their `receive`."""
+        keys = [records.manifest_key(first + n) for n in range(steps)]
+        manifests = zip(keys, in_parallel(self.store.get, keys), strict=True)
+        self._ahead = {key: data for key, data in manifests if data is not None}
+        named = []
+        for data in self._ahead.values():
+            with contextlib.suppress(Damaged):
+                found = Manifest.decode(data)
+                named += [records.packet_key(found.step, packet) for packet in found.packets]
+        packets = zip(named, in_parallel(self.store.get, named), strict=True)
+        self._ahead |= {key: data for key, data in packets if data is not None}
+
     def manifest(self, step: int) -> Manifest | None:
         """Which packets count in a step; None if it is not decided.
 
@@ -186,7 +201,7 @@ class Member:
         with self._reading:
             if step in self._manifests:
                 return self._manifests[step]
-            data = self.store.get(records.manifest_key(step))
+            data = self._get(records.manifest_key(step))
             if data is None:
                 return None
             try:
@@ -196,8 +211,9 @@ class Member:
                 return None
 
     def announce(self, step: int) -> None:
-        """Asks the others to wait for this worker's packet in a step."""
-        self.store.put(records.mark_key(step, self.me, "here"), b"")
+        """Asks the others to wait for this worker's packet in a step and the next."""
+        for number in step, step + 1:  # this step may be decided at this moment
+            self.store.put(records.mark_key(number, self.me, "here"), b"")
 
     def leave(self, step: int | None = None) -> None:
         """Ends a wait; with the next step's number it also tells the others not to wait."""
@@ -306,13 +322,16 @@ class Member:
         """Reads packets that are not at hand, and keeps those with the right hash and size."""
         keys = {records.packet_key(step, packet): packet.sha256 for packet in packets}
         wanted = [key for key in keys if key not in self._held and key not in self._unfit]
-        for key, data in zip(wanted, in_parallel(self.store.get, wanted), strict=True):
+        for key, data in zip(wanted, in_parallel(self._get, wanted), strict=True):
             if data is None:
                 continue
             if records.sha256(data) == keys[key] and size in (None, len(data)):
                 self._held[key] = data
             elif size is not None:
                 self._unfit.add(key)
+
+    def _get(self, key: str) -> bytes | None:
+        return self._ahead.pop(key, None) or self.store.get(key)
 
     def _fetch(self, manifest: Manifest) -> tuple[dict[int, bytes], bool]:
         """All packets that count, and whether they were swept: then those that are at hand.

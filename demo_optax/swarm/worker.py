@@ -32,6 +32,7 @@ from demo_optax.swarm.slots import SwarmError
 from demo_optax.swarm.snapshot_turns import SnapshotTurns
 
 TOLD_EVERY = 200  # steps of catching up
+READ_AT_ONCE = 16  # steps, once so many were caught up with
 
 
 class SwarmWorker:
@@ -297,6 +298,8 @@ class SwarmWorker:
         """Applies what the others exchanged, until a step that is not decided yet."""
         steps = 0
         while by_lead(self._is_behind):
+            if steps and steps % READ_AT_ONCE == 0 and self._member is not None:
+                self._member.read_ahead(self.number, READ_AT_ONCE)
             found = self._pending_round(opt_state) if self.delay else self._received(self.number)
             params, opt_state, jumped = self._go_on(found, params, opt_state)
             steps += 1

@@ -1,7 +1,6 @@
 """The packet: what arrives, what is refused, and that nothing is lost either way."""
 
 import functools
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from demo_optax.compression import make_plan
 from demo_optax.compression import packet as packets
 from demo_optax.compression.bins import Bins
 from demo_optax.compression.packet import PacketLayout
-from demo_optax.compression.shared import AllCoefficients, SharedSlice
 from demo_optax.compression.values import VALUE_CODINGS
 from tests import model, oracles, workers
 from tests.sweeps import sweep
@@ -224,19 +222,6 @@ def test_any_bit_that_flips_on_the_way_is_noticed(name):
     word, bit = np.divmod(np.arange(32 * words.size), 32)
     assert packets.parse_headers(layout, words[None], origin)[2][0]
     assert not intact(word, bit.astype(np.uint32)).any()
-
-
-def test_the_checksum_of_a_layout_has_the_names_of_the_packet_format():
-    part, whole = SharedSlice(9, 4, "slicing", seed=0, stream=1), AllCoefficients(3)
-    layout = PacketLayout((packets.Section(2, part, "int8"), packets.Section(1, whole, "sign")))
-    written = (
-        "Layout(sections=("
-        "Section(num_blocks=2, selector=SharedRun(n=9, k=4, rule='slicing', seed=0, stream=1), "
-        "value_coding='int8'), "
-        "Section(num_blocks=1, selector=Everything(n=3), value_coding='sign')"
-        "), extra=0, multiple=128)"
-    )
-    assert packets._layout_hash(layout) == zlib.crc32(written.encode())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["topk", "bins"])

@@ -154,6 +154,30 @@ def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(store):
         exchange(before, 1)
 
 
+def test_steps_are_read_ahead_many_at_once(store):
+    first, second = members(store, 2)
+    rounds = [everybody([first, second], step)[0] for step in range(10)]
+    late = Member(store, "third", slots=8)
+    late.read_ahead(2, 5)
+    with mock.patch.object(store, "get", side_effect=AssertionError):
+        found = [late.receive(step) for step in range(2, 7)]
+    assert [x.packets for x in found] == [x.packets for x in rounds[2:7]]
+    assert late.receive(7).packets == rounds[7].packets
+
+
+def test_an_announcement_holds_for_a_step_that_is_about_to_be_decided(store):
+    first, second = members(store, 2, deadline=20.0)
+    exchange(first, 0)
+    second.announce(0)
+
+    def later():
+        time.sleep(0.5)
+        return exchange(second, 1)
+
+    found = together([functools.partial(exchange, first, 1), later])
+    assert [x.packets.keys() for x in found] == [{0, 1}, {0, 1}]
+
+
 def test_who_leaves_while_it_replays_is_not_waited_for(store):
     first, second = members(store, 2)
     for step in range(6):
