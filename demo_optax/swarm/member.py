@@ -26,6 +26,7 @@ log = logging.getLogger("demo_optax.swarm")
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
 SHORTEST_DEADLINE = 2.0
 STEPS_TO_WAIT = 3  # the deadline, in median steps
+STEPS_TO_ANNOUNCE = 2  # which the others may take until they see an announcement
 REMEMBERED = 21  # steps whose durations make the median
 LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 TOLD_EVERY = 5.0  # seconds, of what a worker waits for
@@ -179,10 +180,16 @@ class Member:
         return Round(manifest, packets, None, (), 0.0, swept)
 
     def read_ahead(self, first: int, steps: int) -> None:
-        """Reads what was exchanged in steps to come, many objects at once, for their `receive`."""
+        """Reads what was exchanged in steps to come, many objects at once, for their `receive`.
+
+        Where these are the last that are decided, it asks the others to wait a little after them:
+        a replay need not be faster than the run to end.
+        """
         keys = [records.manifest_key(first + n) for n in range(steps)]
         manifests = zip(keys, in_parallel(self.store.get, keys), strict=True)
         self._ahead = {key: data for key, data in manifests if data is not None}
+        if len(self._ahead) < steps:
+            self.announce(first + len(self._ahead) + STEPS_TO_ANNOUNCE)
         named = []
         for data in self._ahead.values():
             with contextlib.suppress(Damaged):

@@ -163,6 +163,9 @@ def test_steps_are_read_ahead_many_at_once(store):
         found = [late.receive(step) for step in range(2, 7)]
     assert [x.packets for x in found] == [x.packets for x in rounds[2:7]]
     assert late.receive(7).packets == rounds[7].packets
+    assert store.names("packets/00000010") == []
+    late.read_ahead(7, 5)
+    assert store.names("packets/00000012") == ["002.000001.here"]
 
 
 def test_an_announcement_holds_for_a_step_that_is_about_to_be_decided(store):
