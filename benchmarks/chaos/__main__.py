@@ -1,6 +1,6 @@
 """Trains as a swarm while workers and store are broken at random: `make chaos`.
 
-    python -m benchmarks.chaos --faults 80 --store s3
+    python -m benchmarks.chaos --store s3
     python -m benchmarks.chaos --every 60 --steps 600 --preset tiny      a worker killed each minute
 
 It prints each fault as it happens, and a report; the exit status is 1 where anything was lost: a
@@ -42,7 +42,7 @@ class Options:
     """Where the workers exchange: a folder, moto's S3 or Azurite."""
     workers: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
     """Workers that shall be there."""
-    faults: int = 40
+    faults: int = 67
     """How many faults to let happen; with --every, as many as come before the last step."""
     every: float | None = None
     """Seconds between two kills, the only faults then. By default faults of all kinds follow each
@@ -55,7 +55,7 @@ class Options:
     """Of each worker."""
     delay: int = 0
     """Of the exchange, in steps."""
-    hang: float = 60.0
+    hang: float = 90.0
     """Seconds without a step of a worker that count as a hang."""
     seed: int = 0
     """Of the faults, and of the run."""
