@@ -20,6 +20,7 @@ from demo_optax.compression import Compression, Plan, make_plan
 from lm import recipes
 from lm.recipes import Settings
 
+from .delay_levers import ahead_by_last
 from .muon_levers import muon_after, muon_before
 
 AXIS = "data"
@@ -333,5 +334,6 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         muon,
         muon_before,
         muon_after,
+        ahead_by_last,
     )
 }
