@@ -1,5 +1,7 @@
 """Builds the documentation with Sphinx: pages, docstrings and notebooks."""
 
+import re
+
 project = "demo_optax"
 author = "The demo_optax authors"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "myst_nb"]
@@ -25,3 +27,13 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"
 # Widgets need a kernel.
 suppress_warnings = ["mystnb.unknown_mime_type"]
+
+
+def setup(app):
+    """Links to notebooks are those of GitHub; Sphinx has the notebooks in ``docs/notebooks``."""
+    app.connect("source-read", link_notebooks)
+
+
+def link_notebooks(app, name, source):
+    link = r"\[([^]]*)\]\((?:\.\./\.\./notebooks/)?(\w+)\.ipynb\)"
+    source[0] = re.sub(link, r"{doc}`\1 </notebooks/\2>`", source[0])

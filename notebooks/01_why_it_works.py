@@ -22,19 +22,24 @@
 # transform (DCT), Hadamard, a random orthogonal basis, and no transform (identity).
 
 # %%
-# In Colab this installs the library and its examples. If it is installed, nothing happens.
+# In Colab or Jupyter this installs what is missing: the library, and what its examples need.
+import os
+import sys
+
+if not os.path.exists("../examples"):
+    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
+    os.chdir("demo_optax/notebooks")
+sys.path.append("../examples")
 try:
     import demo_optax
+    import lm.train  # noqa: F401
 except ImportError:
-    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
-    # %cd demo_optax/notebooks
     # %pip install -q "..[examples]"
     import demo_optax  # noqa: F401
 
 # %%
 import itertools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +47,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
-sys.path.append("../examples")
 from demo_optax.compression import transforms
 from lm.config import Config
 from lm.setup import batches_of, prepare

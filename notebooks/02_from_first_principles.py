@@ -20,17 +20,21 @@
 # and every array is dense. Then the library runs on the same gradients, step by step.
 
 # %%
-# In Colab this installs the library. If it is installed, nothing happens.
+# In Colab or Jupyter this installs what is missing.
 try:
     import demo_optax
 except ImportError:
     # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
     import demo_optax
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    # %pip install -q matplotlib
+    import matplotlib.pyplot as plt
 
 # %%
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})

@@ -20,18 +20,22 @@
 # allocates no parameters: their shapes are enough.
 
 # %%
-# In Colab this installs the library. If it is installed, nothing happens.
+# In Colab or Jupyter this installs what is missing.
 try:
     import demo_optax
 except ImportError:
     # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
     import demo_optax
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    # %pip install -q matplotlib
+    import matplotlib.pyplot as plt
 
 # %%
 import math
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 
 from demo_optax.accounting.models import preset_shapes

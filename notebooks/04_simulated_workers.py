@@ -16,27 +16,34 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/04_simulated_workers.ipynb)
 #
+# The short way to simulate workers is `make_train_step` with an `AbstractMesh`, as in notebook 0 and in
+# [Simulate workers](https://demo-optax.github.io/demo_optax/how_to/simulate.html). This notebook does the same by hand:
 # `jax.vmap(axis_name=...)` simulates any number of workers on one device. They exchange the same
 # packets as workers on devices of their own. Here eight workers learn to read digits, and we watch
 # two things. The momenta drift apart. The parameters must not.
 
 # %%
-# In Colab this installs the library. If it is installed, nothing happens.
+# In Colab or Jupyter this installs what is missing.
 try:
     import demo_optax
 except ImportError:
     # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
     import demo_optax
+try:
+    import matplotlib.pyplot as plt
+    from sklearn.datasets import load_digits
+except ImportError:
+    # %pip install -q matplotlib scikit-learn
+    import matplotlib.pyplot as plt
+    from sklearn.datasets import load_digits
 
 # %%
 import functools
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
 WORKERS, STEPS, BATCH, SEEDS = 8, 150, 16, 3

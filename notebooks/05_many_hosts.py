@@ -21,21 +21,25 @@
 # accelerators nothing else changes.
 
 # %%
-# In Colab this installs the library and its examples. If it is installed, nothing happens.
+# In Colab or Jupyter this installs what is missing: the library, and what its examples need.
+import os
+import sys
+
+if not os.path.exists("../examples"):
+    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
+    os.chdir("demo_optax/notebooks")
+sys.path.append("../examples")
 try:
     import demo_optax
+    import lm.train  # noqa: F401
 except ImportError:
-    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
-    # %cd demo_optax/notebooks
     # %pip install -q "..[examples]"
     import demo_optax
 
 # %%
-import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 
 import jax

@@ -23,12 +23,20 @@
 # worker is a process, and the store is a bucket. The code of a worker stays the same.
 
 # %%
-# In Colab this installs the library. If it is installed, nothing happens.
+# In Colab or Jupyter this installs what is missing.
 try:
-    import demo_optax.swarm
+    import demo_optax
 except ImportError:
     # %pip install -q "demo_optax[swarm] @ git+https://github.com/demo-optax/demo_optax"
-    import demo_optax.swarm
+    import demo_optax
+try:
+    import matplotlib.pyplot as plt
+    import obstore  # noqa: F401
+    from sklearn.datasets import load_digits
+except ImportError:
+    # %pip install -q matplotlib obstore scikit-learn
+    import matplotlib.pyplot as plt
+    from sklearn.datasets import load_digits
 
 # %%
 import pathlib
@@ -42,13 +50,10 @@ import jax
 jax.config.update("jax_num_cpu_devices", 3)
 
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Image
 from jax.sharding import AxisType
-from sklearn.datasets import load_digits
 
-import demo_optax
 from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 from demo_optax.swarm.history import draw, read_history, status
 

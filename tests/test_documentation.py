@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import os
 import pathlib
 import re
 import subprocess
@@ -22,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
+SITE = "https://demo-optax.github.io/demo_optax/"
 
 
 def public(*modules):
@@ -50,6 +52,8 @@ def test_the_site_builds_with_warnings_as_errors(tmp_path):
     for notebook in NOTEBOOKS:
         page = (tmp_path / "notebooks" / notebook.with_suffix(".html").name).read_text()
         assert "image/png" in page or "_images/" in page, f"no picture in {notebook.stem}"
+    page = (tmp_path / "tutorials" / "quick_start.html").read_text()
+    assert 'href="../notebooks/00_quick_start.html"><span class="doc">the notebook' in page
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -77,8 +81,24 @@ def test_links_of_a_page_resolve(page):
         path, _, anchor = urllib.parse.unquote(target).partition("#")
         found = (page.parent / path).resolve() if path else page
         assert found.is_relative_to(ROOT) and found.exists(), f"{target}: there is no such file"
+        assert found == normal(page.parent / path) or not path, f"{target}: GitHub has no such page"
         if anchor and found.suffix == ".md":
             assert anchor in anchors(found.read_text()), f"{target}: there is no such heading"
+
+
+@pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda script: script.stem)
+def test_links_of_a_notebook_resolve(script):
+    text = re.sub(r"^# ?", "", script.read_text(), flags=re.MULTILINE)
+    assert [link for link in links(text) if not (script.parent / link).exists()] == []
+    for name, anchor in re.findall(rf"{SITE}([\w/]+)\.html#?([\w-]*)", text):
+        page = (DOCS / name).with_suffix(".md")
+        assert page.exists(), f"{name}: there is no such page"
+        assert not anchor or anchor in anchors(page.read_text()), f"{anchor}: no such heading"
+
+
+def normal(path):
+    """A path without `..`, where links to folders are not followed: on GitHub they are files."""
+    return pathlib.Path(os.path.normpath(path))
 
 
 def links(text):

@@ -231,17 +231,18 @@ def _require_divisible(
             f"batch_specs names the axis {missing[0]!r} for {what}, but the mesh has the axes "
             f"{tuple(mesh.shape)}."
         )
+    parts = "workers" if isinstance(mesh, AbstractMesh) else "devices"
     for dimension, devices in enumerate(counts(shape, spec, mesh)):
         if dimension >= len(shape):
             raise ValueError(
                 f"{what} of shape {shape} has no dimension {dimension} to divide among {devices} "
-                "devices: give arrays of rows, or say with batch_specs that all workers share it, "
+                f"{parts}: give arrays of rows, or say with batch_specs that all workers share it, "
                 "P()."
             )
         if shape[dimension] % devices:
             raise ValueError(
                 f"{what} has shape {shape}, whose dimension {dimension} cannot be divided among "
-                f"{devices} devices: choose a batch size that is a multiple of their number, or "
+                f"{devices} {parts}: choose a batch size that is a multiple of their number, or "
                 "say with batch_specs how the batch is divided; P() is for a leaf that all "
                 "workers share."
             )
