@@ -20,9 +20,7 @@ def muon_before(
     **options,
 ) -> optax.GradientTransformation:
     """Each worker sends its own orthogonal momentum, whose decay is ``local``."""
-    matrices = optax.chain(
-        optax.contrib.scale_by_muon(beta=local, nesterov=nesterov), root_mean_square_of_one()
-    )
+    matrices = orthogonal(local, nesterov)
     return _decoupled(settings, _by_shape(matrices), AFTER[after](), **options)
 
 
@@ -34,11 +32,20 @@ def muon_after(
     **options,
 ) -> optax.GradientTransformation:
     """A momentum of the aggregates, the same on all workers, is made orthogonal."""
-    matrices = optax.chain(
-        optax.contrib.scale_by_muon(beta=shared, nesterov=nesterov), root_mean_square_of_one()
-    )
-    base = _by_shape(matrices, demo_optax.scale_by_signed_root())
+    base = _by_shape(orthogonal(shared, nesterov), demo_optax.scale_by_signed_root())
     return _decoupled(settings, scale_by_rms(0.95) if scaled else None, base, **options)
+
+
+def orthogonal(beta: float, nesterov: bool) -> optax.GradientTransformation:
+    """A momentum made orthogonal, with a root mean square of 1."""
+
+    def dimensions(updates):
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), updates)
+
+    muon = optax.contrib.scale_by_muon(
+        beta=beta, nesterov=nesterov, weight_dimension_numbers=dimensions
+    )
+    return optax.chain(muon, root_mean_square_of_one())
 
 
 def root_mean_square_of_one() -> optax.GradientTransformation:
