@@ -20,11 +20,11 @@ from demo_optax.compression import Compression, Plan, make_plan
 from lm import recipes
 from lm.recipes import Settings
 
+from .bases import scale_by_rms, with_base
 from .delay_levers import ahead_by_last
 from .muon_levers import muon_after, muon_before
 
 AXIS = "data"
-scale_by_rms = functools.partial(optax.scale_by_rms, eps_in_sqrt=False, bias_correction=True)
 
 
 def maker(name: str, **options: Any) -> Callable[..., optax.GradientTransformation]:
@@ -36,22 +36,6 @@ def demo(settings: Settings, scale=None, **options) -> optax.GradientTransformat
     """DeMo with scaled gradients, with settings that the trainer has no flag for."""
     precondition = scale or scale_by_rms(0.95)
     return demo_optax.demo(**settings._asdict(), precondition=precondition, **options)
-
-
-def with_base(base, settings: Settings, **options) -> optax.GradientTransformation:
-    """Another step after the exchange; the learning rate is inside the momentum as well."""
-    common = {"gradient_weight": settings.learning_rate, "precondition": scale_by_rms(0.95)}
-    return demo_optax.decoupled(
-        optax.chain(
-            base,
-            optax.add_decayed_weights(settings.weight_decay),
-            optax.scale_by_learning_rate(settings.learning_rate),
-        ),
-        settings.compression,
-        decay=settings.decay,
-        exchange=settings.exchange,
-        **common | options,
-    )
 
 
 def with_options(settings: Settings, **options) -> optax.GradientTransformation:
