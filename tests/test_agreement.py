@@ -10,7 +10,7 @@ from importlib import metadata
 import jax
 import pytest
 
-from lm import agreement
+from lm import agreement, swarm
 from lm.config import Config
 from tests.ports import free_port
 from tests.sweeps import slow
@@ -124,3 +124,12 @@ def test_two_processes_that_differ_write_nothing(second, environment, told, tmp_
         for expected in told:
             assert expected in line
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_of_a_swarm_compare_a_tokenizer_by_its_content(tmp_path):
+    places = [tmp_path / name for name in ("one.json", "two.json", "other.json")]
+    for place, content in zip(places, ["{}", "{}", "{ }"], strict=True):
+        place.write_text(content)
+    one, two, other = (swarm.facts_of(Config(tokenizer=str(place))) for place in places)
+    assert one == two
+    assert [name for name in one if one[name] != other[name]] == ["--tokenizer"]
