@@ -65,7 +65,7 @@ def update(optimizer: str, args):
     import optax
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
-    from step_cost import transformer_shapes
+    from step_cost import MAKERS, transformer_shapes
 
     import demo_optax
 
@@ -83,7 +83,8 @@ def update(optimizer: str, args):
     momentum = demo_optax.decoupled_momentum(0.95, compression, exchange=exchange)
     tx = {
         "demo": optax.chain(momentum, optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3)),
-        "demo_scaled": demo_optax.demo_scaled(1e-3, compression, exchange=exchange),
+        "demo_scaled": MAKERS["demo_scaled"](1e-3, compression, exchange=exchange),
+        "demo_muon": MAKERS["demo_muon"](1e-3, compression, exchange=exchange),
         "adamw": optax.chain(demo_optax.mean_over_workers("data"), optax.adamw(1e-3)),
     }[optimizer]
     params = transformer_shapes(args.layers, args.width)
@@ -191,7 +192,7 @@ def main() -> None:
     parser.add_argument("--exchange", default="all-gather", choices=("all-gather", "two-phase"))
     parser.add_argument("--delay", type=int, default=0, choices=(0, 1))
     parser.add_argument("--chips", type=int, default=8, choices=TPU_SLICES)
-    kinds = ("adamw", "demo", "demo_scaled")
+    kinds = ("adamw", "demo", "demo_scaled", "demo_muon")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "demo"], choices=kinds)
     parser.add_argument("--hlo", help="a file for the optimised HLO of the last program")
     parser.add_argument("--keep", action="store_true", help="append the figures to results/")

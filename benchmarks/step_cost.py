@@ -9,6 +9,7 @@ makes a table of.
 """
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -43,6 +44,21 @@ def transformer_params(layers: int, width: int) -> dict[str, jax.Array]:
     }
 
 
+def demo_muon(rate: float, compression: demo_optax.Compression, **options):
+    """As the trainer has it: it looks ahead, and the embedding is no matrix."""
+
+    def dimension_numbers(path, x):
+        matrix = x.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)
+        return optax.contrib.MuonDimensionNumbers() if matrix else None
+
+    matrices = functools.partial(jax.tree.map_with_path, dimension_numbers)
+    options |= dict(look_ahead=1.0, weight_dimension_numbers=matrices)
+    return demo_optax.demo_muon(rate, compression, **options)
+
+
+MAKERS = {"demo": demo_optax.demo, "demo_scaled": demo_optax.demo_scaled, "demo_muon": demo_muon}
+
+
 def name_of(optimizer: str, topk: int, args: argparse.Namespace) -> str:
     """The optimizer and what it sends, as the tables have them."""
     words = [optimizer, f"{args.selection} {topk}", args.value_coding]
@@ -54,7 +70,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--optimizer", choices=("demo", "demo_scaled"), default="demo")
+    parser.add_argument("--optimizer", choices=MAKERS, default="demo")
     parser.add_argument("--block-side", type=int, default=64)
     parser.add_argument("--value-coding", default="float32")
     parser.add_argument("--selection", default="topk")
@@ -67,7 +83,7 @@ def main() -> None:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     names = "block_side", "value_coding", "selection", "transform"
     settings = {name: getattr(args, name) for name in names}
-    make = getattr(demo_optax, args.optimizer)
+    make = MAKERS[args.optimizer]
     optimizers = {"optax.adamw": optax.adamw(1e-3)} | {
         name_of(args.optimizer, k, args): make(1e-3, demo_optax.Compression(k, **settings))
         for k in args.topk

@@ -2,6 +2,8 @@
 
 from importlib.metadata import version
 
+from demo_optax._decoupled import LookAheadState as LookAheadState
+from demo_optax._decoupled import decoupled as decoupled
 from demo_optax._decoupled_momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momentum
 from demo_optax._rounds import LocalStepsState as LocalStepsState
@@ -20,7 +22,6 @@ from demo_optax.exchange import TwoPhase as TwoPhase
 from demo_optax.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax.metrics import check_metrics as check_metrics
 from demo_optax.metrics import exchange_metrics as exchange_metrics
-from demo_optax.optimizers import decoupled as decoupled
 from demo_optax.optimizers import demo as demo
 from demo_optax.optimizers import demo_adamw as demo_adamw
 from demo_optax.optimizers import demo_muon as demo_muon

@@ -1,6 +1,7 @@
 """Decoupled momentum (DeMo) as an optax gradient transformation: the algorithm on one page."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float
 
 from demo_optax import axes, checks, metrics, participation
 from demo_optax.arrays import (
+    BoolScalar,
     IntScalar,
     in_dtype_of,
     round_stochastically,
@@ -23,8 +25,9 @@ from demo_optax.compression.packet import Origin
 from demo_optax.compression.plan import Part, sequentially
 from demo_optax.compression.settings import BlockSides
 from demo_optax.compression.transforms import ROUNDING_STREAM
-from demo_optax.exchange import AllGather, Exchange, Outgoing
-from demo_optax.exchange.protocol import MEANS, Mean, packet_ids
+from demo_optax.exchange import Exchange, Outgoing, halves
+from demo_optax.exchange.all_gather import resolve_exchange
+from demo_optax.exchange.protocol import MEANS, Mean, packet_ids, rows_per_part
 from demo_optax.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
@@ -152,6 +155,50 @@ def decoupled_momentum(
       >>> updates["w"][0]
       Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
     """
+    momentum = momentum_with_progress(
+        decay,
+        compression,
+        axis_name=axis_name,
+        exchange=exchange,
+        gradient_weight=gradient_weight,
+        mean=mean,
+        subtraction_factor=subtraction_factor,
+        momentum_dtype=momentum_dtype,
+        precondition=precondition,
+    )
+
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        updates, state, _ = momentum.update(updates, state, params, **extra_args)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(momentum.init, update_fn)
+
+
+class Progress(NamedTuple):
+    """What a worker knows after an update of the steps to come.
+
+    Attributes:
+      took_part: whether its gradient of this step entered its momentum.
+      own: gives T^-1 of its momentum with the message that is under way, a tree like the gradient.
+    """
+
+    took_part: BoolScalar
+    own: Callable[[], Any]
+
+
+def momentum_with_progress(
+    decay: ArrayLike,
+    compression: Compression,
+    *,
+    axis_name: AxisName,
+    exchange: Exchange | None,
+    gradient_weight: optax.ScalarOrSchedule | None,
+    mean: Mean,
+    subtraction_factor: ArrayLike,
+    momentum_dtype: DTypeLike,
+    precondition: optax.GradientTransformation | None,
+) -> Any:
+    """`decoupled_momentum`, whose update returns its `Progress` as well."""
     if not isinstance(compression, Compression):
         raise TypeError(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
@@ -275,22 +322,43 @@ def decoupled_momentum(
             tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
             return (tensors,), tensors
 
-        rows = [plan.rows_per_part(s.rows()) for s in aggregate.subtractions]
-        (stored,) = sequentially(subtract, plan.parts, momenta, list(zip(*rows, strict=True)))
+        def own_progress(part: Part, after_previous, stored, rows):
+            # Look ahead: T^-1 of m and of the message that is under way
+            rows, stored = after_previous(rows, stored)
+            momenta = part.unpack(stored)
+            for message in rows:
+                momenta = part.subtract(momenta, message, step, delay=0)
+            coefficients = list(map(jnp.concatenate, momenta))
+            tensors = part.to_tensors(part.inverse(coefficients, step))
+            return (tensors,), tensors
+
+        (stored,) = sequentially(
+            subtract, plan.parts, momenta, rows_per_part(plan, aggregate.subtractions)
+        )
         averages = plan.rows_per_part(aggregate.mean, axis=1)
         (tensors,) = sequentially(invert, plan.parts, averages)
 
-        return _as_tree(updates, map(in_dtype_of, _joined(tensors), jax.tree.leaves(updates))), (
-            DecoupledMomentumState(
-                count=jnp.asarray(optax.safe_increment(step)),
-                momentum=_as_tree(state.momentum, rounded(_joined(stored), step)),
-                precondition=participation.choose(participates, precondition_state, old_state),
-                metrics=aggregate.metrics,
-                exchange=aggregate.state,
-                momentum_format=momentum_format,
-                sides=state.sides,
-            )
+        new_state = DecoupledMomentumState(
+            count=jnp.asarray(optax.safe_increment(step)),
+            momentum=_as_tree(state.momentum, rounded(_joined(stored), step)),
+            precondition=participation.choose(participates, precondition_state, old_state),
+            metrics=aggregate.metrics,
+            exchange=aggregate.state,
+            momentum_format=momentum_format,
+            sides=state.sides,
         )
+
+        def as_updates(tensors):
+            return _as_tree(updates, map(in_dtype_of, _joined(tensors), jax.tree.leaves(updates)))
+
+        def own():
+            under_way = [s.undone() for s in aggregate.subtractions if s.under_way]
+            new = plan.per_part(new_state.momentum)
+            (tensors,) = sequentially(own_progress, plan.parts, new, rows_per_part(plan, under_way))
+            return as_updates(tensors)
+
+        took_part = halves.took_part(exchange, participates, state.exchange)
+        return as_updates(tensors), new_state, Progress(took_part, own)
 
     def accumulate(momenta, coefficients, participates, weight):
         """``decay * m + weight * c``; the old momenta for a worker that skips the step.
@@ -315,22 +383,6 @@ def decoupled_momentum(
             yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def resolve_exchange(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
-    """The exchange of an optimizer that was given an axis name, an exchange or neither."""
-    if exchange is None:
-        return AllGather(axis_name)
-    if not isinstance(exchange, Exchange):
-        raise TypeError(
-            f"exchange must be an exchange such as demo_optax.AllGather('data'), not {exchange!r}."
-        )
-    if axis_name is not None and axis_name != exchange.axis_name:
-        raise ValueError(
-            f"axis_name={axis_name!r} and exchange={exchange} name different axes: leave out "
-            "axis_name, which is short for exchange=AllGather(axis_name)."
-        )
-    return exchange
 
 
 def _shapes(tree) -> tuple[tuple[int, ...], ...]:

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr
 
 from demo_optax import axes, checks, participation
+from demo_optax._decoupled import LookAheadState
 from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, upcast
 from demo_optax.axes import AxisName
@@ -111,18 +113,23 @@ def local_steps(
 
     def init_fn(params):
         params = unboxed(params)
-        inner_state = inner.init(params)
+        inner_state, outer_state = inner.init(params), outer.init(params)
         if _nodes(inner_state, DecoupledMomentumState):
             raise ValueError(
                 "the state of inner holds a DecoupledMomentumState ('decoupled_momentum'), but "
                 "each worker takes its inner steps by itself: put it into outer, which exchanges, "
                 "and leave another optimizer in inner."
             )
+        if _nodes(outer_state, LookAheadState):
+            raise ValueError(
+                "the state of outer holds a LookAheadState ('look_ahead'), but with local steps a "
+                "worker takes its gradients at its own parameters: give outer look_ahead=None."
+            )
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             displacement=axes.as_varying(_zeros_to_sum(params), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
-            outer=outer.init(params),
+            outer=outer_state,
         )
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -183,36 +190,53 @@ def local_parameters(params, opt_state):
 
     Args:
       params: the shared parameters.
-      opt_state: an optimizer's state. That of `local_steps` may be anywhere inside it.
+      opt_state: an optimizer's state. That of `local_steps`, or of an optimizer with
+        ``look_ahead``, may be anywhere inside it.
 
     Returns:
-      A tree like ``params``, in their dtypes. With local steps these are the worker's own
-      parameters, with a leading worker axis where the state has one. Otherwise ``params``.
+      A tree like ``params``, in their dtypes. With local steps or a look-ahead these are the
+      worker's own parameters, with a leading worker axis where the state has one. Otherwise
+      ``params``.
 
     Raises:
-      ValueError: `local_steps` covers only some of the parameters.
+      ValueError: `local_steps` covers only some of the parameters; the parameters are not those of
+        the state.
 
     Example:
       >>> params = jnp.float32(8.0)
       >>> local_parameters(params, optax.sgd(1.0).init(params))
       Array(8., dtype=float32)
     """
-    states = _nodes(opt_state, LocalStepsState)
+    states = _nodes(unboxed(opt_state), (LocalStepsState, LookAheadState))
     if not states:
         return params
     wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
-    if held != [wanted]:
+    if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
         raise ValueError(
             f"local_steps must be that of all parameters, {wanted}, but the state has local steps "
             f"of {held}: put it outermost, and partition and mask inside of inner and outer."
         )
+    displacements = {
+        name: d
+        for state, names in zip(states, held, strict=True)
+        for name, d in zip(names, jax.tree.leaves(state.displacement), strict=True)
+    }
+    if unknown := sorted(displacements.keys() - set(wanted)):
+        raise ValueError(
+            f"the state has displacements of {unknown}, but the parameters are {wanted}: pass the "
+            "parameters that the optimizer was initialised with, and do not flatten them around an "
+            "optimizer that looks ahead."
+        )
+    leaves, structure = jax.tree.flatten(params)
+    pairs = [(x, displacements.get(name)) for name, x in zip(wanted, leaves, strict=True)]
+    leading = next(d.shape[: d.ndim - jnp.ndim(x)] for x, d in pairs if d is not None)
 
     def moved(x, d):
-        leading = tuple(range(d.ndim - jnp.ndim(x)))
-        return (jnp.expand_dims(x, leading) + d).astype(jnp.result_type(x))
+        if d is None:
+            return jnp.broadcast_to(x, (*leading, *jnp.shape(x)))
+        return (jnp.expand_dims(x, tuple(range(len(leading)))) + d).astype(jnp.result_type(x))
 
-    leaves, structure = jax.tree.flatten(params)
-    return structure.unflatten(map(moved, leaves, jax.tree.leaves(states[0].displacement)))
+    return structure.unflatten([moved(x, d) for x, d in pairs])
 
 
 def has_exchanged(opt_state) -> BoolScalar:
@@ -301,13 +325,15 @@ def _zeros_to_sum(params):
     return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
 
 
-def _nodes(tree, kind: type) -> list:
+def _nodes(tree, kind: type | tuple[type, ...]) -> list:
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [node for node in nodes if isinstance(node, kind)]
 
 
 def _paths(tree) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    """Names of the leaves, whether their containers have keys or attributes."""
+    paths = (path for path, _ in jax.tree.leaves_with_path(tree))
+    return [keystr(path, simple=True, separator="/") for path in paths]
 
 
 def _require_no_exchange(steps, axis_name: AxisName) -> None:

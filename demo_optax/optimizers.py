@@ -1,4 +1,4 @@
-"""Decoupled momentum before any optax optimizer, ready-made optimizers, and their baseline.
+"""Ready-made optimizers with decoupled momentum, and their baseline.
 
 The aggregate is a momentum already, so the ready-made optimizers keep no second one. Arguments that
 all of them share are described at `demo`.
@@ -11,75 +11,19 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from demo_optax import checks, participation
-from demo_optax._decoupled_momentum import decoupled_momentum
+from demo_optax._decoupled import decoupled
 from demo_optax.arrays import in_dtype_of, upcast
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
 from demo_optax.exchange import Exchange
-from demo_optax.exchange.protocol import Mean
+from demo_optax.exchange.all_gather import resolve_exchange
+from demo_optax.exchange.collectives import gather
+from demo_optax.matrices import dimension_numbers, orthogonalize
+from demo_optax.specs import axes_of, of_leaves
 
 Mask = Any | Callable[[optax.Params], Any] | None
-
-
-def decoupled(
-    base: optax.GradientTransformation,
-    compression: Compression = Compression(),
-    *,
-    decay: chex.Numeric = 0.999,
-    gradient_weight: optax.ScalarOrSchedule | None = None,
-    mean: Mean = "senders",
-    subtraction_factor: chex.Numeric = 1.0,
-    momentum_dtype: DTypeLike = "float32",
-    precondition: optax.GradientTransformation | None = None,
-    axis_name: AxisName = None,
-    exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """``optax.chain(decoupled_momentum(...), base)``, for any optax optimizer ``base``.
-
-    The base optimizer uses the aggregate as its gradient. ``update`` takes the worker's local
-    gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. Give the base no
-    momentum of its own (``optax.adamw(..., b1=0.0)``): a second one made training much worse in our
-    runs. On a step without participants the updates are zero, and of the base's state only the
-    counts of its schedules change.
-
-    Args:
-      base: any optax optimizer.
-      compression: what is sent of the momentum, and how.
-      decay: this and the other arguments are those of `decoupled_momentum`.
-
-    Example:
-      >>> tx = decoupled(optax.adafactor(1e-3), Compression(topk=8), decay=0.95)
-      >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
-      (1, 1, 4096)
-    """
-    momentum: Any = decoupled_momentum(
-        decay,
-        compression,
-        gradient_weight=gradient_weight,
-        mean=mean,
-        subtraction_factor=subtraction_factor,
-        momentum_dtype=momentum_dtype,
-        precondition=precondition,
-        axis_name=axis_name,
-        exchange=exchange,
-    )
-    base = optax.with_extra_args_support(base)
-
-    def init_fn(params):
-        return momentum.init(params), base.init(params)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        aggregate, momentum_state = momentum.update(updates, state[0], params, **extra_args)
-        new = base.update(aggregate, state[1], params, **extra_args)
-        updates, new = participation.keep_base_if_no_participants(
-            momentum_state.metrics.participants, *new, state[1]
-        )
-        return updates, (momentum_state, new)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def demo(
@@ -136,6 +80,7 @@ def demo_scaled(
     decay: chex.Numeric = 0.98,
     weight_decay: chex.Numeric = 0.0,
     mask: Mask = None,
+    look_ahead: chex.Numeric | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -161,6 +106,7 @@ def demo_scaled(
     Args:
       learning_rate: this and the arguments not named here are those of `demo`.
       b2, eps: decay of the second moment in [0, 1); number that is added to its root.
+      look_ahead: as in `decoupled`. Give 1.5 with `demo_optax.Delayed`.
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
@@ -169,7 +115,8 @@ def demo_scaled(
     """
     base = _base(scale_by_signed_root(), learning_rate, weight_decay, mask)
     options = _options(decay, _scale_by_rms(b2, eps), axis_name, exchange)
-    return decoupled(base, compression, gradient_weight=learning_rate, mean="workers", **options)
+    options |= dict(gradient_weight=learning_rate, mean="workers", look_ahead=look_ahead)
+    return decoupled(base, compression, **options)
 
 
 def demo_sgd(
@@ -249,23 +196,46 @@ def demo_signum(
 
 def demo_muon(
     learning_rate: optax.ScalarOrSchedule,
-    compression: Compression = Compression(),
+    compression: Compression = Compression(32, value_coding="sign", selection="bins"),
     *,
+    b1: chex.Numeric = 0.9,
     b2: chex.Numeric = 0.95,
-    decay: chex.Numeric = 0.995,
+    eps: chex.Numeric = 1e-8,
+    decay: chex.Numeric = 0.95,
     weight_decay: chex.Numeric = 0.0,
     mask: Mask = None,
-    precondition: optax.GradientTransformation | None = None,
+    weight_dimension_numbers: Any = None,
+    look_ahead: chex.Numeric | None = 1.0,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Decoupled momentum before Muon's orthogonalised step.
+    r"""DeMo whose workers make a momentum of their own gradients orthogonal, before the exchange.
 
-    The step of a matrix is the aggregate with its singular values set to about 1, as in
-    ``optax.contrib.muon``. That of other parameters is the aggregate divided by the root of its
-    second moment, which decays by ``b2``. The other arguments are those of `demo`. Do not shard
-    matrices inside a worker: each shard would be orthogonalised by itself. In our runs its loss was
-    higher than that of `demo_scaled`.
+    .. math::
+        h_i &\leftarrow \beta_1 h_i + g_i \\
+        o_i &= \mathrm{orthogonal}(g_i + \beta_1 h_i) \\
+        v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) o_i^2 \\
+        m_i &\leftarrow \beta m_i + \eta_t\, T(o_i / (\sqrt{\hat v_i} + \epsilon))
+
+    and on as in `demo_scaled`, which this is but for the first two lines. They are for matrices:
+    Muon's five Newton-Schulz steps set their singular values to about 1. Elements are scaled after
+    that, as in AdaMuon (Si et al., `arXiv 2507.11005 <https://arxiv.org/abs/2507.11005>`_).
+    Orthogonal steps of the sparse aggregate, as in version 2 of the paper, had a higher loss in our
+    runs.
+
+    Where ``param_specs`` of the train step say that matrices are sharded inside a worker, each
+    device makes some of them orthogonal whole: two all-to-alls for each shape of matrices.
+
+    Args:
+      learning_rate: this and the arguments not named here are those of `demo_scaled`.
+      b1: decay of the momentum :math:`h_i` of matrices, in [0, 1); it stays with its worker.
+      weight_dimension_numbers: which parameters are matrices, as in ``optax.contrib.muon``: a tree
+        of ``optax.contrib.MuonDimensionNumbers`` and None, or a function of the parameters that
+        gives one, which may meet ``optax.MaskedNode`` where others update some of them. All those
+        of two dimensions by default. Embeddings do better as None. Name it in the ``static_args``
+        of ``optax.inject_hyperparams``.
+      look_ahead: as in `decoupled`; most of the gain over `demo_scaled` needs it. Give 1.5 with
+        `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
@@ -273,12 +243,23 @@ def demo_muon(
       >>> bool(abs(updates + jax.numpy.eye(4)).max() < 0.5)
       True
     """
-    muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)  # -1: _base negates
-    orthogonal = optax.stateless(lambda u, _: muon.update(u, muon.init(u), u)[0])
-    parts: Any = {True: orthogonal, False: _scale_by_rms(b2, 1e-8)}
-    direction = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
-    base = _base(direction, learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
+    checks.in_interval("b1", b1, "[0, 1)")
+    workers = resolve_exchange(axis_name, exchange).axis_name
+
+    def is_matrix(params):
+        numbers = dimension_numbers(weight_dimension_numbers, params)
+        structure: Any = jax.tree.structure(params)
+        return structure.unflatten([x is not None for x in numbers])
+
+    precondition = optax.chain(
+        optax.masked(_in_float32(optax.trace(b1, nesterov=True)), is_matrix),
+        orthogonalize(weight_dimension_numbers, workers),
+        _scale_by_rms(b2, eps),
+    )
+    base = _base(scale_by_signed_root(), learning_rate, weight_decay, mask)
+    options = _options(decay, precondition, axis_name, exchange)
+    options |= dict(gradient_weight=learning_rate, mean="workers", look_ahead=look_ahead)
+    return decoupled(base, compression, **options)
 
 
 def _options(decay, precondition, axis_name, exchange) -> dict[str, Any]:
@@ -294,33 +275,38 @@ def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransfo
 
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
-    """``optax.scale_by_rms`` with a second moment in float32 or wider.
-
-    In bfloat16 a moment with a decay of 0.999 never decreases.
-    """
     checks.in_interval("b2", b2, "[0, 1)")
     checks.in_interval("eps", eps, "[0, inf)")
-    rms = optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
+    return _in_float32(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True))
+
+
+def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation whose state is in float32 or wider.
+
+    In bfloat16 a second moment with a decay of 0.999 never decreases.
+    """
 
     def update_fn(updates, state, params=None):
         del params
-        scaled, state = rms.update(jax.tree.map(upcast, updates), state)
-        return jax.tree.map(in_dtype_of, scaled, updates), state
+        new, state = tx.update(jax.tree.map(upcast, updates), state)
+        return jax.tree.map(in_dtype_of, new, updates), state
 
     return optax.GradientTransformation(
-        lambda params: rms.init(jax.tree.map(lambda x: upcast(jnp.asarray(x)), params)), update_fn
+        lambda params: tx.init(jax.tree.map(lambda x: upcast(jnp.asarray(x)), params)), update_fn
     )
 
 
-def scale_by_signed_root() -> optax.GradientTransformation:
+def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
     r"""Each element's signed root, relative to the tensor's mean magnitude.
 
     .. math:: u \mapsto \mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
 
     The step of `demo_scaled`, to put after `decoupled_momentum` in a chain of your own. The mean
     :math:`\Sigma u^2 / \Sigma |u|` weights each magnitude by itself. So the root mean square of the
-    steps is at most 1, however many elements are zero. The sums are over a device's shard where
-    parameters are sharded.
+    steps is at most 1, however many elements are zero. Where parameters are sharded inside a
+    worker, the sums are over all shards. `demo_optax.make_train_step` and
+    `demo_optax.stack_workers` tell it by the extra argument ``param_specs``; without it the sums
+    are over a device's shard.
 
     Example:
       >>> tx, params = scale_by_signed_root(), jax.numpy.ones(3)
@@ -329,15 +315,35 @@ def scale_by_signed_root() -> optax.GradientTransformation:
       [1.085, -0.542, 0.0]
     """
 
-    def step(update, _):
-        u = upcast(update)
-        magnitude = jnp.abs(u)
-        total, squares = jnp.sum(magnitude), jnp.sum(jnp.square(u))
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        leaves, structure = jax.tree.flatten(updates)
+        sums = [_sums(upcast(x)) for x in leaves]
+        over = list(map(axes_of, of_leaves(updates, extra_args)))
+        for names in dict.fromkeys(filter(None, over)):
+            numbers = [i for i, along in enumerate(over) if along == names]
+            # The shards' sums in one fixed order: an all-reduce may add in another one elsewhere.
+            own = jnp.stack([sums[i] for i in numbers]).astype(jnp.float32)
+            words = gather(jax.lax.bitcast_convert_type(own, jnp.uint32).ravel(), names)
+            each = jax.lax.bitcast_convert_type(words, jnp.float32)
+            totals = each.reshape(len(each), -1, 2).sum(axis=0)
+            for i, total in zip(numbers, totals, strict=True):
+                sums[i] = total
+        return structure.unflatten(map(step, leaves, sums)), state
+
+    def step(update, sums):
+        total, squares = sums
         mean = squares / jnp.where(total > 0, total, 1.0)
-        relative = magnitude / jnp.where(mean > 0, mean, 1.0)
+        u = upcast(update)
+        relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
         return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
 
-    return optax.stateless_with_tree_map(step)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+def _sums(u):
+    """The sums of magnitudes and of squares."""
+    return jnp.stack([jnp.sum(jnp.abs(u)), jnp.sum(jnp.square(u))])
 
 
 def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax import matrices
 from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
 from tests import causes_of_checkpoints, causes_of_swarms, model, workers
@@ -19,6 +20,7 @@ from tests.workers import step_of
 
 ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
+LOOKING_AHEAD = demo_optax.demo_scaled(1e-3, look_ahead=1.0)
 DELAYED = demo_optax.demo(
     1e-3, demo_optax.Compression(4, 8), exchange=demo_optax.Delayed(demo_optax.AllGather())
 )
@@ -111,6 +113,17 @@ def state_unlike_any_parameter():
     )
     tx = demo_optax.demo(1e-3, axis_name="data", precondition=scale)
     demo_optax.init_opt_state(tx, {"w": jnp.ones((8, 6))}, inner(), "data", P(None, "fsdp"))
+
+
+def orthogonal_shards_without_specs():
+    tx = matrices.orthogonalize(None, "data")
+    run = jax.shard_map(
+        lambda x: tx.update([x], ())[0],
+        mesh=two_by_two_auto(),
+        in_specs=P(None, "fsdp"),
+        out_specs=[P(None, "fsdp")],
+    )
+    jax.jit(run)(jnp.ones((4, 4)))
 
 
 MASK = {"hidden": True, "out": True, "bias": False}
@@ -231,6 +244,10 @@ RAISED = [
     lambda: demo_optax.demo(1e-3, demo_optax.Compression(4, 8, transform="hadamard")).update(
         model.init(), ALONE.init(model.init())
     ),
+    lambda: matrices.dimension_numbers([matrices.DimensionNumbers()], [jnp.ones(3)]),
+    lambda: matrices.dimension_numbers([matrices.DimensionNumbers(0, -2)], [jnp.ones((2, 3))]),
+    orthogonal_shards_without_specs,
+    lambda: demo_optax.local_parameters(jnp.ones(3), LOOKING_AHEAD.init({"w": jnp.ones(3)})),
     # axes
     lambda: DEMO.update(model.init(), DEMO.init(model.init())),
     lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), ["data"]),
@@ -293,6 +310,9 @@ RAISED = [
         local_steps(demo_optax.mean_over_workers("data"), DEMO), model.init(), two()
     ),
     lambda: local_steps(ALONE, DEMO).init(model.init()),
+    lambda: local_steps(optax.sgd(0.1), demo_optax.demo_scaled(1.0, look_ahead=1.0)).init(
+        model.init()
+    ),
     local_steps_of_a_part,
     lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
     lambda: step_of(DEMO, two())(state_of(2), model.init(), model.batch(0)),

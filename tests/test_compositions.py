@@ -43,6 +43,7 @@ TRAIN = {
     ),
     "reduce_on_plateau": optax.chain(DEMO, optax.contrib.reduce_on_plateau(patience=3)),
     "flatten": optax.flatten(DEMO),
+    "flatten demo_scaled": optax.flatten(demo_optax.demo_scaled(1e-2, SMALL, axis_name="data")),
     "named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("demo", DEMO)),
     "ema": optax.chain(DEMO, optax.ema(0.5)),
     "ema in front": optax.chain(optax.ema(0.5), DEMO),

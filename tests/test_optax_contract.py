@@ -66,7 +66,7 @@ class TestAllButRosenbrock(
         ("demo", {"learning_rate": 1e-3}),
         ("demo_scaled", {"learning_rate": 1e-3, "compression": FOUR_BITS}),
         ("demo_signum", {"learning_rate": 1e-3}),
-        ("demo_muon", {"learning_rate": 1e-3}),
+        ("demo_muon", {"learning_rate": 1e-3, "compression": FOUR_BITS}),
         without=("_setup_rosenbrock",),
     ),
 ):

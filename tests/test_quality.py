@@ -13,6 +13,7 @@ import demo_optax
 from benchmarks import pages
 from benchmarks.quality import __main__ as main
 from benchmarks.quality import levers, pictures, study, tables
+from lm import setup
 from lm.config import Config
 from lm.recipes import RECIPES, Settings
 from lm.validation import require_sensible
@@ -156,14 +157,16 @@ def test_the_picture_shows_the_methods_of_at_most_seven_curves(monkeypatch, tmp_
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     pictures.draw(STUDIES)
     by_bytes, *_ = drawn.values()
-    (axes,) = by_bytes.axes
-    shown = sum(
-        len(line.get_xdata()) for line in axes.lines if line.get_marker() in pictures.MARKERS
-    )
+    curves, unseen = by_bytes.axes
     found = [row.method.curve for row in tables.rows(STUDIES["tiny"]) if row.method.curve]
+    shown = sum(len(bars[0].get_xdata()) for bars in curves.containers)
     assert shown == len(found) > 10
-    labels = axes.get_legend_handles_labels()[1]
+    labels = curves.get_legend_handles_labels()[1]
     assert set(labels) == set(found) and len(labels) == len(set(found)) <= 7
+    final = tables.rows(STUDIES["final"])
+    assert {text.get_text() for text in unseen.texts} == {row.method.name for row in final}
+    bars = [len(bars[2]) for bars in unseen.containers]
+    assert bars == [int(row.difference is not None and len(row.seeds) > 1) for row in final]
     assert {path.suffix for path in tmp_path.iterdir()} == {".png"}
 
 
@@ -194,13 +197,13 @@ def test_the_trainer_takes_every_method(each, method):
     require_sensible(Config(**method.settings, learning_rate=0.1))
 
 
-def trained(make):
+def trained(make, exchange=demo_optax.AllGather("data")):
     settings = Settings(
         optax.linear_schedule(0.05, 0.01, 11),
         0.9,
         0.0,
         demo_optax.Compression(4, 8),
-        demo_optax.AllGather("data"),
+        exchange,
     )
     return workers.train(make("demo-scaled", settings, None), range(11))[0]
 
@@ -210,18 +213,21 @@ def params_of_demo():
     return trained(levers.maker("with_options"))
 
 
-LEVERS = {str(dict(m.lever)): dict(m.lever) for _, m in METHODS if m.lever}
+LEVERS = {str(dict(m.lever)): m for _, m in METHODS if m.lever}
 
 
 @sweep(
     "{'name': 'with_options', 'mean': 'senders'}",
-    "{'name': 'ready_made', 'make': 'demo_muon'}",
+    "{'name': 'published_muon'}",
+    "{'name': 'ahead_by', 'own': 1.0}",
+    "{'name': 'owners', 'residual_decay': 0.9}",
     "{'name': 'powered', 'power': 0.5}",
     name=LEVERS,
 )
 def test_levers_are_optimizers_that_differ_from_demo(name, params_of_demo):
-    lever = LEVERS[name]
-    params = trained(levers.maker(**lever))
+    lever, settings = dict(LEVERS[name].lever), LEVERS[name].settings
+    exchange = setup.exchange(Config(**settings))
+    params = trained(levers.maker(**lever), exchange)
     assert model.loss(params, model.batch(0)) < model.loss(model.init(), model.batch(0))
     apart = max(float(np.max(np.abs(first - params[x]))) for x, first in params_of_demo.items())
     assert (apart < 1e-6) == (lever == {"name": "with_options", "mean": "senders"})
@@ -231,12 +237,22 @@ def test_pages_say_what_was_found():
     table = tables.table_of(STUDIES)
     outdated = pages.outdated(tables.PAGES, tables.KIND, table)
     assert outdated == [], "run python -m benchmarks.quality write"
-    assert "<!-- study tiny -->" in (ROOT / "docs/explanation/quality.md").read_text()
+    assert "<!-- study tiny -->" in (ROOT / "docs/explanation/quality_studies.md").read_text()
     marks = "<!-- study tiny: Muon; DeMo, k = ? -->\n<!-- end -->"
     some = pages.replaced(marks, tables.KIND, table)
     assert [line.split(" | ")[0] for line in some.splitlines()[3:-1]] == [
         "| Muon", "| DeMo, k = 8", "| DeMo, k = 4",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how_to/choose.md"])
+def test_advice_has_the_differences_of_the_unseen_seeds(page):
+    text = (ROOT / page).read_text()
+    found = {row.method.name: row.difference for row in tables.rows(STUDIES["final"])}
+    quoted = {name for name, mean in found.items() if mean and mean.written("+.3f") in text}
+    assert {"DeMo-Muon", "32 bins, sign"} <= quoted
+    if page.endswith("choose.md"):
+        assert quoted == set(found) - {"AdamW"}
 
 
 def test_methods_do_not_lean_on_defaults_that_may_change():

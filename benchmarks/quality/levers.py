@@ -21,8 +21,11 @@ from lm import recipes
 from lm.recipes import Settings
 
 from .bases import scale_by_rms, with_base
-from .delay_levers import ahead_by_last
-from .muon_levers import muon_after, muon_before
+from .delay_levers import ahead_by, stale_adamw, trace_after, with_lead
+from .local_levers import local
+from .muon_levers import muon_after, muon_before, published_muon, whitened_before
+from .two_phase_levers import owners
+from .worker_levers import sits_out, unequal
 
 AXIS = "data"
 
@@ -35,7 +38,7 @@ def maker(name: str, **options: Any) -> Callable[..., optax.GradientTransformati
 def demo(settings: Settings, scale=None, **options) -> optax.GradientTransformation:
     """DeMo with scaled gradients, with settings that the trainer has no flag for."""
     precondition = scale or scale_by_rms(0.95)
-    return demo_optax.demo(**settings._asdict(), precondition=precondition, **options)
+    return demo_optax.demo(**settings.decoupled, precondition=precondition, **options)
 
 
 def with_options(settings: Settings, **options) -> optax.GradientTransformation:
@@ -54,16 +57,16 @@ def decay_from(settings: Settings, first: float, last: float, steps: int):
         done = jnp.clip(step / steps, 0.0, 1.0)
         return 1.0 - (1.0 - first) ** (1.0 - done) * (1.0 - last) ** done
 
-    own = settings._asdict() | {"decay": decay}
+    own = settings.decoupled | {"decay": decay}
     static = ("compression", "exchange", "precondition", "mask")
     make = optax.inject_hyperparams(demo_optax.demo, static_args=static)
     return make(**own, precondition=scale_by_rms(0.95))
 
 
 def ready_made(settings: Settings, make: str) -> optax.GradientTransformation:
-    """``demo_muon``, ``demo_adamw``, ``demo_sgd``, ``demo_signum`` after scaled gradients."""
+    """``demo_adamw``, ``demo_sgd``, ``demo_signum`` after scaled gradients."""
     optimizer = getattr(demo_optax, make)
-    return optimizer(**settings._asdict(), precondition=scale_by_rms(0.95))
+    return optimizer(**settings.decoupled, precondition=scale_by_rms(0.95))
 
 
 def signs_of_blocks(settings: Settings) -> optax.GradientTransformation:
@@ -119,6 +122,16 @@ def cooled(settings: Settings, steps: int, make: str) -> optax.GradientTransform
 
     own = settings._replace(learning_rate=rate)
     return with_options(own) if make == "demo" else recipes.make(make, own, None)
+
+
+def annealed(settings: Settings, last: float, steps: int, make: str):
+    """In the last fifth of the steps the rate falls linearly to a part of what it was."""
+
+    def rate(step):
+        done = jnp.clip((step / steps - 0.8) / 0.2, 0.0, 1.0)
+        return settings.learning_rate(step) * (1.0 - (1.0 - last) * done)
+
+    return recipes.make(make, settings._replace(learning_rate=rate), None)
 
 
 class SharedSecondMoment(NamedTuple):
@@ -310,6 +323,7 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         second_moment_after,
         as_it_is,
         cooled,
+        annealed,
         shared_second_moment,
         scaled_coefficients,
         apart,
@@ -318,6 +332,15 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         muon,
         muon_before,
         muon_after,
-        ahead_by_last,
+        whitened_before,
+        published_muon,
+        ahead_by,
+        stale_adamw,
+        with_lead,
+        trace_after,
+        owners,
+        local,
+        sits_out,
+        unequal,
     )
 }

@@ -1,5 +1,7 @@
 """Levers with Muon: where the orthogonal step stands, before the exchange, after it, or both."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -51,3 +53,64 @@ def _by_shape(matrices, others) -> optax.GradientTransformation:
 
     parts = {True: matrices, False: others}
     return optax.partition(parts, lambda params: jax.tree.map_with_path(label, params))
+
+
+class Covariance(NamedTuple):
+    """State of `whitened`: the mean of each matrix's own covariance over its shorter side."""
+
+    count: jax.Array
+    covariance: optax.Updates
+
+
+def whitened(b2: float, eps: float = 1e-6) -> optax.GradientTransformation:
+    """Each matrix times the inverse root of the mean of its covariances, over the shorter side."""
+
+    def covariance(g):
+        return g @ g.T if g.shape[0] <= g.shape[1] else g.T @ g
+
+    def root(c):
+        values, vectors = jnp.linalg.eigh(c)
+        values = jnp.maximum(values, 0) + eps * jnp.maximum(values.max(), 1e-30)
+        return (vectors * jax.lax.rsqrt(values)[None]) @ vectors.T
+
+    def init(params):
+        zeros = jax.tree.map(lambda p: jnp.zeros((min(p.shape), min(p.shape))), params)
+        return Covariance(jnp.zeros((), jnp.int32), zeros)
+
+    def update(updates, state, params=None):
+        del params
+        count = state.count + 1
+        new = jax.tree.map(
+            lambda c, g: b2 * c + (1 - b2) * covariance(g), state.covariance, updates
+        )
+        correction = 1 - b2**count
+
+        def scale(g, c):
+            r = root(c / correction)
+            return r @ g if g.shape[0] <= g.shape[1] else g @ r
+
+        return jax.tree.map(scale, updates, new), Covariance(count, new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def whitened_before(settings: Settings, b2: float) -> optax.GradientTransformation:
+    """Each worker whitens its own gradients by its own covariances: RMS scaling, of matrices."""
+    precondition = _by_shape(whitened(b2), scale_by_rms(0.95))
+    step = demo_optax.scale_by_signed_root()
+    return with_base(step, settings, mean="workers", precondition=precondition)
+
+
+def published_muon(settings: Settings, scaled: bool = True) -> optax.GradientTransformation:
+    """Muon's step of the aggregate, as in version 2 of the paper."""
+    muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)
+    orthogonal = optax.stateless(lambda u, _: muon.update(u, muon.init(u), u)[0])
+    parts = {True: orthogonal, False: scale_by_rms(0.95)}
+    base = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
+    return demo_optax.decoupled(
+        optax.chain(base, optax.scale_by_learning_rate(settings.learning_rate)),
+        settings.compression,
+        decay=settings.decay,
+        precondition=scale_by_rms(0.95) if scaled else None,
+        exchange=settings.exchange,
+    )

@@ -1,6 +1,7 @@
 """Pictures of what came of the studies, for the documentation."""
 
 import itertools
+import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from matplotlib.axes import Axes
 from benchmarks.pages import ROOT
 
 from .study import Method, Study
-from .tables import Row, rows
+from .tables import Mean, Row, rows
 
 FOLDER = ROOT / "docs"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -21,39 +22,92 @@ MARKERS = "osv^D*X"
 def draw(studies: Mapping[str, Study]) -> None:
     """Draws all of them anew."""
     with plt.style.context({"axes.spines.top": False, "axes.spines.right": False}):
-        loss_against_bytes(studies["tiny"], FOLDER / "quality_bytes.png")
+        loss_against_bytes(studies["tiny"], studies["final"], FOLDER / "quality_bytes.png")
+        of_methods(studies["local"], FOLDER / "quality_local.png")
         over_steps(studies["small"], FOLDER / "quality_steps.png")
         over_steps(studies["long"], FOLDER / "quality_long.png")
 
 
-def loss_against_bytes(study: Study, path: Path) -> None:
-    """Methods that belong to a curve, on the first seed, which all have. The table has all methods.
+def loss_against_bytes(study: Study, unseen: Study, path: Path) -> None:
+    """Left the curves of a study, right the methods of one with unseen seeds."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 5), dpi=150, layout="constrained", width_ratios=(3, 2)
+    )
+    _curves(left, study)
+    left.set_title("seeds that choices were made on", fontsize=10)
+    _methods(right, unseen)
+    right.set_title(f"unseen seeds: {', '.join(map(str, unseen.seeds))}", fontsize=10)
+    figure.savefig(path)
+    plt.close(figure)
 
-    Next to a point stands its number of coefficients, or of local steps, where the curve has
-    several.
-    """
+
+def of_methods(study: Study, path: Path) -> None:
+    """All methods of a study over their bytes."""
     figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
-    results, seed = study.results(), study.seeds[0]
+    _methods(axes, study)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _curves(axes: Axes, study: Study) -> None:
+    """Methods that belong to a curve.
+
+    Next to a point stands its number of coefficients, where the curve has several.
+    """
     curves: dict[str, list[Row]] = {}
     for row in rows(study):
         if row.method.curve is not None:
             curves.setdefault(row.method.curve, []).append(row)
     for place, ((name, points), style) in enumerate(zip(curves.items(), _styles(), strict=False)):
         points = sorted(points, key=lambda row: row.bytes_per_step)
-        sizes = [row.bytes_per_step for row in points]
-        losses = [study.of_method(row.method, results)[seed].comparable_loss for row in points]
-        axes.plot(sizes, losses, label=name, **style)
+        for row in points:
+            _point(axes, row, style)
+        at = [(row.bytes_per_step, _above(row).value) for row in points]
+        axes.plot(*zip(*at, strict=True), label=name, markerfacecolor="white", zorder=0, **style)
         numbers = [_number(row.method) for row in points]
         if len(set(numbers)) > 1:
-            offset = (0, -15 if place % 2 else 6)
-            style = {"color": style["color"], "fontsize": 8, "ha": "center"}
-            for number, *at in zip(numbers, sizes, losses, strict=True):
-                axes.annotate(str(number), at, offset, textcoords="offset points", **style)
-    axes.set(xscale="log", xlabel="bytes that a worker hands to the exchange, per step")
-    axes.set_ylabel(f"held-out loss with seed {seed}, nats per byte")
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
-    figure.savefig(path)
-    plt.close(figure)
+            offset = (0, -15 if place % 2 else 8)
+            for number, each in zip(numbers, at, strict=True):
+                _write(axes, str(number), each, offset, style, ha="center")
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    _label(axes, study)
+
+
+def _methods(axes: Axes, study: Study) -> None:
+    """All methods that have a result, each with its name."""
+    found = rows(study)
+    sizes = [row.bytes_per_step for row in found]
+    middle = statistics.geometric_mean([min(sizes), max(sizes)]) if sizes else 0.0
+    for row, style in zip(found, _styles(), strict=False):
+        _point(axes, row, style)
+        place, on_the_right = (row.bytes_per_step, _above(row).value), row.bytes_per_step > middle
+        offset, side = ((-8, 3), "right") if on_the_right else ((8, 3), "left")
+        _write(axes, row.method.name, place, offset, style, ha=side)
+    _label(axes, study)
+
+
+def _label(axes: Axes, study: Study) -> None:
+    axes.axhline(0.0, color="grey", linewidth=0.5)
+    axes.set(xscale="log", xlabel="bytes per step that a worker hands over")
+    axes.set_ylabel(f"held-out loss minus that of {study.baseline}, nats per byte")
+
+
+def _write(axes: Axes, text: str, place, offset, style: dict[str, Any], **options) -> None:
+    options |= {"color": style["color"], "fontsize": 8}
+    axes.annotate(text, place, offset, textcoords="offset points", **options)
+
+
+def _above(row: Row) -> Mean:
+    return row.difference or Mean(0.0, None)
+
+
+def _point(axes: Axes, row: Row, style: dict[str, Any]) -> None:
+    """Hollow for one seed; for several with a bar, the standard error of the difference."""
+    above, several = _above(row), len(row.seeds) > 1
+    fill = style["color"] if several else "white"
+    axes.errorbar(
+        row.bytes_per_step, above.value, above.error, capsize=3, markerfacecolor=fill, **style
+    )
 
 
 def _number(method: Method) -> int | None:

@@ -15,7 +15,7 @@ from lm.model import PRESETS, build
 
 from .study import Method, Result, Study
 
-PAGES = ("docs/explanation/quality.md",)
+PAGES = ("docs/explanation/quality.md", "docs/explanation/quality_studies.md")
 KIND = "study"
 
 

@@ -29,14 +29,17 @@ def result_of(job: dict) -> dict:
     from lm.setup import prepare
     from lm.train import train
 
-    from . import levers
+    from . import levers, worker_levers
 
     console.quiet = True
     own = {"learning_rate": job["learning_rate"], "seed": job["seed"]}
     make = {"make_optimizer": levers.maker(**job["lever"])} if job["lever"] else {}
     with tempfile.TemporaryDirectory() as folder:
         config = Config(**job["settings"], **own, log_dir=Path(folder))
-        trained = train(prepare(config, **make))
+        run = prepare(config, **make)
+        if "sequences" in job["lever"]:
+            run = worker_levers.of_unequal_batches(run, job["lever"]["sequences"])
+        trained = train(run)
         lines = (Path(folder) / "steps.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     exchanged = [step for step in steps if step["exchange"] and step["packet_bytes"]]

@@ -16,6 +16,7 @@ from demo_optax.axes import AxisName
 from demo_optax.exchange.wrapper import PendingState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import StateLayout
+from demo_optax.specs import axes_of, sharded_axes
 
 FORMAT = 8
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
@@ -43,7 +44,7 @@ def describe(
     specs = jax.tree.leaves(layout.params)
     param_at = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
     spec_at = dict(jax.tree.leaves_with_path(layout.state))
-    inner = [name for name in mesh.axis_names if name in shards.sharded_axes(layout.params)]
+    inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
 
     def describe_momentum(path, node, inside) -> dict:
         shape, spec = param_at.get(inside, (None, jax.P()))
@@ -59,7 +60,7 @@ def describe(
         }
 
     def describe_kept(path, x) -> dict:
-        own = [name for name in shards.axes_of(spec_at[path]) if name in inner]
+        own = [name for name in axes_of(spec_at[path]) if name in inner]
         sizes = [(inner.index(name), mesh.shape[name]) for name in own]
         return {"name": keystr(path), "shape": x.shape, "axes": sizes}
 

@@ -21,7 +21,7 @@ from demo_optax.compression.settings import MomentumFormat
 from demo_optax.compression.transforms import is_redrawn
 from demo_optax.exchange.protocol import Subtraction
 from demo_optax.exchange.wrapper import decode_pending
-from demo_optax.parallel import shards
+from demo_optax.specs import axes_of
 
 
 def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name: AxisName) -> dict:
@@ -41,7 +41,7 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
     carried_over, result = [], {}
     for name, target in wanted.items():
         x = np.asarray(state[name])
-        differs = worker_axes & set(shards.axes_of(target.sharding.spec))
+        differs = worker_axes & set(axes_of(target.sharding.spec))
         stacked = bool(differs) and x.ndim > 0 and name not in in_exchange
         if stacked and len(x) > workers:
             x = redistribute(x, workers)

@@ -10,7 +10,14 @@ from demo_optax.compression import Plan
 from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average_all
-from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
+from demo_optax.exchange.protocol import (
+    Aggregate,
+    Exchange,
+    Mean,
+    Outgoing,
+    Subtraction,
+    Traffic,
+)
 from demo_optax.metrics import ExchangeMetrics
 
 
@@ -80,3 +87,19 @@ class AllGather:
         """A packet to each of the others, and one from each of them."""
         packet, others = 4 * self.layout(plan).words, workers - 1
         return Traffic(packet, packet * others, others)
+
+
+def resolve_exchange(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
+    """The exchange of an optimizer that was given an axis name, an exchange or neither."""
+    if exchange is None:
+        return AllGather(axis_name)
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            f"exchange must be an exchange such as demo_optax.AllGather('data'), not {exchange!r}."
+        )
+    if axis_name is not None and axis_name != exchange.axis_name:
+        raise ValueError(
+            f"axis_name={axis_name!r} and exchange={exchange} name different axes: leave out "
+            "axis_name, which is short for exchange=AllGather(axis_name)."
+        )
+    return exchange

@@ -70,7 +70,7 @@ class Delayed(ExchangeWrapper):
         )
         return aggregate._replace(
             subtractions=[
-                Subtraction.uniform(plan, outgoing.message, outgoing.factor),
+                Subtraction.uniform(plan, outgoing.message, outgoing.factor, under_way=True),
                 Subtraction(message, correction, delay=1),
             ],
             state=self.pending_state(plan, outgoing.packets, outgoing.factor, aggregate.state),

@@ -11,12 +11,21 @@ late, or if it sent none.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
+from demo_optax.arrays import BoolScalar
 from demo_optax.compression import Plan
 from demo_optax.compression.selection import AllCoefficients
-from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, SparseSum, Subtraction
+from demo_optax.exchange.protocol import (
+    Aggregate,
+    Exchange,
+    Mean,
+    Outgoing,
+    SparseSum,
+    Subtraction,
+)
 from demo_optax.exchange.wrapper import ExchangeWrapper, PendingState
 from demo_optax.metrics import ExchangeMetrics
 
@@ -44,7 +53,9 @@ class Sealed(ExchangeWrapper):
         del mean
         return Aggregate(
             mean=[_zero(section.num_blocks, section.selector.n) for section in plan.sections],
-            subtractions=[Subtraction.uniform(plan, outgoing.message, outgoing.factor)],
+            subtractions=[
+                Subtraction.uniform(plan, outgoing.message, outgoing.factor, under_way=True)
+            ],
             state=self.pending_state(plan, outgoing.packets, outgoing.factor, state.inner),
             metrics=previous_metrics,
         )
@@ -86,6 +97,17 @@ class Opened(ExchangeWrapper):
             subtractions=[Subtraction(message, correction)],
             state=self.pending_state(plan, none, nothing, aggregate.state),
         )
+
+
+def took_part(exchange: Exchange, participates: BoolScalar, state: Any) -> BoolScalar:
+    """Whether a worker's gradient of this step entered its momentum.
+
+    Args:
+      exchange: the exchange.
+      participates: whether it entered in this update.
+      state: the exchange's state before the update. In the second half it tells of the first.
+    """
+    return state.subtracted_fraction > 0 if isinstance(exchange, Opened) else participates
 
 
 def _zero(blocks: int, n: int) -> SparseSum:

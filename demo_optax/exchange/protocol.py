@@ -74,7 +74,9 @@ class SparseSum:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["message", "factors"], meta_fields=["delay"]
+    jax.tree_util.register_dataclass,
+    data_fields=["message", "factors"],
+    meta_fields=["delay", "under_way"],
 )
 @dataclasses.dataclass(frozen=True)
 class Subtraction:
@@ -84,16 +86,25 @@ class Subtraction:
       message: the message, as the others decode it.
       factors: for each section, the fraction for each of its blocks.
       delay: steps since the message was sent.
+      under_way: whether nobody has applied the message yet.
     """
 
     message: Message
     factors: Sequence[Float32[Array, "_blocks 1"]]
     delay: int = 0
+    under_way: bool = False
 
     @classmethod
-    def uniform(cls, plan: Plan, message: Message, factor: FloatScalar) -> "Subtraction":
+    def uniform(
+        cls, plan: Plan, message: Message, factor: FloatScalar, under_way: bool = False
+    ) -> "Subtraction":
         """The same fraction of every block."""
-        return cls(message, [jnp.full((s.num_blocks, 1), factor) for s in plan.sections])
+        factors = [jnp.full((s.num_blocks, 1), factor) for s in plan.sections]
+        return cls(message, factors, under_way=under_way)
+
+    def undone(self) -> "Subtraction":
+        """What brings the message back into the momentum."""
+        return dataclasses.replace(self, factors=[-factor for factor in self.factors])
 
     def rows(self) -> list[tuple[Any, Any, Any]]:
         """For each section positions, values and factors, a row for each block."""
@@ -190,6 +201,12 @@ class Exchange(Protocol):
     def traffic(self, plan: Plan, workers: int) -> Traffic:
         """Traffic of one call among this number of workers."""
         ...
+
+
+def rows_per_part(plan: Plan, subtractions: Sequence[Subtraction]) -> list[Any]:
+    """For each part of the plan its rows of each message."""
+    rows = [plan.rows_per_part(subtraction.rows()) for subtraction in subtractions]
+    return list(zip(*rows, strict=True)) or [()] * len(plan.parts)
 
 
 def packet_ids(owners: int, axis_name: AxisName) -> Array:

@@ -10,10 +10,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import axes, checks, participation
+from demo_optax._rounds import local_parameters
 from demo_optax.arrays import energy, upcast
 from demo_optax.axes import AxisName
 from demo_optax.parallel import batches, losses, shards, worker_axis
 from demo_optax.parallel.simulated import is_simulated
+from demo_optax.specs import axes_of
 
 
 def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callable:
@@ -114,8 +116,9 @@ def worker_gradients(
     ``loss_fn(params, batch, key)``.
 
     Returns:
-      ``fn(params, [state,] batch[, key]) -> WorkerGradients``, for use inside ``jax.jit``. Each
-      worker and microbatch gets a different key.
+      ``fn(params, [state,] batch[, key], opt_state=None) -> WorkerGradients``, for use inside
+      ``jax.jit``. Each worker and microbatch gets a different key. Give it the ``opt_state`` of
+      local steps or of a look-ahead: gradients are then taken at `local_parameters`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -137,15 +140,16 @@ def worker_gradients(
         batch_specs=batch_specs,
     )
 
-    def at_replicated_params(params, *args):
+    def at_params(params, *args, opt_state=None):
         losses.require_batch(args, stateful)
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         copies = shards.copies(params, mesh, axis_name, specs)
-        return gradients_of(copies, state, batch, *key, params_are_replicated=copies is params)
+        own = local_parameters(copies, opt_state)
+        return gradients_of(own, state, batch, *key, params_are_replicated=own is params)
 
-    return at_replicated_params
+    return at_params
 
 
 def stacked_gradients(
@@ -336,7 +340,7 @@ def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
     """
 
     def mean(g, spec):
-        sharded = shards.axes_of(spec)
+        sharded = axes_of(spec)
         rest = tuple(name for name in inner if name not in sharded)
         g = jax.lax.pmean(g, rest) if rest else g
         return (g / axes.size(sharded)).astype(g.dtype) if sharded else g
@@ -363,7 +367,7 @@ def _norm(gradient, specs) -> jax.Array:
     """Global norm of a worker's sharded gradient, float32."""
     sharded: dict[tuple[str, ...], list[jax.Array]] = {}
     for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
-        sharded.setdefault(shards.axes_of(spec), []).append(x)
+        sharded.setdefault(axes_of(spec), []).append(x)
     energies = [
         jax.lax.psum(energy(x), names) if names else energy(x) for names, x in sharded.items()
     ]

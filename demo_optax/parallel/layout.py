@@ -5,7 +5,6 @@ result whose type varies over an axis differs along that axis.
 """
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from demo_optax import axes
 from demo_optax.arrays import unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.parallel import shards
+from demo_optax.specs import PARAM_SPECS, axes_of, sharded_axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLa
     state = _state_specs(state_axes, worker_state_shapes, inner, mesh, axis_name)
 
     def copied_axes(names, spec):
-        return names - set(shards.axes_of(spec)) - worker_axes
+        return names - set(axes_of(spec)) - worker_axes
 
     return StateLayout(
         mesh=mesh,
@@ -160,7 +160,14 @@ def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLa
         state_replicated_axes=jax.tree.map(copied_axes, state_axes, state),
         update_replicated_axes=jax.tree.map(copied_axes, update_axes, inner),
         frozen=_frozen_updates(
-            tx, parts, worker_state_shapes, varies_over_workers, update_axes, mesh, axis_name
+            tx,
+            parts,
+            inner,
+            worker_state_shapes,
+            varies_over_workers,
+            update_axes,
+            mesh,
+            axis_name,
         ),
         sent=sent,
     )
@@ -177,7 +184,7 @@ def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: 
 
     def probe(varying_axes):
         def zeros(x, spec):
-            return axes.as_varying(jnp.zeros(x.shape, x.dtype), shards.axes_of(spec))
+            return axes.as_varying(jnp.zeros(x.shape, x.dtype), axes_of(spec))
 
         def vary(x, names):
             return axes.as_varying(x, tuple(names))
@@ -186,8 +193,9 @@ def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: 
             values = jax.tree.map(zeros, parts, specs)
             old = jax.tree.map(vary, tx.init(values), varying_axes)
             gradient = axes.as_varying(values, axis_name)
-            updates, state = tx.update(gradient, old, values, **TRACING_ARGUMENTS)
-            state = shards.merge_shard_metrics(state, old, shards.sharded_axes(specs))
+            known = {**TRACING_ARGUMENTS, PARAM_SPECS: specs}
+            updates, state = tx.update(gradient, old, values, **known)
+            state = shards.merge_shard_metrics(state, old, sharded_axes(specs))
             outcome.append(jax.tree.map(axes.varying, (old, state, updates)))
 
         program = axes.trace_worker(update, mesh_shape)
@@ -230,7 +238,14 @@ def _decides_alone(state) -> str:
 
 
 def _frozen_updates(
-    tx, parts, worker_state_shapes, varies_over_workers, update_axes, mesh, axis_name: AxisName
+    tx,
+    parts,
+    specs,
+    worker_state_shapes,
+    varies_over_workers,
+    update_axes,
+    mesh,
+    axis_name: AxisName,
 ):
     """Bools, which updates are zero although their type says that they differ between workers.
 
@@ -246,12 +261,18 @@ def _frozen_updates(
         return differs
 
     def update(gradient, state, params):
-        return tx.update(gradient, state, params, **TRACING_ARGUMENTS)[0]
+        known = {**TRACING_ARGUMENTS, PARAM_SPECS: specs}
+        return tx.update(gradient, state, params, **known)[0]
 
-    on_workers: Callable = update
-    for name in worker_axes:
-        on_workers = functools.partial(_on_all, on_workers, name, mesh.shape[name])
-    program = jax.make_jaxpr(on_workers)(parts, worker_state_shapes, parts)
+    on_devices = jax.shard_map(
+        update,
+        mesh=AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape)),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        program = jax.make_jaxpr(on_devices)(parts, worker_state_shapes, parts)
     all_true = jax.tree.map(lambda _: True, parts)
     local = jax.tree.leaves((all_true, varies_over_workers, all_true))
 
@@ -271,11 +292,6 @@ def _frozen_updates(
                 "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
             )
     return differs
-
-
-def _on_all(fn, name, size, *args):
-    """The results of a function on all workers of an axis, with the same arguments."""
-    return jax.vmap(lambda _: fn(*args), axis_name=name)(jnp.arange(size))
 
 
 def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: AxisName):

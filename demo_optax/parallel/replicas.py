@@ -19,6 +19,7 @@ from demo_optax.axes import AxisName
 from demo_optax.compression.bits import checksum, from_words, to_words
 from demo_optax.parallel import shards
 from demo_optax.parallel.simulated import with_devices
+from demo_optax.specs import axes_of
 
 
 class Drift(NamedTuple):
@@ -206,7 +207,7 @@ def _spec(name, x, mesh) -> P:
 
 def _holders(mesh, spec) -> np.ndarray:
     """``(parts, copies)``, the devices that hold a copy of each part of an array."""
-    dividing = [i for i, name in enumerate(mesh.axis_names) if name in shards.axes_of(spec)]
+    dividing = [i for i, name in enumerate(mesh.axis_names) if name in axes_of(spec)]
     parts = int(np.prod([mesh.devices.shape[i] for i in dividing]))
     devices = np.arange(mesh.size).reshape(mesh.devices.shape)
     return np.moveaxis(devices, dividing, range(len(dividing))).reshape(parts, -1)
@@ -226,7 +227,7 @@ def _checksums(leaves, mesh, specs):
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _spread(leaf, source, mesh, spec):
     """Copies the bits of each part from its ``source`` device to all devices that hold the part."""
-    copied = tuple(name for name in mesh.axis_names if name not in shards.axes_of(spec))
+    copied = tuple(name for name in mesh.axis_names if name not in axes_of(spec))
 
     def device(x, source):
         is_source = source[tuple(jax.lax.axis_index(name) for name in mesh.axis_names)]

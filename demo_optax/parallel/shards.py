@@ -24,6 +24,7 @@ from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel.simulated import with_devices
+from demo_optax.specs import axes_of, broadcast
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
@@ -42,16 +43,6 @@ def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...
     return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
 
 
-def axes_of(spec: P) -> tuple[str, ...]:
-    """The axes that a PartitionSpec shards over."""
-    return tuple(name for entry in spec for name in axes.names(entry))
-
-
-def sharded_axes(specs) -> tuple[str, ...]:
-    """All axes that any of the specs shards over, in the order of their first use."""
-    return tuple(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in axes_of(spec)))
-
-
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """A PartitionSpec for every parameter, from a tree of these or of NamedShardings.
 
@@ -60,7 +51,7 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
     Raises:
       ValueError: a spec shards over the workers' axis, or over an axis that the mesh lacks.
     """
-    specs = _broadcast("param_specs", param_specs, unboxed(params))
+    specs = broadcast("param_specs", param_specs, unboxed(params))
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
@@ -72,25 +63,6 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
             )
     structure: Any = jax.tree.structure(params)
     return structure.unflatten(jax.tree.leaves(specs))
-
-
-def _broadcast(what: str, given, tree):
-    """A PartitionSpec for every leaf, from a tree or a prefix of these, NamedShardings and None."""
-
-    def spec_of(path, x) -> P:
-        if x is None:
-            return P()
-        if isinstance(x, NamedSharding):
-            return x.spec
-        if isinstance(x, P):
-            return x
-        raise TypeError(
-            f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
-            f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
-        )
-
-    prefix = jax.tree.map_with_path(spec_of, unboxed(given), is_leaf=lambda x: x is None)
-    return jax.tree.broadcast(prefix, tree)
 
 
 def stacked_specs(specs, axis_name: AxisName):
@@ -215,7 +187,7 @@ def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: A
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
     given = all_axes if batch_specs is None else batch_specs
-    specs = _broadcast("batch_specs", given, batch)
+    specs = broadcast("batch_specs", given, batch)
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, x), spec in leaves:
         _require_divisible(f"batch{keystr(path)}", np.shape(x), spec, mesh)

@@ -27,7 +27,7 @@ class TrainMetrics(NamedTuple):
     """Metrics of one step. They need no extra collective.
 
     Attributes:
-      loss: float ``(workers,)``, loss of each worker.
+      loss: float ``(workers,)``, loss of each worker where it takes its gradient.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
         the step handles several devices per worker itself (see ``manual_axes``).

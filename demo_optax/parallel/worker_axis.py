@@ -22,6 +22,7 @@ from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import map_workers
 from demo_optax.participation import PARTICIPATES
+from demo_optax.specs import PARAM_SPECS, sharded_axes
 
 
 def stack_workers(
@@ -135,9 +136,10 @@ def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_ar
     structure: Any = jax.tree.structure(gradient)
     old = jax.tree.map(_own_entry, state, layout.worker_state_shapes, layout.varies_over_workers)
     gradient, params = unboxed(gradient), unboxed(params)
-    sharded = shards.sharded_axes(unboxed(layout.params))
+    sharded = sharded_axes(unboxed(layout.params))
     participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
-    extra_args = {**extra_args, PARTICIPATES: participates}
+    known = {PARTICIPATES: participates, PARAM_SPECS: unboxed(layout.params)}
+    extra_args = {**extra_args, **known}
     updates, new = optax.with_extra_args_support(tx).update(gradient, old, params, **extra_args)
 
     def zero_if_frozen(x, frozen):

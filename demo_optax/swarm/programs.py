@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from demo_optax._decoupled_momentum import MESSAGE_WEIGHT, DecoupledMomentumState
-from demo_optax._rounds import LocalStepsState
+from demo_optax._rounds import LocalStepsState, local_parameters
 from demo_optax.arrays import IntScalar, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.transforms import is_redrawn
@@ -28,6 +28,7 @@ from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.gradients import WorkerGradients, stacked_gradients
 from demo_optax.parallel.layout import StateLayout, find_layout
 from demo_optax.participation import PARTICIPATES
+from demo_optax.specs import sharded_axes
 from demo_optax.swarm import records
 from demo_optax.swarm.lead import to_devices
 
@@ -88,7 +89,7 @@ class Programs(NamedTuple):
       template: an optimizer whose ``init`` makes the state.
       layout: of parameters and state.
       shape: of `Arrived.packets`.
-      gradients: of parameters and batch.
+      gradients: of parameters, state and batch.
       seal: the first half of an update: state, with packets under way, of what is `Own`, state and
         parameters. None with a delay.
       apply: the second half: of parameters, state and what arrived. With a delay the whole update:
@@ -129,7 +130,7 @@ def compile_programs(
     around = Delayed if delay else Opened
     template = make_optimizer(around(Received(axis_name, norm_limit=norm_limit)))
     layout = find_layout(template, params, mesh, axis_name, param_specs)
-    sharded = shards.sharded_axes(unboxed(layout.params))
+    sharded = sharded_axes(unboxed(layout.params))
     shard_axes = tuple(name for name in mesh.axis_names if name in sharded)  # the state's order
     number = int(np.prod([mesh.shape[name] for name in shard_axes], dtype=int))
     state = jax.eval_shape(functools.partial(worker_axis.init_stacked, template, layout), params)
@@ -155,9 +156,10 @@ def compile_programs(
     opening = optax.GradientTransformationExtraArgs(template.init, with_arrived)
     sealing = make_optimizer(Sealed(Received(axis_name, norm_limit=norm_limit)))
 
-    def gradients(params, batch):
+    def gradients(params, opt_state, batch):
         params = shards.copies(params, mesh, axis_name, layout.params)
-        return gradients_of(params, (), batch, params_are_replicated=False)
+        local = local_parameters(params, opt_state)
+        return gradients_of(local, (), batch, params_are_replicated=False)
 
     def update(tx, own: Own, opt_state, params, extra_args):
         alone = {PARTICIPATES: own.participates, MESSAGE_WEIGHT: own.weight}
@@ -205,7 +207,7 @@ def compile_programs(
         return lambda *args: program(*to_devices(args, placed))
 
     shared, of_shared = (params, state, arrived), (layout.params, layout.state, P())
-    stacked = jax.eval_shape(gradients, params, batch).gradients
+    stacked = jax.eval_shape(gradients, params, state, batch).gradients
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
     own = Own(stacked, jax.ShapeDtypeStruct((1,), bool), one)
     of_own = Own(shards.stacked_specs(layout.params, axis_name), P(axis_name), P(axis_name))
@@ -216,7 +218,8 @@ def compile_programs(
         applying = lowered(open_packets, shared, of_shared, (0, 1))
         specs = of_own, layout.state, layout.params
         sealed = compiled(*lowered(seal, (own, state, params), specs, (1,)))
-    found = compiled(*lowered(gradients, (params, batch), (layout.params, of_batch), ()))
+    with_state = (layout.params, layout.state, of_batch)
+    found = compiled(*lowered(gradients, (params, state, batch), with_state, ()))
     applied = compiled(*applying)
     fingerprint = Fingerprint(_device(mesh), records.sha256(applying[0].as_text().encode()))
     return Programs(

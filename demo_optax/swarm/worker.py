@@ -213,7 +213,7 @@ class SwarmWorker:
         params, opt_state, drift = self._adopt(params, opt_state)
         while True:
             number = self.number
-            found = programs.gradients(params, batch)
+            found = programs.gradients(params, opt_state, batch)
             norm = to_host(found.norm)
             own = Own(found.gradients, np.isfinite(norm), self._weight)
             was_sent = not self.delay or self._sent is not None

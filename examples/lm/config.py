@@ -37,8 +37,9 @@ class Config:
     300. The command line overrides the file."""
     optimizer: OptimizerName = "demo-scaled"
     """demo-scaled: DeMo, each worker scales its gradients first. demo:
-    DeMo, version 1. demo-sgd, demo-adamw, demo-signum, demo-muon:
-    decoupled momentum before other steps. diloco, sparseloco: each worker
+    DeMo, version 1. demo-muon: demo-scaled whose workers make their own
+    gradients of matrices orthogonal first. demo-sgd, demo-adamw,
+    demo-signum: decoupled momentum before other steps. diloco, sparseloco: each worker
     trains alone with AdamW; after each round the workers exchange their
     progress, dense or sparse. adamw: ordinary data parallelism with a
     dense all-reduce."""
@@ -111,7 +112,7 @@ class Config:
     """Elements per side of a block."""
     value_coding: ValueCoding | None = None
     """Coding of the values that are sent. By default sign for
-    demo-scaled, float32 for demo, and int4 for the others.
+    demo-scaled and demo-muon, float32 for demo, and int4 for the others.
     benchmarks/value_codings.py compares them."""
     transform: TransformName = "dct"
     """Transform of the blocks. The momentum is stored in its
@@ -120,7 +121,7 @@ class Config:
     """Which coefficients are sent. topk: the largest. bins: the largest
     in each of --topk bins. The others follow from the step, so that no
     positions are sent (docs/reference/settings.md). By default bins for
-    demo-scaled, and topk for the others."""
+    demo-scaled and demo-muon, and topk for the others."""
     exchange: ExchangeName = "all-gather"
     """all-gather: every worker receives all packets. two-phase: each
     worker averages a share of the blocks and sends the result to all.
@@ -133,6 +134,11 @@ class Config:
     --value-coding."""
     delay: Literal[0, 1] = 0
     """1: exchange packets while the next step computes its gradient."""
+    look_ahead: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Each worker takes its gradient where its own momentum would lead,
+    this many steps of the optimizer ahead. For demo-scaled and
+    demo-muon. By default demo-muon takes 1, and 1.5 with a delay. 0: at
+    the shared parameters."""
     norm_limit: Annotated[float, Field(ge=1, lt=float("inf"))] | None = 10.0
     """Largest norm of a worker's message, as a multiple of the median
     norm of all messages. It limits the damage that one broken worker can

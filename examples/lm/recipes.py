@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optax
 
@@ -25,19 +25,31 @@ OptimizerName = Literal[
 ]
 
 LOCAL_STEPS = 20
+LOOK_AHEAD = {0: 1.0, 1: 1.5}  # by the delay
 PUBLISHED = demo_optax.Compression(32)
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4")
 ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
 
 
 class Settings(NamedTuple):
-    """What an optimizer is made from; its momentum decay is AdamW's b1."""
+    """What an optimizer is made from; its momentum decay is AdamW's b1.
+
+    ``matrices`` are the dimension numbers of what Muon makes orthogonal.
+    """
 
     learning_rate: optax.Schedule
     decay: float
     weight_decay: float
     compression: demo_optax.Compression
     exchange: demo_optax.Exchange
+    look_ahead: float | None = None
+    matrices: Any = None
+
+    @property
+    def decoupled(self) -> dict[str, Any]:
+        """What every optimizer with decoupled momentum takes."""
+        common = ("learning_rate", "decay", "weight_decay", "compression", "exchange")
+        return {name: getattr(self, name) for name in common}
 
 
 class Recipe(NamedTuple):
@@ -54,10 +66,23 @@ class Recipe(NamedTuple):
     make: Callable[[Settings], optax.GradientTransformation]
     compression: demo_optax.Compression | None = FOUR_BITS
     outer: Callable[[Settings], optax.GradientTransformation] | None = None
+    looks_ahead: bool = False
 
 
 def _decoupled(optimizer, settings: Settings) -> optax.GradientTransformation:
-    return optimizer(**settings._asdict())
+    return optimizer(**settings.decoupled)
+
+
+def _scaled(settings: Settings) -> optax.GradientTransformation:
+    return demo_optax.demo_scaled(**settings.decoupled, look_ahead=settings.look_ahead)
+
+
+def _muon(settings: Settings) -> optax.GradientTransformation:
+    return demo_optax.demo_muon(
+        **settings.decoupled,
+        look_ahead=settings.look_ahead,
+        weight_dimension_numbers=settings.matrices,
+    )
 
 
 def _adamw(settings: Settings) -> optax.GradientTransformation:
@@ -87,14 +112,12 @@ def _sparseloco(settings: Settings) -> optax.GradientTransformation:
 
 
 RECIPES: dict[OptimizerName, Recipe] = {
-    "demo-scaled": Recipe(
-        3e-3, 0.98, 0.0, functools.partial(_decoupled, demo_optax.demo_scaled), ONE_BIT
-    ),
+    "demo-scaled": Recipe(3e-3, 0.98, 0.0, _scaled, ONE_BIT),
     "demo": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo), PUBLISHED),
     "demo-sgd": Recipe(12.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
-    "demo-muon": Recipe(2.4e-2, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_muon)),
+    "demo-muon": Recipe(3e-3, 0.95, 0.0, _muon, ONE_BIT, looks_ahead=True),
     "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, compression=None, outer=_diloco),
     "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco),
     "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compression=None),

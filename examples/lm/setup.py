@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from . import agreement, data, hosts, recipes, stores
 from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
-from .recipes import RECIPES, OptimizerName, Settings
+from .recipes import LOOK_AHEAD, RECIPES, OptimizerName, Settings
 from .report import console
 from .validation import require_divisible, require_enough, require_sensible
 
@@ -97,6 +98,9 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=compression(config),
         exchange=exchange(config),
+        look_ahead=default(config.look_ahead, recipe.looks_ahead * LOOK_AHEAD[config.delay])
+        or None,
+        matrices=functools.partial(jax.tree.map_with_path, dimension_numbers),
     )
 
     def with_exchange(exchange: demo_optax.Exchange) -> optax.GradientTransformation:
@@ -244,6 +248,12 @@ def shard_spec(shape: tuple[int, ...], fsdp: int, stacked: bool = False) -> P:
         if fsdp > 1 and size % fsdp == 0 and axis >= stacked:
             return P(*[None] * axis, "fsdp")
     return P()
+
+
+def dimension_numbers(path, x) -> optax.contrib.MuonDimensionNumbers | None:
+    """The last two dimensions are those of a matrix, but for embeddings."""
+    is_matrix = x.ndim > 1 and "embedding" not in jax.tree_util.keystr(path)
+    return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
 
 
 def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:

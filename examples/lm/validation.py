@@ -138,11 +138,6 @@ def _require_agreement(config: Config) -> None:
             f"--transform {config.transform} is for momenta, but --optimizer sparseloco sends "
             "parts of parameters as they are, without a transform: leave it out."
         )
-    if config.optimizer == "demo-muon" and config.fsdp > 1:
-        raise ValueError(
-            f"--fsdp {config.fsdp} cuts the matrices into parts, and --optimizer demo-muon would "
-            "make each part orthogonal by itself: give only one of the two settings."
-        )
     for name in ("topk", "topk_back"):
         number = getattr(config, name) or 0
         if number > config.block_side**2:
@@ -151,10 +146,10 @@ def _require_agreement(config: Config) -> None:
                 f"{config.block_side**2}, which is all of it, or a --block-side larger than "
                 f"{config.block_side}."
             )
-    if config.scan_layers and config.optimizer == "demo-muon":
+    if config.look_ahead is not None and config.optimizer not in ("demo-scaled", "demo-muon"):
         raise ValueError(
-            "--scan-layers makes one array of all layers' matrices, and --optimizer demo-muon "
-            "would not treat it as matrices: leave one of the two settings out."
+            f"--look-ahead {config.look_ahead} is for demo-scaled and demo-muon, not for "
+            f"{config.optimizer}: leave it out, or choose another --optimizer."
         )
     explicit = config.coordinator, config.num_processes, config.process_id
     if not config.distributed and 0 < explicit.count(None) < len(explicit):

@@ -78,7 +78,7 @@ class Simulated:
         number = where.sum(axis=0) if self.mean == "senders" else taking_part
         aggregate = values.sum(axis=0) / np.maximum(number, 1)
         if isinstance(self.exchange, TwoPhase):
-            total = self.residual + aggregate
+            total = self.exchange.residual_decay * self.residual + aggregate
             k = 4 * c.topk if c.selection in ("topk", "bins") else c.topk
             aggregate, _ = self.select(total, k, self.exchange.value_coding_back, step)
             self.residual = total - aggregate
@@ -193,18 +193,19 @@ def test_delayed_by_a_step_constant_gradients_give_the_same_steps(name):
     delay=st.booleans(),
     topk_back=st.integers(1, 20),
     alpha=st.sampled_from([1.0, 0.4]),
+    residual_decay=st.sampled_from([1.0, 0.9, 0.0]),
     seed=draws.seeds,
 )
 def test_nothing_is_lost_between_workers_and_owners(
-    shapes, compression, delay, topk_back, alpha, seed
+    shapes, compression, delay, topk_back, alpha, residual_decay, seed
 ):
-    """Of the coefficients' sums: what momenta lose, owners have applied or still owe."""
+    """Of the coefficients' sums: what momenta lose, owners apply, still owe, or let decay."""
     count = 3
     compression = dataclasses.replace(compression, transform="identity")
-    exchange = TwoPhase("data", topk_back=topk_back)
+    exchange = TwoPhase("data", topk_back=topk_back, residual_decay=residual_decay)
     tx = momentum(compression, Delayed(exchange) if delay else exchange, "workers", alpha)
     update, state = started(tx, count, [jnp.zeros(shape) for shape in shapes])
-    applied, kept, last = 0.0, 0.0, 0.0
+    applied, kept, last, decayed = 0.0, 0.0, 0.0, 0.0
 
     def total(tree):
         return sum(np.sum(np.asarray(x, np.float64)) for x in tree)
@@ -212,13 +213,18 @@ def test_nothing_is_lost_between_workers_and_owners(
     for step in range(4):
         drawn = draws.gradients(seed + step, shapes, count)
         before, arrived = total(state.momentum), total(drawn)
+        owed_before = total(residual_of(state))
         updates, state = update(drawn, state)
+        if state.metrics.participants.any():
+            decayed += (1 - residual_decay) * owed_before
         after = total(state.momentum)
         kept += (last if delay else DECAY * before + WEIGHT * arrived - after) / alpha / count
         last = DECAY * before + WEIGHT * arrived - after
         applied += total(x[0] for x in updates)
         owed = total(residual_of(state))
-        assert abs(kept - applied - owed) < 1e-4 * max(1.0, sum(np.abs(x).sum() for x in drawn))
+        assert abs(kept - applied - owed - decayed) < 1e-4 * max(
+            1.0, sum(np.abs(x).sum() for x in drawn)
+        )
 
 
 def residual_of(state):

@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "demo_adamw": lambda exchange: demo_optax.demo_adamw(
         1e-3, demo_optax.Compression(topk=8), exchange=exchange
     ),
+    "demo_muon": lambda exchange: demo_optax.demo_muon(1e-2, exchange=exchange),  # looks ahead
 }
 
 
@@ -69,8 +70,9 @@ def test_parameters_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
         assert found == expected
 
 
-def test_a_delay_is_that_of_shard_map_to_the_last_bit(tmp_path):
-    make, steps = OPTIMIZERS["demo_scaled"], 30
+@pytest.mark.parametrize("name", ["demo_scaled", "demo_muon"])
+def test_a_delay_is_that_of_shard_map_to_the_last_bit(name, tmp_path):
+    make, steps = OPTIMIZERS[name], 30
     exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
     expected = over_shard_map(make, exchange, steps)
     for found in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, delay=1):

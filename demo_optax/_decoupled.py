@@ -1,0 +1,130 @@
+"""Decoupled momentum before any optax optimizer, and gradients where it would lead."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from demo_optax import axes, checks, participation
+from demo_optax._decoupled_momentum import momentum_with_progress
+from demo_optax.arrays import in_dtype_of, unboxed
+from demo_optax.axes import AxisName
+from demo_optax.compression import Compression
+from demo_optax.exchange import Exchange
+from demo_optax.exchange.all_gather import resolve_exchange
+from demo_optax.exchange.protocol import Mean
+
+
+class LookAheadState(NamedTuple):
+    """Where a worker takes its gradient, in the state of an optimizer with ``look_ahead``.
+
+    Attributes:
+      displacement: a tree like the parameters, in their dtypes: that place minus the shared
+        parameters; zero after a step that the worker skipped.
+
+    Example:
+      >>> import demo_optax
+      >>> tx = demo_optax.demo_scaled(0.1, look_ahead=1.0)
+      >>> tx.init(jnp.ones(3))[2].displacement
+      Array([0., 0., 0.], dtype=float32)
+    """
+
+    displacement: optax.Updates
+
+    handles_nonfinite = True
+
+
+def decoupled(
+    base: optax.GradientTransformation,
+    compression: Compression = Compression(),
+    *,
+    decay: chex.Numeric = 0.999,
+    gradient_weight: optax.ScalarOrSchedule | None = None,
+    mean: Mean = "senders",
+    subtraction_factor: chex.Numeric = 1.0,
+    momentum_dtype: DTypeLike = "float32",
+    precondition: optax.GradientTransformation | None = None,
+    look_ahead: chex.Numeric | None = None,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""``optax.chain(decoupled_momentum(...), base)``, for any optax optimizer ``base``.
+
+    The base optimizer uses the aggregate as its gradient. ``update`` takes the worker's local
+    gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. Give the base no
+    momentum of its own (``optax.adamw(..., b1=0.0)``): a second one made training much worse in our
+    runs. On a step without participants the updates are zero, and of the base's state only the
+    counts of its schedules change.
+
+    With ``look_ahead`` each worker takes its gradient where its own momentum would lead:
+
+    .. math::
+        \tilde x_i &= x + \lambda\, \mathrm{base}(T^{-1}(m_i + \alpha q_i)) \\
+        g_i &= \nabla f_i(\tilde x_i)
+
+    :math:`q_i` is the message that was sent and is not applied yet, with `demo_optax.Delayed`;
+    otherwise zero. `demo_optax.make_train_step` takes the gradients there; in a loop of your own
+    take them at `demo_optax.local_parameters`. The whole step must be in ``base``: what follows in
+    a chain does not act on the place of the gradient. A third entry of the state, a
+    `LookAheadState`, holds the displacement. It costs one more inverse transform, one more step of
+    the base, and as much memory as the parameters for each worker. DisTrO looks ahead by
+    the own momentum as well; the equation is ours.
+
+    Args:
+      base: any optax optimizer.
+      compression: what is sent of the momentum, and how.
+      decay: this and the other arguments are those of `decoupled_momentum`.
+      look_ahead: :math:`\lambda`, in [0, inf); None takes the gradients at the shared parameters.
+
+    Example:
+      >>> tx = decoupled(optax.adafactor(1e-3), Compression(topk=8), decay=0.95)
+      >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
+      (1, 1, 4096)
+    """
+    momentum = momentum_with_progress(
+        decay,
+        compression,
+        gradient_weight=gradient_weight,
+        mean=mean,
+        subtraction_factor=subtraction_factor,
+        momentum_dtype=momentum_dtype,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
+    base = optax.with_extra_args_support(base)
+    if look_ahead is not None:
+        checks.in_interval("look_ahead", look_ahead, "[0, inf)")
+    exchange = resolve_exchange(axis_name, exchange)
+    axis_name = exchange.axis_name
+
+    def init_fn(params) -> Any:  # optax's type for states knows no static nodes
+        state = momentum.init(params), base.init(params)
+        if look_ahead is None:
+            return state
+        zeros = jax.tree.map(jnp.zeros_like, unboxed(params))
+        return *state, LookAheadState(axes.as_varying(zeros, axis_name))
+
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        aggregate, momentum_state, progress = momentum.update(
+            updates, state[0], params, **extra_args
+        )
+        new = base.update(aggregate, state[1], params, **extra_args)
+        steps, new = participation.keep_base_if_no_participants(
+            momentum_state.metrics.participants, *new, state[1]
+        )
+        if look_ahead is None:
+            return steps, (momentum_state, new)
+        ahead, _ = base.update(progress.own(), new, params, **extra_args)
+
+        def displaced(u, old):
+            # A worker that skipped the step takes its next gradient at the shared parameters.
+            return in_dtype_of(jnp.where(progress.took_part, look_ahead * u, 0), old)
+
+        displacement = jax.tree.map(displaced, unboxed(ahead), state[2].displacement)
+        return steps, (momentum_state, new, LookAheadState(displacement))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,234 @@
+"""Gradients that a worker takes where its own momentum would lead."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh
+
+import demo_optax
+from demo_optax import AllGather, Compression, Delayed
+
+WORKERS, SIZE, K, DECAY, RATE, WEIGHT = 4, 16, 3, 0.8, 0.3, 0.7
+COMPRESSION = Compression(K, SIZE, transform="identity")
+
+
+def centres():
+    return np.random.default_rng(0).normal(size=(WORKERS, SIZE)).astype(np.float32)
+
+
+def largest(m):
+    """The K largest elements of each row, the others zero."""
+    at = np.argsort(-np.abs(m), axis=1, kind="stable")[:, :K]
+    kept = np.zeros_like(m)
+    np.put_along_axis(kept, at, np.take_along_axis(m, at, axis=1), axis=1)
+    return kept
+
+
+def expected(steps, look_ahead, delay):
+    """Shared parameters by the equations, each worker on a parabola around its own centre."""
+    x, m = np.zeros(SIZE), np.zeros((WORKERS, SIZE))
+    sent = np.zeros((WORKERS, SIZE))
+    for _ in range(steps):
+        ahead = x - look_ahead * RATE * (m + delay * sent)
+        m = DECAY * m + WEIGHT * (ahead - centres())
+        before, sent = sent, largest(m)
+        m = m - sent
+        x = x - RATE * (before if delay else sent).mean(axis=0)
+    return x
+
+
+def trained(steps, look_ahead, delay, mesh):
+    gather = AllGather("data")
+    tx = demo_optax.decoupled(
+        optax.sgd(RATE),
+        COMPRESSION,
+        decay=DECAY,
+        gradient_weight=WEIGHT,
+        mean="workers",
+        look_ahead=look_ahead,
+        exchange=Delayed(gather) if delay else gather,
+    )
+
+    def loss(x, centre):
+        return 0.5 * jnp.sum(jnp.square(x - centre[0]))
+
+    params = jnp.zeros(SIZE)
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(loss, tx, mesh, donate=False)
+    for _ in range(steps):
+        params, state, _ = step(params, state, centres())
+    return np.asarray(params), state
+
+
+MESHES = {
+    "devices": lambda: jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS]),
+    "simulated": lambda: AbstractMesh((WORKERS,), ("data",)),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("look_ahead", [None, 1.0, 1.5])
+def test_training_follows_the_equation(look_ahead, delay, mesh):
+    params, _ = trained(7, look_ahead, delay, MESHES[mesh]())
+    wanted = expected(7, look_ahead or 0.0, delay)
+    np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-6)
+    if look_ahead:
+        assert np.abs(params - expected(7, 0.0, delay)).max() > 1e-2
+
+
+def test_the_displacement_is_each_workers_own():
+    params, state = trained(3, 1.0, 0, MESHES["devices"]())
+    local = demo_optax.local_parameters(params, state)
+    assert local.shape == (WORKERS, SIZE)
+    assert state[2].displacement.sharding.spec[0] == "data"
+    assert len(np.unique(np.asarray(local)[:, 0])) == WORKERS
+
+
+def test_a_worker_that_skips_a_step_takes_its_next_gradient_at_the_shared_parameters():
+    mesh = MESHES["devices"]()
+    _, state = trained(3, 1.0, 0, mesh)
+    tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0, axis_name="data")
+    stacked = demo_optax.stack_workers(tx, mesh)
+    params = jnp.zeros(SIZE)
+    state = stacked.init(params)
+    gradients = centres()
+    _, state = stacked.update(gradients, state, params)
+    gradients[1] = np.nan
+    _, after = stacked.update(gradients, state, params)
+    before, now = (np.asarray(x[2].displacement) for x in (state, after))
+    assert not now[1].any() and before[1].any() and (now[0] != before[0]).any()
+    before, now = (np.asarray(x[0].momentum) for x in (state, after))
+    np.testing.assert_array_equal(now[1], before[1])
+
+
+def test_parameters_of_other_optimizers_stay_where_they_are():
+    mesh = MESHES["devices"]()
+    parts = {
+        "near": demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0, axis_name="data"),
+        "far": demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=9.0, axis_name="data"),
+        "frozen": optax.set_to_zero(),
+    }
+    names = {"x": "near", "y": "far", "z": "frozen"}
+    tx = optax.partition(parts, names)
+    params = {name: jnp.zeros(SIZE) for name in names}
+    state = demo_optax.init_opt_state(tx, params, mesh)
+
+    def loss(params, centre):
+        return sum(jnp.sum(jnp.square(x - centre[0])) for x in params.values())
+
+    step = demo_optax.make_train_step(loss, tx, mesh)
+    for _ in range(2):
+        params, state, _ = step(params, state, centres())
+    local = demo_optax.local_parameters(params, state)
+    away = {
+        name: np.abs(np.asarray(x) - np.asarray(params[name])[None]).max()
+        for name, x in local.items()
+    }
+    assert all(x.shape == (WORKERS, SIZE) for x in local.values())
+    assert 0 < away["x"] < away["y"] and away["z"] == 0
+
+
+def test_stacked_gradients_are_taken_ahead_as_well():
+    mesh = MESHES["devices"]()
+    params, state = trained(3, 1.5, 1, mesh)
+    gradients = demo_optax.worker_gradients(
+        lambda x, centre: 0.5 * jnp.sum(jnp.square(x - centre[0])), mesh
+    )
+    taken = jax.jit(lambda *args, state: gradients(*args, opt_state=state))
+    found = taken(params, centres(), state=state).gradients
+    local = np.asarray(demo_optax.local_parameters(params, state))
+    np.testing.assert_allclose(found, local - centres(), rtol=1e-6)
+
+
+def test_local_steps_refuse_it():
+    outer = demo_optax.demo_scaled(1.0, COMPRESSION, look_ahead=1.0)
+    with pytest.raises(ValueError, match="give outer look_ahead=None"):
+        demo_optax.local_steps(optax.sgd(0.1), outer, every=2).init(jnp.zeros(SIZE))
+
+
+def test_a_worker_comes_back_from_where_its_loss_has_no_gradient():
+    tx = demo_optax.demo_scaled(0.05, COMPRESSION, look_ahead=1.0)
+    params, steps = jnp.zeros(SIZE), []
+    state = tx.init(params)
+    for _ in range(6):
+        is_shared = jnp.all(demo_optax.local_parameters(params, state) == params)
+        gradient = jnp.where(is_shared, params - centres()[0], jnp.nan)
+        updates, state = tx.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        steps.append(int(state[0].metrics.participants))
+    assert steps == [1, 0, 1, 0, 1, 0]
+
+
+def test_a_worker_comes_back_from_a_gradient_that_its_preconditioner_refuses():
+    def refuse(updates, _):
+        return jax.tree.map(lambda g: jnp.where(jnp.abs(g) > 20, jnp.nan, g), updates)
+
+    base = optax.sgd(9.0)
+    options = dict(gradient_weight=1.0, precondition=optax.stateless(refuse), look_ahead=1.0)
+    tx = demo_optax.decoupled(base, COMPRESSION, decay=0.5, **options)
+    params = jnp.zeros(SIZE)
+    state, steps = tx.init(params), []
+    for _ in range(8):
+        gradient = demo_optax.local_parameters(params, state) + centres()[0]
+        _, state = tx.update(gradient, state, params)
+        steps.append(int(state[0].metrics.participants))
+    assert 0 in steps and (0, 0) not in itertools.pairwise(steps)
+
+
+def test_a_worker_comes_back_from_a_displacement_that_overflows():
+    tx = demo_optax.decoupled(optax.sgd(1.0), COMPRESSION, gradient_weight=1e5, look_ahead=1.0)
+    params = jnp.zeros(SIZE, jnp.float16)
+    state = tx.init(params)
+    _, state = tx.update(jnp.asarray(centres()[0], jnp.float16), state, params)
+    assert not np.isfinite(state[2].displacement).all()
+    gradient = jnp.full(SIZE, jnp.nan, jnp.float16)
+    _, state = tx.update(gradient, state, params)
+    assert not np.asarray(state[2].displacement).any()
+
+
+def test_the_state_of_a_wrapped_model_gives_its_own_parameters():
+    class Boxed(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.zeros((4, SIZE)))
+
+    tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0)
+    model = Boxed()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    gradient = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, gradient)
+    params = nnx.state(model, nnx.Param)
+    local = demo_optax.local_parameters(params, optimizer.opt_state)
+    pure = demo_optax.local_parameters(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))
+    (moved,), (also,) = map(jax.tree.leaves, (local, pure))
+    assert np.abs(moved - jax.tree.leaves(params)[0]).max() > 1e-3
+    np.testing.assert_array_equal(moved, also)
+
+
+def test_parameters_of_another_structure_are_refused():
+    tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0)
+    state = tx.init({"params": jnp.zeros(SIZE)})
+    with pytest.raises(ValueError, match="the parameters are"):
+        demo_optax.local_parameters(jnp.zeros(SIZE), state)
+
+
+def test_it_may_be_a_hyperparameter():
+    tx = optax.inject_hyperparams(demo_optax.demo_scaled, static_args=("compression", "exchange"))
+    tx = tx(1e-2, COMPRESSION, look_ahead=2.0)
+    state = tx.init(jnp.zeros(SIZE))
+    _, far = tx.update(jnp.asarray(centres()[0]), state, jnp.zeros(SIZE))
+    state.hyperparams["look_ahead"] = jnp.float32(1.0)
+    _, near = tx.update(jnp.asarray(centres()[0]), state, jnp.zeros(SIZE))
+    far, near = (x.inner_state[2].displacement for x in (far, near))
+    assert np.abs(near).max() > 1e-3
+    np.testing.assert_allclose(far, 2 * near, rtol=1e-6)
+
+
+def test_a_negative_distance_is_refused():
+    with pytest.raises(ValueError, match="look_ahead must lie in"):
+        demo_optax.demo_scaled(1e-2, look_ahead=-1.0)

@@ -1,0 +1,232 @@
+"""DeMo with orthogonal gradients, also where a worker's devices hold shards of the matrices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import axes, matrices
+
+AUTO = AxisType.Auto
+SHAPES = {"embed": (128, 128), "in": (128, 256), "in2": (128, 256), "out": (256, 128), "b": (128,)}
+
+
+def mesh_of(*sizes, names=("data", "fsdp", "tensor")):
+    number = int(np.prod(sizes))
+    used = names[: len(sizes)]
+    return jax.make_mesh(sizes, used, (AUTO,) * len(sizes), devices=jax.devices()[:number])
+
+
+def parameters():
+    rng = np.random.default_rng(0)
+    return {k: jnp.asarray(rng.normal(size=s) / 8, jnp.float32) for k, s in SHAPES.items()}
+
+
+def numbers(params):
+    """All matrices but the embedding."""
+    return {
+        k: None if k == "embed" or x.ndim < 2 else matrices.DimensionNumbers()
+        for k, x in params.items()
+    }
+
+
+def loss_fn(params, tokens):
+    x = params["embed"][tokens[:, 0]] + params["b"][None]
+    hidden = jnp.tanh(x @ params["in"]) * (x @ params["in2"])
+    logits = (x + hidden @ params["out"]) @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1]).mean()
+
+
+def step_and_state(mesh, specs, params, compression):
+    tx = demo_optax.demo_muon(
+        5e-4,
+        compression,
+        eps=1e-2,  # or rounding errors of the smallest elements become as large as a step
+        axis_name="data",
+        weight_dimension_numbers=numbers,
+        look_ahead=1.0,
+    )
+    state = demo_optax.init_opt_state(tx, params, mesh, param_specs=specs)
+    step = demo_optax.make_train_step(loss_fn, tx, mesh, param_specs=specs, donate=False)
+    return step, state
+
+
+def trained(mesh, specs, steps, compression):
+    params = parameters()
+    step, state = step_and_state(mesh, specs, params, compression)
+    losses = []
+    batch = np.random.default_rng(0).integers(0, 128, (16, 2))
+    for _ in range(steps):
+        params, state, metrics = step(params, state, batch)
+        losses.append(float(metrics.loss.mean()))
+    return jax.tree.map(np.asarray, params), losses
+
+
+@functools.cache
+def unsharded(steps, compression):
+    return trained(mesh_of(2), None, steps, compression)
+
+
+ROWS = {"embed": P("fsdp"), "in": P("fsdp"), "in2": P("fsdp"), "out": P("fsdp"), "b": P()}
+BOTH = {"embed": P("tensor"), "in": P("fsdp", "tensor"), "in2": P(None, "tensor"), "out": P()}
+BOTH["b"] = P("fsdp")
+
+
+ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
+EVERYTHING = demo_optax.Compression(4096)  # no rounding error changes a selection
+
+
+@pytest.mark.parametrize("sizes, specs", [((2, 2), ROWS), ((2, 2, 2), BOTH)], ids=["rows", "both"])
+@pytest.mark.parametrize("steps, compression", [(20, EVERYTHING), (2, ONE_BIT)], ids=["20", "2"])
+def test_shards_train_like_whole_matrices(steps, compression, sizes, specs):
+    params, _ = trained(mesh_of(*sizes), specs, steps, compression)
+    wanted, losses = unsharded(steps, compression)
+    assert losses[-1] < losses[0] - 2e-3 * steps
+    for name, x in params.items():
+        np.testing.assert_allclose(x, wanted[name], atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_each_shape_of_matrices_travels_twice_inside_the_worker():
+    mesh, params = mesh_of(2, 2), parameters()
+    step, state = step_and_state(mesh, ROWS, params, ONE_BIT)
+    text = step.lower(params, state, np.zeros((16, 2), int)).as_text()
+    assert text.count("stablehlo.all_to_all") == 2 * 2  # in and in2 together; out
+
+
+def orthogonal_shards(x, spec, of, **extra_args):
+    """A matrix made orthogonal, of which each device passes its shard."""
+    tx = matrices.orthogonalize(lambda _: [of], None)
+
+    def update(shard):
+        ((result,), _) = tx.update([shard], (), **extra_args)
+        return result
+
+    mapped = jax.shard_map(update, mesh=mesh_of(1, 2, 2), in_specs=spec, out_specs=spec)
+    return jax.jit(mapped)(x)
+
+
+def test_shards_without_their_specs_are_refused():
+    with pytest.raises(ValueError, match="each shard would be made orthogonal by itself"):
+        orthogonal_shards(jnp.ones((4, 4)), P("fsdp"), matrices.DimensionNumbers())
+
+
+KERNELS = {
+    "layers, rows sharded": ((6, 8, 4), P(None, "fsdp"), matrices.DimensionNumbers(-2, -1)),
+    "layers sharded": ((4, 8, 6), P("tensor"), matrices.DimensionNumbers(1, 2)),
+    "layers and columns": ((4, 8, 6), P("tensor", None, "fsdp"), matrices.DimensionNumbers(1, 2)),
+    "heads": ((8, 4, 6), P(None, "fsdp"), matrices.DimensionNumbers(0, (1, 2))),
+    "heads, transposed": (
+        (4, 6, 8),
+        P("fsdp", None, "tensor"),
+        matrices.DimensionNumbers((0, 1), 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape, spec, of", KERNELS.values(), ids=KERNELS)
+def test_kernels_of_more_dimensions_are_those_of_optax(shape, spec, of):
+    x = jnp.asarray(np.random.default_rng(3).normal(size=shape), jnp.float32)
+    muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=of)
+    wanted, _ = muon.update(x, muon.init(x))
+    found = orthogonal_shards(x, spec, of, param_specs=[spec])
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-7, 1.0, 1e4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_matrices_of_any_scale_stay_finite(dtype, scale):
+    x = jnp.asarray(scale * np.random.default_rng(0).normal(size=(16, 12)), dtype)
+    ((result,), _) = matrices.orthogonalize(None, None).update([x], ())
+    assert result.dtype == dtype and bool(jnp.isfinite(result).all())
+    if scale in (1.0, 1e4):
+        values = np.linalg.svd(np.asarray(result, np.float32), compute_uv=False)
+        assert np.all((values > 0.6) & (values < 1.3))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_matrices_may_be_empty(shape):
+    ((result,), _) = matrices.orthogonalize(None, None).update([jnp.zeros(shape)], ())
+    assert result.shape == shape
+
+
+def test_an_axis_is_either_of_rows_or_of_columns():
+    with pytest.raises(ValueError, match="twice: give each axis once"):
+        matrices.dimension_numbers([matrices.DimensionNumbers(0, 2)], [jnp.ones((2, 3))])
+
+
+def test_a_vector_is_no_matrix():
+    with pytest.raises(ValueError, match="is not that of a matrix"):
+        matrices.dimension_numbers({"b": matrices.DimensionNumbers()}, {"b": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(
+    "shape, spec",
+    [
+        ((6, 4), P("fsdp", "tensor")),
+        ((4, 6, 2), P(None, "tensor", "fsdp")),
+        ((8, 8), P(("tensor", "fsdp"))),
+    ],
+)
+@pytest.mark.parametrize("number", [1, 4, 5])
+def test_whole_tensors_reach_the_function(number, shape, spec):
+    mesh = mesh_of(1, 2, 2)
+    stack = np.random.default_rng(0).normal(size=(number, *shape)).astype(np.float32)
+    stacked = P(None, *spec)
+    entries = (*spec, *[None] * len(shape))[: len(shape)]
+    sharded = tuple(map(axes.names, entries))
+
+    def centred(whole):
+        assert whole.shape[1:] == shape
+        return whole - whole.mean(axis=tuple(range(1, whole.ndim)), keepdims=True)
+
+    mapped = jax.shard_map(
+        lambda x: matrices.map_whole(centred, x, sharded),
+        mesh=mesh,
+        in_specs=stacked,
+        out_specs=stacked,
+    )
+    wanted = stack - stack.mean(axis=tuple(range(1, stack.ndim)), keepdims=True)
+    np.testing.assert_allclose(jax.jit(mapped)(stack), wanted, atol=1e-6)
+
+
+def test_matrices_are_orthogonal_before_the_exchange():
+    """With all coefficients sent, in one step, the momentum is that of an orthogonal matrix."""
+    rng = np.random.default_rng(1)
+    gradient = {"w": jnp.asarray(rng.normal(size=(32, 16)), jnp.float32)}
+    tx = matrices.orthogonalize(None, None)
+    (result,), _ = tx.update((gradient["w"],), tx.init(gradient))
+    left, _, right = np.linalg.svd(np.asarray(gradient["w"]), full_matrices=False)
+    values = np.linalg.svd(np.asarray(result), compute_uv=False)
+    assert np.all((values > 0.6) & (values < 1.3))
+    cosine = np.sum((left @ right) * np.asarray(result)) / 4 / np.linalg.norm(result)
+    assert cosine > 0.95
+
+
+def test_layers_in_one_array_are_matrices_each():
+    stacked = jnp.asarray(np.random.default_rng(2).normal(size=(3, 8, 4)), jnp.float32)
+    of = matrices.DimensionNumbers(-2, -1)
+    tx = matrices.orthogonalize(lambda tree: [of], None)
+    ((whole,), _), alone = tx.update([stacked], ()), matrices.orthogonalize(None, None)
+    for layer, result in zip(stacked, whole, strict=True):
+        np.testing.assert_allclose(alone.update([layer], ())[0][0], result, atol=1e-5)
+
+
+def test_frozen_parameters_beside_shards():
+    params, mesh = parameters(), mesh_of(2, 2)
+    muon = demo_optax.demo_muon(
+        1e-2,
+        axis_name="data",
+    )
+    labels = {name: "muon" if name in ("in", "out") else "frozen" for name in params}
+    tx = optax.partition({"muon": muon, "frozen": optax.set_to_zero()}, labels)
+    state = demo_optax.init_opt_state(tx, params, mesh, param_specs=ROWS)
+    gradients = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+    stacked = demo_optax.stack_workers(tx, mesh, param_specs=ROWS)
+    updates, _ = stacked.update(gradients, state, params)
+    assert not np.any(updates["in2"]) and np.all(np.abs(updates["in"]).max() > 1e-3)
