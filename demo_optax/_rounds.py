@@ -213,22 +213,33 @@ def local_parameters(params, opt_state):
     wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
     if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
         raise ValueError(
-            f"local_steps must be that of all parameters, {wanted}, but the state has local steps "
-            f"of {held}: put it outermost, and partition and mask inside of inner and outer."
+            f"local_steps must be that of all parameters, {list(map('/'.join, wanted))}, but the "
+            f"state has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
+            "outermost, and partition and mask inside of inner and outer."
         )
     displacements = {
-        name: d
-        for state, names in zip(states, held, strict=True)
-        for name, d in zip(names, jax.tree.leaves(state.displacement), strict=True)
+        path: d
+        for state, paths in zip(states, held, strict=True)
+        for path, d in zip(paths, jax.tree.leaves(state.displacement), strict=True)
     }
-    if unknown := sorted(displacements.keys() - set(wanted)):
+    if not displacements:
+        return params
+    if unknown := displacements.keys() - set(wanted):
         raise ValueError(
-            f"the state has displacements of {unknown}, but the parameters are {wanted}: pass the "
+            f"the state has displacements of {sorted(map('/'.join, unknown))}, but the parameters "
+            f"are {list(map('/'.join, wanted))}: pass the "
             "parameters that the optimizer was initialised with, and do not flatten them around an "
             "optimizer that looks ahead."
         )
     leaves, structure = jax.tree.flatten(params)
-    pairs = [(x, displacements.get(name)) for name, x in zip(wanted, leaves, strict=True)]
+    pairs = [(x, displacements.get(path)) for path, x in zip(wanted, leaves, strict=True)]
+    for path, (x, d) in zip(wanted, pairs, strict=True):
+        if d is not None and d.shape[max(d.ndim - jnp.ndim(x), 0) :] != jnp.shape(x):
+            raise ValueError(
+                f"the state has a displacement of shape {d.shape} for the parameter "
+                f"{'/'.join(path)} of shape {jnp.shape(x)}: make the state by "
+                "demo_optax.init_opt_state, which gives it an axis of workers."
+            )
     leading = next(d.shape[: d.ndim - jnp.ndim(x)] for x, d in pairs if d is not None)
 
     def moved(x, d):
@@ -330,10 +341,10 @@ def _nodes(tree, kind: type | tuple[type, ...]) -> list:
     return [node for node in nodes if isinstance(node, kind)]
 
 
-def _paths(tree) -> list[str]:
-    """Names of the leaves, whether their containers have keys or attributes."""
+def _paths(tree) -> list[tuple[str, ...]]:
+    """Paths of the leaves, whether their containers have keys or attributes."""
     paths = (path for path, _ in jax.tree.leaves_with_path(tree))
-    return [keystr(path, simple=True, separator="/") for path in paths]
+    return [tuple(keystr((key,), simple=True) for key in path) for path in paths]
 
 
 def _require_no_exchange(steps, axis_name: AxisName) -> None:

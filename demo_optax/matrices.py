@@ -10,7 +10,7 @@ another one brings the results back.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 from jaxtyping import Array, Float
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from demo_optax import axes, specs
 from demo_optax.arrays import in_dtype_of, unboxed, upcast
@@ -34,12 +35,13 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
 
     Args:
       given: what ``optax.contrib.muon`` takes: a tree or a prefix of one, or a function of the
-        parameters that gives it; None for all leaves of two dimensions.
+        parameters that gives it; None for all leaves of two dimensions, except embeddings, whose
+        paths have "embed" in them.
       tree: arrays or shapes.
 
     Raises:
-      ValueError: a leaf of fewer than two dimensions has numbers, or an axis is among the rows and
-        the columns.
+      ValueError: a leaf of fewer than two dimensions has numbers, an axis is given twice or does
+        not exist, or a leaf has more than two dimensions and ``given`` is None.
 
     Example:
       >>> dimension_numbers(None, {"b": jnp.ones(2), "w": jnp.ones((2, 3))})
@@ -47,23 +49,35 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
     """
     tree = unboxed(tree)
     if given is None:
-        return [DimensionNumbers() if x.ndim == 2 else None for x in jax.tree.leaves(tree)]
+        return [_usual(path, x) for path, x in jax.tree.leaves_with_path(tree)]
     given = given(tree) if callable(given) else given
     numbers = specs.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
     for (path, x), of in zip(jax.tree.leaves_with_path(tree), numbers, strict=True):
-        if of is not None and x.ndim < 2:
+        if of is None:
+            continue
+        what = f"weight_dimension_numbers of parameter{keystr(path)} are {of}, but its shape"
+        if x.ndim < 2:
+            raise ValueError(f"{what} {x.shape} is not that of a matrix: give None for it.")
+        try:
+            _rows_and_columns(of, x.ndim)
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"weight_dimension_numbers of parameter{keystr(path)} are {of}, but its shape "
-                f"{x.shape} is not that of a matrix: give None for it."
-            )
-        if of is not None and set(_axes(of.reduction_axis, x.ndim)) & set(
-            _axes(of.output_axis, x.ndim)
-        ):
-            raise ValueError(
-                f"weight_dimension_numbers of parameter{keystr(path)} are {of}, which name an axis "
-                f"of the shape {x.shape} twice: give each axis once."
-            )
+                f"{what} is {x.shape} ({error}): give integers, and each axis once."
+            ) from None
     return numbers
+
+
+def _usual(path, x) -> DimensionNumbers | None:
+    if x.ndim > 2:
+        raise ValueError(
+            f"parameter{keystr(path)} has the shape {x.shape}, and which of its axes are rows and "
+            "columns cannot be known: give weight_dimension_numbers, a function of the parameters "
+            "whose result has optax.contrib.MuonDimensionNumbers(rows, columns) for each matrix "
+            "and None for all others. For layers in one array they are "
+            "MuonDimensionNumbers(-2, -1)."
+        )
+    is_embedding = "embed" in keystr(path).lower()
+    return DimensionNumbers() if x.ndim == 2 and not is_embedding else None
 
 
 def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
@@ -78,7 +92,8 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
       axis_name: the workers' axis.
 
     Raises:
-      ValueError: from the update, if a matrix is sharded and its spec does not say so.
+      ValueError: from the update, if a matrix is sharded and its spec does not say so. With
+        ``check_vma=False`` this cannot be seen: each shard is made orthogonal by itself then.
     """
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -123,7 +138,7 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, shape: tuple[int, ...], spec: P, of: DimensionNumbers) -> "Form":
         """The form of a shard with this spec and these dimension numbers."""
-        rows, columns = _axes(of.reduction_axis, len(shape)), _axes(of.output_axis, len(shape))
+        rows, columns = _rows_and_columns(of, len(shape))
         batch = tuple(i for i in range(len(shape)) if i not in rows + columns)
         by_dimension = (*map(axes.names, spec), *[()] * len(shape))
         sharded = tuple(by_dimension[i] for i in rows + columns)
@@ -193,10 +208,12 @@ def map_whole(
     return back.reshape(devices * each, *shard)[:number]
 
 
-def _axes(given: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Axes from 0 on."""
-    given = (given,) if isinstance(given, int) else tuple(given)
-    return tuple(axis % ndim for axis in given)
+def _rows_and_columns(of: DimensionNumbers, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Axes from 0 on, each of them once."""
+    rows = normalize_axis_tuple(of.reduction_axis, ndim)
+    columns = normalize_axis_tuple(of.output_axis, ndim)
+    normalize_axis_tuple(rows + columns, ndim)
+    return rows, columns
 
 
 def _require_spec(x: Array, spec: P, axis_name: AxisName) -> None:
@@ -206,5 +223,7 @@ def _require_spec(x: Array, spec: P, axis_name: AxisName) -> None:
             f"a matrix of shape {x.shape} on each device is sharded over the axes {missing}, but "
             f"its spec is {spec}, so that each shard would be made orthogonal by itself: update by "
             "demo_optax.make_train_step or demo_optax.stack_workers with param_specs, or pass "
-            "update(..., param_specs=specs)."
+            "update(..., param_specs=specs). If it is not sharded, an earlier link of the chain "
+            "gave each shard its own gradient, such as clip_by_global_norm: use "
+            "make_train_step(clip_norm=...) instead."
         )

@@ -212,8 +212,8 @@ def demo_muon(
     r"""DeMo whose workers make a momentum of their own gradients orthogonal, before the exchange.
 
     .. math::
-        h_i &\leftarrow \beta_1 h_i + g_i \\
-        o_i &= \mathrm{orthogonal}(g_i + \beta_1 h_i) \\
+        h_i &\leftarrow \beta_1 h_i + (1 - \beta_1) g_i \\
+        o_i &= \mathrm{orthogonal}(\beta_1 h_i + (1 - \beta_1) g_i) \\
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) o_i^2 \\
         m_i &\leftarrow \beta m_i + \eta_t\, T(o_i / (\sqrt{\hat v_i} + \epsilon))
 
@@ -231,11 +231,15 @@ def demo_muon(
       b1: decay of the momentum :math:`h_i` of matrices, in [0, 1); it stays with its worker.
       weight_dimension_numbers: which parameters are matrices, as in ``optax.contrib.muon``: a tree
         of ``optax.contrib.MuonDimensionNumbers`` and None, or a function of the parameters that
-        gives one, which may meet ``optax.MaskedNode`` where others update some of them. All those
-        of two dimensions by default. Embeddings do better as None. Name it in the ``static_args``
-        of ``optax.inject_hyperparams``.
+        gives one, which may meet ``optax.MaskedNode`` where others update some of them. By default
+        all those of two dimensions, except where the path has "embed" in it: embeddings do better
+        as None. Name it in the ``static_args`` of ``optax.inject_hyperparams``.
       look_ahead: as in `decoupled`; most of the gain over `demo_scaled` needs it. Give 1.5 with
         `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
+
+    Raises:
+      ValueError: from ``init``, if a parameter has more than two dimensions and
+        ``weight_dimension_numbers`` is None.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
@@ -251,8 +255,10 @@ def demo_muon(
         structure: Any = jax.tree.structure(params)
         return structure.unflatten([x is not None for x in numbers])
 
+    # A mean, not a sum: it has no overflow where the gradients have none.
+    momentum = optax.chain(optax.scale(1 - b1), optax.trace(b1, nesterov=True))
     precondition = optax.chain(
-        optax.masked(_in_float32(optax.trace(b1, nesterov=True)), is_matrix),
+        optax.masked(_in_float32(momentum), is_matrix),
         orthogonalize(weight_dimension_numbers, workers),
         _scale_by_rms(b2, eps),
     )

@@ -33,7 +33,13 @@ def of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
     specs = unboxed(extra_args.get(PARAM_SPECS, P()))
     if not sharded_axes(specs):  # the tree may be another one then, such as a flattened one
         return [P()] * len(jax.tree.leaves(tree))
-    return per_leaf(specs, unboxed(tree), lambda x: isinstance(x, P))
+    try:
+        return per_leaf(specs, unboxed(tree), lambda x: isinstance(x, P))
+    except ValueError:
+        raise ValueError(
+            f"param_specs are {specs}, but the gradients have another structure, "
+            f"{jax.tree.structure(tree)}: shards cannot be flattened, so leave out optax.flatten."
+        ) from None
 
 
 def per_leaf(prefix: Any, tree: Any, is_value: Callable[[Any], bool]) -> list:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed
@@ -208,6 +208,34 @@ def test_the_state_of_a_wrapped_model_gives_its_own_parameters():
     (moved,), (also,) = map(jax.tree.leaves, (local, pure))
     assert np.abs(moved - jax.tree.leaves(params)[0]).max() > 1e-3
     np.testing.assert_array_equal(moved, also)
+
+
+def test_paths_that_read_the_same_are_not_the_same():
+    tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(1), look_ahead=1.0)
+    params = {"a/b": jnp.zeros(4), "a": {"b": jnp.zeros(4)}}
+    gradient = {"a/b": jnp.array([4.0, 1, 0, 0]), "a": {"b": jnp.array([0.0, 0, -4, 1])}}
+    _, state = tx.update(gradient, tx.init(params), params)
+    own = demo_optax.local_parameters(params, state)
+    jax.tree.map(np.testing.assert_array_equal, own, state[2].displacement)
+    assert not np.array_equal(own["a/b"], own["a"]["b"])
+
+
+def test_without_displaced_parameters_they_are_the_shared_ones():
+    tx = optax.masked(demo_optax.demo_scaled(0.1, look_ahead=1.0), {"w": False})
+    params = {"w": jnp.ones(3)}
+    assert demo_optax.local_parameters(params, tx.init(params)) is params
+
+
+def test_a_state_without_workers_is_refused_by_stacked_gradients():
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    tx = demo_optax.demo_scaled(0.1, look_ahead=1.0, axis_name="data")
+    params = {"w": jnp.ones((4, 4))}
+    gradients = demo_optax.worker_gradients(lambda p, x: jnp.sum(x @ p["w"]), mesh)
+    state = demo_optax.demo_scaled(0.1, look_ahead=1.0).init(params)
+    with pytest.raises(ValueError, match=r"parameter w .*demo_optax\.init_opt_state"):
+        gradients(params, jnp.ones((2, 4)), opt_state=state)
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    assert gradients(params, jnp.ones((2, 4)), opt_state=state).loss.shape == (2,)
 
 
 def test_parameters_of_another_structure_are_refused():

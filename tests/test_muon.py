@@ -155,14 +155,63 @@ def test_matrices_may_be_empty(shape):
     assert result.shape == shape
 
 
-def test_an_axis_is_either_of_rows_or_of_columns():
-    with pytest.raises(ValueError, match="twice: give each axis once"):
-        matrices.dimension_numbers([matrices.DimensionNumbers(0, 2)], [jnp.ones((2, 3))])
+@pytest.mark.parametrize(
+    "rows, columns, said",
+    [(0, -2, "repeated axis"), ((0, 0), 1, "repeated axis"), (0, 2, "axis 2 is out of bounds")],
+)
+def test_an_axis_is_either_of_rows_or_of_columns(rows, columns, said):
+    numbers = matrices.DimensionNumbers(rows, columns)
+    with pytest.raises(ValueError, match=said + ".*give integers, and each axis once"):
+        matrices.dimension_numbers([numbers], [jnp.ones((2, 3))])
 
 
-def test_a_vector_is_no_matrix():
-    with pytest.raises(ValueError, match="is not that of a matrix"):
-        matrices.dimension_numbers({"b": matrices.DimensionNumbers()}, {"b": jnp.ones(3)})
+def test_axes_may_be_integers_of_numpy():
+    numbers = matrices.DimensionNumbers(np.int64(0), (np.int64(1),))
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(2, 3)), jnp.float32)
+    (found,), _ = matrices.orthogonalize(lambda tree: [numbers], None).update([x], ())
+    (wanted,), _ = matrices.orthogonalize(None, None).update([x], ())
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_embeddings_and_vectors_are_no_matrices_by_default():
+    shapes = {"b": (4,), "token_Embedder": {"table": (8, 4)}, "w": (4, 4)}
+    tree = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    assert matrices.dimension_numbers(None, tree) == [None, None, matrices.DimensionNumbers()]
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 4), (3, 3, 1, 8)])
+def test_which_axes_of_a_kernel_are_rows_must_be_said(shape):
+    with pytest.raises(ValueError, match=r"parameter\['w'\].*give weight_dimension_numbers"):
+        demo_optax.demo_muon(1e-3).init({"w": jnp.ones(shape)})
+
+
+def test_gradients_of_float16_as_large_as_its_range_take_part():
+    tx = demo_optax.demo_muon(1e-3, demo_optax.Compression(4))
+    params = {"w": jnp.ones((8, 8), jnp.float16)}
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)))
+    gradient = {"w": (gradient / jnp.abs(gradient).max() * 6e4).astype(jnp.float16)}
+    state = tx.init(params)
+    for _ in range(10):
+        updates, state = jax.jit(tx.update)(gradient, state, params)
+        assert int(state[0].metrics.participants) == 1
+    assert bool(jnp.isfinite(updates["w"]).all())
+
+
+def test_a_norm_of_each_shard_before_it_is_named_as_a_cause():
+    params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    specs = {"a": P("fsdp"), "b": P()}
+    muon = demo_optax.demo_muon(1e-3, axis_name="data")
+    tx = optax.chain(optax.clip_by_global_norm(1.0), muon)
+    with pytest.raises(ValueError, match=r"use make_train_step\(clip_norm=\.\.\.\) instead"):
+        demo_optax.init_opt_state(tx, params, mesh_of(2, 2), param_specs=specs)
+
+
+def test_shards_in_one_vector_are_refused():
+    params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    specs = {"a": P("fsdp"), "b": P()}
+    tx = optax.flatten(demo_optax.demo_scaled(1e-3, axis_name="data"))
+    with pytest.raises(ValueError, match=r"leave out optax\.flatten"):
+        demo_optax.init_opt_state(tx, params, mesh_of(2, 2), param_specs=specs)
 
 
 @pytest.mark.parametrize(

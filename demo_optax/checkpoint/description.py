@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
-from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.exchange.wrapper import PendingState
@@ -77,11 +76,8 @@ def describe(
             "pending": dataclasses.asdict(node.exchange.format) if delayed else None,
         }
 
-    def is_momentum(x) -> bool:
-        return isinstance(x, DecoupledMomentumState)
-
-    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=is_momentum)
-    states = {keystr(path): describe_state(path, x) for path, x in nodes if is_momentum(x)}
+    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum)
+    states = {keystr(path): describe_state(path, x) for path, x in nodes if shards.is_momentum(x)}
     workers = shards.num_workers(mesh, axis_name)
     described = {"format": FORMAT, "workers": workers, "states": states}
     return json.loads(json.dumps(described, default=int))

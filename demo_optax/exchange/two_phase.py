@@ -72,8 +72,8 @@ class TwoPhase:
     """Each worker averages its share of the blocks, and sends the mean back, compressed as well.
 
     It is a compressed reduce-scatter followed by an all-gather. What the compression leaves out
-    stays with the owner for later steps. The bytes that a worker sends and receives hardly grow
-    with the number of workers.
+    stays with the owner for later steps, and decays by ``residual_decay`` on each. The bytes that a
+    worker sends and receives hardly grow with the number of workers.
 
     Attributes:
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.

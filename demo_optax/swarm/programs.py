@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from demo_optax._decoupled_momentum import MESSAGE_WEIGHT, DecoupledMomentumState
+from demo_optax._decoupled_momentum import MESSAGE_WEIGHT
 from demo_optax._rounds import LocalStepsState, local_parameters
 from demo_optax.arrays import IntScalar, unboxed
 from demo_optax.axes import AxisName
@@ -248,11 +248,8 @@ def pending_state(opt_state) -> PendingState:
         momentum has another basis in each step, so that a worker that jumps to a snapshot could not
         go on with its own.
     """
-
-    def is_momentum(x) -> bool:
-        return isinstance(x, DecoupledMomentumState)
-
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_momentum) if is_momentum(x)]
+    nodes = jax.tree.leaves(opt_state, is_leaf=shards.is_momentum)
+    found = [x for x in nodes if shards.is_momentum(x)]
     if len(found) != 1 or not isinstance(found[0].exchange, PendingState):
         raise ValueError(
             f"a swarm needs an optimizer with one decoupled momentum, but this one has "
