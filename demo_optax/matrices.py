@@ -10,6 +10,7 @@ another one brings the results back.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,8 +41,9 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
       tree: arrays or shapes.
 
     Raises:
-      ValueError: a leaf of fewer than two dimensions has numbers, an axis is given twice or does
-        not exist, or a leaf has more than two dimensions and ``given`` is None.
+      ValueError: a leaf of fewer than two dimensions has numbers; an axis is given twice or does
+        not exist.
+      UserWarning: a leaf has more than two dimensions, and ``given`` is None.
 
     Example:
       >>> dimension_numbers(None, {"b": jnp.ones(2), "w": jnp.ones((2, 3))})
@@ -69,12 +71,13 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
 
 def _usual(path, x) -> DimensionNumbers | None:
     if x.ndim > 2:
-        raise ValueError(
-            f"parameter{keystr(path)} has the shape {x.shape}, and which of its axes are rows and "
-            "columns cannot be known: give weight_dimension_numbers, a function of the parameters "
-            "whose result has optax.contrib.MuonDimensionNumbers(rows, columns) for each matrix "
-            "and None for all others. For layers in one array they are "
-            "MuonDimensionNumbers(-2, -1)."
+        warnings.warn(
+            f"demo_muon takes parameter{keystr(path)} of shape {x.shape} for no matrix, as it "
+            "cannot know which axes are rows and columns: give weight_dimension_numbers, a "
+            "function of the parameters whose result has "
+            "optax.contrib.MuonDimensionNumbers(rows, columns) for each matrix and None for all "
+            "others. For layers in one array they are MuonDimensionNumbers(-2, -1).",
+            stacklevel=2,
         )
     is_embedding = "embed" in keystr(path).lower()
     return DimensionNumbers() if x.ndim == 2 and not is_embedding else None

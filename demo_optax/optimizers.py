@@ -238,8 +238,8 @@ def demo_muon(
         `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
 
     Raises:
-      ValueError: from ``init``, if a parameter has more than two dimensions and
-        ``weight_dimension_numbers`` is None.
+      UserWarning: from ``init``, if a parameter has more than two dimensions and
+        ``weight_dimension_numbers`` is None. It is no matrix then.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))

@@ -126,6 +126,13 @@ def orthogonal_shards_without_specs():
     jax.jit(run)(jnp.ones((4, 4)))
 
 
+def flattened_shards():
+    specs = {"a": P("fsdp"), "b": P()}
+    tx = optax.flatten(demo_optax.demo_scaled(1e-3, axis_name="data"))
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    demo_optax.init_opt_state(tx, params, inner(), param_specs=specs)
+
+
 MASK = {"hidden": True, "out": True, "bias": False}
 
 
@@ -247,7 +254,9 @@ RAISED = [
     lambda: matrices.dimension_numbers([matrices.DimensionNumbers()], [jnp.ones(3)]),
     lambda: matrices.dimension_numbers([matrices.DimensionNumbers(0, -2)], [jnp.ones((2, 3))]),
     orthogonal_shards_without_specs,
+    flattened_shards,
     lambda: demo_optax.local_parameters(jnp.ones(3), LOOKING_AHEAD.init({"w": jnp.ones(3)})),
+    lambda: demo_optax.local_parameters(jnp.ones((2, 3)), LOOKING_AHEAD.init(jnp.ones(3))),
     # axes
     lambda: DEMO.update(model.init(), DEMO.init(model.init())),
     lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), ["data"]),

@@ -181,8 +181,8 @@ def test_embeddings_and_vectors_are_no_matrices_by_default():
 
 @pytest.mark.parametrize("shape", [(3, 4, 4), (3, 3, 1, 8)])
 def test_which_axes_of_a_kernel_are_rows_must_be_said(shape):
-    with pytest.raises(ValueError, match=r"parameter\['w'\].*give weight_dimension_numbers"):
-        demo_optax.demo_muon(1e-3).init({"w": jnp.ones(shape)})
+    with pytest.warns(UserWarning, match=r"parameter\['w'\].*give weight_dimension_numbers"):
+        assert matrices.dimension_numbers(None, {"w": jnp.ones(shape)}) == [None]
 
 
 def test_gradients_of_float16_as_large_as_its_range_take_part():
@@ -203,14 +203,6 @@ def test_a_norm_of_each_shard_before_it_is_named_as_a_cause():
     muon = demo_optax.demo_muon(1e-3, axis_name="data")
     tx = optax.chain(optax.clip_by_global_norm(1.0), muon)
     with pytest.raises(ValueError, match=r"use make_train_step\(clip_norm=\.\.\.\) instead"):
-        demo_optax.init_opt_state(tx, params, mesh_of(2, 2), param_specs=specs)
-
-
-def test_shards_in_one_vector_are_refused():
-    params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
-    specs = {"a": P("fsdp"), "b": P()}
-    tx = optax.flatten(demo_optax.demo_scaled(1e-3, axis_name="data"))
-    with pytest.raises(ValueError, match=r"leave out optax\.flatten"):
         demo_optax.init_opt_state(tx, params, mesh_of(2, 2), param_specs=specs)
 
 
@@ -277,5 +269,5 @@ def test_frozen_parameters_beside_shards():
     state = demo_optax.init_opt_state(tx, params, mesh, param_specs=ROWS)
     gradients = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
     stacked = demo_optax.stack_workers(tx, mesh, param_specs=ROWS)
-    updates, _ = stacked.update(gradients, state, params)
+    updates, _ = jax.jit(stacked.update)(gradients, state, params)
     assert not np.any(updates["in2"]) and np.all(np.abs(updates["in"]).max() > 1e-3)

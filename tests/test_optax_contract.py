@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from absl.testing import parameterized
 
 import demo_optax
@@ -59,6 +60,7 @@ class TestAll(
     pass
 
 
+@pytest.mark.filterwarnings("ignore:demo_muon takes parameter")  # of three dimensions
 class TestAllButRosenbrock(
     NothingSkipped,
     # Steps of fixed size cannot follow Rosenbrock's valley.
