@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -274,3 +275,17 @@ def test_every_result_is_of_a_method_of_its_study():
         methods = [(dict(m.settings), dict(m.lever)) for m in each.methods.values()]
         for found in each.results().values():
             assert (found.settings, found.lever) in methods, found.method
+
+
+def test_what_is_better_now_is_in_the_tables():
+    text = (ROOT / "docs/explanation/quality_studies.md").read_text()
+    section = text.split("## Before and now")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    now = [re.match(r"[-+]\d\.\d{3}( ± \d\.\d{3})?", cells[2]) for cells in rows[1:]]
+    found = {
+        row.difference.written("+.3f")
+        for name in ("final", "workers", "long", "local")
+        for row in tables.rows(STUDIES[name])
+        if row.difference
+    }
+    assert len(now) == 10 and {match.group() for match in now} <= found
