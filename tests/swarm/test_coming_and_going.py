@@ -12,8 +12,9 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax.swarm import ObjectStore, SwarmError
 from tests import swarms
+from tests.sweeps import sweep
 
-DELAYS = pytest.mark.parametrize("delay", [0, 1])
+DELAYS = sweep(1, delay=[0, 1])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 from tests import swarms
+from tests.sweeps import sweep
 
 WORKERS = 4
 
@@ -62,7 +63,7 @@ def in_a_swarm(store, make_optimizer, steps: int, **settings):
     return swarms.together([functools.partial(run, worker) for worker in workers])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sweep("demo_muon", name=OPTIMIZERS)
 def test_parameters_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
     steps = 50
     expected = over_shard_map(OPTIMIZERS[name], demo_optax.AllGather("data"), steps)
@@ -70,7 +71,7 @@ def test_parameters_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
         assert found == expected
 
 
-@pytest.mark.parametrize("name", ["demo_scaled", "demo_muon"])
+@sweep("demo_scaled", name=["demo_scaled", "demo_muon"])
 def test_a_delay_is_that_of_shard_map_to_the_last_bit(name, tmp_path):
     make, steps = OPTIMIZERS[name], 30
     exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
@@ -82,7 +83,7 @@ def test_a_delay_is_that_of_shard_map_to_the_last_bit(name, tmp_path):
 SPECS = {"w": P(None, "fsdp"), "v": P("fsdp", None)}
 
 
-@pytest.mark.parametrize("delay", [0, 1])
+@sweep(0, delay=[0, 1])
 def test_workers_of_two_devices_each_that_hold_shards(delay, tmp_path):
     make, steps = OPTIMIZERS["demo"], 20
     inner = demo_optax.AllGather("data")
