@@ -2,6 +2,8 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import optax
 
 import demo_optax
@@ -24,3 +26,13 @@ def with_base(base, settings: Settings, **options) -> optax.GradientTransformati
         exchange=settings.exchange,
         **common | options,
     )
+
+
+def powers(power: float) -> optax.GradientTransformation:
+    """Each element to a power, with a root mean square of 1 of each tensor."""
+
+    def step(u):
+        u = jnp.sign(u) * jnp.abs(u) ** power
+        return u / (jnp.sqrt(jnp.mean(jnp.square(u))) + 1e-30)
+
+    return optax.stateless(lambda updates, _: jax.tree.map(step, updates))

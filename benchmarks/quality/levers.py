@@ -20,10 +20,18 @@ from demo_optax.compression import Compression, Plan, make_plan
 from lm import recipes
 from lm.recipes import Settings
 
-from .bases import scale_by_rms, with_base
+from .bases import powers, scale_by_rms, with_base
 from .delay_levers import ahead_by, stale_adamw, trace_after, with_lead
 from .local_levers import local
-from .muon_levers import muon_after, muon_before, published_muon, whitened_before
+from .muon_levers import (
+    muon_after,
+    muon_before,
+    muon_before_and_after,
+    muon_stepping_by,
+    muon_with,
+    published_muon,
+    whitened_before,
+)
 from .two_phase_levers import owners
 from .worker_levers import sits_out, unequal
 
@@ -96,12 +104,7 @@ def signs_of_blocks(settings: Settings) -> optax.GradientTransformation:
 
 def powered(settings: Settings, power: float, **options) -> optax.GradientTransformation:
     """Between the sign and the aggregate: each element to a power, with a root mean square of 1."""
-
-    def step(u):
-        u = jnp.sign(u) * jnp.abs(u) ** power
-        return u / (jnp.sqrt(jnp.mean(jnp.square(u))) + 1e-30)
-
-    return with_base(optax.stateless(lambda u, _: jax.tree.map(step, u)), settings, **options)
+    return with_base(powers(power), settings, **options)
 
 
 def second_moment_after(settings: Settings, b2: float, **options):
@@ -332,6 +335,9 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         muon,
         muon_before,
         muon_after,
+        muon_with,
+        muon_stepping_by,
+        muon_before_and_after,
         whitened_before,
         published_muon,
         ahead_by,

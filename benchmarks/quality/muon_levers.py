@@ -9,7 +9,44 @@ import optax
 import demo_optax
 from lm.recipes import Settings
 
-from .bases import scale_by_rms, with_base
+from .bases import powers, scale_by_rms, with_base
+
+
+def muon_with(settings: Settings, **options) -> optax.GradientTransformation:
+    """`demo_optax.demo_muon` with options that the trainer has no setting for: ``b1``, ``b2``."""
+    return demo_optax.demo_muon(
+        **settings.decoupled,
+        look_ahead=settings.look_ahead,
+        weight_dimension_numbers=settings.matrices,
+        **options,
+    )
+
+
+def muon_stepping_by(settings: Settings, power: float) -> optax.GradientTransformation:
+    """`demo_optax.demo_muon` whose step is another power of the aggregate than a half."""
+    return with_base(
+        powers(power),
+        settings,
+        mean="workers",
+        look_ahead=settings.look_ahead,
+        precondition=orthogonal_and_scaled(),
+    )
+
+
+def muon_before_and_after(settings: Settings, shared: float) -> optax.GradientTransformation:
+    """`demo_optax.demo_muon`, and a momentum of the aggregates is made orthogonal as well."""
+    return with_base(
+        _by_shape(orthogonal(shared), demo_optax.scale_by_signed_root()),
+        settings,
+        mean="workers",
+        look_ahead=settings.look_ahead,
+        precondition=orthogonal_and_scaled(),
+    )
+
+
+def orthogonal_and_scaled() -> optax.GradientTransformation:
+    """What each worker of `demo_optax.demo_muon` does to its own gradient."""
+    return optax.chain(_by_shape(orthogonal(0.9), optax.identity()), scale_by_rms(0.95))
 
 
 def muon_before(settings: Settings, local: float) -> optax.GradientTransformation:
