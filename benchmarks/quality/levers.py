@@ -58,6 +58,11 @@ def scaled_by(settings: Settings, b2: float) -> optax.GradientTransformation:
     return demo(settings, scale_by_rms(b2))
 
 
+def scaled_with(settings: Settings, b2: float) -> optax.GradientTransformation:
+    """`demo_optax.demo_scaled` with another decay of the second moment."""
+    return demo_optax.demo_scaled(**settings.decoupled, look_ahead=settings.look_ahead, b2=b2)
+
+
 def decay_from(settings: Settings, first: float, last: float, steps: int):
     """The momentum's decay goes from one to another, its logarithmic half-life evenly."""
 
@@ -319,6 +324,7 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     for function in (
         with_options,
         scaled_by,
+        scaled_with,
         decay_from,
         ready_made,
         signs_of_blocks,
