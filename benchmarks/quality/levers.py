@@ -313,6 +313,12 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def adamw_with(settings: Settings, b2: float) -> optax.GradientTransformation:
+    """AdamW after a dense all-reduce, with another decay of the second moment."""
+    own = optax.adamw(settings.learning_rate, settings.decay, b2, weight_decay=settings.weight_decay)
+    return optax.chain(demo_optax.mean_over_workers(AXIS), own)
+
+
 def muon(settings: Settings) -> optax.GradientTransformation:
     """Muon after a dense all-reduce, as optax has it."""
     own = optax.contrib.muon(settings.learning_rate, weight_decay=settings.weight_decay)
@@ -338,6 +344,7 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         apart,
         error_feedback_21,
         ahead,
+        adamw_with,
         muon,
         muon_before,
         muon_after,
