@@ -315,7 +315,9 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
 
 def adamw_with(settings: Settings, b2: float) -> optax.GradientTransformation:
     """AdamW after a dense all-reduce, with another decay of the second moment."""
-    own = optax.adamw(settings.learning_rate, settings.decay, b2, weight_decay=settings.weight_decay)
+    own = optax.adamw(
+        settings.learning_rate, settings.decay, b2, weight_decay=settings.weight_decay
+    )
     return optax.chain(demo_optax.mean_over_workers(AXIS), own)
 
 
