@@ -75,7 +75,7 @@ def demo_scaled(
     learning_rate: optax.ScalarOrSchedule,
     compression: Compression = Compression(32, value_coding="sign", selection="bins"),
     *,
-    b2: chex.Numeric = 0.95,
+    b2: chex.Numeric = 0.99,
     eps: chex.Numeric = 1e-8,
     decay: chex.Numeric = 0.98,
     weight_decay: chex.Numeric = 0.0,
@@ -220,8 +220,6 @@ def demo_muon(
     and on as in `demo_scaled`, which this is but for the first two lines. They are for matrices:
     Muon's five Newton-Schulz steps set their singular values to about 1. Elements are scaled after
     that, as in AdaMuon (Si et al., `arXiv 2507.11005 <https://arxiv.org/abs/2507.11005>`_).
-    The second moment has a longer memory than that of `demo_scaled`: with batches of one sequence
-    the loss was lower by 0.045 (``docs/explanation/quality_studies.md``).
     Orthogonal steps of the sparse aggregate, as in version 2 of the paper, had a higher loss in our
     runs.
 

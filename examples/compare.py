@@ -52,6 +52,7 @@ def main() -> None:
         learning_rate=None,
         decay=None,
         weight_decay=None,
+        b2=None,
         local_steps=None,
         **{name: getattr(configuration.DEFAULT, name) for name in OF_PACKETS},
     )

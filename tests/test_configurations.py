@@ -109,6 +109,8 @@ WORDS = [
     ("--profile-steps 3", "needs a --log-dir"),
     ("--profile-steps 9 --steps 18 --log-dir log", "--steps must be at least 19"),
     ("--optimizer demo --look-ahead 1", "is for demo-scaled and demo-muon"),
+    ("--optimizer demo --b2 0.9", "--b2 0.9 is the decay of a second moment, and demo has none"),
+    ("--b2 1", "--b2 1.0 must"),
     ("--local-steps 0", "--local-steps 0 must"),
     ("--local-steps 2", "--local-steps 2 are for --optimizer diloco"),
     ("--optimizer diloco --steps 30", "--steps 30 end inside a round of --local-steps 20"),

@@ -205,6 +205,7 @@ def trained(make, exchange=demo_optax.AllGather("data")):
         0.0,
         demo_optax.Compression(4, 8),
         exchange,
+        b2=0.95,
     )
     return workers.train(make("demo-scaled", settings, None), range(11))[0]
 
@@ -251,7 +252,7 @@ def test_advice_has_the_differences_of_the_unseen_seeds(page):
     text = (ROOT / page).read_text()
     found = {row.method.name: row.difference for row in tables.rows(STUDIES["final"])}
     quoted = {name for name, mean in found.items() if mean and mean.written("+.3f") in text}
-    assert {"DeMo-Muon", "32 bins, sign"} <= quoted
+    assert {"DeMo-Muon", "DeMo-scaled"} <= quoted
     if page.endswith("choose.md"):
         assert quoted == set(found) - {"AdamW"}
 
@@ -260,14 +261,18 @@ def test_methods_do_not_lean_on_defaults_that_may_change():
     for study_of, method in METHODS:
         sends = RECIPES[method.settings["optimizer"]].compression is not None
         stated = {"selection", "topk", "value_coding", "decay"} if sends else set()
+        if method.settings["optimizer"] in ("demo-scaled", "demo-muon"):
+            stated |= {"b2"}
         assert stated <= set(method.settings), (study_of.name, method.name)
 
 
-def test_the_trainer_trains_what_the_library_recommends():
-    given = inspect.signature(demo_optax.demo_scaled).parameters
-    recipe = RECIPES["demo-scaled"]
+@pytest.mark.parametrize("name", ["demo-scaled", "demo-muon"])
+def test_the_trainer_trains_what_the_library_recommends(name):
+    given = inspect.signature(getattr(demo_optax, name.replace("-", "_"))).parameters
+    recipe = RECIPES[name]
     assert recipe.compression == given["compression"].default
     assert (recipe.decay, recipe.weight_decay) == (given["decay"].default, 0.0)
+    assert recipe.b2 == given["b2"].default
 
 
 def test_every_result_is_of_a_method_of_its_study():

@@ -14,7 +14,7 @@ scale_by_rms = functools.partial(optax.scale_by_rms, eps_in_sqrt=False, bias_cor
 
 def with_base(base, settings: Settings, **options) -> optax.GradientTransformation:
     """Another step after the exchange; the learning rate is inside the momentum as well."""
-    common = {"gradient_weight": settings.learning_rate, "precondition": scale_by_rms(0.95)}
+    common = {"gradient_weight": settings.learning_rate, "precondition": scale_by_rms(settings.b2)}
     return demo_optax.decoupled(
         optax.chain(
             base,

@@ -59,7 +59,7 @@ def own_message(settings: Settings, state: DecoupledMomentumState, params):
 
 def stale_adamw(settings: Settings) -> optax.GradientTransformation:
     """AdamW after a dense all-reduce, by the gradient of the step before."""
-    adamw = optax.adamw(settings.learning_rate, settings.decay, 0.95, weight_decay=0.1)
+    adamw = optax.adamw(settings.learning_rate, settings.decay, settings.b2, weight_decay=0.1)
     return optax.chain(demo_optax.mean_over_workers("data"), one_step_late(), adamw)
 
 

@@ -45,7 +45,7 @@ def maker(name: str, **options: Any) -> Callable[..., optax.GradientTransformati
 
 def demo(settings: Settings, scale=None, **options) -> optax.GradientTransformation:
     """DeMo with scaled gradients, with settings that the trainer has no flag for."""
-    precondition = scale or scale_by_rms(0.95)
+    precondition = scale or scale_by_rms(settings.b2)
     return demo_optax.demo(**settings.decoupled, precondition=precondition, **options)
 
 
@@ -58,11 +58,6 @@ def scaled_by(settings: Settings, b2: float) -> optax.GradientTransformation:
     return demo(settings, scale_by_rms(b2))
 
 
-def scaled_with(settings: Settings, b2: float) -> optax.GradientTransformation:
-    """`demo_optax.demo_scaled` with another decay of the second moment."""
-    return demo_optax.demo_scaled(**settings.decoupled, look_ahead=settings.look_ahead, b2=b2)
-
-
 def decay_from(settings: Settings, first: float, last: float, steps: int):
     """The momentum's decay goes from one to another, its logarithmic half-life evenly."""
 
@@ -73,13 +68,13 @@ def decay_from(settings: Settings, first: float, last: float, steps: int):
     own = settings.decoupled | {"decay": decay}
     static = ("compression", "exchange", "precondition", "mask")
     make = optax.inject_hyperparams(demo_optax.demo, static_args=static)
-    return make(**own, precondition=scale_by_rms(0.95))
+    return make(**own, precondition=scale_by_rms(settings.b2))
 
 
 def ready_made(settings: Settings, make: str) -> optax.GradientTransformation:
     """``demo_adamw``, ``demo_sgd``, ``demo_signum`` after scaled gradients."""
     optimizer = getattr(demo_optax, make)
-    return optimizer(**settings.decoupled, precondition=scale_by_rms(0.95))
+    return optimizer(**settings.decoupled, precondition=scale_by_rms(settings.b2))
 
 
 def signs_of_blocks(settings: Settings) -> optax.GradientTransformation:
@@ -234,7 +229,9 @@ def apart(settings: Settings, topk: int | None = None) -> optax.GradientTransfor
         other = demo(more)
     else:
         dense = demo_optax.mean_over_workers(AXIS)
-        other = optax.chain(dense, optax.adamw(settings.learning_rate, 0.9, 0.95, weight_decay=0.0))
+        other = optax.chain(
+            dense, optax.adamw(settings.learning_rate, 0.9, settings.b2, weight_decay=0.0)
+        )
     parts = {"apart": other, "rest": demo(settings)}
     return optax.partition(parts, lambda params: jax.tree.map_with_path(label, params))
 
@@ -252,7 +249,7 @@ def error_feedback_21(settings: Settings, eta: float = 0.1) -> optax.GradientTra
     What decoupled momentum keeps is then the difference between a worker's momentum and what the
     others believe it to be, which does not decay.
     """
-    scale = scale_by_rms(0.95)
+    scale = scale_by_rms(settings.b2)
 
     def init(params):
         return Difference(jax.tree.map(jnp.zeros_like, params), scale.init(params))
@@ -313,14 +310,6 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def adamw_with(settings: Settings, b2: float) -> optax.GradientTransformation:
-    """AdamW after a dense all-reduce, with another decay of the second moment."""
-    own = optax.adamw(
-        settings.learning_rate, settings.decay, b2, weight_decay=settings.weight_decay
-    )
-    return optax.chain(demo_optax.mean_over_workers(AXIS), own)
-
-
 def muon(settings: Settings) -> optax.GradientTransformation:
     """Muon after a dense all-reduce, as optax has it."""
     own = optax.contrib.muon(settings.learning_rate, weight_decay=settings.weight_decay)
@@ -332,7 +321,6 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     for function in (
         with_options,
         scaled_by,
-        scaled_with,
         decay_from,
         ready_made,
         signs_of_blocks,
@@ -346,7 +334,6 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
         apart,
         error_feedback_21,
         ahead,
-        adamw_with,
         muon,
         muon_before,
         muon_after,

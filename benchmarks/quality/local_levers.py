@@ -35,6 +35,6 @@ def local(
         own = optax.contrib.muon(settings.learning_rate, weight_decay=settings.weight_decay)
     else:
         own = optax.adamw(
-            settings.learning_rate, settings.decay, 0.95, weight_decay=settings.weight_decay
+            settings.learning_rate, settings.decay, settings.b2, weight_decay=settings.weight_decay
         )
     return demo_optax.local_steps(own, outer, every, axis_name=AXIS)

@@ -12,13 +12,14 @@ from lm.recipes import Settings
 from .bases import powers, scale_by_rms, with_base
 
 
-def muon_with(settings: Settings, **options) -> optax.GradientTransformation:
-    """`demo_optax.demo_muon` with options that the trainer has no setting for: ``b1``, ``b2``."""
+def muon_with(settings: Settings, b1: float) -> optax.GradientTransformation:
+    """`demo_optax.demo_muon` with another decay of its momentum before the orthogonal step."""
     return demo_optax.demo_muon(
         **settings.decoupled,
+        b1=b1,
+        b2=settings.b2,
         look_ahead=settings.look_ahead,
         weight_dimension_numbers=settings.matrices,
-        **options,
     )
 
 
@@ -29,7 +30,7 @@ def muon_stepping_by(settings: Settings, power: float) -> optax.GradientTransfor
         settings,
         mean="workers",
         look_ahead=settings.look_ahead,
-        precondition=orthogonal_and_scaled(),
+        precondition=orthogonal_and_scaled(settings),
     )
 
 
@@ -40,18 +41,18 @@ def muon_before_and_after(settings: Settings, shared: float) -> optax.GradientTr
         settings,
         mean="workers",
         look_ahead=settings.look_ahead,
-        precondition=orthogonal_and_scaled(),
+        precondition=orthogonal_and_scaled(settings),
     )
 
 
-def orthogonal_and_scaled() -> optax.GradientTransformation:
+def orthogonal_and_scaled(settings: Settings) -> optax.GradientTransformation:
     """What each worker of `demo_optax.demo_muon` does to its own gradient."""
-    return optax.chain(_by_shape(orthogonal(0.9), optax.identity()), scale_by_rms(0.95))
+    return optax.chain(_by_shape(orthogonal(0.9), optax.identity()), scale_by_rms(settings.b2))
 
 
 def muon_before(settings: Settings, local: float) -> optax.GradientTransformation:
     """Each worker sends its own orthogonal momentum, whose decay is ``local``."""
-    precondition = _by_shape(orthogonal(local), scale_by_rms(0.95))
+    precondition = _by_shape(orthogonal(local), scale_by_rms(settings.b2))
     step = demo_optax.scale_by_signed_root()
     return with_base(step, settings, mean="workers", precondition=precondition)
 
@@ -60,7 +61,7 @@ def muon_after(
     settings: Settings, shared: float, scaled: bool = True
 ) -> optax.GradientTransformation:
     """A momentum of the aggregates, the same on all workers, is made orthogonal."""
-    precondition = scale_by_rms(0.95) if scaled else None
+    precondition = scale_by_rms(settings.b2) if scaled else None
     base = _by_shape(orthogonal(shared), demo_optax.scale_by_signed_root())
     return with_base(base, settings, mean="workers", precondition=precondition)
 
@@ -133,7 +134,7 @@ def whitened(b2: float, eps: float = 1e-6) -> optax.GradientTransformation:
 
 def whitened_before(settings: Settings, b2: float) -> optax.GradientTransformation:
     """Each worker whitens its own gradients by its own covariances: RMS scaling, of matrices."""
-    precondition = _by_shape(whitened(b2), scale_by_rms(0.95))
+    precondition = _by_shape(whitened(b2), scale_by_rms(settings.b2))
     step = demo_optax.scale_by_signed_root()
     return with_base(step, settings, mean="workers", precondition=precondition)
 
@@ -142,12 +143,12 @@ def published_muon(settings: Settings, scaled: bool = True) -> optax.GradientTra
     """Muon's step of the aggregate, as in version 2 of the paper."""
     muon = optax.contrib.muon(-1.0, beta=0.0, nesterov=False)
     orthogonal = optax.stateless(lambda u, _: muon.update(u, muon.init(u), u)[0])
-    parts = {True: orthogonal, False: scale_by_rms(0.95)}
+    parts = {True: orthogonal, False: scale_by_rms(settings.b2)}
     base = optax.partition(parts, lambda params: jax.tree.map(lambda x: x.ndim == 2, params))
     return demo_optax.decoupled(
         optax.chain(base, optax.scale_by_learning_rate(settings.learning_rate)),
         settings.compression,
         decay=settings.decay,
-        precondition=scale_by_rms(0.95) if scaled else None,
+        precondition=scale_by_rms(settings.b2) if scaled else None,
         exchange=settings.exchange,
     )

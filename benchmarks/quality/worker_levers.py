@@ -44,7 +44,7 @@ def unequal(
         return jax.tree.map(lambda g: share * g, updates)
 
     weight = optax.stateless(weigh) if weighted else optax.identity()
-    precondition = optax.chain(scale_by_rms(0.95), weight)
+    precondition = optax.chain(scale_by_rms(settings.b2), weight)
     step = demo_optax.scale_by_signed_root()
     return with_base(step, settings, mean="workers", precondition=precondition)
 

@@ -103,6 +103,10 @@ class Config:
     optimizer."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] | None = None
     """Decoupled weight decay. By default what suits the optimizer."""
+    b2: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of the second moment, for optimizers that have one: adamw,
+    diloco, sparseloco, demo-scaled, demo-muon and demo-adamw. By default
+    what suits the optimizer."""
     clip_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """Largest norm of each worker's gradient. Larger gradients are
     clipped."""

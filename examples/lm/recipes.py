@@ -34,7 +34,8 @@ ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
 class Settings(NamedTuple):
     """What an optimizer is made from; its momentum decay is AdamW's b1.
 
-    ``matrices`` are the dimension numbers of what Muon makes orthogonal.
+    ``b2`` is the decay of the second moment, None where there is none. ``matrices`` are the
+    dimension numbers of what Muon makes orthogonal.
     """
 
     learning_rate: optax.Schedule
@@ -42,6 +43,7 @@ class Settings(NamedTuple):
     weight_decay: float
     compression: demo_optax.Compression
     exchange: demo_optax.Exchange
+    b2: float | None = None
     look_ahead: float | None = None
     matrices: Any = None
 
@@ -53,11 +55,12 @@ class Settings(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Default learning rate, momentum decay and weight decay, and what makes the optimizer.
+    """Default learning rate, decays of the momentum and the weights, and what makes the optimizer.
 
     The learning rate is that of width 128: the trainer multiplies it by 128 / width.
     With an ``outer`` optimizer it is that of each worker's local steps. Those without a default
-    ``compression`` all-reduce whole gradients, or differences of parameters.
+    ``compression`` all-reduce whole gradients, or differences of parameters. ``b2`` is the default
+    decay of the second moment, where there is one.
     """
 
     learning_rate: float
@@ -67,6 +70,7 @@ class Recipe(NamedTuple):
     compression: demo_optax.Compression | None = FOUR_BITS
     outer: Callable[[Settings], optax.GradientTransformation] | None = None
     looks_ahead: bool = False
+    b2: float | None = None
 
 
 def _decoupled(optimizer, settings: Settings) -> optax.GradientTransformation:
@@ -74,12 +78,15 @@ def _decoupled(optimizer, settings: Settings) -> optax.GradientTransformation:
 
 
 def _scaled(settings: Settings) -> optax.GradientTransformation:
-    return demo_optax.demo_scaled(**settings.decoupled, look_ahead=settings.look_ahead)
+    return demo_optax.demo_scaled(
+        **settings.decoupled, b2=settings.b2, look_ahead=settings.look_ahead
+    )
 
 
 def _muon(settings: Settings) -> optax.GradientTransformation:
     return demo_optax.demo_muon(
         **settings.decoupled,
+        b2=settings.b2,
         look_ahead=settings.look_ahead,
         weight_dimension_numbers=settings.matrices,
     )
@@ -87,7 +94,11 @@ def _muon(settings: Settings) -> optax.GradientTransformation:
 
 def _adamw(settings: Settings) -> optax.GradientTransformation:
     rate, decay, weight_decay = settings[:3]
-    return optax.adamw(rate, b1=decay, b2=0.95, weight_decay=weight_decay)
+    return optax.adamw(rate, b1=decay, b2=settings.b2, weight_decay=weight_decay)
+
+
+def _demo_adamw(settings: Settings) -> optax.GradientTransformation:
+    return demo_optax.demo_adamw(**settings.decoupled, b2=settings.b2)
 
 
 def _data_parallel_adamw(settings: Settings) -> optax.GradientTransformation:
@@ -112,15 +123,15 @@ def _sparseloco(settings: Settings) -> optax.GradientTransformation:
 
 
 RECIPES: dict[OptimizerName, Recipe] = {
-    "demo-scaled": Recipe(3e-3, 0.98, 0.0, _scaled, ONE_BIT),
+    "demo-scaled": Recipe(3e-3, 0.98, 0.0, _scaled, ONE_BIT, b2=0.99),
     "demo": Recipe(1e-3, 0.999, 0.0, functools.partial(_decoupled, demo_optax.demo), PUBLISHED),
     "demo-sgd": Recipe(12.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
-    "demo-adamw": Recipe(2e-3, 0.95, 0.1, functools.partial(_decoupled, demo_optax.demo_adamw)),
+    "demo-adamw": Recipe(2e-3, 0.95, 0.1, _demo_adamw, b2=0.95),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
-    "demo-muon": Recipe(3e-3, 0.95, 0.0, _muon, ONE_BIT, looks_ahead=True),
-    "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, compression=None, outer=_diloco),
-    "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco),
-    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compression=None),
+    "demo-muon": Recipe(3e-3, 0.95, 0.0, _muon, ONE_BIT, looks_ahead=True, b2=0.99),
+    "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, compression=None, outer=_diloco, b2=0.95),
+    "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco, b2=0.95),
+    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compression=None, b2=0.95),
 }
 
 

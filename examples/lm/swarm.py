@@ -58,6 +58,7 @@ SAME = (
     "warmup_steps",
     "decay",
     "weight_decay",
+    "b2",
     "topk",
     "block_side",
     "value_coding",

@@ -151,6 +151,11 @@ def _require_agreement(config: Config) -> None:
             f"--look-ahead {config.look_ahead} is for demo-scaled and demo-muon, not for "
             f"{config.optimizer}: leave it out, or choose another --optimizer."
         )
+    if config.b2 is not None and RECIPES[config.optimizer].b2 is None:
+        raise ValueError(
+            f"--b2 {config.b2} is the decay of a second moment, and {config.optimizer} has none: "
+            "leave it out, or choose another --optimizer."
+        )
     explicit = config.coordinator, config.num_processes, config.process_id
     if not config.distributed and 0 < explicit.count(None) < len(explicit):
         raise ValueError(
