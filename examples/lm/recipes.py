@@ -34,7 +34,7 @@ ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
 class Settings(NamedTuple):
     """What an optimizer is made from; its momentum decay is AdamW's b1.
 
-    ``b2`` is the decay of the second moment, None where there is none. ``matrices`` are the
+    ``b2`` is the decay of the second moment, 0 where there is none. ``matrices`` are the
     dimension numbers of what Muon makes orthogonal.
     """
 
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
     weight_decay: float
     compression: demo_optax.Compression
     exchange: demo_optax.Exchange
-    b2: float | None = None
+    b2: float = 0.0
     look_ahead: float | None = None
     matrices: Any = None
 

@@ -98,7 +98,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         weight_decay=default(config.weight_decay, recipe.weight_decay),
         compression=compression(config),
         exchange=exchange(config),
-        b2=default(config.b2, recipe.b2),
+        b2=default(config.b2, recipe.b2 or 0.0),
         look_ahead=default(config.look_ahead, recipe.looks_ahead * LOOK_AHEAD[config.delay])
         or None,
         matrices=functools.partial(jax.tree.map_with_path, dimension_numbers),
