@@ -119,7 +119,7 @@ def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed
 @sweep(0.1, weight_decay=[0.0, 0.1])
 def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay):
     """Five steps of its equations, with a schedule, in NumPy float64."""
-    shape, rate, decay, b2 = (8, 12), lambda step: 0.1 / (1 + step), 0.98, 0.95
+    shape, rate, decay, b2 = (8, 12), lambda step: 0.1 / (1 + step), 0.98, 0.99
     compression = demo_optax.Compression(topk=3, block_side=4)
     options = dict(eps=0.3, weight_decay=weight_decay, axis_name="data")  # without ties
     tx = demo_optax.demo_scaled(rate, compression, **options)
