@@ -6,6 +6,8 @@ import math
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -261,7 +263,7 @@ def test_methods_do_not_lean_on_defaults_that_may_change():
     for study_of, method in METHODS:
         sends = RECIPES[method.settings["optimizer"]].compression is not None
         stated = {"selection", "topk", "value_coding", "decay"} if sends else set()
-        if method.settings["optimizer"] in ("demo-scaled", "demo-muon"):
+        if RECIPES[method.settings["optimizer"]].b2 is not None:
             stated |= {"b2"}
         assert stated <= set(method.settings), (study_of.name, method.name)
 
@@ -275,6 +277,41 @@ def test_the_trainer_trains_what_the_library_recommends(name):
     assert recipe.b2 == given["b2"].default
 
 
+WITH_SECOND_MOMENT = [name for name, recipe in RECIPES.items() if recipe.b2 is not None]
+
+
+@pytest.mark.parametrize("given, expected", [(0.5, 0.5), (None, 0.99)])
+def test_the_trainer_hands_b2_over(given, expected):
+    seen = []
+
+    def make(name, settings, local_steps):
+        seen.append(settings.b2)
+        return optax.sgd(1.0)
+
+    setup.prepare(Config(preset="nano", b2=given), make)
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize("name", WITH_SECOND_MOMENT)
+def test_b2_reaches_the_optimizer(name):
+    gradients = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
+    exchange, sent = demo_optax.AllGather("data"), demo_optax.Compression(4, 8)
+
+    def last_update(b2):
+        settings = Settings(lambda step: 0.1, 0.9, 0.0, sent, exchange, b2=b2)
+        tx, params = RECIPES[name].make(settings), jnp.ones((8, 8))
+
+        def of_a_worker(gradients):
+            state = tx.init(params)
+            for gradient in gradients:
+                update, state = tx.update(gradient, state, params)
+            return update
+
+        return jax.vmap(of_a_worker, axis_name="data")(gradients)
+
+    assert jnp.abs(last_update(0.5) - last_update(0.99)).max() > 1e-3
+
+
 def test_every_result_is_of_a_method_of_its_study():
     for each in STUDIES.values():
         methods = [(dict(m.settings), dict(m.lever)) for m in each.methods.values()]
@@ -282,15 +319,29 @@ def test_every_result_is_of_a_method_of_its_study():
             assert (found.settings, found.lever) in methods, found.method
 
 
+NOW = {
+    "Muon with a dense all-reduce": ("final", "Muon"),
+    "DeMo with Muon, one gather": ("final", "DeMo-Muon"),
+    "two phases, four bits back": ("final", "DeMo-Muon, two phases"),
+    "a delay of one step": ("final", "DeMo-Muon, delayed"),
+    "two phases, delayed": ("final_95", "DeMo-Muon, b2 0.95, two phases, delayed"),
+    "64 workers, one gather": ("workers", "DeMo-Muon"),
+    "64 workers, two phases": ("workers", "DeMo-Muon, b2 0.95, two phases, 512 int4 back"),
+    "5,100 steps": ("long", "DeMo-Muon, b2 0.95"),
+    "DiLoCo, H = 30": ("local", "DiLoCo, H = 30"),
+    "SparseLoCo, H = 30, k = 64, now 512": ("local", "SparseLoCo, H = 30, k = 512"),
+}
+
+
 def test_what_is_better_now_is_in_the_tables():
     text = (ROOT / "docs/explanation/quality_studies.md").read_text()
     section = text.split("## Before and now")[1].split("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    now = [re.match(r"[-+]\d\.\d{3}( ± \d\.\d{3})?", cells[2]) for cells in rows[1:]]
+    lines = [line[2:].split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    said = {label: re.match(r"[-+]\d\.\d{3}( ± \d\.\d{3})?", now)[0] for label, _, now, _ in lines}
     found = {
-        row.difference.written("+.3f")
-        for name in ("final", "workers", "long", "local")
-        for row in tables.rows(STUDIES[name])
-        if row.difference
+        name: {r.method.name: r for r in tables.rows(STUDIES[name])} for name, _ in NOW.values()
     }
-    assert len(now) == 10 and {match.group() for match in now} <= found
+    assert said == {
+        label: found[name][method].difference.written("+.3f")
+        for label, (name, method) in NOW.items()
+    }

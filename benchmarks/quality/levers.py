@@ -54,10 +54,6 @@ def with_options(settings: Settings, **options) -> optax.GradientTransformation:
     return with_base(optax.scale_by_sign(), settings, **options)
 
 
-def scaled_by(settings: Settings, b2: float) -> optax.GradientTransformation:
-    return demo(settings, scale_by_rms(b2))
-
-
 def decay_from(settings: Settings, first: float, last: float, steps: int):
     """The momentum's decay goes from one to another, its logarithmic half-life evenly."""
 
@@ -144,7 +140,7 @@ class SharedSecondMoment(NamedTuple):
     nu: optax.Updates
 
 
-def shared_second_moment(settings: Settings, every: int, b2: float = 0.95):
+def shared_second_moment(settings: Settings, every: int):
     """The local second moments are averaged over the workers every so many steps."""
 
     def init(params):
@@ -153,6 +149,7 @@ def shared_second_moment(settings: Settings, every: int, b2: float = 0.95):
     def update(updates, state, params=None):
         del params
         count = state.count + 1
+        b2 = settings.b2
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
 
         def mean(nu):
@@ -168,7 +165,7 @@ def shared_second_moment(settings: Settings, every: int, b2: float = 0.95):
     return demo(settings, optax.GradientTransformation(init, update))
 
 
-def scaled_coefficients(settings: Settings, of: str, b2: float = 0.95):
+def scaled_coefficients(settings: Settings, of: str):
     """The second moment is that of each ``"coefficient"``, or of all of a ``"block"``."""
 
     def plan_of(tree):
@@ -197,6 +194,7 @@ def scaled_coefficients(settings: Settings, of: str, b2: float = 0.95):
         del params
         plan, found = coefficients(updates)
         count = state.count + 1
+        b2 = settings.b2
         nu = jax.tree.map(lambda v, x: b2 * v + (1 - b2) * energy(x), state.nu, found)
         correction = 1 - b2**count
         scaled = jax.tree.map(lambda x, v: x / (jnp.sqrt(v / correction) + 1e-8), found, nu)
@@ -320,7 +318,6 @@ LEVERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     function.__name__: function
     for function in (
         with_options,
-        scaled_by,
         decay_from,
         ready_made,
         signs_of_blocks,

@@ -43,7 +43,7 @@ class Settings(NamedTuple):
     weight_decay: float
     compression: demo_optax.Compression
     exchange: demo_optax.Exchange
-    b2: float = 0.0
+    b2: float
     look_ahead: float | None = None
     matrices: Any = None
 
