@@ -249,6 +249,11 @@ def test_pages_say_what_was_found():
     ]  # fmt: skip
 
 
+def test_a_pattern_of_a_table_that_means_no_method_is_refused():
+    with pytest.raises(ValueError, match="no method of the study 'screen' has a name like 'Muo'"):
+        tables.of_study(STUDIES["screen"], ("Muon*", "Muo"))
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/how_to/choose.md"])
 def test_advice_has_the_differences_of_the_unseen_seeds(page):
     text = (ROOT / page).read_text()

@@ -105,7 +105,14 @@ def _row(
 
 
 def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
-    """A table of the methods that have a result and a name like one of these patterns."""
+    """A table of the methods that have a result and a name like one of these patterns.
+
+    Raises:
+      ValueError: no method of the study has a name like a pattern.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(study.methods, pattern):
+            raise ValueError(f"no method of the study {study.name!r} has a name like {pattern!r}.")
 
     def is_wanted(row: Row) -> bool:
         return any(fnmatch.fnmatch(row.method.name, pattern) for pattern in patterns)
