@@ -18,7 +18,7 @@ from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax._rounds import LocalStepsState
 from demo_optax.compression import Compression, Plan, make_plan
 from lm import recipes
-from lm.recipes import Settings
+from lm.recipes import Settings, muon_with
 
 from .bases import powers, scale_by_rms, with_base
 from .delay_levers import ahead_by, stale_adamw, trace_after, with_lead
@@ -28,7 +28,6 @@ from .muon_levers import (
     muon_before,
     muon_before_and_after,
     muon_stepping_by,
-    muon_with,
     published_muon,
     whitened_before,
 )

@@ -12,17 +12,6 @@ from lm.recipes import Settings
 from .bases import powers, scale_by_rms, with_base
 
 
-def muon_with(settings: Settings, b1: float) -> optax.GradientTransformation:
-    """`demo_optax.demo_muon` with another decay of its momentum before the orthogonal step."""
-    return demo_optax.demo_muon(
-        **settings.decoupled,
-        b1=b1,
-        b2=settings.b2,
-        look_ahead=settings.look_ahead,
-        weight_dimension_numbers=settings.matrices,
-    )
-
-
 def muon_stepping_by(settings: Settings, power: float) -> optax.GradientTransformation:
     """`demo_optax.demo_muon` whose step is another power of the aggregate than a half."""
     return with_base(

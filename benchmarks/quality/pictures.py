@@ -78,12 +78,26 @@ def _methods(axes: Axes, study: Study) -> None:
     found = rows(study)
     sizes = [row.bytes_per_step for row in found]
     middle = statistics.geometric_mean([min(sizes), max(sizes)]) if sizes else 0.0
-    for row, style in zip(found, _styles(), strict=False):
-        _point(axes, row, style)
-        place, on_the_right = (row.bytes_per_step, _above(row).value), row.bytes_per_step > middle
-        offset, side = ((-8, 3), "right") if on_the_right else ((8, 3), "left")
-        _write(axes, row.method.name, place, offset, style, ha=side)
+    styles = dict(zip((row.method.name for row in found), _styles(), strict=False))
+    for row in found:
+        _point(axes, row, styles[row.method.name])
     _label(axes, study)
+    bottom, top = axes.get_ylim()
+    for on_the_right, (x, side) in {False: (8, "left"), True: (-8, "right")}.items():
+        named = [row for row in found if (row.bytes_per_step > middle) is on_the_right]
+        heights = _spread([_above(row).value for row in named], (top - bottom) / 30)
+        for row, height in zip(named, heights, strict=True):
+            style = styles[row.method.name]
+            _write(axes, row.method.name, (row.bytes_per_step, height), (x, 3), style, ha=side)
+
+
+def _spread(heights: list[float], least: float) -> list[float]:
+    """Heights moved up, none more than needed, until each two are at least ``least`` apart."""
+    spread = list(heights)
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    for lower, upper in itertools.pairwise(order):
+        spread[upper] = max(spread[upper], spread[lower] + least)
+    return spread
 
 
 def _label(axes: Axes, study: Study) -> None:

@@ -83,9 +83,11 @@ def _scaled(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-def _muon(settings: Settings) -> optax.GradientTransformation:
+def muon_with(settings: Settings, b1: float = 0.9) -> optax.GradientTransformation:
+    """`demo_optax.demo_muon`, whose momentum of each worker's own gradients has a decay of b1."""
     return demo_optax.demo_muon(
         **settings.decoupled,
+        b1=b1,
         b2=settings.b2,
         look_ahead=settings.look_ahead,
         weight_dimension_numbers=settings.matrices,
@@ -128,7 +130,7 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-sgd": Recipe(12.0, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_sgd)),
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, _demo_adamw, b2=0.95),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
-    "demo-muon": Recipe(3e-3, 0.95, 0.0, _muon, ONE_BIT, looks_ahead=True, b2=0.99),
+    "demo-muon": Recipe(3e-3, 0.95, 0.0, muon_with, ONE_BIT, looks_ahead=True, b2=0.99),
     "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, compression=None, outer=_diloco, b2=0.95),
     "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco, b2=0.95),
     "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compression=None, b2=0.95),
