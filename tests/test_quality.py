@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 from pathlib import Path
@@ -159,7 +160,7 @@ def test_the_picture_shows_the_methods_of_at_most_seven_curves(monkeypatch, tmp_
     monkeypatch.setattr(pictures.plt, "close", lambda figure: drawn.update({len(drawn): figure}))
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
     pictures.draw(STUDIES)
-    by_bytes, *_ = drawn.values()
+    by_bytes, local, *_ = drawn.values()
     curves, unseen = by_bytes.axes
     found = [row.method.curve for row in tables.rows(STUDIES["tiny"]) if row.method.curve]
     shown = sum(len(bars[0].get_xdata()) for bars in curves.containers)
@@ -170,6 +171,10 @@ def test_the_picture_shows_the_methods_of_at_most_seven_curves(monkeypatch, tmp_
     assert {text.get_text() for text in unseen.texts} == {row.method.name for row in final}
     bars = [len(bars[2]) for bars in unseen.containers]
     assert bars == [int(row.difference is not None and len(row.seeds) > 1) for row in final]
+    for axes in (unseen, *local.axes):
+        names = [text.get_window_extent() for text in axes.texts]
+        assert len(names) > 6
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(names, 2))
     assert {path.suffix for path in tmp_path.iterdir()} == {".png"}
 
 

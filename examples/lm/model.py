@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-PresetName = Literal["nano", "tiny", "small", "300m", "1b"]
+PresetName = Literal["nano", "tiny", "small", "medium", "300m", "1b"]
 
 
 class Preset(NamedTuple):
@@ -33,6 +33,7 @@ PRESETS: dict[PresetName, Preset] = {
     "nano": Preset(layers=1, width=64, heads=1),
     "tiny": Preset(layers=4, width=128, heads=2),
     "small": Preset(layers=6, width=320, heads=5),
+    "medium": Preset(layers=7, width=512, heads=8),
     "300m": Preset(layers=16, width=1024, heads=8, vocabulary=50304, dtype=jnp.bfloat16),
     "1b": Preset(layers=16, width=2048, heads=16, vocabulary=50304, dtype=jnp.bfloat16),
 }
