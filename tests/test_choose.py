@@ -31,26 +31,40 @@ def seconds(bandwidth: float, workers: int) -> dict[str, float]:
     return {name: time.step for name, time in found.items()}
 
 
+# The lines of the page, in their order, for a compute of one second.
+RULES = {
+    "- **A** if a dense all-reduce takes at most a quarter of the compute.": (
+        lambda step: "A" if step["A"] - 1 <= 1 / 4 else None
+    ),
+    "- **B** if its exchange takes at most a fifth of the compute.": (
+        lambda step: "B" if step["B"] - 1 <= 1 / 5 else None
+    ),
+    "- **C** if the exchange of B takes longer than that, but not longer than the compute.": (
+        lambda step: "C" if step["B"] - 1 <= 1 else None
+    ),
+    "- **C** or **D**, whichever has the shorter step, if that is at most twice the compute.": (
+        lambda step: min("CD", key=step.get) if min(step["C"], step["D"]) <= 2 else None
+    ),
+    "- **E** otherwise.": lambda step: "E",
+}
+
+
 def letter(step: dict[str, float]) -> str:
-    """The first line of the page that holds, for a compute of one second."""
-    if step["A"] - 1 <= 1 / 4:
-        return "A"
-    if step["B"] - 1 <= 1 / 5:
-        return "B"
-    if step["B"] - 1 <= 1:
-        return "C"
-    return "D" if step["D"] <= min(2, step["C"]) else "E"
+    return next(found for rule in RULES.values() if (found := rule(step)))
 
 
 def rows() -> dict[float, list[str]]:
     table = PAGE.split("| Link between workers |")[1].split("\n\n")[0].splitlines()[2:]
     cells = [line.strip("| ").split(" | ") for line in table]
-    value = {link: re.match(r"(\d+) (\S+?);?( |$)", link) for link, *_ in cells}
-    return {float(value[link][1]) * UNITS[value[link][2].strip(";")]: rest for link, *rest in cells}
+    found = {}
+    for link, *rest in cells:
+        number, unit = link.partition(";")[0].split()
+        found[float(number) * UNITS[unit]] = rest
+    return found
 
 
-def as_written(text: str) -> float:
-    """A number, and that what stands there is rounded from it."""
+def as_written(text: str):
+    """Equal to each number that is written like this when it is rounded."""
     digits = len(text.partition(".")[2])
     return pytest.approx(float(text.replace(",", "")), abs=0.5001 * 10**-digits)
 
@@ -64,6 +78,17 @@ def test_each_cell_has_the_letter_of_the_rules_and_its_seconds(bandwidth):
         assert of_page == letter(step)
         assert step[of_page] == as_written(time)
     assert [steps[0]["A"], steps[-1]["A"]] == [as_written(text) for text in dense.split(" to ")]
+
+
+def test_the_rules_are_those_of_the_page():
+    lines = [line for line in PAGE.splitlines() if line in RULES]
+    assert lines == list(RULES)
+
+
+def test_few_workers_on_a_slow_link_take_a_delayed_gather():
+    step = seconds(60e6, 4)
+    assert letter(step) == "C"
+    assert step["C"] < step["D"]
 
 
 def test_more_coefficients_back_fit_one_link_and_not_the_other():

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import demo_optax
 from benchmarks import pages
@@ -175,7 +177,17 @@ def test_the_picture_shows_the_methods_of_at_most_seven_curves(monkeypatch, tmp_
         names = [text.get_window_extent() for text in axes.texts]
         assert len(names) > 6
         assert not any(a.overlaps(b) for a, b in itertools.combinations(names, 2))
+        assert all(axes.figure.bbox.extents[3] > name.y1 > name.y0 > 0 for name in names)
     assert {path.suffix for path in tmp_path.iterdir()} == {".png"}
+
+
+@given(st.lists(st.floats(-1, 1), max_size=8), st.floats(0.01, 0.5))
+def test_names_stand_apart_and_move_no_more_than_they_must(heights, least):
+    placed = sorted(zip(heights, pictures._spread(heights, least), strict=True))
+    assert all(after >= before for before, after in placed)
+    assert all(after == before for before, after in placed[:1])
+    for (_, lower), (before, upper) in itertools.pairwise(placed):
+        assert upper == max(before, lower + least)
 
 
 def test_over_the_steps_differences_are_those_from_the_baseline(monkeypatch, tmp_path):
@@ -336,7 +348,7 @@ NOW = {
     "a delay of one step": ("final", "DeMo-Muon, delayed"),
     "two phases, delayed": ("final_95", "DeMo-Muon, b2 0.95, two phases, delayed"),
     "64 workers, one gather": ("workers", "DeMo-Muon"),
-    "64 workers, two phases": ("workers", "DeMo-Muon, b2 0.95, two phases, 512 int4 back"),
+    "64 workers, two phases": ("workers", "DeMo-scaled, two phases, 512 int4 back"),
     "5,100 steps": ("long", "DeMo-Muon, b2 0.95"),
     "DiLoCo, H = 30": ("local", "DiLoCo, H = 30"),
     "SparseLoCo, H = 30, k = 64, now 512": ("local", "SparseLoCo, H = 30, k = 512"),
@@ -345,8 +357,8 @@ NOW = {
 
 def test_what_is_better_now_is_in_the_tables():
     text = (ROOT / "docs/explanation/quality_studies.md").read_text()
-    section = text.split("## Before and now")[1].split("\n## ")[0]
-    lines = [line[2:].split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    table = text.split("## Before and now")[1].split("\n\n")[2]
+    lines = [line[2:].split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     said = {label: re.match(r"[-+]\d\.\d{3}( ± \d\.\d{3})?", now)[0] for label, _, now, _ in lines}
     found = {
         name: {r.method.name: r for r in tables.rows(STUDIES[name])} for name, _ in NOW.values()
@@ -355,3 +367,45 @@ def test_what_is_better_now_is_in_the_tables():
         label: found[name][method].difference.written("+.3f")
         for label, (name, method) in NOW.items()
     }
+
+
+TRIED = {
+    "DiLoCo, H = 10": "DiLoCo, H = 10",
+    "outer rate 0.7, momentum 0.6": "DiLoCo, H = 30, outer 0.7, 0.6",
+    "Muon inside, outer momentum 0.6": "MuLoCo, H = 30, outer 0.7, 0.6",
+    "Muon inside, outer momentum 0.9": "MuLoCo, H = 30, outer 0.7, 0.9",
+    "SparseLoCo, k = 64": "SparseLoCo, H = 30",
+    "k = 256": "SparseLoCo, H = 30, k = 256",
+    "k = 512, decay 0.95": "SparseLoCo, H = 30, k = 512, decay 0.95",
+    "Muon inside, 64 of the DCT": "MuLoCo, H = 30, 64 of the DCT, int2",
+}
+
+
+def test_what_was_tried_with_local_steps_is_in_the_tables():
+    text = (ROOT / "docs/explanation/quality_studies.md").read_text()
+    table = text.split("Local steps miss what we aimed at")[1].split("\n\n")[1]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    said = {label: value for row in cells for label, value in (row[:2], row[2:])}
+    rows = {row.method.name: row for row in tables.rows(STUDIES["local"])}
+    assert said == {
+        label: rows[method].difference_first.written("+.3f") for label, method in TRIED.items()
+    }
+
+
+OTHER_RUNS = [  # a study, its methods with demo_muon and demo_scaled, and the one with three seeds
+    ("workers", ("DeMo-Muon", "DeMo-scaled"), 0),
+    ("workers", tuple(f"DeMo-{x}, two phases, 512 int4 back" for x in ("Muon", "scaled")), 1),
+    ("long", ("DeMo-Muon, b2 0.95", "DeMo-scaled"), 1),
+    ("local", ("DeMo-Muon, b2 0.95, 32 bins", "32 bins, sign"), 0),
+]
+
+
+def test_what_the_losses_are_worth_is_in_the_tables():
+    table = (ROOT / "docs/how_to/choose.md").read_text().split("Other runs, minus")[1]
+    lines = table.split("\n\n")[1].splitlines()[2:]
+    for line, (name, methods, several) in zip(lines, OTHER_RUNS, strict=False):
+        found = {row.method.name: row for row in tables.rows(STUDIES[name])}
+        _, *of_seed_0, mean = line.strip("| ").split(" | ")
+        for cell, method in zip(of_seed_0, methods, strict=True):
+            assert cell.startswith(found[method].difference_first.written("+.3f")), (line, method)
+        assert mean.startswith(found[methods[several]].difference.written("+.3f")), line

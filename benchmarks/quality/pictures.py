@@ -107,7 +107,7 @@ def _label(axes: Axes, study: Study) -> None:
 
 
 def _write(axes: Axes, text: str, place, offset, style: dict[str, Any], **options) -> None:
-    options |= {"color": style["color"], "fontsize": 8}
+    options |= {"color": style["color"], "fontsize": 8, "annotation_clip": False}
     axes.annotate(text, place, offset, textcoords="offset points", **options)
 
 

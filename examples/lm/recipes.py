@@ -83,14 +83,14 @@ def _scaled(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-def muon_with(settings: Settings, b1: float = 0.9) -> optax.GradientTransformation:
-    """`demo_optax.demo_muon`, whose momentum of each worker's own gradients has a decay of b1."""
+def muon_with(settings: Settings, **options) -> optax.GradientTransformation:
+    """`demo_optax.demo_muon`, with options that the trainer has no setting for."""
     return demo_optax.demo_muon(
         **settings.decoupled,
-        b1=b1,
         b2=settings.b2,
         look_ahead=settings.look_ahead,
         weight_dimension_numbers=settings.matrices,
+        **options,
     )
 
 
