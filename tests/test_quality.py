@@ -349,7 +349,7 @@ NOW = {
     "two phases, delayed": ("final_95", "DeMo-Muon, b2 0.95, two phases, delayed"),
     "64 workers, one gather": ("workers", "DeMo-Muon"),
     "64 workers, two phases": ("workers", "DeMo-scaled, two phases, 512 int4 back"),
-    "5,100 steps": ("long", "DeMo-Muon, b2 0.95"),
+    "5,100 steps, `demo_scaled`": ("long", "DeMo-scaled"),
     "DiLoCo, H = 30": ("local", "DiLoCo, H = 30"),
     "SparseLoCo, H = 30, k = 64, now 512": ("local", "SparseLoCo, H = 30, k = 512"),
 }
