@@ -1,0 +1,116 @@
+"""The documents tell what the studies found."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pages
+from benchmarks.quality import study, tables
+
+ROOT = Path(__file__).parents[1]
+STUDIES = study.read()
+
+
+def test_pages_say_what_was_found():
+    table = tables.table_of(STUDIES)
+    outdated = pages.outdated(tables.PAGES, tables.KIND, table)
+    assert outdated == [], "run python -m benchmarks.quality write"
+    assert "<!-- study tiny -->" in (ROOT / "docs/explanation/quality_studies.md").read_text()
+    marks = "<!-- study tiny: Muon; DeMo, k = ? -->\n<!-- end -->"
+    some = pages.replaced(marks, tables.KIND, table)
+    assert [line.split(" | ")[0] for line in some.splitlines()[3:-1]] == [
+        "| Muon", "| DeMo, k = 8", "| DeMo, k = 4",
+    ]  # fmt: skip
+
+
+def test_a_pattern_of_a_table_that_means_no_method_is_refused():
+    with pytest.raises(ValueError, match="no method of the study 'screen' has a name like 'Muo'"):
+        tables.of_study(STUDIES["screen"], ("Muon*", "Muo"))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how_to/choose.md"])
+def test_advice_has_the_differences_of_the_unseen_seeds(page):
+    text = (ROOT / page).read_text()
+    found = {row.method.name: row.difference for row in tables.rows(STUDIES["final"])}
+    quoted = {name for name, mean in found.items() if mean and mean.written("+.3f") in text}
+    assert {"DeMo-Muon", "DeMo-scaled"} <= quoted
+    if page.endswith("choose.md"):
+        assert quoted == set(found) - {"AdamW"}
+
+
+NOW = {
+    "Muon with a dense all-reduce": ("final", "Muon"),
+    "DeMo with Muon, one gather": ("final", "DeMo-Muon"),
+    "two phases, four bits back": ("final", "DeMo-Muon, two phases"),
+    "a delay of one step": ("final", "DeMo-Muon, delayed"),
+    "two phases, delayed": ("final_95", "DeMo-Muon, b2 0.95, two phases, delayed"),
+    "64 workers, one gather": ("workers", "DeMo-Muon"),
+    "64 workers, two phases": ("workers", "DeMo-scaled, two phases, 512 int4 back"),
+    "5,100 steps, `demo_scaled`": ("long", "DeMo-scaled"),
+    "DiLoCo, H = 30": ("local", "DiLoCo, H = 30"),
+    "SparseLoCo, H = 30, k = 64, now 512": ("local", "SparseLoCo, H = 30, k = 512"),
+}
+
+
+def test_what_is_better_now_is_in_the_tables():
+    text = (ROOT / "docs/explanation/quality_studies.md").read_text()
+    table = text.split("## Before and now")[1].split("\n\n")[2]
+    lines = [line[2:].split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    said = {label: re.match(r"[-+]\d\.\d{3}( ± \d\.\d{3})?", now)[0] for label, _, now, _ in lines}
+    found = {
+        name: {r.method.name: r for r in tables.rows(STUDIES[name])} for name, _ in NOW.values()
+    }
+    assert said == {
+        label: found[name][method].difference.written("+.3f")
+        for label, (name, method) in NOW.items()
+    }
+
+
+TRIED = {
+    "DiLoCo, H = 10": "DiLoCo, H = 10",
+    "outer rate 0.7, momentum 0.6": "DiLoCo, H = 30, outer 0.7, 0.6",
+    "Muon inside, outer momentum 0.6": "MuLoCo, H = 30, outer 0.7, 0.6",
+    "Muon inside, outer momentum 0.9": "MuLoCo, H = 30, outer 0.7, 0.9",
+    "SparseLoCo, k = 64": "SparseLoCo, H = 30",
+    "k = 256": "SparseLoCo, H = 30, k = 256",
+    "k = 512, decay 0.95": "SparseLoCo, H = 30, k = 512, decay 0.95",
+    "Muon inside, 64 of the DCT": "MuLoCo, H = 30, 64 of the DCT, int2",
+}
+
+
+def test_what_was_tried_with_local_steps_is_in_the_tables():
+    text = (ROOT / "docs/explanation/quality_studies.md").read_text()
+    table = text.split("Local steps miss what we aimed at")[1].split("\n\n")[1]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    said = {label: value for row in cells for label, value in (row[:2], row[2:])}
+    rows = {row.method.name: row for row in tables.rows(STUDIES["local"])}
+    assert said == {
+        label: rows[method].difference_first.written("+.3f") for label, method in TRIED.items()
+    }
+
+
+OTHER_RUNS = [  # a study, its methods with demo_muon and demo_scaled, and the one with three seeds
+    ("workers", ("DeMo-Muon", "DeMo-scaled"), "DeMo-Muon"),
+    (
+        "workers",
+        ("DeMo-Muon, two phases, 512 int4 back", "DeMo-scaled, two phases, 512 int4 back"),
+        "DeMo-scaled, two phases, 512 int4 back",
+    ),
+    ("long", ("DeMo-Muon, b2 0.95", "DeMo-scaled"), "DeMo-scaled"),
+    ("local", ("DeMo-Muon, b2 0.95, 32 bins", "32 bins, sign"), "DeMo-Muon, b2 0.95, 32 bins"),
+    ("small", ("DeMo-Muon", "DeMo-scaled"), None),
+]
+
+
+def test_what_the_losses_are_worth_is_in_the_tables():
+    table = (ROOT / "docs/how_to/choose.md").read_text().split("Other runs, minus")[1]
+    lines = table.split("\n\n")[1].splitlines()[2:]
+    for line, (name, methods, several) in zip(lines, OTHER_RUNS, strict=True):
+        found = {row.method.name: row for row in tables.rows(STUDIES[name])}
+        _, *of_seed_0, mean = [cell.strip() for cell in line.strip("|").split("|")]
+        for cell, method in zip(of_seed_0, methods, strict=True):
+            row = found.get(method)
+            assert cell.startswith(row.difference_first.written("+.3f") if row else "not trained")
+        assert mean.startswith(found[several].difference.written("+.3f") if several else "")
+        assert bool(mean) is bool(several)
