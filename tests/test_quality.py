@@ -188,6 +188,21 @@ def test_names_stand_apart_and_move_no_more_than_they_must(heights, least):
         assert upper == max(before, lower + least)
 
 
+def test_over_the_sizes_a_line_has_the_differences_of_its_method(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(pictures.plt, "close", figures.append)
+    sizes = [STUDIES[name] for name in pictures.SIZES]
+    pictures.over_sizes(sizes, tmp_path / "sizes.png")
+    (axes,) = figures[0].axes
+    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    found = [{row.method.name: row for row in tables.rows(each)} for each in sizes]
+    assert set(shown) == {"AdamW", "Muon", "DeMo-scaled", "DeMo-Muon"} == set(found[-1])
+    for name in set(shown) - {"AdamW"}:
+        assert list(shown[name].get_ydata()) == [rows[name].difference.value for rows in found]
+    assert axes.get_xticks().tolist() == [1_081_344, 9_912_320, 29_491_200]
+    assert {each.methods["AdamW"].settings["steps"] for each in sizes} == {160}
+
+
 def test_over_the_steps_differences_are_those_from_the_baseline(monkeypatch, tmp_path):
     each = small(a={"learning_rate": 1.0}, b={"learning_rate": 2.0})
     jobs = {

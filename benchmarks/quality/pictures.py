@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ from matplotlib.axes import Axes
 from benchmarks.pages import ROOT
 
 from .study import Method, Study
-from .tables import Mean, Row, rows
+from .tables import Mean, Row, parameters, rows
 
 FOLDER = ROOT / "docs"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = "osv^D*X"
+SIZES = ("tiny_short", "small_short", "medium")
 
 
 def draw(studies: Mapping[str, Study]) -> None:
@@ -24,6 +25,7 @@ def draw(studies: Mapping[str, Study]) -> None:
     with plt.style.context({"axes.spines.top": False, "axes.spines.right": False}):
         loss_against_bytes(studies["tiny"], studies["final"], FOLDER / "quality_bytes.png")
         of_methods(studies["local"], FOLDER / "quality_local.png")
+        over_sizes([studies[name] for name in SIZES], FOLDER / "quality_sizes.png")
         over_steps(studies["small"], FOLDER / "quality_steps.png")
         over_steps(studies["long"], FOLDER / "quality_long.png")
 
@@ -61,7 +63,7 @@ def _curves(axes: Axes, study: Study) -> None:
     for place, ((name, points), style) in enumerate(zip(curves.items(), _styles(), strict=False)):
         points = sorted(points, key=lambda row: row.bytes_per_step)
         for row in points:
-            _point(axes, row, style)
+            _point(axes, row.bytes_per_step, row, style)
         at = [(row.bytes_per_step, _above(row).value) for row in points]
         axes.plot(*zip(*at, strict=True), label=name, markerfacecolor="white", zorder=0, **style)
         numbers = [_number(row.method) for row in points]
@@ -80,7 +82,7 @@ def _methods(axes: Axes, study: Study) -> None:
     middle = statistics.geometric_mean([min(sizes), max(sizes)]) if sizes else 0.0
     styles = dict(zip((row.method.name for row in found), _styles(), strict=False))
     for row in found:
-        _point(axes, row, styles[row.method.name])
+        _point(axes, row.bytes_per_step, row, styles[row.method.name])
     _label(axes, study)
     bottom, top = axes.get_ylim()
     for on_the_right, (x, side) in {False: (8, "left"), True: (-8, "right")}.items():
@@ -115,13 +117,11 @@ def _above(row: Row) -> Mean:
     return row.difference or Mean(0.0, None)
 
 
-def _point(axes: Axes, row: Row, style: dict[str, Any]) -> None:
+def _point(axes: Axes, x: float, row: Row, style: dict[str, Any]) -> None:
     """Hollow for one seed; for several with a bar, the standard error of the difference."""
     above, several = _above(row), len(row.seeds) > 1
     fill = style["color"] if several else "white"
-    axes.errorbar(
-        row.bytes_per_step, above.value, above.error, capsize=3, markerfacecolor=fill, **style
-    )
+    axes.errorbar(x, above.value, above.error, capsize=3, markerfacecolor=fill, **style)
 
 
 def _number(method: Method) -> int | None:
@@ -131,6 +131,33 @@ def _number(method: Method) -> int | None:
 def _styles() -> Iterator[dict[str, Any]]:
     for colour, marker in itertools.cycle(zip(COLOURS, MARKERS, strict=True)):
         yield {"color": colour, "marker": marker, "linewidth": 1}
+
+
+def over_sizes(studies: Sequence[Study], path: Path) -> None:
+    """Each method's difference from the baseline over the parameters, one size in each study."""
+    figure, axes = plt.subplots(figsize=(9, 4), dpi=150, layout="constrained")
+    baselines = [study.methods[study.baseline] for study in studies]
+    sizes = [parameters(baseline) for baseline in baselines]
+    found = [{row.method.name: row for row in rows(study)} for study in studies]
+    common = [name for name in found[-1] if all(name in of_size for of_size in found)]
+    for name, style in zip(common, _styles(), strict=False):
+        points = [of_size[name] for of_size in found]
+        for size, row in zip(sizes, points, strict=True):
+            _point(axes, size, row, style)
+        heights = [_above(row).value for row in points]
+        axes.plot(sizes, heights, label=name, markerfacecolor="white", zorder=0, **style)
+    axes.axhline(0.0, color="grey", linewidth=0.5)
+    names = [
+        f"{size / 1e6:.1f}M\n{baseline.settings['steps']:,} steps"
+        for size, baseline in zip(sizes, baselines, strict=True)
+    ]
+    axes.set(xscale="log", xlabel="parameters")
+    axes.set_xticks(sizes, names)
+    axes.minorticks_off()
+    axes.set_ylabel("held-out loss minus AdamW's, nats per byte")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)
 
 
 def over_steps(study: Study, path: Path) -> None:

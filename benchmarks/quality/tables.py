@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import optax
 from scipy import stats
 
 import demo_optax
@@ -152,8 +153,17 @@ def _difference(found: Mean | None) -> str:
 
 def dense_gradient(method: Method) -> int:
     """Bytes of the float32 gradient that a dense all-reduce would send."""
+    return demo_optax.dense_bytes(_shapes(method))
+
+
+def parameters(method: Method) -> int:
+    """Parameters of the model."""
+    return optax.tree.size(_shapes(method))
+
+
+def _shapes(method: Method) -> optax.Params:
     preset = PRESETS[method.settings["preset"]]
-    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(preset, 0)[1]))
+    return jax.eval_shape(lambda: build(preset, 0)[1])
 
 
 def table_of(studies: Mapping[str, Study]) -> pages.Table:
