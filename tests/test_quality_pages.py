@@ -44,7 +44,7 @@ NOW = {
     "DeMo with Muon, one gather": ("final", "DeMo-Muon"),
     "two phases, four bits back": ("final", "DeMo-Muon, two phases"),
     "a delay of one step": ("final", "DeMo-Muon, delayed"),
-    "two phases, delayed": ("final_95", "DeMo-Muon, b2 0.95, two phases, delayed"),
+    "two phases, delayed": ("final", "DeMo-Muon, two phases, delayed"),
     "64 workers, one gather": ("workers", "DeMo-Muon"),
     "64 workers, two phases": ("workers", "DeMo-scaled, two phases, 512 int4 back"),
     "5,100 steps, `demo_scaled`": ("long", "DeMo-scaled"),

@@ -16,7 +16,7 @@ from .tables import Mean, Row, parameters, rows
 
 FOLDER = ROOT / "docs"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-MARKERS = "osv^D*X"
+MARKERS = "osv^D*XP"
 SIZES = ("tiny_short", "small_short", "medium")
 
 
@@ -129,7 +129,7 @@ def _number(method: Method) -> int | None:
 
 
 def _styles() -> Iterator[dict[str, Any]]:
-    for colour, marker in itertools.cycle(zip(COLOURS, MARKERS, strict=True)):
+    for colour, marker in zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), strict=True):
         yield {"color": colour, "marker": marker, "linewidth": 1}
 
 
