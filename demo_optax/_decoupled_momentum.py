@@ -98,8 +98,8 @@ def decoupled_momentum(
     A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
     preconditioner. Its momentum and preconditioner do not change then. If no worker sends, the
     update is zero. All workers reject a damaged packet, and its sender keeps all of it in the
-    momentum. A block of the momentum, or a leaf of the preconditioner, that is not finite is
-    reset: the block to zero, the leaf to its initial value.
+    momentum. A block of the momentum that is not finite is reset to zero. A preconditioner starts
+    again if its state is not finite, or if a finite gradient leaves it infinite or NaN.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -256,9 +256,11 @@ def momentum_with_progress(
 
         # Precondition: each worker's own second moment, or nothing
         initial_state = precondition.init(updates if params is None else params)
-        old_state = participation.reset_nonfinite_leaves(state.precondition, initial_state)
+        old_state = participation.restart_if_damaged(state.precondition, initial_state, axis_name)
         gradient, precondition_state = precondition.update(updates, old_state, params, **extra_args)
-        participates &= participation.decide(gradient, axis_name)
+        usable = participation.decide(gradient, axis_name)
+        old_state = participation.choose(usable | ~participates, old_state, initial_state)
+        participates &= usable
 
         # after_previous(x, y) returns x and y, and adds a dependency on the previous part, so that
         # parts run one after another

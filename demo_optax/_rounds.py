@@ -154,7 +154,9 @@ def local_steps(
             local_params = local_parameters(params, state._replace(displacement=displacement))
             sends = axes.on_all_devices(all_finite(local_params), axis_name)
             finite = axes.on_all_devices(all_finite(inner_state), axis_name)
-            difference = jax.tree.map(lambda d, g: in_dtype_of(-d, g), displacement, gradient)
+            difference = jax.tree.map(
+                lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, gradient
+            )
             extra = {**extra_args, PARTICIPATES: sends}
             updates, new = outer.update(difference, outer_state, params, **extra)
             return updates, LocalStepsState(
@@ -295,11 +297,13 @@ def multi_steps(
         return optax.MultiStepsState(zero, zero, tx.init(params), _zeros_to_sum(params), ())
 
     def update_fn(updates, state, params=None, **extra_args):
-        extra_args.pop(PARTICIPATES, None)  # it judges this call's gradient, not the mean
+        participates = extra_args.pop(PARTICIPATES, True)
         calls = (state.mini_step + 1).astype(jnp.float32)
 
         def add(m, g):
-            return m + (g.astype(m.dtype) - m) / calls.astype(m.dtype)
+            # A call that does not participate excludes the worker from the exchange of its round.
+            change = jnp.where(participates, g.astype(m.dtype) - m, jnp.nan)
+            return m + change / calls.astype(m.dtype)
 
         def step(mean, inner):
             gradient = jax.tree.map(in_dtype_of, mean, updates)

@@ -106,11 +106,10 @@ def header_of(
 
 
 def _fingerprint(gradient) -> WordScalar:
-    """A hash of the first row of every leaf; 0 where all are zeros."""
-    rows = [jnp.atleast_1d(x)[:1].astype(jnp.float32) for x in jax.tree.leaves(gradient)]
-    if not rows:
-        return jnp.uint32(0)
-    words = jnp.concatenate([to_words(x).reshape(-1) for x in rows])
+    """A hash of the energy and of the first row of every leaf; 0 where all are zeros."""
+    leaves = jax.tree.leaves(gradient)
+    rows = [jnp.atleast_1d(x)[:1].astype(jnp.float32) for x in leaves]
+    words = jnp.concatenate([to_words(x).reshape(-1) for x in [energy(leaves), *rows]])
     return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
 
 

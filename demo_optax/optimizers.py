@@ -19,7 +19,7 @@ from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
 from demo_optax.exchange import Exchange
 from demo_optax.exchange.all_gather import resolve_exchange
-from demo_optax.exchange.collectives import gather
+from demo_optax.exchange.collectives import gather_along
 from demo_optax.matrices import dimension_numbers, orthogonalize
 from demo_optax.specs import axes_of, of_leaves
 
@@ -105,7 +105,7 @@ def demo_scaled(
 
     Args:
       learning_rate: this and the arguments not named here are those of `demo`.
-      b2, eps: decay of the second moment in [0, 1); number that is added to its root.
+      b2, eps: decay of the second moment in [0, 1); positive number that is added to its root.
       look_ahead: as in `decoupled`. Give 1.5 with `demo_optax.Delayed`.
 
     Example:
@@ -282,7 +282,7 @@ def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransfo
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
     checks.in_interval("b2", b2, "[0, 1)")
-    checks.in_interval("eps", eps, "[0, inf)")
+    checks.in_interval("eps", eps, "(0, inf)")
     return _in_float32(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True))
 
 
@@ -330,7 +330,7 @@ def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
             numbers = [i for i, along in enumerate(over) if along == names]
             # The shards' sums in one fixed order: an all-reduce may add in another one elsewhere.
             own = jnp.stack([sums[i] for i in numbers]).astype(jnp.float32)
-            words = gather(jax.lax.bitcast_convert_type(own, jnp.uint32).ravel(), names)
+            words = gather_along(jax.lax.bitcast_convert_type(own, jnp.uint32).ravel(), names)
             each = jax.lax.bitcast_convert_type(words, jnp.float32)
             totals = each.reshape(len(each), -1, 2).sum(axis=0)
             for i, total in zip(numbers, totals, strict=True):

@@ -71,15 +71,13 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
     return jax.tree.map(lambda x, y: in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
 
 
-def reset_nonfinite_leaves(state: Any, initial: Any) -> Any:
-    """The state, with the initial value for each floating leaf that is not finite."""
+def restart_if_damaged(state: Any, initial: Any, axis_name: AxisName) -> Any:
+    """The state; as a whole the initial one if a leaf is not finite that was finite at first.
 
-    def leaf(x, new):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return jnp.where(jnp.isfinite(x).all(), x, in_dtype_of(new, x))
-
-    return jax.tree.map(leaf, state, initial)
+    So that sums and the counts by which they are corrected stay together.
+    """
+    intact = all_finite(state) | ~all_finite(initial)
+    return choose(axes.on_all_devices(intact, axis_name), state, initial)
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:

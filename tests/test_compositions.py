@@ -128,6 +128,17 @@ def test_a_worker_sits_out_a_round_of_which_one_call_is_not_finite(broken):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("excluded", [(0,), (1,), (0, 1)])
+def test_a_call_that_the_caller_excludes_excludes_its_round(excluded):
+    tx = demo_optax.multi_steps(demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8)), 2)
+    params = jnp.ones((8, 8))
+    state = tx.init(params)
+    for call in range(4):
+        participates = jnp.array(call not in excluded)
+        updates, state = tx.update(params, state, params, participates=participates)
+        assert bool(jnp.any(updates != 0)) == (call == 3)
+
+
 def test_multi_steps_of_optax_exchange_under_vmap():
     tx = optax.MultiSteps(DEMO, 2)
     params = model.init()

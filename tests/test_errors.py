@@ -267,6 +267,28 @@ def test_local_gradients_are_not_accused_where_their_preconditioned_ones_are_sig
     assert not np.any(metrics.identical)
 
 
+def test_local_gradients_are_not_accused_whose_first_rows_are_equal():
+    """As those of a table whose first row no worker's batch has; a weight decay is in the loss."""
+
+    def worker(number):
+        tx = demo_optax.demo(1e-3, axis_name="data")
+        gradient = jnp.full((16, 8), 1e-3).at[1 + number].add(1.0 + number)
+        return tx.update(gradient, tx.init(gradient), gradient)[1][0].metrics
+
+    metrics = jax.jit(jax.vmap(worker, axis_name="data"))(jnp.arange(2))
+    assert not np.any(metrics.identical)
+
+
+def test_averaged_gradients_are_found_whose_first_rows_are_zeros():
+    def worker(number):
+        tx = demo_optax.demo(1e-3, axis_name="data")
+        gradient = jnp.zeros((16, 8)).at[3].set(0.5 + 0 * number)
+        return tx.update(gradient, tx.init(gradient), gradient)[1][0].metrics
+
+    metrics = jax.jit(jax.vmap(worker, axis_name="data"))(jnp.arange(2))
+    assert np.all(metrics.identical)
+
+
 def test_every_message_shows_what_was_given_and_says_what_to_do():
     messages = raising.collect()
     missing = sorted(set(raising.raise_statements()) - set(messages))

@@ -203,6 +203,24 @@ def test_a_damaged_preconditioner_starts_again_and_its_worker_takes_part():
         assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
 
 
+@pytest.mark.parametrize("damage, participants", [(np.nan, [1, 1]), (-1.0, [0, 1])])
+def test_a_preconditioner_that_starts_again_corrects_its_bias_anew(damage, participants):
+    """With its old count a gradient would be ten times as large as before. -1 has a NaN as root."""
+    tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(64))
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=64), jnp.float32)
+    update = jax.jit(lambda state: tx.update(gradient, state, jnp.zeros(64))[1])
+    state = tx.init(jnp.zeros(64))
+    for _ in range(300):
+        state = update(state)
+    scaled = state[0].precondition
+    damaged = scaled._replace(nu=scaled.nu.at[5].set(damage))
+    state = state[0]._replace(precondition=damaged), *state[1:]
+    for number, expected in enumerate(participants):
+        state = update(state)
+        assert state[0].metrics.participants == expected
+        assert state[0].precondition.count == number + participants[0]
+
+
 @pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"manual_axes": ()}], ids=str)
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_worker_is_kept_out_whatever_the_path_of_its_gradient(options, clip_norm):

@@ -15,21 +15,27 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
     """All workers' packets. Under ``shard_map`` the type says that they are equal on all."""
     if axis_name is None:
         return packet[None]
+    if axes.manual_names(axis_name) != axes.names(axis_name):
+        return gather_along(packet, axis_name)
+    return split_across_devices(lambda x: gather_along(x, axis_name), packet, axis_name)
+
+
+def gather_along(
+    words: UInt32[Array, "words"], axis_name: AxisName
+) -> UInt32[Array, "devices words"]:
+    """The words of all devices along an axis; along other axes nothing is sent."""
     manual = axes.manual_names(axis_name)
     if manual != axes.names(axis_name):
-        gathered = packet  # under vmap only the untiled form works, for one axis at a time
+        gathered = words  # under vmap only the untiled form works, for one axis at a time
         for name in reversed(axes.names(axis_name)):
             to = "invarying" if name in manual else "varying"
             gathered = jax.lax.all_gather(gathered, name, to=to)
-        return gathered.reshape(-1, packet.size)
+        return gathered.reshape(-1, words.size)
 
-    def gather_flat(x):
-        # As rows of a matrix, or fused with its producer, XLA makes it an all-reduce on 64 TPUs.
-        row = jax.lax.optimization_barrier(x[None])
-        row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
-        return row.reshape(-1, x.size)
-
-    return split_across_devices(gather_flat, packet, axis_name)
+    # As rows of a matrix, or fused with its producer, XLA makes it an all-reduce on 64 TPUs.
+    row = jax.lax.optimization_barrier(words[None])
+    row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
+    return row.reshape(-1, words.size)
 
 
 def all_to_all(

@@ -138,23 +138,37 @@ def test_a_worker_of_several_devices_may_hold_whole_parameters(way):
     assert_shards_agree(ours[1], mesh, demo_optax.state_specs(SGD, ours[0], mesh, "replica"))
 
 
-def lower_step(mesh, specs, way):
-    _, state = workers.initial(SGD, mesh, params, "replica", specs)
+def lower_step(mesh, specs, way, tx=SGD):
+    _, state = workers.initial(tx, mesh, params, "replica", specs)
     step = demo_optax.make_train_step(
-        model.loss, SGD, mesh, "replica", param_specs=specs, **WAYS[way]
+        model.loss, tx, mesh, "replica", param_specs=specs, **WAYS[way]
     )
     return jax.jit(step).lower(params(), state, model.batch(0)).compile()
 
 
-@sweep("manual", "mapped", way=["manual", "compiler", "mapped"])
-def test_only_the_packet_crosses_between_workers(way):
-    mesh = mesh_of(2, 2)
-    sent = demo_optax.accounting.collectives(lower_step(mesh, SPECS, way).as_text())
+@sweep(
+    ("sgd", "manual"),
+    ("sgd", "mapped"),
+    ("scaled", "manual"),
+    ("scaled", "mapped"),
+    ("muon", "manual"),
+    name=["sgd", "scaled", "muon"],
+    way=["manual", "compiler", "mapped"],
+)
+def test_only_the_packet_crosses_between_workers(name, way):
+    optimizers = {
+        "sgd": SGD,
+        "scaled": demo_optax.demo_scaled(1e-2, SMALL, axis_name="replica"),
+        "muon": demo_optax.demo_muon(1e-2, SMALL, axis_name="replica"),
+    }
+    mesh, tx = mesh_of(2, 2), optimizers[name]
+    sent = demo_optax.accounting.collectives(lower_step(mesh, SPECS, way, tx).as_text())
     (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
     assert (packet.kind, packet.dtype, packet.groups) == ("all-gather", "u32", ((0, 2), (1, 3)))
     of_a_shard = {"hidden": (12, 16), "bias": (32,), "out": (16, 3)}
     shards = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in of_a_shard.items()}
-    assert packet.operand_bytes == demo_optax.packet_bytes(SGD, shards, "replica")
+    assert packet.operand_bytes == demo_optax.packet_bytes(SMALL, shards, "replica")
+    assert demo_optax.packet_bytes(tx, params(), "replica", mesh, SPECS) == 2 * packet.operand_bytes
     inside = [one for one in sent if not one.crosses(mesh, "replica")]
     assert {one.groups for one in inside} == {((0, 1), (2, 3))}
 
