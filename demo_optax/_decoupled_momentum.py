@@ -29,6 +29,7 @@ from demo_optax.exchange import Exchange, Outgoing, halves
 from demo_optax.exchange.all_gather import resolve_exchange
 from demo_optax.exchange.protocol import MEANS, Mean, packet_ids, rows_per_part
 from demo_optax.metrics import ExchangeMetrics
+from demo_optax.specs import of_leaves, sharded_axes
 
 MESSAGE_WEIGHT = "message_weight"
 
@@ -96,10 +97,11 @@ def decoupled_momentum(
     parameters' shapes, for the next transformation of the chain.
 
     A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
-    preconditioner. Its momentum and preconditioner do not change then. If no worker sends, the
-    update is zero. All workers reject a damaged packet, and its sender keeps all of it in the
-    momentum. A block of the momentum that is not finite is reset to zero. A preconditioner starts
-    again if its state is not finite, or if a finite gradient leaves it infinite or NaN.
+    preconditioner. Its momentum does not change then, nor does its preconditioner if the gradient
+    itself is not finite. If no worker sends, the update is zero. All workers reject a damaged
+    packet, and its sender keeps all of it in the momentum. A block of the momentum that is not
+    finite is reset to zero. A preconditioner starts again if its state is not finite, or if it
+    makes a finite gradient infinite or NaN. Its schedules and injected hyperparameters go on.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -251,15 +253,17 @@ def momentum_with_progress(
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         plan, step, previous_metrics = checked_plan(updates, state), state.count, state.metrics
-        participates = participation.decide(updates, axis_name, extra_args)
+        sharded = sharded_axes(of_leaves(updates, extra_args))
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
         participates &= participation.settings_are_finite(gradient_weight_at(step), decay)
 
         # Precondition: each worker's own second moment, or nothing
         initial_state = precondition.init(updates if params is None else params)
-        old_state = participation.restart_if_damaged(state.precondition, initial_state, axis_name)
+        intact = participation.is_intact(state.precondition, initial_state, axis_name, sharded)
+        old_state = participation.choose_state(intact, state.precondition, initial_state)
         gradient, precondition_state = precondition.update(updates, old_state, params, **extra_args)
-        usable = participation.decide(gradient, axis_name)
-        old_state = participation.choose(usable | ~participates, old_state, initial_state)
+        usable = participation.decide(gradient, axis_name, sharded=sharded)
+        old_state = participation.choose_state(usable | ~participates, old_state, initial_state)
         participates &= usable
 
         # after_previous(x, y) returns x and y, and adds a dependency on the previous part, so that
@@ -295,7 +299,7 @@ def momentum_with_progress(
         header = metrics.header_of(
             updates,
             energies,
-            restarted,
+            [*restarted, (~intact).astype(jnp.int32)],
             selected,
             message,
             factor,

@@ -74,7 +74,8 @@ def local_steps(
     of ``inner`` count inner steps, those of ``outer`` rounds.
 
     A worker skips an inner step whose gradient is not finite. If its own parameters are not finite
-    at the end of a round, it sends nothing and continues from the shared ones. An inner state
+    at the end of a round, it sends nothing and continues from the shared ones: ``outer`` gets zeros
+    and ``participates=False``, which its own links must hand on, as optax's do. An inner state
     that is not finite then is initialised again. Restored on a different number of workers, the
     workers' parameters and inner states keep their mean, as momenta do.
 
@@ -163,7 +164,7 @@ def local_steps(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
                 inner=choose(finite, inner_state, inner.init(params)),
-                outer=keep_local_outer_state(sends, new, outer_state),
+                outer=new,
             )
 
         def go_on(*state_of_round):
@@ -173,16 +174,6 @@ def local_steps(
         args = displacement, inner_state, state.outer
         updates, new = _step_or_skip(is_last, exchange, go_on, *args)
         return structure.unflatten(jax.tree.leaves(updates)), new
-
-    def keep_local_outer_state(sends, new, old):
-        """The new outer state; where a worker does not send, its local leaves keep old values."""
-
-        def leaf(new, old):
-            handled = isinstance(new, DecoupledMomentumState)
-            is_local = not handled and axes.varying(new) & set(axes.names(axis_name))
-            return choose(sends, new, old) if is_local else new
-
-        return jax.tree.map(leaf, new, old, is_leaf=lambda x: isinstance(x, DecoupledMomentumState))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -301,13 +292,16 @@ def multi_steps(
         calls = (state.mini_step + 1).astype(jnp.float32)
 
         def add(m, g):
-            # A call that does not participate excludes the worker from the exchange of its round.
+            # NaN marks a worker that sends nothing at the end of this round.
             change = jnp.where(participates, g.astype(m.dtype) - m, jnp.nan)
             return m + change / calls.astype(m.dtype)
 
         def step(mean, inner):
-            gradient = jax.tree.map(in_dtype_of, mean, updates)
-            return tx.update(gradient, inner, params, **extra_args)
+            whole = all_finite(mean)
+            gradient = jax.tree.map(
+                lambda m, g: in_dtype_of(jnp.where(whole, m, 0), g), mean, updates
+            )
+            return tx.update(gradient, inner, params, **{**extra_args, PARTICIPATES: whole})
 
         mean = jax.tree.map(add, state.acc_grads, updates)
         is_last = state.mini_step == every - 1

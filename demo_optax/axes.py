@@ -142,7 +142,9 @@ def on_all_devices(
     The devices lie along the axes over which its type varies. ``sharded`` names them where types
     carry no varying-axes (VMA) information.
     """
-    inner = tuple(sorted((varying(condition) - set(names(axis_name))) | set(sharded)))
+    typed = varying(condition) - set(names(axis_name))
+    untyped = () if types_are_tracked(manual_names(sharded)) else manual_names(sharded)
+    inner = tuple(sorted(typed | set(untyped)))
     return jax.lax.pmin(condition.astype(jnp.int32), inner) > 0 if inner else condition
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from demo_optax.arrays import FloatScalar, IntScalar, WordScalar, clamp_to_float32, energy, unboxed
-from demo_optax.compression.bits import checksum, to_words
+from demo_optax.compression.bits import checksum, hashes, to_words
 from demo_optax.compression.packet import Header, Message
 
 
@@ -26,7 +26,7 @@ class ExchangeMetrics(NamedTuple):
       identical: bool, whether several workers had the very same gradient, which then is not local.
       sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
       restarted: int32, blocks of all workers whose momentum was not finite, or too large for
-        float32, and was reset to zero.
+        float32, and was reset to zero; and preconditioners that started again.
       residual_norm: float32, norm of what stays in a worker's momentum, as the root mean square
         over the workers. A tensor of which several shards of a worker hold copies counts once for
         each copy.
@@ -79,7 +79,8 @@ def header_of(
       gradient: the gradient that the update was given, before preconditioning. On a first step
         preconditioned gradients are hardly more than signs, so that fingerprints could be equal.
       energies: energy of each part of the momentum, before anything is subtracted.
-      restarted: for each part, how many blocks were reset to zero.
+      restarted: for each part, how many blocks were reset to zero; and whether the preconditioner
+        was.
       selected: the coefficients that were chosen.
       message: the same, with the values that the others decode.
       factor: fraction of what is sent that leaves the momentum.
@@ -106,11 +107,19 @@ def header_of(
 
 
 def _fingerprint(gradient) -> WordScalar:
-    """A hash of the energy and of the first row of every leaf; 0 where all are zeros."""
+    """A hash of the energy and of a projection of every leaf; 0 where all are zeros."""
     leaves = jax.tree.leaves(gradient)
-    rows = [jnp.atleast_1d(x)[:1].astype(jnp.float32) for x in leaves]
-    words = jnp.concatenate([to_words(x).reshape(-1) for x in [energy(leaves), *rows]])
+    words = to_words(jnp.stack([energy(leaves), *map(_projection, leaves)]))
     return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
+
+
+def _projection(x: Float[Array, "..."]) -> FloatScalar:
+    """The sum of all elements, each with a weight of its place. An energy knows no places."""
+    weights = jnp.ones((), jnp.float32)
+    for size in x.shape:
+        of_axis = hashes(jnp.ones(size, jnp.uint32)).astype(jnp.float32) * 2.0**-32
+        weights = jnp.multiply.outer(weights, of_axis)
+    return jnp.sum(x.astype(jnp.float32) * weights)
 
 
 def summarise(

@@ -282,7 +282,7 @@ def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransfo
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
     checks.in_interval("b2", b2, "[0, 1)")
-    checks.in_interval("eps", eps, "(0, inf)")
+    checks.in_interval("eps", eps, "[1.2e-38, inf)")  # smaller ones may be 0 in float32
     return _in_float32(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True))
 
 

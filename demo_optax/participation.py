@@ -14,7 +14,7 @@ its squares overflow float32. Then the worker skips the step:
 
 The train step passes the flag on as the extra argument `PARTICIPATES`. A link of an optax chain
 before the exchange, or the preconditioner, may still make the gradient non-finite. That excludes
-the worker; it is not included again in this step.
+the worker; it is not included again in this step. Such a preconditioner starts again.
 """
 
 import functools
@@ -51,8 +51,8 @@ def decide(
         varying-axes (VMA) information.
     """
     finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
-    finite = axes.on_all_devices(finite, axis_name, sharded)
-    return finite & extra_args[PARTICIPATES] if PARTICIPATES in extra_args else finite
+    participates = finite & extra_args[PARTICIPATES] if PARTICIPATES in extra_args else finite
+    return axes.on_all_devices(participates, axis_name, sharded)
 
 
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
@@ -71,13 +71,34 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
     return jax.tree.map(lambda x, y: in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
 
 
-def restart_if_damaged(state: Any, initial: Any, axis_name: AxisName) -> Any:
-    """The state; as a whole the initial one if a leaf is not finite that was finite at first.
+def is_intact(
+    state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
+) -> BoolScalar:
+    """Whether all leaves of a worker's state are finite that are finite in the initial one."""
+    each = jax.tree.map(lambda x, first: all_finite(x) | ~all_finite(first), state, initial)
+    intact = jnp.array(jax.tree.leaves(each), bool).all()
+    return axes.on_all_devices(intact, axis_name, sharded)
 
-    So that sums and the counts by which they are corrected stay together.
+
+def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
+    """``state`` if the condition holds, else ``otherwise``; in the dtypes of ``state``.
+
+    Counts of schedules and injected hyperparameters are always those of ``state``.
     """
-    intact = all_finite(state) | ~all_finite(initial)
-    return choose(axes.on_all_devices(intact, axis_name), state, initial)
+    injected = optax.InjectStatefulHyperparamsState
+
+    def is_kept(x) -> bool:
+        return isinstance(x, (*_schedule_states(), injected))
+
+    def chosen(x, other):
+        if isinstance(x, _schedule_states()):
+            return x
+        if isinstance(x, injected):
+            inner = choose_state(condition, x.inner_state, other.inner_state)
+            return x._replace(inner_state=inner)
+        return in_dtype_of(jnp.where(condition, x, other), x)
+
+    return jax.tree.map(chosen, state, otherwise, is_leaf=is_kept)
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
@@ -115,22 +136,8 @@ def keep_base_if_no_participants(participants: IntScalar, updates, new, old):
     counts of schedules go on, as that of the momentum does: a learning rate in the momentum and
     one after it stay at the same step.
     """
-    injected = optax.InjectStatefulHyperparamsState
-
-    def is_schedule(x) -> bool:
-        return isinstance(x, (*_schedule_states(), injected))
-
-    def kept(new, old):
-        if isinstance(new, _schedule_states()):
-            return new
-        if isinstance(new, injected):
-            return new._replace(inner_state=stay(new.inner_state, old.inner_state))
-        return in_dtype_of(jnp.where(participants > 0, new, old), new)
-
-    def stay(new, old):
-        return jax.tree.map(kept, new, old, is_leaf=is_schedule)
-
-    return zero_updates_if_no_participants(updates, participants), stay(new, old)
+    updates = zero_updates_if_no_participants(updates, participants)
+    return updates, choose_state(participants > 0, new, old)
 
 
 def zero_updates_if_no_participants(updates, participants: IntScalar):

@@ -139,6 +139,30 @@ def test_a_call_that_the_caller_excludes_excludes_its_round(excluded):
         assert bool(jnp.any(updates != 0)) == (call == 3)
 
 
+@pytest.mark.parametrize(
+    "link", [optax.ema(0.5), optax.trace(0.5), optax.zero_nans()], ids=["ema", "trace", "zero_nans"]
+)
+def test_a_call_that_a_loop_of_ones_own_excludes_does_no_harm_to_other_links(link):
+    sparse = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), axis_name="data")
+    tx = demo_optax.multi_steps(optax.chain(link, sparse), 2)
+    params = jnp.ones((8, 8))
+    state = jax.vmap(lambda _: tx.init(params))(jnp.arange(2))
+
+    def update(gradient, state, participates):
+        return tx.update(gradient, state, params, participates=participates)
+
+    update = jax.jit(jax.vmap(update, axis_name="data"))
+    participants = []
+    for call in range(6):
+        gradients = jnp.stack([params, 2 * params])
+        _, state = update(gradients, state, jnp.array([True, call != 2]))
+        metrics = demo_optax.exchange_metrics(state)
+        if call % 2:
+            participants.append(int(metrics.participants.max()))
+    assert participants == [2, 1, 2]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
 def test_multi_steps_of_optax_exchange_under_vmap():
     tx = optax.MultiSteps(DEMO, 2)
     params = model.init()

@@ -279,6 +279,18 @@ def test_local_gradients_are_not_accused_whose_first_rows_are_equal():
     assert not np.any(metrics.identical)
 
 
+def test_local_gradients_of_equal_norms_are_not_accused():
+    """As those of a logistic regression on words, of which each worker has others."""
+
+    def worker(number):
+        tx = demo_optax.demo(1e-3, axis_name="data")
+        gradient = jnp.zeros(64).at[jnp.array([8, 16]) + number].set(jnp.array([0.5, -0.5]))
+        return tx.update(gradient, tx.init(gradient), gradient)[1][0].metrics
+
+    metrics = jax.jit(jax.vmap(worker, axis_name="data"))(jnp.arange(4))
+    assert not np.any(metrics.identical)
+
+
 def test_averaged_gradients_are_found_whose_first_rows_are_zeros():
     def worker(number):
         tx = demo_optax.demo(1e-3, axis_name="data")

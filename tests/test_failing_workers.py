@@ -1,11 +1,14 @@
 """A worker whose gradient is not finite is left out; the others go on as if it were not there."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from tests import model, workers
@@ -219,6 +222,70 @@ def test_a_preconditioner_that_starts_again_corrects_its_bias_anew(damage, parti
         state = update(state)
         assert state[0].metrics.participants == expected
         assert state[0].precondition.count == number + participants[0]
+
+
+def test_schedules_and_hyperparameters_of_a_preconditioner_that_starts_again_go_on():
+    scaled = optax.inject_hyperparams(optax.scale_by_rms)(decay=0.9)
+    warm_up = optax.scale_by_schedule(optax.linear_schedule(0.0, 1.0, 10))
+    tx = demo_optax.demo_sgd(
+        1.0, demo_optax.Compression(64), precondition=optax.chain(scaled, warm_up)
+    )
+    params, state = jnp.ones(64), tx.init(jnp.ones(64))
+    rms, warm = state[0].precondition
+    nu = rms.inner_state.nu.at[0].set(np.nan)
+    rms.hyperparams["decay"] = jnp.float32(0.999)
+    rms = rms._replace(inner_state=rms.inner_state._replace(nu=nu))
+    warm = warm._replace(count=jnp.int32(7))
+    state = state[0]._replace(precondition=(rms, warm)), *state[1:]
+    _, state = jax.jit(tx.update)(params, state, params)
+    rms, warm = state[0].precondition
+    assert state[0].metrics.participants == 1 and state[0].metrics.restarted == 1
+    assert rms.hyperparams["decay"] == np.float32(0.999) and warm.count == 8
+    np.testing.assert_allclose(rms.inner_state.nu, 0.001, rtol=1e-4)
+
+
+def test_a_state_that_is_infinite_at_first_hides_no_damage_of_another():
+    plateau = optax.contrib.reduce_on_plateau()
+    precondition = optax.chain(optax.scale_by_rms(0.9), plateau)
+    tx = demo_optax.demo_sgd(1.0, demo_optax.Compression(64), precondition=precondition)
+    params, state = jnp.ones(64), tx.init(jnp.ones(64))
+    assert state[0].precondition[1].best_value == np.inf
+    rms, rest = state[0].precondition
+    rms = rms._replace(nu=rms.nu.at[0].set(np.inf))
+    state = state[0]._replace(precondition=(rms, rest)), *state[1:]
+    _, state = jax.jit(functools.partial(tx.update, value=1.0))(params, state, params)
+    np.testing.assert_allclose(state[0].precondition[0].nu, 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("damage", [np.nan, -1.0])
+def test_all_shards_of_a_preconditioner_start_again_together(check_vma, damage):
+    mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
+    tx = demo_optax.demo_scaled(0.1, SMALL, axis_name="data")
+    tx, specs = demo_optax.stack_workers(tx, mesh, param_specs=P("fsdp")), P("fsdp")
+    params = jax.device_put(np.zeros((16, 8), np.float32), jax.NamedSharding(mesh, specs))
+    state = tx.init(params)
+    scaled = state[0].precondition
+    nu = np.ones((2, 16, 8), np.float32)
+    nu[0, 0, 0] = damage  # the first worker's upper shard
+    scaled = scaled._replace(
+        nu=jax.device_put(nu, scaled.nu.sharding),
+        count=jax.device_put(np.full(2, 20, np.int32), scaled.count.sharding),
+    )
+    state = state[0]._replace(precondition=scaled), *state[1:]
+    state_specs = jax.tree.map(lambda x: x.spec, tx.state_shardings(params))
+    update = jax.shard_map(
+        lambda gradient, state, params: tx.update(gradient[0], state, params)[1],
+        mesh=mesh,
+        in_specs=(P("data", "fsdp"), state_specs, specs),
+        out_specs=state_specs,
+        check_vma=check_vma,
+    )
+    gradient = np.random.default_rng(0).normal(size=(2, 16, 8)).astype(np.float32)
+    state = jax.block_until_ready(jax.jit(update)(gradient, state, params))
+    first = 1 if np.isnan(damage) else 0
+    shards = state[0].precondition.count.addressable_shards
+    assert [int(shard.data[0]) for shard in shards] == [first, first, 21, 21]
 
 
 @pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"manual_axes": ()}], ids=str)

@@ -312,10 +312,13 @@ def test_a_vmap_inside_a_shard_map_makes_workers_of_both():
     np.testing.assert_allclose(both.reshape(expected.shape), expected, atol=1e-6)
 
 
-def test_a_restarted_preconditioner_keeps_its_dtype():
+@pytest.mark.parametrize("with_params", [True, False])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_preconditioner_keeps_its_dtype(dtypes, with_params):
+    of_params, of_gradient = dtypes
     tx = demo_optax.demo(1e-2, SMALL, precondition=optax.scale_by_rms())
-    params = jnp.ones((8, 8), jnp.bfloat16)
+    params, gradient = jnp.ones((8, 8), of_params), jnp.ones((8, 8), of_gradient)
     state = tx.init(params)
-    dtype = state[0].precondition.nu.dtype
-    _, state = jax.jit(tx.update)(jnp.ones((8, 8), jnp.float32), state, params)
-    assert state[0].precondition.nu.dtype == dtype
+    update = jax.jit(lambda state: tx.update(gradient, state, params if with_params else None)[1])
+    assert state[0].precondition.nu.dtype == of_params
+    assert update(state)[0].precondition.nu.dtype == of_params

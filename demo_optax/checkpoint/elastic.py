@@ -175,13 +175,15 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
 
     Where the old number is a multiple of the new, neighbours are merged to their mean. Where the
     new is a multiple of the old, entries are copied. Otherwise all workers get the mean of all. Of
-    integers, such as counters, the first of those that are merged is kept.
+    integers, such as counters, the largest of those that are merged is kept.
 
     Example:
       >>> redistribute(np.array([1.0, 3.0, 5.0, 7.0]), 2)
       array([2., 6.])
       >>> redistribute(np.array([1.0, 3.0]), 4)
       array([1., 1., 3., 3.])
+      >>> redistribute(np.array([3, 400]), 1)
+      array([400])
       >>> redistribute(np.array([1.0, 3.0]), 3)
       array([2., 2., 2.])
     """
@@ -192,7 +194,7 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     if jnp.issubdtype(x.dtype, jnp.floating):
         merged = grouped.mean(axis=1, dtype=np.float64).astype(x.dtype)
     else:
-        merged = grouped[:, 0]
+        merged = grouped.max(axis=1)
     return np.repeat(merged, workers // groups, axis=0)
 
 

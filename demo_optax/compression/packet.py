@@ -43,7 +43,7 @@ class Header(NamedTuple):
     Attributes:
       fingerprint: uint32, hash of the gradient; 0 for a gradient of zeros.
       received: uint32, digest of the packets that the worker accepted until the step before.
-      restarted: uint32, blocks of its momentum that were reset to zero.
+      restarted: uint32, blocks of its momentum that were reset to zero, and its preconditioner.
       momentum_energy: float32, sum of squares of the momentum before the subtraction.
       sent_energy: float32, energy of the selected coefficients minus the energy of the rounding
         errors.
