@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
-from benchmarks.quality import study, tables
+from benchmarks.quality import pictures, study, tables
 
 ROOT = Path(__file__).parents[1]
 STUDIES = study.read()
@@ -90,6 +90,20 @@ def test_what_was_tried_with_local_steps_is_in_the_tables():
     }
 
 
+def test_the_times_of_the_three_sizes_are_those_of_the_runs():
+    text = (ROOT / "docs/explanation/quality.md").read_text()
+    table = text.split("The time of each run")[1].split("\n\n")[1]
+    said = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    found = {}
+    for name in pictures.SIZES:
+        each = STUDIES[name]
+        results = each.results()
+        for method in ("AdamW", "Muon", "DeMo-scaled", "DeMo-Muon"):
+            seconds = each.of_method(each.methods[method], results)[0].seconds
+            found.setdefault(method, []).append(f"{seconds:,}")
+    assert {name: seconds for name, *seconds in said} == found
+
+
 OTHER_RUNS = [  # a study, its methods with demo_muon and demo_scaled, and the one with three seeds
     ("workers", ("DeMo-Muon", "DeMo-scaled"), "DeMo-Muon"),
     (
@@ -100,6 +114,7 @@ OTHER_RUNS = [  # a study, its methods with demo_muon and demo_scaled, and the o
     ("long", ("DeMo-Muon, b2 0.95", "DeMo-scaled"), "DeMo-scaled"),
     ("local", ("DeMo-Muon, b2 0.95, 32 bins", "32 bins, sign"), "DeMo-Muon, b2 0.95, 32 bins"),
     ("small", ("DeMo-Muon", "DeMo-scaled"), None),
+    ("medium", ("DeMo-Muon", "DeMo-scaled"), None),
 ]
 
 

@@ -158,7 +158,7 @@ def dense_gradient(method: Method) -> int:
 
 def parameters(method: Method) -> int:
     """Parameters of the model."""
-    return optax.tree.size(_shapes(method))
+    return sum(leaf.size for leaf in jax.tree.leaves(_shapes(method)))
 
 
 def _shapes(method: Method) -> optax.Params:
