@@ -51,8 +51,11 @@ def decide(
         varying-axes (VMA) information.
     """
     finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
-    participates = finite & extra_args[PARTICIPATES] if PARTICIPATES in extra_args else finite
-    return axes.on_all_devices(participates, axis_name, sharded)
+    participates = axes.on_all_devices(finite, axis_name, sharded)
+    if PARTICIPATES in extra_args:
+        given = jnp.asarray(extra_args[PARTICIPATES])
+        participates &= axes.on_all_devices(given, axis_name, sharded)
+    return participates
 
 
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:

@@ -196,7 +196,7 @@ def test_over_the_sizes_a_line_has_the_differences_of_its_method(monkeypatch, tm
     (axes,) = figures[0].axes
     shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     found = [{row.method.name: row for row in tables.rows(each)} for each in sizes]
-    assert set(shown) == {"AdamW", "Muon", "DeMo-scaled", "DeMo-Muon"} == set(found[-1])
+    assert set(shown) == {"AdamW", "Muon", "DeMo-scaled", "DeMo-Muon"} == set(found[0])
     for name in set(shown) - {"AdamW"}:
         assert list(shown[name].get_ydata()) == [rows[name].difference.value for rows in found]
     assert axes.get_xticks().tolist() == [1_081_344, 9_912_320, 29_491_200]
