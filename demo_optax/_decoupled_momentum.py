@@ -29,7 +29,7 @@ from demo_optax.exchange import Exchange, Outgoing, halves
 from demo_optax.exchange.all_gather import resolve_exchange
 from demo_optax.exchange.protocol import MEANS, Mean, packet_ids, rows_per_part
 from demo_optax.metrics import ExchangeMetrics
-from demo_optax.specs import of_leaves, sharded_axes
+from demo_optax.specs import sharded_axes_in
 
 MESSAGE_WEIGHT = "message_weight"
 
@@ -101,7 +101,7 @@ def decoupled_momentum(
     itself is not finite. If no worker sends, the update is zero. All workers reject a damaged
     packet, and its sender keeps all of it in the momentum. A block of the momentum that is not
     finite is reset to zero. A preconditioner starts again if its state is not finite, or if it
-    makes a finite gradient infinite or NaN. Its schedules and injected hyperparameters go on.
+    makes a finite gradient infinite or NaN. Its schedules and injected hyperparameters stay.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
@@ -253,7 +253,7 @@ def momentum_with_progress(
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         plan, step, previous_metrics = checked_plan(updates, state), state.count, state.metrics
-        sharded = sharded_axes(of_leaves(updates, extra_args))
+        sharded = sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
         participates &= participation.settings_are_finite(gradient_weight_at(step), decay)
 

@@ -13,6 +13,7 @@ from demo_optax._decoupled_momentum import DecoupledMomentumState
 from demo_optax.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, upcast
 from demo_optax.axes import AxisName
 from demo_optax.participation import PARTICIPATES, all_finite, choose
+from demo_optax.specs import sharded_axes_in
 
 
 class LocalStepsState(NamedTuple):
@@ -75,9 +76,9 @@ def local_steps(
 
     A worker skips an inner step whose gradient is not finite. If its own parameters are not finite
     at the end of a round, it sends nothing and continues from the shared ones: ``outer`` gets zeros
-    and ``participates=False``, which its own links must hand on, as optax's do. An inner state
-    that is not finite then is initialised again. Restored on a different number of workers, the
-    workers' parameters and inner states keep their mean, as momenta do.
+    and ``participates=False``, which its links must hand on. An inner state that is not finite
+    then starts again, but for its schedules and injected hyperparameters. Restored on a different
+    number of workers, the workers' parameters and inner states keep their mean, as momenta do.
 
     Args:
       inner: any optax optimizer that does not exchange. Norms inside it (``optax.lamb``) are those
@@ -147,14 +148,16 @@ def local_steps(
         steps, inner_state = inner.update(gradient, state.inner, local_params, **extra_args)
         _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
-        participates = participation.decide(gradient, axis_name, extra_args)
+        sharded = sharded_axes_in(extra_args)
+        participates = participation.decide(gradient, axis_name, extra_args, sharded)
         old = state.displacement, state.inner
         displacement, inner_state = choose(participates, (displacement, inner_state), old)
 
         def exchange(displacement, inner_state, outer_state):
             local_params = local_parameters(params, state._replace(displacement=displacement))
-            sends = axes.on_all_devices(all_finite(local_params), axis_name)
-            finite = axes.on_all_devices(all_finite(inner_state), axis_name)
+            sends = axes.on_all_devices(all_finite(local_params), axis_name, sharded)
+            initial = inner.init(params)
+            intact = participation.is_intact(inner_state, initial, axis_name, sharded)
             difference = jax.tree.map(
                 lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, gradient
             )
@@ -163,7 +166,7 @@ def local_steps(
             return updates, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
-                inner=choose(finite, inner_state, inner.init(params)),
+                inner=participation.choose_state(intact, inner_state, initial),
                 outer=new,
             )
 
@@ -297,11 +300,12 @@ def multi_steps(
             return m + change / calls.astype(m.dtype)
 
         def step(mean, inner):
-            whole = all_finite(mean)
-            gradient = jax.tree.map(
-                lambda m, g: in_dtype_of(jnp.where(whole, m, 0), g), mean, updates
-            )
-            return tx.update(gradient, inner, params, **{**extra_args, PARTICIPATES: whole})
+            def finite_or_zero(m, g):  # leaf by leaf: not all vary over the same axes
+                return in_dtype_of(jnp.where(all_finite(m), m, 0), g)
+
+            gradient = jax.tree.map(finite_or_zero, mean, updates)
+            extra = {**extra_args, PARTICIPATES: all_finite(mean)}
+            return tx.update(gradient, inner, params, **extra)
 
         mean = jax.tree.map(add, state.acc_grads, updates)
         is_last = state.mini_step == every - 1

@@ -26,7 +26,7 @@ class ExchangeMetrics(NamedTuple):
       identical: bool, whether several workers had the very same gradient, which then is not local.
       sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
       restarted: int32, blocks of all workers whose momentum was not finite, or too large for
-        float32, and was reset to zero; and preconditioners that started again.
+        float32, and was reset to zero; and preconditioners whose state was not finite.
       residual_norm: float32, norm of what stays in a worker's momentum, as the root mean square
         over the workers. A tensor of which several shards of a worker hold copies counts once for
         each copy.
@@ -80,7 +80,7 @@ def header_of(
         preconditioned gradients are hardly more than signs, so that fingerprints could be equal.
       energies: energy of each part of the momentum, before anything is subtracted.
       restarted: for each part, how many blocks were reset to zero; and whether the preconditioner
-        was.
+        was not finite.
       selected: the coefficients that were chosen.
       message: the same, with the values that the others decode.
       factor: fraction of what is sent that leaves the momentum.
@@ -116,8 +116,8 @@ def _fingerprint(gradient) -> WordScalar:
 def _projection(x: Float[Array, "..."]) -> FloatScalar:
     """The sum of all elements, each with a weight of its place. An energy knows no places."""
     weights = jnp.ones((), jnp.float32)
-    for size in x.shape:
-        of_axis = hashes(jnp.ones(size, jnp.uint32)).astype(jnp.float32) * 2.0**-32
+    for axis, size in enumerate(x.shape):
+        of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
         weights = jnp.multiply.outer(weights, of_axis)
     return jnp.sum(x.astype(jnp.float32) * weights)
 

@@ -21,7 +21,7 @@ from demo_optax.exchange import Exchange
 from demo_optax.exchange.all_gather import resolve_exchange
 from demo_optax.exchange.collectives import gather_along
 from demo_optax.matrices import dimension_numbers, orthogonalize
-from demo_optax.specs import axes_of, of_leaves
+from demo_optax.specs import axes_of, of_leaves, sharded_axes_in
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -371,7 +371,8 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
         checks.require_local_gradient(updates, axis_name)
         if axis_name is None:
             return updates, state
-        participates = participation.decide(updates, axis_name, extra_args)
+        sharded = sharded_axes_in(extra_args)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
         number = jnp.maximum(jax.lax.psum(participates.astype(jnp.float32), axis_name), 1.0)
 
         def mean(g):

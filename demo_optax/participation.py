@@ -86,19 +86,24 @@ def is_intact(
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
     """``state`` if the condition holds, else ``otherwise``; in the dtypes of ``state``.
 
-    Counts of schedules and injected hyperparameters are always those of ``state``.
+    Counts of schedules and injected hyperparameters are those of ``state`` in both cases; but not
+    a hyperparameter that is infinite or NaN.
     """
     injected = optax.InjectStatefulHyperparamsState
 
     def is_kept(x) -> bool:
         return isinstance(x, (*_schedule_states(), injected))
 
+    def keep_finite(x, other):
+        return in_dtype_of(jnp.where(condition | all_finite(x), x, other), x)
+
     def chosen(x, other):
         if isinstance(x, _schedule_states()):
             return x
         if isinstance(x, injected):
             inner = choose_state(condition, x.inner_state, other.inner_state)
-            return x._replace(inner_state=inner)
+            given = jax.tree.map(keep_finite, x.hyperparams, other.hyperparams)
+            return x._replace(inner_state=inner, hyperparams=given)
         return in_dtype_of(jnp.where(condition, x, other), x)
 
     return jax.tree.map(chosen, state, otherwise, is_leaf=is_kept)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
@@ -25,6 +26,11 @@ def sharded_axes(specs) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for spec in jax.tree.leaves(specs) for name in axes_of(spec)))
 
 
+def sharded_axes_in(extra_args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes that any parameter is sharded over, by the extra arguments of an update."""
+    return sharded_axes(unboxed(extra_args.get(PARAM_SPECS, ())))
+
+
 def of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
     """The spec of each leaf, from the extra arguments of an update; ``P()`` without them.
 
@@ -33,8 +39,15 @@ def of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
     specs = unboxed(extra_args.get(PARAM_SPECS, P()))
     if not sharded_axes(specs):  # the tree may be another one then, such as a flattened one
         return [P()] * len(jax.tree.leaves(tree))
+
+    def is_masked(x) -> bool:  # instead of a leaf, or of a whole subtree
+        return isinstance(x, optax.MaskedNode)
+
     try:
-        return per_leaf(specs, unboxed(tree), lambda x: isinstance(x, P))
+        kept = jax.tree.map(
+            lambda x, spec: x if is_masked(x) else spec, unboxed(tree), specs, is_leaf=is_masked
+        )
+        return per_leaf(kept, unboxed(tree), lambda x: isinstance(x, P))
     except ValueError:
         raise ValueError(
             f"param_specs are {specs}, but the gradients have another structure, "

@@ -291,6 +291,17 @@ def test_local_gradients_of_equal_norms_are_not_accused():
     assert not np.any(metrics.identical)
 
 
+def test_a_gradient_and_its_transpose_are_not_accused():
+    tx = demo_optax.demo(1e-3, axis_name="data")
+    one = jnp.zeros((16, 16)).at[3, 7].set(0.5).at[5, 9].set(-0.25)
+
+    def worker(gradient):
+        return tx.update(gradient, tx.init(gradient), gradient)[1][0].metrics
+
+    metrics = jax.jit(jax.vmap(worker, axis_name="data"))(jnp.stack([one, one.T]))
+    assert not np.any(metrics.identical)
+
+
 def test_averaged_gradients_are_found_whose_first_rows_are_zeros():
     def worker(number):
         tx = demo_optax.demo(1e-3, axis_name="data")

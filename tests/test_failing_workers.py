@@ -224,7 +224,8 @@ def test_a_preconditioner_that_starts_again_corrects_its_bias_anew(damage, parti
         assert state[0].precondition.count == number + participants[0]
 
 
-def test_schedules_and_hyperparameters_of_a_preconditioner_that_starts_again_go_on():
+@pytest.mark.parametrize("given, kept", [(0.999, 0.999), (np.nan, 0.9)])
+def test_schedules_and_hyperparameters_of_a_preconditioner_that_starts_again_stay(given, kept):
     scaled = optax.inject_hyperparams(optax.scale_by_rms)(decay=0.9)
     warm_up = optax.scale_by_schedule(optax.linear_schedule(0.0, 1.0, 10))
     tx = demo_optax.demo_sgd(
@@ -233,15 +234,15 @@ def test_schedules_and_hyperparameters_of_a_preconditioner_that_starts_again_go_
     params, state = jnp.ones(64), tx.init(jnp.ones(64))
     rms, warm = state[0].precondition
     nu = rms.inner_state.nu.at[0].set(np.nan)
-    rms.hyperparams["decay"] = jnp.float32(0.999)
+    rms.hyperparams["decay"] = jnp.float32(given)
     rms = rms._replace(inner_state=rms.inner_state._replace(nu=nu))
     warm = warm._replace(count=jnp.int32(7))
     state = state[0]._replace(precondition=(rms, warm)), *state[1:]
     _, state = jax.jit(tx.update)(params, state, params)
     rms, warm = state[0].precondition
     assert state[0].metrics.participants == 1 and state[0].metrics.restarted == 1
-    assert rms.hyperparams["decay"] == np.float32(0.999) and warm.count == 8
-    np.testing.assert_allclose(rms.inner_state.nu, 0.001, rtol=1e-4)
+    assert rms.hyperparams["decay"] == np.float32(kept) and warm.count == 8
+    np.testing.assert_allclose(rms.inner_state.nu, 1 - kept, rtol=1e-4)
 
 
 def test_a_state_that_is_infinite_at_first_hides_no_damage_of_another():

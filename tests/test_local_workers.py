@@ -112,6 +112,15 @@ def test_a_link_of_outer_gets_zeros_where_own_parameters_are_not_finite():
     chex.assert_trees_all_close(*ends, rtol=1e-6, atol=1e-7)
 
 
+def test_an_inner_state_that_is_infinite_at_first_goes_on_from_round_to_round():
+    inner = optax.chain(optax.scale_by_adam(), optax.contrib.reduce_on_plateau())
+    tx = demo_optax.local_steps(inner, optax.sgd(1.0), 2)
+    params, state = jnp.ones(4), tx.init(jnp.ones(4))
+    for _ in range(6):
+        _, state = tx.update(params, state, params, value=1.0)
+    assert state.inner[0].count == 6
+
+
 def test_an_inner_state_that_is_not_finite_begins_again_with_the_round():
     tx = BOTH["diloco"]
     params, state, _ = train(tx, range(4))

@@ -9,6 +9,7 @@ import pytest
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
 from demo_optax.checkpoint import Checkpointer
+from demo_optax.parallel.layout import find_layout
 from tests import workers
 from tests.sweeps import sweep
 
@@ -88,6 +89,34 @@ def test_accumulation_in_sharded_workers_keeps_what_is_whole_inside_them():
         param_specs=specs,
     )
     assert (np.asarray(params["b"]) != 1).any()
+
+
+def test_accumulation_in_sharded_workers_types_nothing_as_sharded_that_is_whole():
+    mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
+    params = {"w": jnp.ones((16, 8)), "u": jnp.ones((8, 8))}
+    specs = {"w": jax.P("fsdp"), "u": jax.P()}
+    for make in (demo_optax.demo_scaled, demo_optax.demo_muon):
+        tx = demo_optax.multi_steps(make(0.1, SMALL, axis_name="data", look_ahead=None), 2)
+        layout = find_layout(tx, params, mesh, "data", specs)
+        over = optax.tree.get(layout.state_replicated_axes, "nu")
+        assert over == {"w": frozenset(), "u": frozenset()}
+
+
+@pytest.mark.parametrize("make", [demo_optax.demo_sgd, demo_optax.demo_scaled])
+def test_labels_of_whole_subtrees_divide_sharded_parameters(make):
+    params = {"body": {"w": jnp.ones((16, 8)), "v": jnp.ones(8)}, "head": {"w": jnp.ones((16, 4))}}
+    dense = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
+    by_label = {"d": make(0.1, SMALL, axis_name="data"), "r": dense}
+    after, *_ = workers.train(
+        optax.partition(by_label, {"body": "d", "head": "r"}),
+        range(1),
+        mesh=workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto),
+        params=lambda: params,
+        loss=lambda p, x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * jnp.mean(x),
+        batch=lambda _: jnp.ones((4, 1)),
+        param_specs={"body": {"w": jax.P("fsdp"), "v": jax.P()}, "head": {"w": jax.P("fsdp")}},
+    )
+    assert all((np.asarray(x) < 1).any() for x in jax.tree.leaves(after))
 
 
 def test_a_partition_that_exchanges_by_itself_moves_while_another_waits():
