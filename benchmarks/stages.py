@@ -18,7 +18,7 @@ from step_cost import transformer_params
 import demo_optax
 from demo_optax import metrics
 from demo_optax.compression import make_plan, packet
-from demo_optax.exchange import Outgoing, collectives
+from demo_optax.exchange import Outbox, collectives
 
 PACKETS = 64, 96  # of which the difference tells what one more costs
 
@@ -89,9 +89,9 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         origin = packet.Origin(zero, own)
         layout = by_all_gather.layout(plan)
         built = packet.build(layout, header, coded, message, jnp.array(True), origin)
-        outgoing = Outgoing(built, message, jnp.float32(1), zero)
+        outbox = Outbox(built, message, jnp.float32(1), zero)
         with mock.patch.object(collectives, "gather", gather):
-            found = by_all_gather.exchange(plan, outgoing, (), metrics.init_metrics(), "senders")
+            found = by_all_gather.exchange(plan, outbox, (), metrics.init_metrics(), "senders")
         return found._replace(mean=[x.dense() for x in found.mean])
 
     def inverse(coefficients):

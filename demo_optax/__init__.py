@@ -4,8 +4,9 @@ from importlib.metadata import version
 
 from demo_optax._decoupled import LookAheadState as LookAheadState
 from demo_optax._decoupled import decoupled as decoupled
-from demo_optax._decoupled_momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momentum
+from demo_optax._halves import SplitTransformation as SplitTransformation
+from demo_optax._momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._rounds import LocalStepsState as LocalStepsState
 from demo_optax._rounds import local_parameters as local_parameters
 from demo_optax._rounds import local_steps as local_steps
@@ -18,6 +19,7 @@ from demo_optax.compression import Compression as Compression
 from demo_optax.exchange import AllGather as AllGather
 from demo_optax.exchange import Delayed as Delayed
 from demo_optax.exchange import Exchange as Exchange
+from demo_optax.exchange import Outbox as Outbox
 from demo_optax.exchange import TwoPhase as TwoPhase
 from demo_optax.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax.metrics import check_metrics as check_metrics

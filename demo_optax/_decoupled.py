@@ -9,7 +9,9 @@ import optax
 from jax.typing import DTypeLike
 
 from demo_optax import axes, checks, participation
-from demo_optax._decoupled_momentum import momentum_with_progress
+from demo_optax._decoupled_momentum import split_momentum
+from demo_optax._halves import SplitTransformation
+from demo_optax._momentum import Applied
 from demo_optax.arrays import in_dtype_of, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
@@ -50,7 +52,7 @@ def decoupled(
     look_ahead: chex.Numeric | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     r"""``optax.chain(decoupled_momentum(...), base)``, for any optax optimizer ``base``.
 
     The base optimizer uses the aggregate as its gradient. ``update`` takes the worker's local
@@ -86,7 +88,7 @@ def decoupled(
       >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
       (1, 1, 4096)
     """
-    momentum = momentum_with_progress(
+    momentum = split_momentum(
         decay,
         compression,
         gradient_weight=gradient_weight,
@@ -111,22 +113,33 @@ def decoupled(
         return *state, LookAheadState(axes.as_varying(zeros, axis_name))
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
-        aggregate, momentum_state, progress = momentum.update(
-            updates, state[0], params, **extra_args
-        )
-        new = base.update(aggregate, state[1], params, **extra_args)
+        applied = momentum.update(updates, state[0], params, extra_args)
+        return update_base(applied, state, params, extra_args)
+
+    def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
+        outbox, momentum_state = momentum.send(updates, state[0], params, worker, extra_args)
+        return outbox, (momentum_state, *state[1:])
+
+    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
+        applied = momentum.apply(packets, outbox, state[0], params, worker)
+        updates, new = update_base(applied, state, params, extra_args)
+        is_applied = new[0].count != state[0].count
+        return updates, participation.choose(is_applied, new, state)
+
+    def update_base(applied: Applied, state, params, extra_args) -> Any:
+        new = base.update(applied.updates, state[1], params, **extra_args)
         steps, new = participation.keep_base_if_no_participants(
-            momentum_state.metrics.participants, *new, state[1]
+            applied.state.metrics.participants, *new, state[1]
         )
         if look_ahead is None:
-            return steps, (momentum_state, new)
-        ahead, _ = base.update(progress.own(), new, params, **extra_args)
+            return steps, (applied.state, new)
+        ahead, _ = base.update(applied.own(), new, params, **extra_args)
 
         def displaced(u, old):
             # A worker that skipped the step takes its next gradient at the shared parameters.
-            return in_dtype_of(jnp.where(progress.took_part, look_ahead * u, 0), old)
+            return in_dtype_of(jnp.where(applied.took_part, look_ahead * u, 0), old)
 
         displacement = jax.tree.map(displaced, unboxed(ahead), state[2].displacement)
-        return steps, (momentum_state, new, LookAheadState(displacement))
+        return steps, (applied.state, new, LookAheadState(displacement))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn)

@@ -1,6 +1,5 @@
-"""Decoupled momentum (DeMo) as an optax gradient transformation: the algorithm on one page."""
+"""Decoupled momentum (DeMo) as an optax gradient transformation."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,61 +7,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
 
-from demo_optax import axes, checks, metrics, participation
-from demo_optax.arrays import (
-    BoolScalar,
-    IntScalar,
-    in_dtype_of,
-    round_stochastically,
-    unboxed,
-    widest,
-)
+from demo_optax import _halves, _momentum, axes, checks, metrics
+from demo_optax._halves import SplitTransformation
+from demo_optax._momentum import NEVER, Applied, DecoupledMomentumState, Settings
+from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
-from demo_optax.compression import Compression, MomentumFormat, Plan, make_plan, packet
-from demo_optax.compression.packet import Origin
-from demo_optax.compression.plan import Part, sequentially
+from demo_optax.compression import Compression, Plan, make_plan
 from demo_optax.compression.settings import BlockSides
-from demo_optax.compression.transforms import ROUNDING_STREAM
-from demo_optax.exchange import Exchange, Outgoing, halves
+from demo_optax.exchange import Exchange, Outbox
 from demo_optax.exchange.all_gather import resolve_exchange
-from demo_optax.exchange.protocol import MEANS, Mean, packet_ids, rows_per_part
-from demo_optax.metrics import ExchangeMetrics
-from demo_optax.specs import sharded_axes_in
-
-MESSAGE_WEIGHT = "message_weight"
-
-
-class DecoupledMomentumState(NamedTuple):
-    """State of `decoupled_momentum`, as one worker sees it.
-
-    Attributes:
-      count: int32 scalar, updates so far; the same on all workers.
-      momentum: a tree like the parameters, without boxes of Flax's. A parameter has the
-        coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
-      precondition: state of the local preconditioner; each worker its own.
-      metrics: what the last exchange reported; the same on all workers.
-      exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
-      momentum_format: static, the transform and the blocks in which the momentum is stored.
-      sides: static, the sides of each tensor's blocks.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> state = decoupled_momentum(0.95).init({"w": jnp.ones((128, 192))})
-      >>> state.momentum["w"].shape
-      (2, 3, 4096)
-    """
-
-    count: IntScalar  # type: ignore[assignment]  # as in optax; hides tuple.count
-    momentum: optax.Updates
-    precondition: optax.OptState
-    metrics: ExchangeMetrics
-    exchange: Any
-    momentum_format: MomentumFormat
-    sides: BlockSides
-
-    handles_nonfinite = True
+from demo_optax.exchange.protocol import MEANS, Mean
 
 
 def decoupled_momentum(
@@ -76,7 +31,7 @@ def decoupled_momentum(
     subtraction_factor: ArrayLike = 1.0,
     momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     r"""Momentum that stays with its worker; only its largest coefficients are exchanged.
 
     With :math:`T` a blockwise orthonormal transform, worker :math:`i` keeps the coefficients
@@ -124,9 +79,9 @@ def decoupled_momentum(
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs``. Its ``update`` takes the worker's *local*
-      gradient and returns updates in the gradient's dtypes. An extra argument ``message_weight``,
-      a positive number such as the tokens of the worker's batch, weighs its message in the mean.
+      A `demo_optax.SplitTransformation`. Its ``update`` takes the worker's *local* gradient and
+      returns updates in the gradient's dtypes. An extra argument ``message_weight``, a positive
+      number such as the tokens of the worker's batch, weighs its message in the mean.
 
     Warns:
       UserWarning: once, if parameters or gradients lie on several devices, but neither
@@ -157,7 +112,7 @@ def decoupled_momentum(
       >>> updates["w"][0]
       Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
     """
-    momentum = momentum_with_progress(
+    momentum = split_momentum(
         decay,
         compression,
         axis_name=axis_name,
@@ -170,25 +125,35 @@ def decoupled_momentum(
     )
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
-        updates, state, _ = momentum.update(updates, state, params, **extra_args)
-        return updates, state
+        return momentum.update(updates, state, params, extra_args)[:2]
 
-    return optax.GradientTransformationExtraArgs(momentum.init, update_fn)
+    def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
+        return momentum.send(updates, state, params, worker, extra_args)
+
+    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
+        del extra_args
+        return momentum.apply(packets, outbox, state, params, worker)[:2]
+
+    return SplitTransformation.make(momentum.init, update_fn, send_fn, apply_fn)
 
 
-class Progress(NamedTuple):
-    """What a worker knows after an update of the steps to come.
+class SplitMomentum(NamedTuple):
+    """`decoupled_momentum` for `demo_optax.decoupled`, which needs all of `Applied`.
 
     Attributes:
-      took_part: whether its gradient of this step entered its momentum.
-      own: gives T^-1 of its momentum with the message that is under way, a tree like the gradient.
+      init: of the parameters.
+      update: ``update(gradient, state, params, extra_args) -> Applied``.
+      send: ``send(gradient, state, params, worker, extra_args) -> (Outbox, state)``.
+      apply: ``apply(packets, outbox, state, params, worker) -> Applied``.
     """
 
-    took_part: BoolScalar
-    own: Callable[[], Any]
+    init: Callable
+    update: Callable[..., Applied]
+    send: Callable[..., tuple[Outbox, DecoupledMomentumState]]
+    apply: Callable[..., Applied]
 
 
-def momentum_with_progress(
+def split_momentum(
     decay: ArrayLike,
     compression: Compression,
     *,
@@ -199,8 +164,8 @@ def momentum_with_progress(
     subtraction_factor: ArrayLike,
     momentum_dtype: DTypeLike,
     precondition: optax.GradientTransformation | None,
-) -> Any:
-    """`decoupled_momentum`, whose update returns its `Progress` as well."""
+) -> SplitMomentum:
+    """Decoupled momentum with these settings, which are checked here."""
     if not isinstance(compression, Compression):
         raise TypeError(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
@@ -215,13 +180,26 @@ def momentum_with_progress(
         checks.require_rate("gradient_weight", gradient_weight)
     checks.one_of("mean", mean, MEANS)
     checks.static_dtype("momentum_dtype", momentum_dtype)
+    settings = Settings(
+        compression,
+        decay,
+        gradient_weight,
+        mean,
+        subtraction_factor,
+        momentum_dtype,
+        optax.with_extra_args_support(precondition or optax.identity()),
+        exchange,
+    )
     momentum_format = compression.momentum_format
-    precondition = optax.with_extra_args_support(precondition or optax.identity())
 
-    def init_fn(params) -> Any:  # optax's type for states knows no static nodes
+    def plan_of(tree) -> Plan:
+        shapes = tuple(x.shape for x in jax.tree.leaves(tree))
+        return make_plan(compression, shapes, axes.platform())
+
+    def init(params) -> Any:  # optax's type for states knows no static nodes
         checks.floating_leaves(params)
         check_worker("the parameters", params)
-        plan = make_plan(compression, _shapes(params), axes.platform())
+        plan = plan_of(params)
 
         def zeros(param):
             shape = momentum_format.geometry(param.shape).stored_shape
@@ -230,174 +208,46 @@ def momentum_with_progress(
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),
             momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
-            precondition=axes.as_varying(precondition.init(params), axis_name),
+            precondition=axes.as_varying(settings.precondition.init(params), axis_name),
             metrics=metrics.init_metrics(),
             exchange=exchange.init(plan),
+            sent=axes.as_varying(jnp.int32(NEVER), axis_name),
             momentum_format=momentum_format,
             sides=BlockSides(tuple(geometry.sides for geometry in plan.geometries)),
         )
 
-    def gradient_weight_at(step):
-        weight = 1 - decay if gradient_weight is None else gradient_weight
-        return checks.evaluate_schedule("gradient_weight", weight, step)
-
-    def checked_plan(updates, state) -> Plan:
-        plan = make_plan(compression, _shapes(updates), axes.platform())
-        checks.require_local_gradient(updates, axis_name)
-        check_worker("the gradients", updates)
+    def checked_plan(tree, state) -> Plan:
+        plan = plan_of(tree)
         exchange_state_shapes = jax.eval_shape(lambda: exchange.init(plan))
         checks.gradient_fits_state(
-            updates, state, momentum_format, plan.geometries, exchange_state_shapes
+            tree, state, momentum_format, plan.geometries, exchange_state_shapes
         )
         return plan
 
-    def update_fn(updates, state, params=None, **extra_args) -> Any:
-        plan, step, previous_metrics = checked_plan(updates, state), state.count, state.metrics
-        sharded = sharded_axes_in(extra_args)
-        participates = participation.decide(updates, axis_name, extra_args, sharded)
-        participates &= participation.settings_are_finite(gradient_weight_at(step), decay)
+    def checked_gradient(gradient, state) -> Plan:
+        checks.require_local_gradient(gradient, axis_name)
+        check_worker("the gradients", gradient)
+        return checked_plan(gradient, state)
 
-        # Precondition: each worker's own second moment, or nothing
-        initial_state = precondition.init(updates if params is None else params)
-        intact = participation.is_intact(state.precondition, initial_state, axis_name, sharded)
-        old_state = participation.choose_state(intact, state.precondition, initial_state)
-        gradient, precondition_state = precondition.update(updates, old_state, params, **extra_args)
-        usable = participation.decide(gradient, axis_name, sharded=sharded)
-        old_state = participation.choose_state(usable | ~participates, old_state, initial_state)
-        participates &= usable
+    def row_of(worker) -> Any:
+        return axes.index(axis_name) if worker is None else jnp.asarray(worker, jnp.int32)
 
-        # after_previous(x, y) returns x and y, and adds a dependency on the previous part, so that
-        # parts run one after another
-        def accumulate_and_select(part: Part, after_previous, tensors, stored, shared):
-            # Transform: c = T(g)
-            tensors, stored = after_previous(tensors, stored)
-            coefficients = part.transform(part.blocks(tensors), step)
+    def update(gradient, state, params, extra_args) -> Applied:
+        plan = checked_gradient(gradient, state)
+        return _momentum.update(settings, plan, gradient, state, params, extra_args)
 
-            # Accumulate: m <- beta m + w c
-            momenta = part.advance_basis(part.unpack(stored), step)
-            new = accumulate(
-                momenta, part.split(coefficients), participates, gradient_weight_at(step)
-            )
-            momenta, energy, restarted = participation.reset_nonfinite_blocks(new)
-            momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
+    def send(gradient, state, params, worker, extra_args) -> Any:
+        _halves.require_halves(exchange)
+        plan = checked_gradient(gradient, state)
+        _halves.require_unsent(state)
+        row = row_of(worker)
+        return _momentum.send(settings, plan, gradient, state, params, row, extra_args)
 
-            # Select: q = top_k(m)
-            selected = part.select(momenta, shared)
-            return (momenta, selected, energy, restarted), selected.values
+    def apply(packets, outbox, state, params, worker) -> Applied:
+        _halves.require_halves(exchange)
+        plan = checked_plan(params, state)
+        _halves.require_packets(packets, exchange.layout(plan).words)
+        _halves.require_current(outbox, state)
+        return _momentum.apply(settings, plan, packets, outbox, state, params, row_of(worker))
 
-        shared = plan.rows_per_part(plan.shared_positions(step))
-        tensors = plan.per_part(gradient), plan.per_part(state.momentum)
-        momenta, selected, energies, restarted = sequentially(
-            accumulate_and_select, plan.parts, *tensors, shared
-        )
-
-        # Encode: q_hat = decode(encode(q)), the `message`, and the packets that hold it
-        selected = plan.join(selected)
-        coded, message = packet.encode(plan.sections, selected)
-        factor = jnp.where(participates, jnp.asarray(subtraction_factor, jnp.float32), 0)
-        message_weight = extra_args.get(MESSAGE_WEIGHT, 1.0)
-        header = metrics.header_of(
-            updates,
-            energies,
-            [*restarted, (~intact).astype(jnp.int32)],
-            selected,
-            message,
-            factor,
-            message_weight,
-            previous_metrics,
-        )
-        origin = Origin(step, packet_ids(exchange.packets_per_worker(), axis_name))
-        layout = exchange.layout(plan)
-        packets = packet.build(layout, header, coded, message, participates, origin)
-
-        # Exchange: q_bar = mean(q_hat_1, ..., q_hat_N)
-        outgoing = Outgoing(packets, message, factor, step)
-        aggregate = exchange.exchange(plan, outgoing, state.exchange, previous_metrics, mean)
-
-        def subtract(part: Part, after_previous, momenta, rows):
-            # Subtract: m <- m - alpha q_hat, of what was accepted
-            rows, momenta = after_previous(rows, momenta)
-            for subtraction, own in zip(aggregate.subtractions, rows, strict=True):
-                momenta = part.subtract(momenta, own, step, subtraction.delay)
-            stored = part.pack(momenta)
-            return (stored,), stored
-
-        def invert(part: Part, after_previous, averages):
-            # Inverse: u = T^-1(q_bar)
-            coefficients = [x.dense() for x in after_previous(averages)[0]]
-            tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
-            return (tensors,), tensors
-
-        def own_progress(part: Part, after_previous, stored, rows):
-            # Look ahead: T^-1 of m and of the message that is under way
-            rows, stored = after_previous(rows, stored)
-            momenta = part.unpack(stored)
-            for message in rows:
-                momenta = part.subtract(momenta, message, step, delay=0)
-            coefficients = list(map(jnp.concatenate, momenta))
-            tensors = part.to_tensors(part.inverse(coefficients, step))
-            return (tensors,), tensors
-
-        (stored,) = sequentially(
-            subtract, plan.parts, momenta, rows_per_part(plan, aggregate.subtractions)
-        )
-        averages = plan.rows_per_part(aggregate.mean, axis=1)
-        (tensors,) = sequentially(invert, plan.parts, averages)
-
-        new_state = DecoupledMomentumState(
-            count=jnp.asarray(optax.safe_increment(step)),
-            momentum=_as_tree(state.momentum, rounded(_joined(stored), step)),
-            precondition=participation.choose(participates, precondition_state, old_state),
-            metrics=aggregate.metrics,
-            exchange=aggregate.state,
-            momentum_format=momentum_format,
-            sides=state.sides,
-        )
-
-        def as_updates(tensors):
-            return _as_tree(updates, map(in_dtype_of, _joined(tensors), jax.tree.leaves(updates)))
-
-        def own():
-            under_way = [s.undone() for s in aggregate.subtractions if s.under_way]
-            new = plan.per_part(new_state.momentum)
-            (tensors,) = sequentially(own_progress, plan.parts, new, rows_per_part(plan, under_way))
-            return as_updates(tensors)
-
-        took_part = halves.took_part(exchange, participates, state.exchange)
-        return as_updates(tensors), new_state, Progress(took_part, own)
-
-    def accumulate(momenta, coefficients, participates, weight):
-        """``decay * m + weight * c``; the old momenta for a worker that skips the step.
-
-        It is computed in the shape of ``c``, where XLA fuses it with the transform, and returned in
-        that of ``m``.
-        """
-
-        def add(
-            m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]
-        ) -> Float[Array, "blocks n"]:
-            dtype = widest(m.dtype, c.dtype)
-            old = m.reshape(c.shape).astype(dtype)
-            new = decay * old + weight * c.astype(dtype)
-            return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
-
-        return jax.tree.map(add, momenta, coefficients)
-
-    def rounded(momenta, step):
-        key = jax.random.fold_in(compression.key(step, ROUNDING_STREAM), axes.index(axis_name))
-        for number, m in enumerate(momenta):
-            yield round_stochastically(m, momentum_dtype, jax.random.fold_in(key, number))
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _shapes(tree) -> tuple[tuple[int, ...], ...]:
-    return tuple(x.shape for x in jax.tree.leaves(tree))
-
-
-def _as_tree(like, leaves):
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _joined(per_part):
-    return itertools.chain.from_iterable(per_part)
+    return SplitMomentum(init, update, send, apply)

@@ -9,7 +9,8 @@ from jax.tree_util import keystr
 
 from demo_optax import axes, checks, participation
 from demo_optax._decoupled import LookAheadState
-from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax._halves import SplitTransformation
+from demo_optax._momentum import EMPTY, REFUSED, DecoupledMomentumState
 from demo_optax.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, upcast
 from demo_optax.axes import AxisName
 from demo_optax.participation import PARTICIPATES, all_finite, choose
@@ -134,16 +135,8 @@ def local_steps(
             outer=outer_state,
         )
 
-    def update_fn(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "local_steps needs the shared parameters, to which each worker's own are relative, "
-                "but params is None: call update(gradient, state, params)."
-            )
-        checks.require_local_gradient(updates, axis_name)
-        structure: Any = jax.tree.structure(updates)
-        gradient, params = unboxed(updates), unboxed(params)
-
+    def inner_step(gradient, state, params, extra_args):
+        """The displacement and the inner state after a step that the worker takes by itself."""
         local_params = local_parameters(params, state)
         steps, inner_state = inner.update(gradient, state.inner, local_params, **extra_args)
         _require_no_exchange(steps, axis_name)
@@ -151,9 +144,21 @@ def local_steps(
         sharded = sharded_axes_in(extra_args)
         participates = participation.decide(gradient, axis_name, extra_args, sharded)
         old = state.displacement, state.inner
-        displacement, inner_state = choose(participates, (displacement, inner_state), old)
+        return choose(participates, (displacement, inner_state), old)
 
-        def exchange(displacement, inner_state, outer_state):
+    def take_step(exchange, updates, state, params, extra_args):
+        """An inner step. ``exchange(difference, outer_state, params, extra_args)`` ends a round."""
+        if params is None:
+            raise ValueError(
+                "local_steps needs the shared parameters, to which each worker's own are relative, "
+                "but params is None: call update(gradient, state, params)."
+            )
+        checks.require_local_gradient(updates, axis_name)
+        gradient, params = unboxed(updates), unboxed(params)
+        displacement, inner_state = inner_step(gradient, state, params, extra_args)
+        sharded = sharded_axes_in(extra_args)
+
+        def end_round(displacement, inner_state, outer_state):
             local_params = local_parameters(params, state._replace(displacement=displacement))
             sends = axes.on_all_devices(all_finite(local_params), axis_name, sharded)
             initial = inner.init(params)
@@ -162,8 +167,8 @@ def local_steps(
                 lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, gradient
             )
             extra = {**extra_args, PARTICIPATES: sends}
-            updates, new = outer.update(difference, outer_state, params, **extra)
-            return updates, LocalStepsState(
+            results, new = exchange(difference, outer_state, params, extra)
+            return results, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
                 inner=participation.choose_state(intact, inner_state, initial),
@@ -175,10 +180,35 @@ def local_steps(
 
         is_last = state.mini_step >= every - 1
         args = displacement, inner_state, state.outer
-        updates, new = _step_or_skip(is_last, exchange, go_on, *args)
+        return is_last, *_step_or_skip(is_last, end_round, go_on, *args)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        def update(difference, outer_state, params, extra):
+            return outer.update(difference, outer_state, params, **extra)
+
+        structure: Any = jax.tree.structure(updates)
+        _, updates, new = take_step(update, updates, state, params, extra_args)
         return structure.unflatten(jax.tree.leaves(updates)), new
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    if not isinstance(outer, SplitTransformation):
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    split: SplitTransformation = outer
+
+    def send_fn(updates, state, params=None, *, worker=None, **extra_args):
+        def send(difference, outer_state, params, extra):
+            return split.send(difference, outer_state, params, worker=worker, **extra)
+
+        is_last, outbox, new = take_step(send, updates, state, params, extra_args)
+        outbox = outbox._replace(step=jnp.where(is_last, outbox.step, EMPTY))
+        return outbox, choose(outbox.step == REFUSED, state, new)
+
+    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args):
+        updates, new = split.apply(
+            packets, outbox, state.outer, params, worker=worker, **extra_args
+        )
+        return updates, state._replace(outer=new)
+
+    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn)
 
 
 def local_parameters(params, opt_state):

@@ -14,6 +14,7 @@ import optax
 
 from demo_optax import checks, participation
 from demo_optax._decoupled import decoupled
+from demo_optax._halves import SplitTransformation
 from demo_optax.arrays import in_dtype_of, upcast
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
@@ -36,7 +37,7 @@ def demo(
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     r"""DeMo as first published: the step is the sign of the aggregate.
 
     .. math::
@@ -83,7 +84,7 @@ def demo_scaled(
     look_ahead: chex.Numeric | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     r"""DeMo with gradients that each worker divides by the root of its second moment. Start here.
 
     .. math::
@@ -129,7 +130,7 @@ def demo_sgd(
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     r"""Decoupled momentum instead of SGD's momentum: the step is the aggregate itself.
 
     Section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_, :math:`\varphi` the
@@ -157,7 +158,7 @@ def demo_adamw(
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     """Decoupled momentum instead of AdamW's first moment.
 
     The second moment, with decay ``b2``, is that of the aggregate (From et al., `arXiv 2502.06728
@@ -181,7 +182,7 @@ def demo_signum(
     precondition: optax.GradientTransformation | None = None,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     """The step is the sign of the aggregate, as in Signum (version 2 of the paper, section 3).
 
     `demo` without the learning rate inside the momentum, so that a schedule acts only once. All
@@ -208,7 +209,7 @@ def demo_muon(
     look_ahead: chex.Numeric | None = 1.0,
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> SplitTransformation:
     r"""DeMo whose workers make a momentum of their own gradients orthogonal, before the exchange.
 
     .. math::

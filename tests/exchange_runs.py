@@ -100,7 +100,7 @@ def with_pending(trained, exchange):
     def put_back(state):
         plan = make_plan(state.exchange.format.compression, state.exchange.format.shapes)
         (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted_fraction
-        origin = Origin(state.count - 1, packet_ids(len(packets), "data"))
+        origin = Origin(state.count - 1, packet_ids(len(packets), jax.lax.axis_index("data")))
         message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
         taken = Subtraction.uniform(plan, message, factor)
         leaves, found = jax.tree.leaves(state.momentum), []

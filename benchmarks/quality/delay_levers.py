@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import optax
 
 import demo_optax
+from demo_optax import axes
 from demo_optax._decoupled import LookAheadState
-from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax._momentum import DecoupledMomentumState
 from demo_optax.compression import make_plan
 from demo_optax.compression.packet import Origin
 from demo_optax.exchange.protocol import packet_ids
@@ -45,7 +46,7 @@ def own_message(settings: Settings, state: DecoupledMomentumState, params):
         settings.exchange,
     )
     step, packets = state.count - 1, state.exchange.pending
-    origin = Origin(step, packet_ids(len(packets), exchange.axis_name))
+    origin = Origin(step, packet_ids(len(packets), axes.index(exchange.axis_name)))
     sent = decode_pending(plan, exchange.layout(plan), packets, origin)
     tensors = []
     for part, rows in zip(plan.parts, plan.rows_per_part(zip(*sent, strict=True)), strict=True):

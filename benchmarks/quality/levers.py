@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import demo_optax
-from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax._momentum import DecoupledMomentumState
 from demo_optax._rounds import LocalStepsState
 from demo_optax.compression import Compression, Plan, make_plan
 from lm import recipes

@@ -5,16 +5,17 @@ import dataclasses
 import jax.numpy as jnp
 
 from demo_optax import axes, checks
+from demo_optax.arrays import IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
-from demo_optax.compression.packet import Origin, PacketLayout
+from demo_optax.compression.packet import Origin, PacketLayout, Packets
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average_all
 from demo_optax.exchange.protocol import (
     Aggregate,
     Exchange,
     Mean,
-    Outgoing,
+    Outbox,
     Subtraction,
     Traffic,
 )
@@ -62,24 +63,46 @@ class AllGather:
     def exchange(
         self,
         plan: Plan,
-        outgoing: Outgoing,
+        outbox: Outbox,
         state: tuple[()],
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
         """Gathers all packets and averages them (see `Exchange.exchange`)."""
-        layout = self.layout(plan)
-        packets = collectives.gather(outgoing.packets[0], self.axis_name)
-        ids = jnp.arange(len(packets), dtype=jnp.int32)
-        origin = Origin(outgoing.step, ids)
+        packets = collectives.gather(outbox.packets[0], self.axis_name)
+        worker = axes.index(self.axis_name)
+        average = self.average(plan, packets, outbox, worker, previous_metrics, mean)
+        return average._replace(state=state)
+
+    def average(
+        self,
+        plan: Plan,
+        packets: Packets,
+        outbox: Outbox,
+        worker: IntScalar,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
+    ) -> Aggregate:
+        """Averages packets, a row for each worker, whatever carried them.
+
+        Rows of zeros are rejected. The other arguments are those of `Exchange.exchange`, and this
+        worker's row.
+        """
+        layout, ids = self.layout(plan), jnp.arange(len(packets), dtype=jnp.int32)
         average = average_all(
-            plan, layout, packets, origin, self.norm_limit, previous_metrics, mean
+            plan,
+            layout,
+            packets,
+            Origin(outbox.step, ids),
+            self.norm_limit,
+            previous_metrics,
+            mean,
         )
-        factor = outgoing.factor * average.clip_factors[axes.index(self.axis_name)]
+        factor = outbox.factor * average.clip_factors[worker]
         return Aggregate(
             mean=average.mean,
-            subtractions=[Subtraction.uniform(plan, outgoing.message, factor)],
-            state=state,
+            subtractions=[Subtraction.uniform(plan, outbox.message, factor)],
+            state=(),
             metrics=average.metrics,
         )
 

@@ -6,7 +6,7 @@ from demo_optax.compression import Plan
 from demo_optax.exchange.protocol import (
     Aggregate,
     Mean,
-    Outgoing,
+    Outbox,
     Subtraction,
     Traffic,
 )
@@ -48,7 +48,7 @@ class Delayed(ExchangeWrapper):
     def exchange(
         self,
         plan: Plan,
-        outgoing: Outgoing,
+        outbox: Outbox,
         state: PendingState,
         previous_metrics: ExchangeMetrics,
         mean: Mean,
@@ -66,14 +66,14 @@ class Delayed(ExchangeWrapper):
             )
         pending = state.pending, state.subtracted_fraction
         aggregate, message, correction = self.exchange_pending(
-            plan, *pending, outgoing.step - 1, state.inner, previous_metrics, mean
+            plan, *pending, outbox.step - 1, state.inner, previous_metrics, mean
         )
         return aggregate._replace(
             subtractions=[
-                Subtraction.uniform(plan, outgoing.message, outgoing.factor, under_way=True),
+                Subtraction.uniform(plan, outbox.message, outbox.factor, under_way=True),
                 Subtraction(message, correction, delay=1),
             ],
-            state=self.pending_state(plan, outgoing.packets, outgoing.factor, aggregate.state),
+            state=self.pending_state(plan, outbox.packets, outbox.factor, aggregate.state),
             delay=1,
         )
 

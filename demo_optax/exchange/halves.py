@@ -22,7 +22,7 @@ from demo_optax.exchange.protocol import (
     Aggregate,
     Exchange,
     Mean,
-    Outgoing,
+    Outbox,
     SparseSum,
     Subtraction,
 )
@@ -44,7 +44,7 @@ class Sealed(ExchangeWrapper):
     def exchange(
         self,
         plan: Plan,
-        outgoing: Outgoing,
+        outbox: Outbox,
         state: PendingState,
         previous_metrics: ExchangeMetrics,
         mean: Mean,
@@ -53,10 +53,8 @@ class Sealed(ExchangeWrapper):
         del mean
         return Aggregate(
             mean=[_zero(section.num_blocks, section.selector.n) for section in plan.sections],
-            subtractions=[
-                Subtraction.uniform(plan, outgoing.message, outgoing.factor, under_way=True)
-            ],
-            state=self.pending_state(plan, outgoing.packets, outgoing.factor, state.inner),
+            subtractions=[Subtraction.uniform(plan, outbox.message, outbox.factor, under_way=True)],
+            state=self.pending_state(plan, outbox.packets, outbox.factor, state.inner),
             metrics=previous_metrics,
         )
 
@@ -77,7 +75,7 @@ class Opened(ExchangeWrapper):
     def exchange(
         self,
         plan: Plan,
-        outgoing: Outgoing,
+        outbox: Outbox,
         state: PendingState,
         previous_metrics: ExchangeMetrics,
         mean: Mean,
@@ -87,12 +85,12 @@ class Opened(ExchangeWrapper):
             plan,
             state.pending,
             state.subtracted_fraction,
-            outgoing.step,
+            outbox.step,
             state.inner,
             previous_metrics,
             mean,
         )
-        none, nothing = jnp.zeros_like(outgoing.packets), jnp.zeros_like(outgoing.factor)
+        none, nothing = jnp.zeros_like(outbox.packets), jnp.zeros_like(outbox.factor)
         return aggregate._replace(
             subtractions=[Subtraction(message, correction)],
             state=self.pending_state(plan, none, nothing, aggregate.state),

@@ -12,9 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, UInt32
 
-from demo_optax import axes
 from demo_optax.arrays import Coefficients, FloatScalar, IntScalar
 from demo_optax.axes import AxisName
 from demo_optax.compression import Plan
@@ -26,21 +25,27 @@ Mean = Literal["senders", "workers"]
 MEANS = get_args(Mean)
 
 
-class Outgoing(NamedTuple):
+class Outbox(NamedTuple):
     """What a worker hands to an exchange.
 
     Attributes:
-      packets: sealed packets, one for each owner of a share of the blocks.
+      packets: uint32 ``(packets, words)``, one packet for each owner of a share of the blocks.
       message: the message that the others decode from them.
-      factor: the fraction of the message that leaves the momentum if the packet is accepted; 0 if
-        the packet must be ignored.
-      step: step in which the packets were sealed.
+      factor: float32 scalar, the fraction of the message that leaves the momentum if the packet is
+        accepted; 0 if the packet must be ignored.
+      step: int32 scalar, the step in which the packets were built.
     """
 
     packets: Packets
     message: Message
     factor: Float32[Array, ""]
     step: IntScalar
+
+    @property
+    def packet(self) -> UInt32[Array, "words"]:
+        """The only packet, of an exchange without owners."""
+        (packet,) = self.packets
+        return packet
 
 
 @functools.partial(
@@ -105,6 +110,10 @@ class Subtraction:
     def undone(self) -> "Subtraction":
         """What brings the message back into the momentum."""
         return dataclasses.replace(self, factors=[-factor for factor in self.factors])
+
+    def less(self, fraction: FloatScalar) -> "Subtraction":
+        """What is left to subtract once this fraction of the message has left the momentum."""
+        return dataclasses.replace(self, factors=[factor - fraction for factor in self.factors])
 
     def rows(self) -> list[tuple[Any, Any, Any]]:
         """For each section positions, values and factors, a row for each block."""
@@ -180,7 +189,7 @@ class Exchange(Protocol):
     def exchange(
         self,
         plan: Plan,
-        outgoing: Outgoing,
+        outbox: Outbox,
         state: Any,
         previous_metrics: ExchangeMetrics,
         mean: Mean,
@@ -190,7 +199,7 @@ class Exchange(Protocol):
 
         Args:
           plan: the plan of the tensors, the same on all workers.
-          outgoing: this worker's packets, and the message in them.
+          outbox: this worker's packets, and the message in them.
           state: state from the previous call.
           previous_metrics: metrics of the previous call.
           mean: which workers each coefficient is averaged over: its ``"senders"``, or all
@@ -209,6 +218,6 @@ def rows_per_part(plan: Plan, subtractions: Sequence[Subtraction]) -> list[Any]:
     return list(zip(*rows, strict=True)) or [()] * len(plan.parts)
 
 
-def packet_ids(owners: int, axis_name: AxisName) -> Array:
+def packet_ids(owners: int, worker: IntScalar) -> Array:
     """Numbers of a worker's packets among the packets of all workers, int32 ``(owners,)``."""
-    return axes.index(axis_name) * owners + jnp.arange(owners, dtype=jnp.int32)
+    return worker * owners + jnp.arange(owners, dtype=jnp.int32)

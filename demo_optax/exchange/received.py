@@ -12,7 +12,7 @@ from demo_optax.compression import Plan
 from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.exchange import collectives
 from demo_optax.exchange.averaging import average_all
-from demo_optax.exchange.protocol import Aggregate, Mean, Outgoing, Subtraction, Traffic
+from demo_optax.exchange.protocol import Aggregate, Mean, Outbox, Subtraction, Traffic
 from demo_optax.metrics import ExchangeMetrics
 
 
@@ -62,7 +62,7 @@ class Received:
     def exchange(
         self,
         plan: Plan,
-        sent: Outgoing,
+        sent: Outbox,
         state: tuple[()],
         previous_metrics: ExchangeMetrics,
         mean: Mean,

@@ -46,7 +46,7 @@ from demo_optax.exchange.averaging import (
 from demo_optax.exchange.protocol import (
     Aggregate,
     Mean,
-    Outgoing,
+    Outbox,
     SparseSum,
     Subtraction,
     Traffic,
@@ -128,7 +128,7 @@ class TwoPhase:
     def exchange(
         self,
         plan: Plan,
-        outgoing: Outgoing,
+        outbox: Outbox,
         state: TwoPhaseState,
         previous_metrics: ExchangeMetrics,
         mean: Mean,
@@ -139,12 +139,12 @@ class TwoPhase:
         owner's result is rejected, its residual does not change, and the messages to it stay in the
         momenta. If no packet is accepted, nothing changes.
         """
-        workers, own_id, step = len(outgoing.packets), axes.index(self.axis_name), outgoing.step
+        workers, own_id, step = len(outbox.packets), axes.index(self.axis_name), outbox.step
         worker_ids = jnp.arange(workers, dtype=jnp.int32)
         layout, result_layout = self.layout(plan), self._result_layout(plan, workers)
 
         # Each owner averages its share of the blocks
-        packets = collectives.all_to_all(outgoing.packets, self.axis_name)
+        packets = collectives.all_to_all(outbox.packets, self.axis_name)
         headers, _, intact = parse_headers(
             layout, packets, Origin(step, worker_ids * workers + own_id)
         )
@@ -165,7 +165,7 @@ class TwoPhase:
 
         # All workers get all results, each with the header of its owner's own packet
         own_headers, _, _ = parse_headers(
-            layout, outgoing.packets, Origin(step, packet_ids(workers, self.axis_name))
+            layout, outbox.packets, Origin(step, packet_ids(workers, own_id))
         )
         extra = jnp.append(to_words(cap), pack_bits((clip_factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
@@ -183,7 +183,7 @@ class TwoPhase:
         any_accepted = accepted.any()
         caps = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
         clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
-        subtraction_factors = outgoing.factor * jnp.where(
+        subtraction_factors = outbox.factor * jnp.where(
             by_owner[:, own_id] & any_accepted, clipped, 0.0
         )
         return Aggregate(
@@ -195,7 +195,7 @@ class TwoPhase:
                 )
                 for s, known, at, v in zip(sections, shared, *results.message, strict=True)
             ],
-            subtractions=[Subtraction(outgoing.message, _rows(subtraction_factors, layout, plan))],
+            subtractions=[Subtraction(outbox.message, _rows(subtraction_factors, layout, plan))],
             state=TwoPhaseState(
                 tuple(
                     jnp.where(

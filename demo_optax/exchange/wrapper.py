@@ -25,7 +25,7 @@ from demo_optax.exchange.protocol import (
     Aggregate,
     Exchange,
     Mean,
-    Outgoing,
+    Outbox,
     Traffic,
     packet_ids,
 )
@@ -146,13 +146,12 @@ class ExchangeWrapper:
           subtracted: 0 where it was accepted, and negative where not, so that the rejected fraction
           is added back.
         """
-        origin = Origin(step, packet_ids(len(packets), self.axis_name))
+        origin = Origin(step, packet_ids(len(packets), axes.index(self.axis_name)))
         message = decode_pending(plan, self.layout(plan), packets, origin)
-        pending = Outgoing(packets, message, subtracted_fraction, step)
+        pending = Outbox(packets, message, subtracted_fraction, step)
         aggregate = self.inner.exchange(plan, pending, inner, previous_metrics, mean)
         (subtraction,) = aggregate.subtractions
-        remaining = [factors - subtracted_fraction for factors in subtraction.factors]
-        return aggregate, subtraction.message, remaining
+        return aggregate, subtraction.message, subtraction.less(subtracted_fraction).factors
 
 
 def decode_pending(plan: Plan, layout: PacketLayout, packets: Packets, origin: Origin) -> Message:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from demo_optax import axes, metrics
-from demo_optax._decoupled_momentum import DecoupledMomentumState
+from demo_optax._momentum import DecoupledMomentumState
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel.simulated import with_devices

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from demo_optax._decoupled_momentum import MESSAGE_WEIGHT
+from demo_optax._momentum import MESSAGE_WEIGHT
 from demo_optax._rounds import LocalStepsState, local_parameters
 from demo_optax.arrays import IntScalar, unboxed
 from demo_optax.axes import AxisName

@@ -1,0 +1,329 @@
+"""Decoupled momentum on one page: `send`, an exchange, `apply`.
+
+    gradient ─► precondition ─► transform ─► accumulate ─► select ─► encode        `send`
+                                                                        │ packet
+                                                                    EXCHANGE
+                                                                        │ all packets
+    update ◄─ inverse ◄─ subtract what was delivered ◄─ mean ◄─ decode             `apply`
+
+`send` and `apply` know no axis of workers. `update` runs both in one program, with the exchange
+between them, and subtracts once.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+from demo_optax import axes, checks, metrics, participation
+from demo_optax.arrays import (
+    BoolScalar,
+    IntScalar,
+    in_dtype_of,
+    round_stochastically,
+    widest,
+)
+from demo_optax.compression import Compression, MomentumFormat, Plan, packet
+from demo_optax.compression.packet import Origin, Packets
+from demo_optax.compression.plan import Part, sequentially
+from demo_optax.compression.settings import BlockSides
+from demo_optax.compression.transforms import ROUNDING_STREAM
+from demo_optax.exchange import Aggregate, Exchange, Outbox, halves
+from demo_optax.exchange.protocol import Mean, Subtraction, packet_ids, rows_per_part
+from demo_optax.metrics import ExchangeMetrics
+from demo_optax.specs import sharded_axes_in
+
+MESSAGE_WEIGHT = "message_weight"
+NEVER = EMPTY = -1  # the step of a state that has sent nothing, and of an outbox without a message
+REFUSED = -2  # the step of an outbox that `apply` refuses
+
+
+class DecoupledMomentumState(NamedTuple):
+    """State of `demo_optax.decoupled_momentum`, as one worker sees it.
+
+    Attributes:
+      count: int32 scalar, updates so far; the same on all workers.
+      momentum: a tree like the parameters, without boxes of Flax's. A parameter has the
+        coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
+      precondition: state of the local preconditioner; each worker its own.
+      metrics: what the last exchange reported; the same on all workers.
+      exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
+      sent: int32 scalar, the last step whose message left the momentum by ``send``, or -1; each
+        worker its own.
+      momentum_format: static, the transform and the blocks in which the momentum is stored.
+      sides: static, the sides of each tensor's blocks.
+
+    Example:
+      >>> import demo_optax
+      >>> state = demo_optax.decoupled_momentum(0.95).init({"w": jnp.ones((128, 192))})
+      >>> state.momentum["w"].shape
+      (2, 3, 4096)
+    """
+
+    count: IntScalar  # type: ignore[assignment]  # as in optax; hides tuple.count
+    momentum: optax.Updates
+    precondition: optax.OptState
+    metrics: ExchangeMetrics
+    exchange: Any
+    sent: IntScalar
+    momentum_format: MomentumFormat
+    sides: BlockSides
+
+    handles_nonfinite = True
+
+
+class Settings(NamedTuple):
+    """The arguments of `demo_optax.decoupled_momentum`."""
+
+    compression: Compression
+    decay: ArrayLike
+    gradient_weight: optax.ScalarOrSchedule | None
+    mean: Mean
+    subtraction_factor: ArrayLike
+    momentum_dtype: DTypeLike
+    precondition: optax.GradientTransformationExtraArgs
+    exchange: Exchange
+
+    def weight_at(self, step: IntScalar) -> Any:
+        """The weight of the gradient at a step."""
+        weight = 1 - self.decay if self.gradient_weight is None else self.gradient_weight
+        return checks.evaluate_schedule("gradient_weight", weight, step)
+
+
+class Applied(NamedTuple):
+    """Results of an update, or of `apply`.
+
+    Attributes:
+      updates: T^-1 of the mean message, a tree like the gradient.
+      state: the new state.
+      took_part: whether the worker's gradient of this step is in its momentum.
+      own: returns T^-1 of the momentum and of the message that is under way, a tree like the
+        gradient.
+    """
+
+    updates: Any
+    state: DecoupledMomentumState
+    took_part: BoolScalar
+    own: Callable[[], Any]
+
+
+def send(
+    settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
+) -> tuple[Outbox, DecoupledMomentumState]:
+    """The first half of an update: the message leaves the momentum for the outbox.
+
+    A second call in the same step changes nothing, and its outbox is refused by `apply`. Otherwise
+    the message of the first call would be lost.
+    """
+    momenta, outbox, precondition = _accumulate_and_encode(
+        settings, plan, gradient, state, params, worker, extra_args
+    )
+    whole = Subtraction.uniform(plan, outbox.message, outbox.factor)
+    momentum = _subtract(settings, plan, momenta, [whole], state, worker)
+    new = state._replace(momentum=momentum, precondition=precondition, sent=state.count)
+    again = state.sent == state.count
+    none = jax.tree.map(jnp.zeros_like, outbox)._replace(step=jnp.int32(REFUSED))
+    return participation.choose(again, none, outbox), participation.choose(again, state, new)
+
+
+def apply(
+    settings: Settings, plan: Plan, packets: Packets, outbox: Outbox, state, like, worker: IntScalar
+) -> Applied:
+    """The second half: the mean of all packets, and what did not count back into the momentum.
+
+    Nothing changes if the outbox is not that of this step, nor `EMPTY`.
+    """
+    is_current = (outbox.step == state.count) | (outbox.step == EMPTY)
+    counts = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
+    delivered = outbox._replace(step=state.count, factor=jnp.where(counts, outbox.factor, 0.0))
+    exchange: Any = settings.exchange
+    aggregate = exchange.average(plan, packets, delivered, worker, state.metrics, settings.mean)
+    (accepted,) = aggregate.subtractions
+    rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
+    stored = zip(plan.parts, plan.per_part(state.momentum), strict=True)
+    momenta = [part.unpack(x) for part, x in stored]
+    new = _finish(settings, plan, momenta, rest, state, like, worker, outbox.factor > 0)
+    return new._replace(
+        updates=jax.tree.map(lambda u: jnp.where(is_current, u, jnp.zeros_like(u)), new.updates),
+        state=participation.choose(is_current, new.state, state),
+    )
+
+
+def update(settings: Settings, plan: Plan, gradient, state, params, extra_args) -> Applied:
+    """Both halves in one program, with the exchange between them."""
+    exchange, worker = settings.exchange, axes.index(settings.exchange.axis_name)
+    momenta, outbox, precondition = _accumulate_and_encode(
+        settings, plan, gradient, state, params, worker, extra_args
+    )
+    aggregate = exchange.exchange(plan, outbox, state.exchange, state.metrics, settings.mean)
+    took_part = halves.took_part(exchange, outbox.factor > 0, state.exchange)
+    state = state._replace(precondition=precondition)
+    return _finish(settings, plan, momenta, aggregate, state, gradient, worker, took_part)
+
+
+def _accumulate_and_encode(
+    settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
+) -> tuple[list[Any], Outbox, Any]:
+    """The momenta with everything in them, the outbox, and the state of the preconditioner."""
+    exchange, step, given = settings.exchange, state.count, gradient
+    weight, sharded = settings.weight_at(step), sharded_axes_in(extra_args)
+    participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
+    participates &= participation.settings_are_finite(weight, settings.decay)
+
+    # Precondition: each worker's own second moment, or nothing
+    precondition = settings.precondition
+    initial_state = precondition.init(gradient if params is None else params)
+    intact = participation.is_intact(state.precondition, initial_state, exchange.axis_name, sharded)
+    old_state = participation.choose_state(intact, state.precondition, initial_state)
+    gradient, new_state = precondition.update(gradient, old_state, params, **extra_args)
+    usable = participation.decide(gradient, exchange.axis_name, sharded=sharded)
+    old_state = participation.choose_state(usable | ~participates, old_state, initial_state)
+    participates &= usable
+
+    # after_previous(x, y) returns x and y, and adds a dependency on the previous part, so that
+    # parts run one after another
+    def accumulate_and_select(part: Part, after_previous, tensors, stored, shared):
+        # Transform: c = T(g)
+        tensors, stored = after_previous(tensors, stored)
+        coefficients = part.split(part.transform(part.blocks(tensors), step))
+
+        # Accumulate: m <- beta m + w c
+        momenta = part.advance_basis(part.unpack(stored), step)
+        momenta = _accumulate(momenta, coefficients, participates, settings.decay, weight)
+        momenta, energy, restarted = participation.reset_nonfinite_blocks(momenta)
+        momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
+
+        # Select: q = top_k(m)
+        selected = part.select(momenta, shared)
+        return (momenta, selected, energy, restarted), selected.values
+
+    shared = plan.rows_per_part(plan.shared_positions(step))
+    tensors = plan.per_part(gradient), plan.per_part(state.momentum)
+    momenta, selected, energies, restarted = sequentially(
+        accumulate_and_select, plan.parts, *tensors, shared
+    )
+
+    # Encode: q_hat = decode(encode(q)), the `message`, and the packets that hold it
+    selected = plan.join(selected)
+    coded, message = packet.encode(plan.sections, selected)
+    factor = jnp.where(participates, jnp.asarray(settings.subtraction_factor, jnp.float32), 0)
+    header = metrics.header_of(
+        given,
+        energies,
+        [*restarted, (~intact).astype(jnp.int32)],
+        selected,
+        message,
+        factor,
+        extra_args.get(MESSAGE_WEIGHT, 1.0),
+        state.metrics,
+    )
+    origin = Origin(step, packet_ids(exchange.packets_per_worker(), worker))
+    packets = packet.build(exchange.layout(plan), header, coded, message, participates, origin)
+    outbox = Outbox(packets, message, factor, step)
+    return momenta, outbox, participation.choose(participates, new_state, old_state)
+
+
+def _accumulate(momenta, coefficients, participates: BoolScalar, decay, weight):
+    """``decay * m + weight * c``; the old momenta for a worker that skips the step.
+
+    It is computed in the shape of ``c``, where XLA fuses it with the transform, and returned in
+    that of ``m``.
+    """
+
+    def add(
+        m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]
+    ) -> Float[Array, "blocks n"]:
+        dtype = widest(m.dtype, c.dtype)
+        old = m.reshape(c.shape).astype(dtype)
+        new = decay * old + weight * c.astype(dtype)
+        return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
+
+    return jax.tree.map(add, momenta, coefficients)
+
+
+def _finish(
+    settings: Settings,
+    plan: Plan,
+    momenta: Sequence[Any],
+    aggregate: Aggregate,
+    state: DecoupledMomentumState,
+    like,
+    worker: IntScalar,
+    took_part: BoolScalar,
+) -> Applied:
+    """Subtracts from the momenta what was delivered, and inverts the mean."""
+    step = state.count
+    momentum = _subtract(settings, plan, momenta, aggregate.subtractions, state, worker)
+
+    def invert(part: Part, after_previous, averages):
+        # Inverse: u = T^-1(q_bar)
+        coefficients = [x.dense() for x in after_previous(averages)[0]]
+        tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
+        return (tensors,), tensors
+
+    def own_progress(part: Part, after_previous, stored, rows):
+        # Look ahead: T^-1 of m and of the message that is under way
+        rows, stored = after_previous(rows, stored)
+        momenta = part.unpack(stored)
+        for message in rows:
+            momenta = part.subtract(momenta, message, step, delay=0)
+        tensors = part.to_tensors(part.inverse(list(map(jnp.concatenate, momenta)), step))
+        return (tensors,), tensors
+
+    def own():
+        under_way = [s.undone() for s in aggregate.subtractions if s.under_way]
+        rows = rows_per_part(plan, under_way)
+        return as_updates(sequentially(own_progress, plan.parts, plan.per_part(momentum), rows))
+
+    def as_updates(results):
+        (tensors,) = results
+        return _as_tree(like, map(in_dtype_of, _joined(tensors), jax.tree.leaves(like)))
+
+    averages = plan.rows_per_part(aggregate.mean, axis=1)
+    updates = as_updates(sequentially(invert, plan.parts, averages))
+    new = state._replace(
+        count=jnp.asarray(optax.safe_increment(step)),
+        momentum=momentum,
+        metrics=aggregate.metrics,
+        exchange=aggregate.state,
+    )
+    return Applied(updates, new, took_part, own)
+
+
+def _subtract(
+    settings: Settings,
+    plan: Plan,
+    momenta: Sequence[Any],
+    subtractions: Sequence[Subtraction],
+    state: DecoupledMomentumState,
+    worker: IntScalar,
+):
+    """The momentum to store, a tree like that of the state, after ``m <- m - alpha q_hat``."""
+
+    def subtract(part: Part, after_previous, momenta, rows):
+        rows, momenta = after_previous(rows, momenta)
+        for subtraction, own in zip(subtractions, rows, strict=True):
+            momenta = part.subtract(momenta, own, state.count, subtraction.delay)
+        stored = part.pack(momenta)
+        return (stored,), stored
+
+    (stored,) = sequentially(subtract, plan.parts, momenta, rows_per_part(plan, subtractions))
+    key = jax.random.fold_in(settings.compression.key(state.count, ROUNDING_STREAM), worker)
+    rounded = [
+        round_stochastically(m, settings.momentum_dtype, jax.random.fold_in(key, number))
+        for number, m in enumerate(_joined(stored))
+    ]
+    return _as_tree(state.momentum, rounded)
+
+
+def _as_tree(like, leaves):
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _joined(per_part):
+    return itertools.chain.from_iterable(per_part)
