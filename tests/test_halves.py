@@ -41,7 +41,7 @@ def initial():
 @jax.jit
 def gradient(params, seed):
     """That of a noisy parabola: local, and dependent on the parameters."""
-    keys = dict(zip(SHAPES, jax.random.split(jax.random.key(seed)), strict=True))
+    keys = dict(zip(SHAPES, jax.random.split(jax.random.key(seed), len(SHAPES)), strict=True))
     noise = {n: jax.random.normal(keys[n], s) for n, s in SHAPES.items()}
     return jax.tree.map(lambda p, n: 0.1 * p + n, params, noise)
 

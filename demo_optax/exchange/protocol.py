@@ -34,6 +34,13 @@ class Outbox(NamedTuple):
       factor: float32 scalar, the fraction of the message that leaves the momentum if the packet is
         accepted; 0 if the packet must be ignored.
       step: int32 scalar, the step in which the packets were built.
+
+    Example:
+      >>> import demo_optax
+      >>> tx, params = demo_optax.demo(0.1), jnp.ones((8, 8))
+      >>> outbox, state = tx.send(params, tx.init(params), params)
+      >>> outbox.packet.dtype, outbox.packet.shape, int(outbox.step)
+      (dtype('uint32'), (128,), 0)
     """
 
     packets: Packets

@@ -1,0 +1,66 @@
+"""The example of `send` and `apply` over files and pipes trains as eight workers of one job do."""
+
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+import own_transport
+from tests import workers
+
+WORKERS, STEPS = 8, 5
+
+
+@pytest.fixture(scope="module")
+def of_one_job():
+    """Parameters of the same steps with one all-gather inside `jax.shard_map`."""
+    exchange = demo_optax.AllGather("data")
+    tx = demo_optax.demo_scaled(
+        3e-2, demo_optax.Compression(topk=4, block_side=16), exchange=exchange
+    )
+    stacked = demo_optax.stack_workers(tx, workers.mesh_of(WORKERS))
+    params = own_transport.initial()
+    state, update = stacked.init(params), jax.jit(stacked.update)
+    for step in range(STEPS):
+        here = jax.device_get(params)
+        found = [
+            own_transport.loss_and_gradient(here, *own_transport.batch(worker, step))[1]
+            for worker in range(WORKERS)
+        ]
+        updates, state = update(jax.tree.map(lambda *x: np.stack(x), *found), state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.device_get(params)
+
+
+def train_all(transports):
+    numbers, steps = range(len(transports)), [STEPS] * len(transports)
+    with ThreadPoolExecutor(len(transports)) as threads:
+        return list(threads.map(own_transport.train, transports, numbers, steps))
+
+
+def test_over_files(tmp_path, of_one_job):
+    found = train_all([own_transport.over_files(tmp_path, i, WORKERS) for i in range(WORKERS)])
+    for _, params in found:
+        chex.assert_trees_all_equal(params, of_one_job)
+
+
+def test_over_pipes(of_one_job):
+    pipes = [multiprocessing.Pipe() for _ in range(WORKERS)]
+    with ThreadPoolExecutor(1) as server:
+        served = server.submit(own_transport.serve_pipes, [here for here, _ in pipes], STEPS)
+        found = train_all([own_transport.over_pipe(there) for _, there in pipes])
+        served.result()
+    for _, params in found:
+        chex.assert_trees_all_equal(params, of_one_job)
+
+
+def test_as_processes(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["own_transport.py", "--workers", "2", "--steps", "3"])
+    own_transport.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "parameters equal to the last bit on all workers: True"
