@@ -171,8 +171,8 @@ def gradient_fits_state(updates, state, momentum_format, geometries, exchange_st
     if state.momentum_format != momentum_format:
         raise ValueError(
             f"the state's momentum is stored as {state.momentum_format}, but the optimizer was "
-            f"made for {momentum_format}: go back to the old settings, make the state anew, or "
-            "convert it with demo_optax.checkpoint, which carries a momentum over when it restores."
+            f"made for {momentum_format}: go back to the old settings, or make the state "
+            "anew."
         )
     leaves = zip(
         jax.tree.leaves_with_path(updates),

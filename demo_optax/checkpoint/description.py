@@ -51,7 +51,6 @@ def describe(
         cuts = [[inner.index(name) for name in axes.names(entry)] for entry in spec]
         return {
             "name": f"{keystr(path)}.momentum{keystr(inside)}",
-            "count": f"{keystr(path)}.count",
             "coordinates": dataclasses.asdict(node.momentum_format),
             "shape": shape,
             "shards": shards.counts(shape or (), spec, mesh),

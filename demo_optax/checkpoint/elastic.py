@@ -1,9 +1,8 @@
-"""Restoring on other workers, or in other blocks: momenta keep their mean and their meaning."""
+"""Restoring on other workers, or with another exchange: momenta keep their mean."""
 
 import functools
-import itertools
 import math
-import warnings
+import operator
 from collections.abc import Callable
 
 import jax
@@ -15,7 +14,6 @@ from demo_optax.arrays import widest
 from demo_optax.axes import AxisName
 from demo_optax.checkpoint.description import names_kept
 from demo_optax.compression import Compression, make_plan
-from demo_optax.compression.blocks import BlockGeometry
 from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.compression.settings import MomentumFormat
 from demo_optax.compression.transforms import is_redrawn
@@ -38,19 +36,13 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
     state |= divide_residuals(state, saved, wanted, description)
     before, now, in_exchange = _momenta(saved), _momenta(description), names_kept(description)
     workers, worker_axes = description["workers"], set(axes.names(axis_name))
-    carried_over, result = [], {}
+    result = {}
     for name, target in wanted.items():
         x = np.asarray(state[name])
         differs = worker_axes & set(axes_of(target.sharding.spec))
-        stacked = bool(differs) and x.ndim > 0 and name not in in_exchange
-        if stacked and len(x) > workers:
-            x = redistribute(x, workers)
-        old, new = before.get(name), now.get(name)
-        if old and new and old["shape"] == new["shape"] and not _in_same_blocks(name, old, new):
-            step = jnp.int32(max(int(state[new["count"]]) - 1, 0))
-            x = np.stack([carry_over(entry, old, new, step) for entry in x])
-            carried_over.append(name)
-        if stacked:
+        if name in before and name in now:
+            _require_same_blocks(name, before[name], now[name])
+        if differs and x.ndim > 0 and name not in in_exchange:
             x = redistribute(x, workers)
         if x.shape != target.shape:
             raise ValueError(
@@ -60,13 +52,6 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
             )
         x = x.astype(target.dtype)
         result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
-    if carried_over:
-        warnings.warn(
-            f"{len(carried_over)} momenta (first: {carried_over[0]}) were saved in other blocks, "
-            "under another transform or in other shards than the optimizer has now. They were "
-            "carried over through parameter space, equal but for rounding.",
-            stacklevel=3,
-        )
     return result
 
 
@@ -198,55 +183,25 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     return np.repeat(merged, workers // groups, axis=0)
 
 
-def _in_same_blocks(name: str, old: dict, new: dict) -> bool:
-    """Whether two descriptions of a momentum give its coefficients the same meaning."""
-    if old["shape"] is None and old["coordinates"] != new["coordinates"]:
-        raise ValueError(
-            f"the momentum{name} of the checkpoint is of tensors that optax.flatten made one, with "
-            f"{old['coordinates']}, and cannot be carried over to {new['coordinates']}: restore it "
-            "with the old settings."
-        )
+def _require_same_blocks(name: str, old: dict, new: dict) -> None:
+    """Refuses a momentum whose coefficients mean something else than those that are needed."""
 
-    def blocks(momentum: dict):
-        momentum_format, geometry = MomentumFormat(**momentum["coordinates"]), _geometry(momentum)
-        dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
+    def meaning(momentum: dict):
+        if momentum["shape"] is None:  # optax.flatten made one vector of all parameters
+            return momentum["coordinates"]
+        momentum_format = MomentumFormat(**momentum["coordinates"])
+        shape = map(operator.floordiv, momentum["shape"], momentum["shards"])
+        geometry = momentum_format.geometry(tuple(shape))
         # The number of shards matters only where they end in smaller blocks.
+        dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
         uneven = [count if dim % side else 1 for dim, side, count in dims]
         return momentum_format.transform, momentum_format.seed, geometry.sides, uneven
 
-    return old["shape"] is None or blocks(old) == blocks(new)
-
-
-def carry_over(coefficients: np.ndarray, old: dict, new: dict, step: jax.Array) -> np.ndarray:
-    """One worker's momentum after the update of ``step``, in other blocks: float32."""
-    tensor = np.zeros(new["shape"], np.float32)
-    for part, stored, elements in _shards(old):
-        pieces = part.unpack([jnp.asarray(coefficients[stored], jnp.float32)])
-        blocks = part.inverse(list(map(jnp.concatenate, pieces)), step)
-        (tensor[elements],) = part.to_tensors(blocks)
-    geometry = _geometry(new)
-    grid = np.multiply(geometry.grid, new["shards"], dtype=int)
-    result = np.zeros((*grid, geometry.block_size), np.float32)
-    for part, stored, elements in _shards(new):
-        blocks = part.blocks([jnp.asarray(tensor[elements])])
-        pieces = part.split([x.reshape(len(x), -1) for x in part.transform(blocks, step)])
-        (result[stored],) = part.pack(pieces)
-    return result
-
-
-def _geometry(momentum: dict) -> BlockGeometry:
-    """The blocks of each shard."""
-    shape = (dim // n for dim, n in zip(momentum["shape"], momentum["shards"], strict=True))
-    return MomentumFormat(**momentum["coordinates"]).geometry(tuple(shape))
-
-
-def _shards(momentum: dict):
-    """For each shard its part of a plan, and where its coefficients and its elements lie."""
-    geometry, counts = _geometry(momentum), momentum["shards"]
-    (part,) = make_plan(Compression(**momentum["coordinates"]), (geometry.shape,)).parts
-    for place in itertools.product(*map(range, counts)):
-        stored, elements = (
-            tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, sizes, strict=True))
-            for sizes in (geometry.grid, geometry.shape)
+    if old["shape"] == new["shape"] and meaning(old) != meaning(new):
+        raise ValueError(
+            f"the momentum{name} of the checkpoint is stored as {old['coordinates']} in "
+            f"{old['shards']} shards, but the optimizer has {new['coordinates']} in "
+            f"{new['shards']}: restore it with the old transform, block_side, block_rule and "
+            "shards, or take the parameters alone with demo_optax.checkpoint.load_params and "
+            "begin with a new state."
         )
-        yield part, stored, elements

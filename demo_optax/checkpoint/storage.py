@@ -247,13 +247,12 @@ class Checkpointer:
           keeps its mean (see `redistribute`).
 
         Raises:
-          ValueError: the checkpoint has a different model, optimizer or ``extra``; there are
-            checkpoints, but none of this step.
+          ValueError: the checkpoint has a different model, optimizer or ``extra``, or momenta in
+            other blocks; there are checkpoints, but none of this step.
           DamagedCheckpoint: the step's checkpoint is damaged, or all are. A ValueError.
           OSError: a process could not read it, for want of memory, permission or connection.
           UserWarning: newer checkpoints are damaged; the next save renames them to
-            ``<step>.damaged``. Or a momentum was carried over to other blocks, another transform
-            or other shards.
+            ``<step>.damaged``.
         """
         _raise([self._finish()])
         steps = reading.steps_in(self._directory)

@@ -226,32 +226,6 @@ def test_pending_messages_go_back_into_the_momentum(selection, change, sizes, tm
     assert int(restored.metrics.exchange.participants) == sizes[0]
 
 
-@sweep(
-    (("dct", "random"), "delayed"),
-    transforms=[("dct", "random"), ("random", "identity")],
-    exchange=["delayed", "delayed two-phase"],
-)
-def test_pending_messages_go_back_before_another_transform(transforms, exchange, tmp_path):
-    """In the basis of the step in which they were sent, which is redrawn; and back again."""
-    first, second = (optimizer(exchange, transform=name) for name in transforms)
-    trained = Trained(first, 2).run(range(3))
-    if exchange != "delayed":  # owners must have sent everything
-        kept = trained.state[0].exchange
-        inner = jax.tree.map(jnp.zeros_like, kept.inner)
-        momentum = trained.state[0]._replace(exchange=kept._replace(inner=inner))
-        trained.state = (momentum, *trained.state[1:])
-    trained.saved(tmp_path / "there")
-    with pytest.warns(UserWarning, match="carried over"):
-        there = Trained(second, 2).restored(tmp_path / "there")
-    assert_nothing_pending(there.state)
-    there.saved(tmp_path / "back")
-    with pytest.warns(UserWarning, match="carried over"):
-        back = Trained(first, 2).restored(tmp_path / "back")
-    chex.assert_trees_all_close(
-        with_pending(trained, exchange), back.state[0].momentum, rtol=1e-7, atol=1e-5
-    )
-
-
 def test_a_narrow_momentum_gets_its_message_back(tmp_path):
     """Everything is sent, so that nothing is left of the momentum but the packets."""
 
