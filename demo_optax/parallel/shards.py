@@ -6,9 +6,10 @@ Each device compresses its own shard; blocks never cross shard borders (From et 
 FlexDeMo). Copies that several devices of a worker hold must stay equal.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +26,13 @@ from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel.simulated import with_devices
 from demo_optax.specs import axes_of, broadcast
+
+
+@contextlib.contextmanager
+def no_context_mesh() -> Iterator[None]:
+    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices. Also a decorator."""
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
+        yield
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:

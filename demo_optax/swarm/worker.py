@@ -133,6 +133,7 @@ class SwarmWorker:
             raise SwarmError(f"process {jax.process_index()} has no place: use the first process.")
         return self._member
 
+    @shards.no_context_mesh()
     def begin(self, params, batch) -> tuple[Any, Any]:
         """Joins: compiles, takes over the last snapshot, and catches up with the others.
 
@@ -160,6 +161,7 @@ class SwarmWorker:
             self._announce()
             return params, opt_state
 
+    @shards.no_context_mesh()
     def step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
         """A step with a batch of this worker; and those that the others took meanwhile, if any.
 
