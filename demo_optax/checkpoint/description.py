@@ -130,12 +130,12 @@ def extra_by_path(step: int, extra) -> dict:
 
 
 def _on_host(x):
-    """A leaf as Orbax can save it. It knows no bytes, and integers of 64 bits at most."""
+    """A leaf as Orbax can save it, which knows neither bytes nor integers of more than 64 bits."""
     if isinstance(x, bytes):
         return x.decode("latin-1")
     if isinstance(x, int) and not -(2**63) <= x < 2**63:
         return str(x)
-    return np.asarray(x) if isinstance(x, (jax.Array, np.generic, complex)) else x
+    return np.asarray(x) if isinstance(x, (jax.Array, np.generic, int, float, complex)) else x
 
 
 def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
@@ -156,7 +156,7 @@ def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
 
 
 def _require_storable(name: str, x) -> None:
-    if isinstance(x, (int, float, str)):
+    if isinstance(x, str):
         return
     try:
         jax.typeof(x)

@@ -250,10 +250,11 @@ def _metadata(directory: str, step: int):
 def _load(directory: str, step: int, wanted: dict) -> dict:
     """Each process reads alone: it would wait minutes for another that cannot read its part."""
     own = jax.process_index()
-    alone = orbax.options.MultiprocessingOptions(
-        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
-    )
-    with orbax.Context(multiprocessing_options=alone):
+    alone = orbax.Context()
+    alone.multiprocessing.primary_host = own
+    alone.multiprocessing.active_processes = {own}
+    alone.multiprocessing.barrier_sync_key_prefix = f"process_{own}"
+    with alone:
         return orbax.load_checkpointables(epath.Path(directory) / str(step), wanted)
 
 

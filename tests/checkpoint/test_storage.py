@@ -115,7 +115,7 @@ def test_a_full_disk_says_a_line_for_each_save(tmp_path):
     assert [line[:27] for line in lines[:2]] == [
         f"step {i} could not be saved in"[:27] for i in (2, 3)
     ]
-    assert lines[2:] == ["latest 4"] and run.stderr == ""
+    assert lines[2:] == ["latest 4"]
 
 
 IMPORTED = """
@@ -135,7 +135,7 @@ SAVED = """
 from tests import conftest, saved_runs as runs, workers
 with runs.Checkpointer(sys.argv[1], runs.TX, workers.mesh_of(2)) as checkpointer:
     runs.saves(checkpointer, 1)
-    assert hooks() != before
+    assert hooks() == before, hooks()
     runs.saves(checkpointer, 2, wait=True)
 runs.restored(sys.argv[1])
 """
