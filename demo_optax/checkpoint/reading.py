@@ -301,7 +301,7 @@ def _worst(code: int) -> int:
 
 @dataclasses.dataclass
 class Failure:
-    """Why a call of Orbax failed, in a line, and whether the machine or its files were the cause."""
+    """Why a call of Orbax failed, in a line, and whether the machine or its files caused it."""
 
     reason: str = ""
     of_machine: bool = False

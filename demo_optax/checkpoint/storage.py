@@ -210,10 +210,9 @@ class Checkpointer:
             return ""
         with reading.caught() as failure:
             self._orbax.wait()
-        # The first process gives the folder its last name; others may not see that yet.
-        there = jax.process_index() > 0 or step in reading.listed_steps(self._directory)
-        if not failure.reason and not there:
-            failure = reading.Failure("it is not in the folder")
+            # The first process gives the folder its last name; others may not see that yet.
+            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
+                failure.reason = "it is not in the folder"
         return self._failed(step, failure) if failure.reason else ""
 
     def _failed(self, step: int, failure: reading.Failure) -> str:

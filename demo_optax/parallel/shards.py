@@ -22,7 +22,7 @@ from jax.tree_util import keystr
 
 from demo_optax import axes, metrics
 from demo_optax._decoupled_momentum import DecoupledMomentumState
-from demo_optax.arrays import unboxed
+from demo_optax.arrays import is_key, unboxed, unwrap_keys, wrap_keys
 from demo_optax.axes import AxisName
 from demo_optax.parallel.simulated import with_devices
 from demo_optax.specs import axes_of, broadcast
@@ -251,10 +251,10 @@ def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
     if not copied_axes:
         return x
     names = tuple(sorted(copied_axes))
-    number = x.astype(jnp.int32) if x.dtype == bool else x
+    number = x.astype(jnp.int32) if x.dtype == bool else unwrap_keys(x)
     is_first = jax.lax.axis_index(names) == 0
     first = jax.lax.psum(jnp.where(is_first, number, 0), names)
-    return first.astype(x.dtype)
+    return wrap_keys(first, x) if is_key(x) else first.astype(x.dtype)
 
 
 def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
