@@ -83,6 +83,31 @@ def unboxed(tree):
     return jax.tree.map(content, tree, is_leaf=_is_box)
 
 
+def is_key(x) -> bool:
+    """Whether this is an array of random keys, or the shape of one."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def key_impl(keys) -> str:
+    """The name of the generator that random keys, or their shape, belong to."""
+    return str(jax.random.key_impl(jnp.empty((), keys.dtype)))
+
+
+def unwrap_keys(x):
+    """The numbers of random keys, of an array or its shape; anything else stays as it is."""
+    if not is_key(x):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.random.key_data(x)
+    numbers = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
+
+
+def wrap_keys(x, like):
+    """The inverse of `unwrap_keys`, where ``like`` has random keys."""
+    return jax.random.wrap_key_data(x, impl=key_impl(like)) if is_key(like) else x
+
+
 def _is_box(x) -> bool:
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(x).__mro__}
     return bool(names & {"flax.AxisMetadata", "flax.Variable"})

@@ -83,6 +83,14 @@ def restore_damaged(restore):
             restore(checkpointer)
 
 
+def save(step=3, extra=None):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer,
+    ):
+        checkpointer.save(step, model.init(), state_of(2), extra)
+
+
 def read_without_memory():
     with mock.patch.object(reading, "_metadata", side_effect=MemoryError("not today")):
         reading.description_of("run", 3)
@@ -138,6 +146,8 @@ RAISED = [
     lambda: residuals_of(None),
     lambda: residuals_of([{"shards": [2]}]),
     save_twice,
+    lambda: save(step=-1),
+    lambda: save(extra={"position": {3}}),
     lambda: restore(step=2),
     lambda: restore(tx=optax.chain(optax.trace(0.9), DEMO)),
     lambda: restore(model.init() | {"bias": jnp.ones(7)}),

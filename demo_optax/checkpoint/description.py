@@ -10,14 +10,14 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
-from demo_optax.arrays import unboxed
+from demo_optax.arrays import is_key, key_impl, unboxed, unwrap_keys, wrap_keys
 from demo_optax.axes import AxisName
 from demo_optax.exchange.wrapper import PendingState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import StateLayout
 from demo_optax.specs import axes_of, sharded_axes
 
-FORMAT = 8
+FORMAT = 9
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
 
@@ -90,12 +90,8 @@ def names_kept(described: dict) -> set[str]:
 
 def by_path(tree) -> dict:
     """The leaves of a tree as Orbax can save them: random keys as numbers, no empty arrays."""
-    leaves = {keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
-    return {
-        name: _key_data(x) if _is_key(x) else x
-        for name, x in leaves.items()
-        if 0 not in np.shape(x)
-    }
+    leaves = {_name(path, x): unwrap_keys(x) for path, x in jax.tree.leaves_with_path(tree)}
+    return {name: x for name, x in leaves.items() if 0 not in np.shape(x)}
 
 
 def from_paths(leaves: dict, like):
@@ -106,22 +102,68 @@ def from_paths(leaves: dict, like):
             empty = np.zeros(original.shape, original.dtype)
             sharding = getattr(original, "sharding", None)
             return jax.device_put(empty, sharding) if sharding else empty
-        x = leaves[keystr(path)]
-        if _is_key(original):
-            impl = jax.random.key_impl(jnp.empty((), original.dtype))
-            return jax.random.wrap_key_data(x, impl=impl)
+        x = leaves[_name(path, original)]
+        if is_key(original):
+            return wrap_keys(x, original)
+        if isinstance(original, bytes):
+            return x.encode("latin-1")
         if not hasattr(original, "dtype"):
             return type(original)(x)
-        x = jnp.asarray(x) if isinstance(original, jax.Array) else x
-        return x.astype(original.dtype)
+        x = (jnp if isinstance(original, jax.Array) else np).asarray(x).astype(original.dtype)
+        return x[()] if isinstance(original, np.generic) else x
 
     return jax.tree.map_with_path(restore, like)
+
+
+def _name(path, x) -> str:
+    """The path of a leaf, with what its stored numbers or text do not tell of it."""
+    if is_key(x):
+        return f"{keystr(path)} ({key_impl(x)})"
+    return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
 
 
 def extra_by_path(step: int, extra) -> dict:
     """The user's tree and the step, in the host's memory. Orbax warns of a tree without arrays."""
     leaves = by_path({"step": np.asarray(step), "tree": extra})
-    return {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in leaves.items()}
+    return {name: _on_host(x) for name, x in leaves.items()}
+
+
+def _on_host(x):
+    """A leaf as Orbax can save it, which knows neither bytes nor integers of more than 64 bits."""
+    if isinstance(x, bytes):
+        return x.decode("latin-1")
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        return str(x)
+    return np.asarray(x) if isinstance(x, (jax.Array, np.generic, int, float, complex)) else x
+
+
+def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
+    """The leaves of each part of a checkpoint, by their paths.
+
+    Raises:
+      TypeError: a leaf is neither an array nor a number nor text.
+    """
+    leaves = {
+        "params": by_path(params),
+        "opt_state": by_path(opt_state),
+        "extra": extra_by_path(step, extra),
+    }
+    for part, at in leaves.items():
+        for name, x in at.items():
+            _require_storable(part + name.removeprefix("['tree']"), x)
+    return leaves
+
+
+def _require_storable(name: str, x) -> None:
+    if isinstance(x, str):
+        return
+    try:
+        jax.typeof(x)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {x!r:.60} of {type(x)}, which cannot be stored: give arrays of numbers, "
+            "random keys, numbers, strings, bytes or None."
+        ) from error
 
 
 def with_shardings(tree, shardings):
@@ -156,15 +198,3 @@ def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> N
             "optimizer and an extra of the structure that it was saved with; for the parameters "
             "alone use demo_optax.checkpoint.load_params."
         )
-
-
-def _is_key(x) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _key_data(x):
-    """The numbers of random keys, of an array or a shape."""
-    if isinstance(x, jax.Array):
-        return jax.random.key_data(x)
-    numbers = jax.eval_shape(jax.random.key_data, x)
-    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)

@@ -3,14 +3,10 @@
 import contextlib
 import dataclasses
 import errno
-import gc
-import json
-import logging
+import operator
 import os
 import re
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -22,6 +18,8 @@ from jax.sharding import SingleDeviceSharding
 
 from demo_optax.checkpoint import description
 from demo_optax.checkpoint.digests import digests, seal, template
+from demo_optax.parallel.processes import by_lead
+from demo_optax.parallel.shards import no_context_mesh
 
 try:
     from etils import epath
@@ -31,6 +29,9 @@ except ImportError as error:
     raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
 
 T = TypeVar("T")
+
+TRACEBACKS = " [source locations="
+"""What stands before the source locations that TensorStore appends to a message."""
 
 _MACHINE_STATES = "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED"
 _MACHINE_ERRORS = "ENOMEM", "EMFILE", "ENFILE", "EACCES", "EPERM", "ESTALE", "ETIMEDOUT"
@@ -47,6 +48,15 @@ class DamagedCheckpoint(ValueError):
 
 def absolute(directory: str | os.PathLike) -> str:
     return str(directory) if "://" in str(directory) else os.path.abspath(directory)
+
+
+def step_number(step) -> int:
+    """The number of a step, as a Python integer."""
+    if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
+        raise ValueError(
+            f"step must be an integer from 0 on, the number of updates done so far, not {step!r}."
+        )
+    return operator.index(step)
 
 
 def steps_in(directory: str) -> list[int]:
@@ -66,36 +76,19 @@ def listed_steps(directory: str) -> list[int]:
 def on_first(what: str, fn: Callable[[], T]) -> T:
     """What a function returns on the first process, on all of them; all raise where it fails.
 
-    A disk that hosts share may show each of them another list of files, since they cache it. The
-    result goes to the others as JSON.
+    A disk that hosts share may show each of them another list of files, since they cache it.
 
     Args:
       what: says in a message what the function does.
       fn: called by the first process alone.
     """
-    result: Any = None
-    reason = ""
-    if jax.process_index() == 0:
-        try:
-            result = fn()
-        except Exception as error:
-            reason = in_a_line(error)
-    if jax.process_count() > 1:
-        result, reason = _from_first((result, reason))
-    if reason:
+    try:
+        return by_lead(fn)
+    except Exception as error:
         raise OSError(
-            f"the first process could not {what}: {reason}. Make the folder readable and writable "
-            "for it."
-        )
-    return result
-
-
-def _from_first(value: Any) -> Any:
-    """The first process's value, made of JSON's types, on all processes."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-    sent = np.resize(text, length)  # all processes must give arrays of one shape
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(sent)).tobytes())
+            f"the first process could not {what}: {in_a_line(error)}. Make the folder readable and "
+            "writable for it."
+        ) from error
 
 
 def clear_up(directory: str, damaged: Iterable[int]) -> None:
@@ -191,6 +184,7 @@ def load(directory: str, step: int, saved: dict[str, dict], **wanted: dict) -> d
     return loaded
 
 
+@no_context_mesh()
 def load_params(directory: str | os.PathLike, params=None, *, step: int | None = None):
     """The parameters alone of a run's checkpoint, for evaluation: no optimizer, no mesh.
 
@@ -219,6 +213,7 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
       >>> folder.cleanup()
     """
     folder = absolute(directory)
+    step = None if step is None else step_number(step)
     steps = steps_in(folder)
     if not steps or (step is not None and step not in steps):
         none = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -255,10 +250,11 @@ def _metadata(directory: str, step: int):
 def _load(directory: str, step: int, wanted: dict) -> dict:
     """Each process reads alone: it would wait minutes for another that cannot read its part."""
     own = jax.process_index()
-    alone = orbax.options.MultiprocessingOptions(
-        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
-    )
-    with orbax.Context(multiprocessing_options=alone):
+    alone = orbax.Context()
+    alone.multiprocessing.primary_host = own
+    alone.multiprocessing.active_processes = {own}
+    alone.multiprocessing.barrier_sync_key_prefix = f"process_{own}"
+    with alone:
         return orbax.load_checkpointables(epath.Path(directory) / str(step), wanted)
 
 
@@ -276,8 +272,12 @@ def _difference(loaded: dict, saved: dict[str, dict]) -> str:
 def _read(step: int, read: Callable[[], T]) -> T:
     """What ``read`` returns, if it succeeds on every process."""
     result: Any = None
-    with caught() as failure:
-        result = read()
+    try:
+        with caught() as failure:
+            result = read()
+    except BaseException:  # an interrupt: the other processes must not wait for this one
+        _worst(2)
+        raise
     _agree(step, failure.reason, failure.of_machine)
     return result
 
@@ -301,29 +301,23 @@ def _worst(code: int) -> int:
 
 @dataclasses.dataclass
 class Failure:
-    """Why a call of Orbax failed, in a line, and whether the machine was the cause."""
+    """Why a call of Orbax failed, in a line, and whether the machine or its files caused it."""
 
     reason: str = ""
     of_machine: bool = False
+    of_files: bool = False
 
 
 @contextlib.contextmanager
 def caught() -> Iterator[Failure]:
-    """Catches what Orbax raises, for the caller to raise in a line, and hides its tracebacks."""
+    """Catches what Orbax raises, for the caller to raise in a line."""
     failure = Failure()
-    TRACEBACKS.hide()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        try:
-            yield failure
-        except Exception as error:
-            failure.reason = in_a_line(error)
-            failure.of_machine = any(map(_is_of_machine, _causes(error)))
-        if failure.reason:
-            TRACEBACKS.stay_hidden = True
-            gc.collect()  # the coroutines that were never awaited
-    if not TRACEBACKS.stay_hidden:
-        TRACEBACKS.show()
+    try:
+        yield failure
+    except Exception as error:
+        failure.reason = in_a_line(error)
+        failure.of_machine = any(map(_is_of_machine, _causes(error)))
+        failure.of_files = any(map(_is_of_files, _causes(error)))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -337,7 +331,7 @@ def in_a_line(error: BaseException) -> str:
     """The first cause of an error, without Orbax's source locations."""
     *_, first = _causes(error)
     lines = [line.strip() for line in str(first).splitlines() if line.strip()]
-    text = (lines[0] if lines else type(first).__name__).split(" [source locations=")[0]
+    text = (lines[0] if lines else type(first).__name__).split(TRACEBACKS)[0]
     return text if len(text) <= 240 else f"{text[:80]} ... {text[-150:]}"
 
 
@@ -348,41 +342,6 @@ def _is_of_machine(error: BaseException) -> bool:
     return named or isinstance(error, MemoryError) or number in _MACHINE_ERRORS
 
 
-class _Tracebacks(logging.Filter):
-    """Hides what Orbax logs of each thread that fails, and errors in callbacks of its closed loops.
-
-    After a failure they stay hidden: threads of the failed call go on failing for seconds.
-    """
-
-    loggers = logging.getLogger("absl"), logging.getLogger("asyncio")
-    signs = (
-        f"{os.sep}orbax{os.sep}checkpoint",
-        "Event loop is closed",
-        "exception was never retrieved",
-        "was destroyed but it is pending",
-        "was never awaited",
-    )
-    stay_hidden = False
-
-    def hide(self) -> None:
-        for logger in self.loggers:
-            logger.addFilter(self)
-        if sys.unraisablehook is not self:
-            self.report, sys.unraisablehook = sys.unraisablehook, self
-
-    def show(self) -> None:
-        for logger in self.loggers:
-            logger.removeFilter(self)
-        if sys.unraisablehook is self:
-            sys.unraisablehook = self.report
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not any(sign in record.pathname + record.getMessage() for sign in self.signs)
-
-    def __call__(self, unraisable) -> None:
-        text = "".join(traceback.format_exception(unraisable.exc_value))
-        if not any(sign in text for sign in self.signs):
-            self.report(unraisable)
-
-
-TRACEBACKS = _Tracebacks()
+def _is_of_files(error: BaseException) -> bool:
+    """Whether the file system refused something; TensorStore says so in its text alone."""
+    return isinstance(error, OSError) or "os_error_code" in str(error)

@@ -5,7 +5,6 @@ whatever else the run needs. `demo_optax.checkpoint.elastic` fits it to other wo
 """
 
 import contextlib
-import gc
 import os
 import warnings
 from typing import Any, NamedTuple
@@ -141,6 +140,7 @@ class Checkpointer:
 
         return reading.on_first(f"list {self._directory}", own_latest)
 
+    @shards.no_context_mesh()
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
         """Saves in the background. The arrays may be donated to the next step at once.
 
@@ -149,19 +149,21 @@ class Checkpointer:
             restored last is not saved again.
           params: the parameters, as the train step returned them.
           opt_state: the optimizer state, likewise, with its worker axis.
-          extra: a tree of arrays, random keys, numbers and strings, the same on all processes.
-            For example the position in the data, keys, what was logged.
+          extra: a tree of arrays, random keys, numbers, strings and bytes, the same on all
+            processes. For example the position in the data, a generator's state, what was logged.
           wait: whether to return only when the checkpoint is on disk.
 
         Raises:
           ValueError: the folder holds a checkpoint of this step or a later one, which would stay
-            the latest.
+            the latest; or ``step`` is no integer from 0 on.
+          TypeError: a leaf is nothing that can be stored.
           OSError: this step, or the one before it in the background, could not be written. The
             run can go on and save later steps. If only the one before failed, this one is still
             being written.
         """
-        reasons = []
+        step, reasons = reading.step_number(step), []
         if self._last != step:
+            leaves = description.storable_leaves(step, params, opt_state, extra)
             reasons.append(self._finish())
             latest = self.latest
             if latest is not None and latest >= step:
@@ -170,18 +172,13 @@ class Checkpointer:
                     f"of step {step} would never be the latest: save this run to another folder, "
                     "or remove the later checkpoints."
                 )
-            reasons.append(self._begin(step, params, opt_state, extra))
+            reasons.append(self._begin(step, params, opt_state, leaves))
         if wait:
             reasons.append(self._finish())
         _raise(reasons)
 
-    def _begin(self, step, params, opt_state, extra) -> str:
+    def _begin(self, step, params, opt_state, leaves) -> str:
         """Starts to write in the background; returns why it cannot, or nothing."""
-        leaves = {
-            "params": description.by_path(params),
-            "opt_state": description.by_path(opt_state),
-            "extra": description.extra_by_path(step, extra),
-        }
         placement = layout.find_layout(self._tx, params, *self._where)
         meaning = description.describe(placement, params, opt_state, *self._where[:2])
         meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
@@ -193,8 +190,7 @@ class Checkpointer:
                 step, stored, force=True, custom_metadata=meaning
             )
         if failure.reason:
-            return self._failed(step, failure.reason)
-        reading.TRACEBACKS.hide()  # while it is written
+            return self._failed(step, failure)
         self._last = self._pending = step
         return ""
 
@@ -214,25 +210,24 @@ class Checkpointer:
             return ""
         with reading.caught() as failure:
             self._orbax.wait()
-        # The first process gives the folder its last name; others may not see that yet.
-        there = jax.process_index() > 0 or step in reading.listed_steps(self._directory)
-        reason = failure.reason or ("" if there else "it is not in the folder")
-        return self._failed(step, reason) if reason else ""
+            # The first process gives the folder its last name; others may not see that yet.
+            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
+                failure.reason = "it is not in the folder"
+        return self._failed(step, failure) if failure.reason else ""
 
-    def _failed(self, step: int, reason: str) -> str:
+    def _failed(self, step: int, failure: reading.Failure) -> str:
         """Forgets a save, so that it can be tried again."""
         writer, self._orbax, self._last = self._orbax, None, None
-        with reading.caught():
-            with contextlib.suppress(Exception):
-                if writer is not None:
-                    writer.close()
-            del writer
-            gc.collect()  # what the failed call never awaited
+        with contextlib.suppress(Exception):
+            if writer is not None:
+                writer.close()
+        advice = " Make room there, or let this process write there." if failure.of_files else ""
         return (
-            f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
-            "on. Make room there: until a save succeeds, a restart begins from the one before."
+            f"step {step} could not be saved in {self._directory}: {failure.reason}.{advice} The "
+            "run can go on: until a save succeeds, a restart begins from the one before."
         )
 
+    @shards.no_context_mesh()
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
         """Reads the latest checkpoint, or that of a step; None if there are no checkpoints.
 
@@ -255,6 +250,7 @@ class Checkpointer:
             ``<step>.damaged``.
         """
         _raise([self._finish()])
+        step = None if step is None else reading.step_number(step)
         steps = reading.steps_in(self._directory)
         if not steps:
             return None

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
-from demo_optax.arrays import unboxed
+from demo_optax.arrays import is_key, unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.parallel import shards
 from demo_optax.specs import PARAM_SPECS, axes_of, sharded_axes
@@ -310,8 +310,8 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
             spec = spec_at.get(path[start:])
             if spec is not None and len(spec) <= leaf.ndim:
                 return spec
-        if leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return P()  # a counter, which is the same on all shards of a worker
+        if leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf)):
+            return P()  # a counter or a random key is the same on all shards of a worker
         raise ValueError(
             f"the optimizer state{keystr(path)} of shape {leaf.shape} differs "
             f"between the shards of a worker, over {sorted(varying_axes - worker_axes)}, but "

@@ -132,7 +132,8 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
         source = np.zeros(mesh.devices.shape, bool)
         source.flat[difference.holders[np.arange(len(first)), first]] = True
         leaf = leaves[difference.number]
-        repaired = _spread(leaf, source, mesh, leaf.sharding.spec)
+        with shards.no_context_mesh():
+            repaired = _spread(leaf, source, mesh, leaf.sharding.spec)
         # Explicit meshes write P() as P(None, None), for which a train step would compile again.
         leaves[difference.number] = jax.device_put(repaired, leaf.sharding)
     return jax.tree.unflatten(structure, leaves)
@@ -148,7 +149,8 @@ def _differences(tree, mesh, axis_name) -> list[_Difference]:
     if not compared:
         return []
     arrays, compared_specs = zip(*[(leaves[i][1], specs[i]) for i in compared], strict=True)
-    sums = np.asarray(_checksums(arrays, mesh, compared_specs))
+    with shards.no_context_mesh():
+        sums = np.asarray(_checksums(arrays, mesh, compared_specs))
     differences = []
     for i, column in zip(compared, sums.T, strict=True):
         held = column[holders[i]]

@@ -6,9 +6,10 @@ Each device compresses its own shard; blocks never cross shard borders (From et 
 FlexDeMo). Copies that several devices of a worker hold must stay equal.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -21,10 +22,17 @@ from jax.tree_util import keystr
 
 from demo_optax import axes, metrics
 from demo_optax._momentum import DecoupledMomentumState
-from demo_optax.arrays import unboxed
+from demo_optax.arrays import is_key, unboxed, unwrap_keys, wrap_keys
 from demo_optax.axes import AxisName
 from demo_optax.parallel.simulated import with_devices
 from demo_optax.specs import axes_of, broadcast
+
+
+@contextlib.contextmanager
+def no_context_mesh() -> Iterator[None]:
+    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices. Also a decorator."""
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
+        yield
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
@@ -243,10 +251,10 @@ def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
     if not copied_axes:
         return x
     names = tuple(sorted(copied_axes))
-    number = x.astype(jnp.int32) if x.dtype == bool else x
+    number = x.astype(jnp.int32) if x.dtype == bool else unwrap_keys(x)
     is_first = jax.lax.axis_index(names) == 0
     first = jax.lax.psum(jnp.where(is_first, number, 0), names)
-    return first.astype(x.dtype)
+    return wrap_keys(first, x) if is_key(x) else first.astype(x.dtype)
 
 
 def merge_shard_metrics(new, old, sharded: tuple[str, ...]):

@@ -226,7 +226,8 @@ class Member:
         """Ends a wait; with the next step's number it also tells the others not to wait."""
         self._leaving.set()
         if step is not None:
-            step = max([step, *(decided + 1 for decided in self._manifests)])  # it may replay
+            decided = list(self._manifests)  # a copy: the exchange's thread adds to them
+            step = max([step, *(number + 1 for number in decided)])  # it may replay
             for number in step, step + 1:  # a packet of this step may be under way
                 self.store.put(records.mark_key(number, self.me, "left"), b"")
 

@@ -133,6 +133,7 @@ class SwarmWorker:
             raise SwarmError(f"process {jax.process_index()} has no place: use the first process.")
         return self._member
 
+    @shards.no_context_mesh()
     def begin(self, params, batch) -> tuple[Any, Any]:
         """Joins: compiles, takes over the last snapshot, and catches up with the others.
 
@@ -160,6 +161,7 @@ class SwarmWorker:
             self._announce()
             return params, opt_state
 
+    @shards.no_context_mesh()
     def step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
         """A step with a batch of this worker; and those that the others took meanwhile, if any.
 
@@ -298,8 +300,8 @@ class SwarmWorker:
         """Applies what the others exchanged, until a step that is not decided yet."""
         steps = 0
         while by_lead(self._is_behind):
-            if steps and steps % READ_AT_ONCE == 0 and self._member is not None:
-                self._member.read_ahead(self.number, READ_AT_ONCE)
+            if steps and steps % READ_AT_ONCE == 0:
+                by_lead(lambda: self.member.read_ahead(self.number, READ_AT_ONCE))
             found = self._pending_round(opt_state) if self.delay else self._received(self.number)
             params, opt_state, jumped = self._go_on(found, params, opt_state)
             steps += 1
@@ -366,8 +368,8 @@ class SwarmWorker:
     def _take_snapshot(self, params, opt_state, found: Round) -> None:
         if self.number % self.every == 0:
             shared = [np.array(to_host(x)) for x in self._shared(params, opt_state)]
-            if self._turns is not None:
-                self._turns.take(self.number, shared, len(jax.tree.leaves(params)), found.manifest)
+            given = self.number, shared, len(jax.tree.leaves(params)), found.manifest
+            by_lead(lambda: self._turns.take(*given) if self._turns else None)
 
     def _adopt(self, params, opt_state) -> tuple[Any, Any, float | None]:
         """Goes on from a snapshot, if this worker's parameters differ from it; and by how much."""

@@ -1,6 +1,7 @@
 """The loop of training, from a prepared run to its figures: what is shown, saved and checked."""
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -191,6 +192,7 @@ def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer
     config = run.config
     if config.checkpoint_dir is None:
         return contextlib.nullcontext()
+    logging.getLogger("absl").setLevel("CRITICAL")  # a failed save is told in a line, by save()
     try:
         return Checkpointer(
             config.checkpoint_dir,

@@ -1,16 +1,19 @@
 """Workers that come late, go, are stopped, differ, or bring other settings."""
 
 import functools
+import threading
 import time
 
 import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
-from demo_optax.swarm import ObjectStore, SwarmError
+from demo_optax.swarm import Member, ObjectStore, SwarmError
+from demo_optax.swarm.snapshot_turns import SnapshotTurns
 from tests import swarms
 from tests.sweeps import sweep
 
@@ -71,6 +74,67 @@ def test_a_newcomer_replays_and_takes_part(store, delay):
     assert len(by_step[30]) == 2
     assert set(told[-1].members) == {"worker-0", "worker-1"} == set(of_second[-1].members)
     assert int(told[-1].exchange.participants) == 2
+
+
+def noisy(exchange):
+    base = optax.chain(optax.add_noise(1e-3, 0.5, key=jax.random.key(3)), optax.sgd(1e-2))
+    preconditioner = optax.add_noise(1e-4, 0.5, key=jax.random.key(4))
+    return demo_optax.decoupled(base, exchange=exchange, precondition=preconditioner)
+
+
+@DELAYS
+def test_a_newcomer_draws_the_random_numbers_of_the_others(store, delay):
+    """The states of links that hold keys go through snapshots, for workers of two shards each."""
+    settings = {"delay": delay, "shards": 2, "param_specs": {"w": P(None, "fsdp"), "v": P("fsdp")}}
+    first = make(store, 0, noisy, **settings)
+    state, before, _ = swarms.take_steps(first, 7)
+    second = make(store, 1, noisy, **settings)
+    begun = swarms.begin(second)
+    (_, alone, _), (_, joined, told) = both(first, second, 16, (state, begun), slow_batch_of)
+    by_step = require_equal(before | alone, joined)
+    assert any(len(x) == 2 for x in by_step.values())
+    assert max(len(x.members) for x in told) == 2
+
+
+@sweep("others", mesh=["own", "others"])
+def test_the_mesh_of_the_context_does_not_matter(mesh, store):
+    devices = jax.devices()[: 1 if mesh == "own" else 8]
+    with jax.set_mesh(jax.make_mesh((len(devices),), ("data",), devices=devices)):
+        _, digests, _ = swarms.take_steps(make(store, 0, delay=1), 6)
+    assert len(digests) == 6
+
+
+def test_all_processes_hear_of_a_store_that_fails(store, monkeypatch):
+    """What the first process of a worker asks the store for, it asks for inside of ``by_lead``."""
+    heard, asked = [False], set()
+
+    def by_lead(fn):
+        heard[0] = True
+        try:
+            return fn()
+        finally:
+            heard[0] = False
+
+    def watched(kind, name):
+        method = getattr(kind, name)
+
+        def ask(*args):
+            if threading.current_thread() is threading.main_thread():
+                assert heard[0], name
+                asked.add(name)
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, ask)
+
+    swarms.take_steps(make(store, 0, snapshot_every=6), 5)  # for another one to replay
+    monkeypatch.setattr("demo_optax.swarm.worker.by_lead", by_lead)
+    monkeypatch.setattr("demo_optax.swarm.worker.READ_AT_ONCE", 2)
+    names = {"announce", "exchange", "manifest", "read_ahead", "receive", "name_of"}
+    for name in names:
+        watched(Member, name)
+    watched(SnapshotTurns, "take")
+    swarms.take_steps(make(store, 1, snapshot_every=6), 7)
+    assert asked == names | {"take"}
 
 
 @DELAYS

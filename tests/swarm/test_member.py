@@ -1,6 +1,8 @@
 """Who counts in a step: deadlines, late workers, slots, and packets that cannot be read."""
 
 import functools
+import itertools
+import sys
 import threading
 import time
 from unittest import mock
@@ -188,6 +190,31 @@ def test_who_leaves_while_it_replays_is_not_waited_for(store):
     second.leave(2)
     began = time.monotonic()
     assert exchange(first, 6).late == () and time.monotonic() - began < 5
+
+
+def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
+    (member,) = members(store, 1)
+    monkeypatch.setattr(store, "put", lambda key, data: None)
+    monkeypatch.setattr(member, "_require_next", lambda step, found: None)
+    ended, packet = threading.Event(), records.Packet(0, 0, "0" * 64)
+
+    def exchanging():
+        for step in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
+            member._keep(step, Manifest(step, (packet,), "", 0.0), b"")
+
+    def leaving():
+        try:
+            for _ in range(20_000):
+                member.leave(5)
+        finally:
+            ended.set()
+
+    switches = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        together([exchanging, leaving])
+    finally:
+        sys.setswitchinterval(switches)
 
 
 def test_of_many_that_join_at_once_each_has_its_own_slot(store):

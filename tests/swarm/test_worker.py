@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.swarm import Member, ObjectStore, SwarmWorker
+from demo_optax.swarm import Member, ObjectStore, SwarmWorker, lead
 from tests import swarms
 from tests.sweeps import sweep
 
@@ -115,3 +115,14 @@ def test_shards_along_two_axes_get_their_own_aggregate(order, tmp_path):
         found, _, _ = worker.step(found, opt_state, batch)
     for name, x in found.items():
         np.testing.assert_allclose(x, params[name] - gradient[name], atol=1e-6)
+
+
+def test_random_keys_go_to_the_devices_of_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), 4)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    for spec in P(), P("data"):
+        sharding = NamedSharding(mesh, spec)
+        placed = lead.to_devices({"keys": keys}, {"keys": sharding})["keys"]
+        assert placed.dtype == keys.dtype and placed.sharding.is_equivalent_to(sharding, 1)
+        assert (jax.random.key_data(placed) == jax.random.key_data(keys)).all()

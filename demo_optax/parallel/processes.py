@@ -1,0 +1,71 @@
+"""What the first process alone does, told to all: its result, or whatever it raised."""
+
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from demo_optax.parallel.shards import no_context_mesh
+
+T = TypeVar("T")
+
+_SMALLEST, _LARGEST = 2**10, 2**28  # bytes at a time; each size is a program of its own
+
+
+def is_lead() -> bool:
+    """Whether this is the first process."""
+    return jax.process_index() == 0
+
+
+def by_lead(fn: Callable[[], T]) -> T:
+    """Returns or raises, in all processes, what a function does in the first.
+
+    All processes must call this. None of them waits for one that failed: whatever the function
+    raises, an interrupt included, is raised in the others too. There an error that cannot be
+    pickled becomes a RuntimeError of the same text.
+    """
+    if jax.process_count() == 1:
+        return fn()
+    data, raised = b"", None
+    if is_lead():
+        try:
+            data = pickle.dumps((fn(), None))
+        except BaseException as error:
+            raised, data = error, pickle.dumps((None, _picklable(error)))
+    # These bytes come from this job's own first process. Nothing from a store is unpickled.
+    found, told = pickle.loads(_from_lead(data))
+    if error := raised or told:
+        raise error
+    return found
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """The error if pickle restores it as it is, or else one with its text."""
+    try:
+        if repr(pickle.loads(pickle.dumps(error))) == repr(error):
+            return error
+    except Exception:
+        pass
+    return RuntimeError(traceback.format_exception_only(error)[-1].strip())
+
+
+@no_context_mesh()
+def _from_lead(data: bytes) -> bytes:
+    """The first process's bytes, in all processes."""
+    words = np.array(divmod(len(data), 2**32), np.uint32)
+    high, low = map(int, multihost_utils.broadcast_one_to_all(words))
+    size = high * 2**32 + low
+    return b"".join(_broadcast(data, at, size) for at in range(0, size, _LARGEST))
+
+
+def _broadcast(data: bytes, at: int, size: int) -> bytes:
+    """A piece of the first process's data; sizes are rounded up, so that few programs do."""
+    length = min(_LARGEST, size - at)
+    sent = np.zeros(max(1 << (length - 1).bit_length(), _SMALLEST), np.uint8)
+    if is_lead():
+        sent[:length] = np.frombuffer(data, np.uint8, length, at)
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent))[:length].tobytes()
