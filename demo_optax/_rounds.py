@@ -114,7 +114,6 @@ def local_steps(
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
 
     def init_fn(params):
-        params = unboxed(params)
         inner_state, outer_state = inner.init(params), outer.init(params)
         if _nodes(inner_state, DecoupledMomentumState):
             raise ValueError(
@@ -129,7 +128,7 @@ def local_steps(
             )
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
-            displacement=axes.as_varying(_zeros_to_sum(params), axis_name),
+            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
             outer=outer_state,
         )
@@ -142,14 +141,14 @@ def local_steps(
             )
         checks.require_local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
-        gradient, params = unboxed(updates), unboxed(params)
-
         local_params = local_parameters(params, state)
-        steps, inner_state = inner.update(gradient, state.inner, local_params, **extra_args)
+        steps, inner_state = inner.update(updates, state.inner, local_params, **extra_args)
         _require_no_exchange(steps, axis_name)
-        displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
+        displacement = jax.tree.map(
+            lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
+        )
         sharded = sharded_axes_in(extra_args)
-        participates = participation.decide(gradient, axis_name, extra_args, sharded)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
         old = state.displacement, state.inner
         displacement, inner_state = choose(participates, (displacement, inner_state), old)
 
@@ -158,12 +157,13 @@ def local_steps(
             sends = axes.on_all_devices(all_finite(local_params), axis_name, sharded)
             initial = inner.init(params)
             intact = participation.is_intact(inner_state, initial, axis_name, sharded)
-            difference = jax.tree.map(
-                lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, gradient
+            differences = jax.tree.map(
+                lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(updates)
             )
+            gradient = structure.unflatten(jax.tree.leaves(differences))
             extra = {**extra_args, PARTICIPATES: sends}
-            updates, new = outer.update(difference, outer_state, params, **extra)
-            return updates, LocalStepsState(
+            steps, new = outer.update(gradient, outer_state, params, **extra)
+            return steps, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
                 inner=participation.choose_state(intact, inner_state, initial),
@@ -175,8 +175,7 @@ def local_steps(
 
         is_last = state.mini_step >= every - 1
         args = displacement, inner_state, state.outer
-        updates, new = _step_or_skip(is_last, exchange, go_on, *args)
-        return structure.unflatten(jax.tree.leaves(updates)), new
+        return _step_or_skip(is_last, exchange, go_on, *args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

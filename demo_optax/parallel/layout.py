@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
-from demo_optax.arrays import unboxed
+from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.parallel import shards
 from demo_optax.specs import PARAM_SPECS, axes_of, sharded_axes
@@ -137,7 +137,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
 def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    inner = unboxed(specs)
+    inner, tx = unboxed(specs), boxed_inside(tx, specs)
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
     worker_state_shapes = axes.shapes_of_worker(tx.init, mesh.shape, parts)
     state_axes, update_axes, sent = _varying_axes(
@@ -179,7 +179,6 @@ def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: 
     The gradients vary over ``axis_name`` and the axes of their parameter's spec. The trace is
     repeated until the varying axes of the state stop changing.
     """
-    tx = optax.with_extra_args_support(tx)
     outcome = []
 
     def probe(varying_axes):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from demo_optax import axes, participation
-from demo_optax.arrays import unboxed
+from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
@@ -94,6 +94,7 @@ def stack_workers(
 def init_stacked(tx, layout: StateLayout, params):
     """The state of ``tx`` for all workers, placed on the mesh."""
     mesh, specs = layout.mesh, unboxed(layout.params)
+    tx = boxed_inside(tx, layout.params)
 
     def init(params):
         return _stack(tx.init(params), layout)
@@ -136,11 +137,12 @@ def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_ar
     structure: Any = jax.tree.structure(gradient)
     old = jax.tree.map(_own_entry, state, layout.worker_state_shapes, layout.varies_over_workers)
     gradient, params = unboxed(gradient), unboxed(params)
-    sharded = sharded_axes(unboxed(layout.params))
+    specs = unboxed(layout.params)
+    sharded = sharded_axes(specs)
     participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
-    known = {PARTICIPATES: participates, PARAM_SPECS: unboxed(layout.params)}
-    extra_args = {**extra_args, **known}
-    updates, new = optax.with_extra_args_support(tx).update(gradient, old, params, **extra_args)
+    known = {PARTICIPATES: participates, PARAM_SPECS: specs}
+    tx = boxed_inside(tx, layout.params)
+    updates, new = tx.update(gradient, old, params, **{**extra_args, **known})
 
     def zero_if_frozen(x, frozen):
         return jnp.zeros(x.shape, x.dtype) if frozen else x
@@ -235,7 +237,8 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
     def stack(x):
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(workers))
+            numbers = jnp.arange(workers).reshape(-1, *[1] * x.ndim)
+            return jnp.vectorize(jax.random.fold_in)(x[None], numbers)
         return jnp.broadcast_to(x, (workers, *x.shape))
 
     stacked = jax.tree.map(stack, state)
