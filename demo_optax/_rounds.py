@@ -114,6 +114,7 @@ def local_steps(
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
 
     def init_fn(params):
+        checks.floating_leaves(params)
         inner_state, outer_state = inner.init(params), outer.init(params)
         if _nodes(inner_state, DecoupledMomentumState):
             raise ValueError(

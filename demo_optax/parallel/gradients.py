@@ -142,6 +142,7 @@ def worker_gradients(
 
     def at_params(params, *args, opt_state=None):
         losses.require_batch(args, stateful)
+        losses.require_differentiable(params)
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
-from demo_optax import axes
+from demo_optax import axes, checks
 from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.parallel import shards
@@ -123,8 +123,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
     require_unwrapped(tx)
-    types = jax.tree.map(jax.typeof, params)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    params = checks.shapes_of("parameter", params)
     leaves, structure = jax.tree.flatten((params, param_specs))
     context = mesh, axis_name, axes.platform(), jnp.result_type(float)
     key = tx.init, structure, tuple(leaves), context

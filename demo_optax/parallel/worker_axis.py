@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from demo_optax import axes, participation
+from demo_optax import axes, checks, participation
 from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel import shards
@@ -241,6 +241,7 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
             return jnp.vectorize(jax.random.fold_in)(x[None], numbers)
         return jnp.broadcast_to(x, (workers, *x.shape))
 
+    checks.shapes_of("state", state)
     stacked = jax.tree.map(stack, state)
     return jax.device_put(stacked, shards.shardings(mesh, P(axis_name)))
 
