@@ -111,6 +111,8 @@ def local_steps(
       2.0 2.0
     """
     checks.static_integer("every", every, at_least=1)
+    checks.require_unwrapped(inner)
+    checks.require_unwrapped(outer)
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
 
     def init_fn(params):
@@ -284,6 +286,7 @@ def multi_steps(
       (0.0, -2.0)
     """
     checks.static_integer("every", every, at_least=1)
+    checks.require_unwrapped(tx)
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params):

@@ -97,6 +97,15 @@ SPLIT = (
 """Advice for leaves that are no parameters."""
 
 
+def require_unwrapped(tx) -> None:
+    """Refuses an optimizer that `demo_optax.stack_workers` made."""
+    if hasattr(tx, "state_shardings"):
+        raise TypeError(
+            "tx was made by demo_optax.stack_workers(...), which must be the outermost "
+            "transformation: pass the optimizer that was wrapped."
+        )
+
+
 def shapes_of(what: str, tree) -> Any:
     """Shapes and dtypes of arrays; TypeError with the path of a leaf that is no array."""
 

@@ -20,6 +20,7 @@ from jax.tree_util import GetAttrKey, keystr
 from demo_optax import axes, checks
 from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
+from demo_optax.checks import require_unwrapped
 from demo_optax.parallel import shards
 from demo_optax.specs import PARAM_SPECS, axes_of, sharded_axes
 
@@ -215,8 +216,9 @@ def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: 
             raise
         raise type(error)(
             f"{error}\n\n{kind} lets each worker decide alone whether it takes part in a step: "
-            "accumulate with make_train_step(microbatches=...) instead, and leave conditions on "
-            "the gradient out; workers whose gradient is not finite are left out already."
+            "accumulate with make_train_step(microbatches=...) or demo_optax.multi_steps instead, "
+            "and leave conditions on the gradient out; workers whose gradient is not finite are "
+            "left out already."
         ) from error
     return state, updates, sent
 
@@ -350,13 +352,4 @@ class Stacked(optax.GradientTransformationExtraArgs):
             "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
             "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
             "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
-        )
-
-
-def require_unwrapped(tx) -> None:
-    """Refuses an optimizer that `stack_workers` made."""
-    if isinstance(tx, Stacked):
-        raise TypeError(
-            "tx was made by demo_optax.stack_workers(...), which is called here by itself: "
-            "pass the optimizer that was wrapped."
         )

@@ -72,7 +72,7 @@ def stack_workers(
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
         if not worker_axes & manual:
             _require_outermost(updates)
-            require_stacked(updates, workers, "gradients", "worker_gradients")
+            require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
             return update_stacked(tx, layout_for(one), updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
@@ -217,14 +217,18 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
     """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
 
     All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
-    of the worker is folded in. So no two workers drop the same units. The devices of one worker
-    share its keys. To evaluate, average the floats over their first axis, or take those of one
-    worker.
+    of the worker is folded in. So no two workers drop the same units. Keys of the old kind, of
+    uint32, are numbers like others: give ``jax.random.wrap_key_data(key)``. The devices of one
+    worker share its keys. To evaluate, average the floats over their first axis, or take those of
+    one worker.
 
     Args:
-      state: arrays and random keys, such as ``nnx.state(model, nnx.BatchStat)``.
+      state: arrays and random keys, of any shape, such as ``nnx.state(model, nnx.BatchStat)``.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
+
+    Raises:
+      TypeError: a leaf is neither an array nor a number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -246,10 +250,22 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
     return jax.device_put(stacked, shards.shardings(mesh, P(axis_name)))
 
 
-def require_stacked(tree, workers: int, what: str, maker: str) -> None:
-    """Refuses leaves that are not stacked, ``(workers, *shape)``."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        if np.shape(x)[:1] != (workers,):
+_MAKE_GRADIENTS = (
+    "worker_gradients. optax.MultiSteps and other wrappers around stack_workers hand on arrays of "
+    "their own: put them inside, as in stack_workers(demo_optax.multi_steps(tx, every), mesh)"
+)
+
+
+def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any = None) -> None:
+    """Refuses leaves that are not stacked, ``(workers, *shape)``.
+
+    The shapes are those of the leaves of ``one_worker``, if it is given.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    of_one = map(np.shape, jax.tree.leaves(one_worker))
+    wanted = [np.shape(x)[1:] for _, x in leaves] if one_worker is None else of_one
+    for (path, x), shape in zip(leaves, wanted, strict=False):
+        if np.shape(x) != (workers, *shape):
             raise ValueError(
                 f"the {what} of {workers} workers are expected, stacked in front, but leaf"
                 f"{keystr(path)} has shape {np.shape(x)}: make them with "
