@@ -99,6 +99,7 @@ def decoupled(
         axis_name=axis_name,
         exchange=exchange,
     )
+    checks.require_unwrapped(base)
     base = optax.with_extra_args_support(base)
     if look_ahead is not None:
         checks.in_interval("look_ahead", look_ahead, "[0, inf)")

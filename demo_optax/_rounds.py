@@ -1,5 +1,6 @@
 """Rounds of several gradients with one exchange: local steps, and accumulation."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -112,10 +113,12 @@ def local_steps(
       2.0 2.0
     """
     checks.static_integer("every", every, at_least=1)
+    checks.require_unwrapped(inner)
+    checks.require_unwrapped(outer)
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
 
     def init_fn(params):
-        params = unboxed(params)
+        checks.floating_leaves(params)
         inner_state, outer_state = inner.init(params), outer.init(params)
         if _nodes(inner_state, DecoupledMomentumState):
             raise ValueError(
@@ -130,44 +133,42 @@ def local_steps(
             )
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
-            displacement=axes.as_varying(_zeros_to_sum(params), axis_name),
+            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
             outer=outer_state,
         )
 
-    def inner_step(gradient, state, params, extra_args):
-        """The displacement and the inner state after a step that the worker takes by itself."""
-        local_params = local_parameters(params, state)
-        steps, inner_state = inner.update(gradient, state.inner, local_params, **extra_args)
-        _require_no_exchange(steps, axis_name)
-        displacement = jax.tree.map(lambda d, u: d + u.astype(d.dtype), state.displacement, steps)
-        sharded = sharded_axes_in(extra_args)
-        participates = participation.decide(gradient, axis_name, extra_args, sharded)
-        old = state.displacement, state.inner
-        return choose(participates, (displacement, inner_state), old)
-
     def take_step(exchange, updates, state, params, extra_args):
-        """An inner step. ``exchange(difference, outer_state, params, extra_args)`` ends a round."""
+        """An inner step. ``exchange(gradient, outer_state, params, **extra_args)`` ends a round."""
         if params is None:
             raise ValueError(
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
                 "but params is None: call update(gradient, state, params)."
             )
         checks.require_local_gradient(updates, axis_name)
-        gradient, params = unboxed(updates), unboxed(params)
-        displacement, inner_state = inner_step(gradient, state, params, extra_args)
+        structure: Any = jax.tree.structure(updates)
+        local_params = local_parameters(params, state)
+        steps, inner_state = inner.update(updates, state.inner, local_params, **extra_args)
+        _require_no_exchange(steps, axis_name)
+        displacement = jax.tree.map(
+            lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
+        )
         sharded = sharded_axes_in(extra_args)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
+        old = state.displacement, state.inner
+        displacement, inner_state = choose(participates, (displacement, inner_state), old)
 
         def end_round(displacement, inner_state, outer_state):
             local_params = local_parameters(params, state._replace(displacement=displacement))
             sends = axes.on_all_devices(all_finite(local_params), axis_name, sharded)
             initial = inner.init(params)
             intact = participation.is_intact(inner_state, initial, axis_name, sharded)
-            difference = jax.tree.map(
-                lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, gradient
+            differences = jax.tree.map(
+                lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(updates)
             )
+            gradient = structure.unflatten(jax.tree.leaves(differences))
             extra = {**extra_args, PARTICIPATES: sends}
-            results, new = exchange(difference, outer_state, params, extra)
+            results, new = exchange(gradient, outer_state, params, **extra)
             return results, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
@@ -180,26 +181,20 @@ def local_steps(
 
         is_last = state.mini_step >= every - 1
         args = displacement, inner_state, state.outer
-        return is_last, *_step_or_skip(is_last, end_round, go_on, *args)
+        return _step_or_skip(is_last, end_round, go_on, *args)
 
     def update_fn(updates, state, params=None, **extra_args):
-        def update(difference, outer_state, params, extra):
-            return outer.update(difference, outer_state, params, **extra)
-
-        structure: Any = jax.tree.structure(updates)
-        _, updates, new = take_step(update, updates, state, params, extra_args)
-        return structure.unflatten(jax.tree.leaves(updates)), new
+        return take_step(outer.update, updates, state, params, extra_args)
 
     if not isinstance(outer, SplitTransformation):
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
     split: SplitTransformation = outer
 
     def send_fn(updates, state, params=None, *, worker=None, **extra_args):
-        def send(difference, outer_state, params, extra):
-            return split.send(difference, outer_state, params, worker=worker, **extra)
-
-        is_last, outbox, new = take_step(send, updates, state, params, extra_args)
-        outbox = outbox._replace(step=jnp.where(is_last, outbox.step, EMPTY))
+        send = functools.partial(split.send, worker=worker)
+        outbox, new = take_step(send, updates, state, params, extra_args)
+        ends_round = state.mini_step >= every - 1
+        outbox = outbox._replace(step=jnp.where(ends_round, outbox.step, EMPTY))
         return outbox, choose(outbox.step == REFUSED, state, new)
 
     def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args):
@@ -314,6 +309,7 @@ def multi_steps(
       (0.0, -2.0)
     """
     checks.static_integer("every", every, at_least=1)
+    checks.require_unwrapped(tx)
     tx = optax.with_extra_args_support(tx)
 
     def init_fn(params):

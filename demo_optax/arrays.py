@@ -5,10 +5,12 @@ tests check all annotations with beartype.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, UInt32
 
@@ -77,8 +79,8 @@ def unboxed(tree):
     """
 
     def content(x):
-        leaves = jax.tree.leaves(x)
-        return leaves[0] if _is_box(x) and len(leaves) == 1 else x
+        children = jax.tree.leaves(x, is_leaf=lambda child: child is not x)
+        return children[0] if _is_box(x) and len(children) == 1 else x
 
     return jax.tree.map(content, tree, is_leaf=_is_box)
 
@@ -106,6 +108,41 @@ def unwrap_keys(x):
 def wrap_keys(x, like):
     """The inverse of `unwrap_keys`, where ``like`` has random keys."""
     return jax.random.wrap_key_data(x, impl=key_impl(like)) if is_key(like) else x
+
+
+def boxed_inside(
+    tx: optax.GradientTransformation, boxes: Any
+) -> optax.GradientTransformationExtraArgs:
+    """``tx`` for trees without boxes, which itself sees all trees in Flax's boxes.
+
+    Masks and labels inside ``tx`` may be trees made from parameters in boxes.
+
+    Args:
+      tx: any optax transformation.
+      boxes: a tree like the parameters, in their boxes.
+    """
+    tx = optax.with_extra_args_support(tx)
+    if jax.tree.structure(unboxed(boxes)) == jax.tree.structure(boxes):
+        return tx
+
+    def boxed(tree, like):
+        return jax.tree.map(put_in, tree, like, is_leaf=is_left_out)
+
+    def is_left_out(x) -> bool:
+        return x is None or isinstance(x, optax.MaskedNode)
+
+    def put_in(x, box):
+        return box if is_left_out(x) else jax.tree.unflatten(jax.tree.structure(box), [x])
+
+    def update_fn(updates, state, params=None, **extra_args):
+        updates = boxed(updates, boxes)
+        params = None if params is None else boxed(params, boxes)
+        state = boxed(state, jax.eval_shape(tx.init, updates))
+        return unboxed(tx.update(updates, state, params, **extra_args))
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: unboxed(tx.init(boxed(params, boxes))), update_fn
+    )
 
 
 def _is_box(x) -> bool:

@@ -88,15 +88,46 @@ def evaluate_schedule(name: str, value: Any, step: jax.Array) -> Any:
     return value
 
 
+SPLIT = (
+    "pass arrays of floating-point numbers alone. Split a model first, graph, params, state = "
+    "flax.nnx.split(model, flax.nnx.Param, ...), or params, rest = equinox.partition(model, "
+    "equinox.is_inexact_array), and let the loss take the rest from its closure, or as a model "
+    "state, by stateful=True."
+)
+"""Advice for leaves that are no parameters."""
+
+
+def require_unwrapped(tx) -> None:
+    """Refuses an optimizer that `demo_optax.stack_workers` made."""
+    if hasattr(tx, "state_shardings"):
+        raise TypeError(
+            "tx was made by demo_optax.stack_workers(...), which must be the outermost "
+            "transformation: pass the optimizer that was wrapped."
+        )
+
+
+def shapes_of(what: str, tree) -> Any:
+    """Shapes and dtypes of arrays; TypeError with the path of a leaf that is no array."""
+
+    def shape_of(path, x):
+        try:
+            x = jax.typeof(x)
+        except TypeError:
+            name, kind = f"{what}{jax.tree_util.keystr(path)}", type(x).__name__
+            raise TypeError(f"{name} is of type {kind}, which is no array: {SPLIT}") from None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map_with_path(shape_of, tree)
+
+
 def floating_leaves(params) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params):
-        dtype = jnp.result_type(leaf)
-        if not hasattr(leaf, "shape") or not jnp.issubdtype(dtype, jnp.floating):
+    shapes = jax.tree.leaves(shapes_of("parameter", params))
+    for (path, leaf), x in zip(jax.tree.leaves_with_path(params), shapes, strict=True):
+        if not hasattr(leaf, "shape") or not jnp.issubdtype(x.dtype, jnp.floating):
+            given = f"the dtype {x.dtype}" if hasattr(leaf, "shape") else "no shape"
             raise TypeError(
-                f"parameter{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} and dtype "
-                f"{dtype}, but decoupled momentum takes arrays of real floating-point numbers "
-                "only. Leave other leaves out with optax.masked or optax.partition, or by "
-                "splitting the model (flax.nnx.split(model, flax.nnx.Param, ...))."
+                f"parameter{jax.tree_util.keystr(path)} has {given}, but only arrays "
+                f"of real floating-point numbers are exchanged: {SPLIT}"
             )
 
 

@@ -49,10 +49,10 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
       >>> dimension_numbers(None, {"b": jnp.ones(2), "w": jnp.ones((2, 3))})
       [None, MuonDimensionNumbers(reduction_axis=0, output_axis=1)]
     """
+    given = unboxed(given(tree) if callable(given) else given)
     tree = unboxed(tree)
     if given is None:
         return [_usual(path, x) for path, x in jax.tree.leaves_with_path(tree)]
-    given = given(tree) if callable(given) else given
     numbers = specs.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
     for (path, x), of in zip(jax.tree.leaves_with_path(tree), numbers, strict=True):
         if of is None:

@@ -367,6 +367,10 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
       Array([-2., -2.], dtype=float32)
     """
 
+    def init_fn(params):
+        checks.floating_leaves(params)
+        return optax.EmptyState()
+
     def update_fn(updates, state, params=None, **extra_args):
         del params
         checks.require_local_gradient(updates, axis_name)
@@ -382,4 +386,4 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
 
         return jax.tree.map(mean, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

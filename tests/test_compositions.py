@@ -96,6 +96,33 @@ def test_it_is_refused_with_advice(name, annotations_unchecked):
         demo_optax.init_opt_state(tx, model.init(), MESH)
 
 
+@pytest.mark.parametrize("shape", [(6, 8), (MESH.size, 8)])
+def test_optax_multi_steps_around_stacked_workers_are_refused_with_advice(shape):
+    stacked = demo_optax.stack_workers(DEMO, MESH)
+    around = optax.MultiSteps(stacked, 2)
+    gradients, params = jnp.ones((MESH.size, *shape)), jnp.ones(shape)
+    with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError, match="multi_steps"):
+        around.update(gradients, around.init(params), params)
+    inside = demo_optax.stack_workers(demo_optax.multi_steps(DEMO, 2), MESH)  # as is advised
+    updates, _ = inside.update(gradients, inside.init(params), params)
+    np.testing.assert_array_equal(updates, 0)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: demo_optax.multi_steps(tx, 2),
+        lambda tx: demo_optax.local_steps(optax.sgd(0.1), tx, 2, axis_name="data"),
+        lambda tx: demo_optax.local_steps(tx, DEMO, 2, axis_name="data"),
+        demo_optax.decoupled,
+    ],
+    ids=["multi_steps", "outer", "inner", "base"],
+)
+def test_stacked_workers_inside_another_optimizer_are_refused(around):
+    with pytest.raises(TypeError, match="must be the outermost transformation"):
+        around(demo_optax.stack_workers(DEMO, MESH))
+
+
 def test_multi_steps_are_one_step_of_the_mean_and_keep_the_fields_of_optax():
     mesh, tx = MESH, TRAIN["demo_optax.multi_steps"]
     params, state = workers.initial(tx, mesh)

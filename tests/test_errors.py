@@ -80,11 +80,69 @@ def test_limits_themselves_are_allowed(settings):
     tx.init(jnp.ones(3))
 
 
+MEAN = demo_optax.mean_over_workers("data")
+ENTRIES = {
+    "init": ALONE.init,
+    "init of local steps": demo_optax.local_steps(optax.adamw(1e-3), MEAN, 2).init,
+    "init of the mean": MEAN.init,
+    "init_opt_state": lambda params: demo_optax.init_opt_state(DEMO, params, workers.mesh_of(2)),
+    "init of the mean's state": lambda params: demo_optax.init_opt_state(
+        MEAN, params, workers.mesh_of(2)
+    ),
+    "worker_gradients": lambda params: demo_optax.worker_gradients(model.loss, workers.mesh_of(2))(
+        params, model.batch(0)
+    ),
+    "train step": lambda params: workers.step_of(DEMO, workers.mesh_of(2))(
+        params, workers.initial(DEMO, workers.mesh_of(2))[1], model.batch(0)
+    ),
+    "packet_bytes": lambda params: demo_optax.packet_bytes(DEMO, params),
+    "packet_bytes on a mesh": lambda params: demo_optax.packet_bytes(
+        DEMO, params, mesh=workers.mesh_of(2)
+    ),
+    "dense_bytes": demo_optax.accounting.dense_bytes,
+    "reference_bytes": demo_optax.accounting.reference_bytes,
+    "received_bytes": lambda params: demo_optax.accounting.received_bytes(Compression(), params, 2),
+    "init_model_state": lambda state: demo_optax.init_model_state(state, workers.mesh_of(2)),
+}
+
+
+@pytest.mark.parametrize("leaf", ["a string", jnp.tanh, np.array("text")], ids=type)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_leaf_that_is_no_array_is_named(entry, leaf):
+    kind = type(leaf).__name__
+    with pytest.raises(
+        TypeError, match=rf"\['other'\] is of type {kind}, which is no array.*split"
+    ):
+        ENTRIES[entry]({**model.init(), "other": leaf})
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
-def test_leaves_must_be_real_numbers(dtype):
-    params = {"w": jnp.ones((4, 4)), "steps": jnp.ones((3,), dtype)}
-    with pytest.raises(TypeError, match=r"parameter\['steps'\].*optax.masked"):
-        ALONE.init(params)
+@pytest.mark.parametrize("entry", list(ENTRIES)[:5])
+def test_leaves_must_be_real_numbers(entry, dtype):
+    params = {**model.init(), "steps": jnp.ones((3,), dtype)}
+    with pytest.raises(TypeError, match=r"\['steps'\] has the dtype .*flax.nnx.split") as error:
+        ENTRIES[entry](params)
+    assert "Tracer" not in str(error.value)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_model_that_is_split_as_advised_trains(stateful):
+    whole = {**model.init(), "mask": jnp.ones(16, bool), "activation": jnp.tanh}
+    params = {name: x if name in model.init() else None for name, x in whole.items()}
+    mesh = workers.mesh_of(2)
+
+    def loss(params, *args):
+        mask = args[0]["mask"] if stateful else whole["mask"]
+        hidden = whole["activation"](args[-1]["x"] @ params["hidden"]) * mask[None]
+        value = jnp.mean(jnp.square(hidden @ params["out"] - args[-1]["y"]))
+        return (value, (args[0], None)) if stateful else value
+
+    step = demo_optax.make_train_step(loss, DEMO, mesh, donate=False, stateful=stateful)
+    state = [demo_optax.init_model_state({"mask": whole["mask"]}, mesh)] if stateful else []
+    opt_state = demo_optax.init_opt_state(DEMO, params, mesh)
+    new, *_ = step(params, opt_state, *state, model.batch(0))
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    assert jnp.any(new["out"] != params["out"])
 
 
 def test_numbers_are_injected_and_a_compression_is_left_alone():

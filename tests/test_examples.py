@@ -26,6 +26,13 @@ TEXTS = [f"document {i}: it has änd 日本 and ends\n" * (i % 9 + 1) for i in r
 # Configuration
 
 
+def test_virtual_devices_wait_long_for_each_other_unless_the_user_says():
+    longer = setup.with_long_waits("--xla_dump_to=x", virtual_devices=4)
+    assert longer == f"--xla_dump_to=x {setup.VIRTUAL_WAIT}=600"
+    assert setup.with_long_waits(longer, virtual_devices=4) == longer
+    assert setup.with_long_waits("", virtual_devices=1) == ""
+
+
 def test_a_configuration_written_and_read_is_the_same(tmp_path):
     changed = dataclasses.replace(
         NANO,

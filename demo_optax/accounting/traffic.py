@@ -60,6 +60,7 @@ def packet_bytes(
             f"param_specs={param_specs} say how a worker's devices share its parameters, but only "
             "the mesh says how many devices there are: give mesh as well."
         )
+    params = checks.shapes_of("parameter", params)
     if isinstance(tx_or_compression, Compression):
         exchange = exchange or AllGather(axis_name)
         if exchange.axis_name is None:
@@ -102,7 +103,8 @@ def received_bytes(
 
 
 def _traffic(compression: Compression, params, workers: int, exchange: Exchange) -> Traffic:
-    plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
+    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
+    plan = make_plan(compression, tuple(x.shape for x in shapes))
     return exchange.traffic(plan, workers)
 
 
@@ -117,7 +119,8 @@ def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
       >>> reference_bytes(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), topk=8)
       98304
     """
-    blocks = [block_geometry(x.shape, block_side, "divisor") for x in jax.tree.leaves(params)]
+    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
+    blocks = [block_geometry(x.shape, block_side, "divisor") for x in shapes]
     return sum(12 * b.num_blocks * min(topk, b.block_size) for b in blocks)
 
 
@@ -129,7 +132,8 @@ def dense_bytes(params, bytes_per_value: int = 4) -> int:
       >>> dense_bytes({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, bytes_per_value=2)
       144
     """
-    return bytes_per_value * sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
+    return bytes_per_value * sum(math.prod(x.shape) for x in shapes)
 
 
 class IndexCost(NamedTuple):

@@ -78,20 +78,20 @@ class WorkerGradients(NamedTuple):
       loss: ``(workers,)``, loss of each worker.
       aux: the aux of the loss function, with a leading axis of workers.
       state: each worker's model state, where the loss function has one.
-      norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
+      gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
       >>> results = jax.jit(worker_gradients(lambda w, x: w * x.sum(), mesh))(2.0, jnp.ones(3))
-      >>> results.loss, results.norm
+      >>> results.loss, results.gradient_norm
       (Array([6.], dtype=float32), Array([3.], dtype=float32))
     """
 
     loss: jax.Array
     aux: Any
     state: Any
-    norm: jax.Array
+    gradient_norm: jax.Array
     gradients: Any
 
 
@@ -142,6 +142,7 @@ def worker_gradients(
 
     def at_params(params, *args, opt_state=None):
         losses.require_batch(args, stateful)
+        losses.require_differentiable(params)
         state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)

@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
-from demo_optax import axes
-from demo_optax.arrays import is_key, unboxed
+from demo_optax import axes, checks
+from demo_optax.arrays import boxed_inside, is_key, unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
+from demo_optax.checks import require_unwrapped
 from demo_optax.parallel import shards
 from demo_optax.specs import PARAM_SPECS, axes_of, sharded_axes
 
@@ -123,8 +124,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
     require_unwrapped(tx)
-    types = jax.tree.map(jax.typeof, params)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    params = checks.shapes_of("parameter", params)
     leaves, structure = jax.tree.flatten((params, param_specs))
     context = mesh, axis_name, axes.platform(), jnp.result_type(float)
     key = tx.init, structure, tuple(leaves), context
@@ -137,7 +137,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
 def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    inner = unboxed(specs)
+    inner, tx = unboxed(specs), boxed_inside(tx, specs)
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
     worker_state_shapes = axes.shapes_of_worker(tx.init, mesh.shape, parts)
     state_axes, update_axes, sent = _varying_axes(
@@ -179,7 +179,6 @@ def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: 
     The gradients vary over ``axis_name`` and the axes of their parameter's spec. The trace is
     repeated until the varying axes of the state stop changing.
     """
-    tx = optax.with_extra_args_support(tx)
     outcome = []
 
     def probe(varying_axes):
@@ -217,8 +216,9 @@ def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: 
             raise
         raise type(error)(
             f"{error}\n\n{kind} lets each worker decide alone whether it takes part in a step: "
-            "accumulate with make_train_step(microbatches=...) instead, and leave conditions on "
-            "the gradient out; workers whose gradient is not finite are left out already."
+            "accumulate with make_train_step(microbatches=...) or demo_optax.multi_steps instead, "
+            "and leave conditions on the gradient out; workers whose gradient is not finite are "
+            "left out already."
         ) from error
     return state, updates, sent
 
@@ -352,13 +352,4 @@ class Stacked(optax.GradientTransformationExtraArgs):
             "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
             "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
             "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
-        )
-
-
-def require_unwrapped(tx) -> None:
-    """Refuses an optimizer that `stack_workers` made."""
-    if isinstance(tx, Stacked):
-        raise TypeError(
-            "tx was made by demo_optax.stack_workers(...), which is called here by itself: "
-            "pass the optimizer that was wrapped."
         )

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
+from demo_optax import checks
+
 
 def normalize_loss_fn(loss_fn: Callable, stateful: bool) -> Callable:
     """Wraps any loss function as ``fn(params, state, batch[, key]) -> (loss, (state, aux))``."""
@@ -60,13 +62,9 @@ def require_batch(args: tuple, stateful: bool) -> None:
 
 def require_differentiable(params) -> None:
     """Refuses leaves that have no gradient, such as the random keys of a whole model."""
-    for path, x in jax.tree.leaves_with_path(params):
-        dtype = jax.typeof(x).dtype
-        if not jnp.issubdtype(dtype, jnp.inexact):
+    for path, x in jax.tree.leaves_with_path(checks.shapes_of("params", params)):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"params{keystr(path)} has the dtype {dtype}, which has no gradient: pass "
-                "parameters alone. Split a model with random keys, counters or statistics, "
-                "graph, params, state = flax.nnx.split(model, flax.nnx.Param, ...), make the "
-                "state with demo_optax.init_model_state(state, mesh), and take gradients with "
-                "stateful=True and loss_fn(params, state, batch) -> (loss, (state, aux))."
+                f"params{keystr(path)} has the dtype {x.dtype}, which has no gradient: "
+                f"{checks.SPLIT}"
             )

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from demo_optax import axes, metrics
+from demo_optax import axes, checks, metrics
 from demo_optax._momentum import DecoupledMomentumState
 from demo_optax.arrays import is_key, unboxed, unwrap_keys, wrap_keys
 from demo_optax.axes import AxisName
@@ -125,7 +125,11 @@ def once_per_shapes(fn: Callable) -> Callable:
 
     def evaluate(*trees):
         leaves, structure = jax.tree.flatten(trees)
-        shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
+        try:
+            shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
+        except TypeError:
+            checks.shapes_of("argument", trees)
+            raise
         static = filter(is_static, jax.tree.leaves(trees, is_leaf=is_static))
         return evaluate_shapes(structure, shapes, tuple(map(repr, static)))
 

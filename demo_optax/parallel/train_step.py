@@ -170,7 +170,7 @@ def make_train_step(
         results = gradients_of(
             local_params, state, batch, *key, params_are_replicated=local_params is params
         )
-        participates = {PARTICIPATES: jnp.isfinite(results.norm)}
+        participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
         updates, opt_state = worker_axis.update_stacked(
             tx, layout, results.gradients, opt_state, params, extra_args, participates
         )
@@ -182,7 +182,7 @@ def make_train_step(
         params = optax.apply_updates(params, updates)
         metrics = TrainMetrics(
             loss=results.loss,
-            gradient_norm=results.norm,
+            gradient_norm=results.gradient_norm,
             aux=results.aux,
             custom=custom,
             exchanged=has_exchanged(opt_state),

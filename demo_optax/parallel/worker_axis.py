@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from demo_optax import axes, participation
-from demo_optax.arrays import unboxed
+from demo_optax import axes, checks, participation
+from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
@@ -72,7 +72,7 @@ def stack_workers(
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
         if not worker_axes & manual:
             _require_outermost(updates)
-            require_stacked(updates, workers, "gradients", "worker_gradients")
+            require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
             return update_stacked(tx, layout_for(one), updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
@@ -94,6 +94,7 @@ def stack_workers(
 def init_stacked(tx, layout: StateLayout, params):
     """The state of ``tx`` for all workers, placed on the mesh."""
     mesh, specs = layout.mesh, unboxed(layout.params)
+    tx = boxed_inside(tx, layout.params)
 
     def init(params):
         return _stack(tx.init(params), layout)
@@ -136,11 +137,12 @@ def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_ar
     structure: Any = jax.tree.structure(gradient)
     old = jax.tree.map(_own_entry, state, layout.worker_state_shapes, layout.varies_over_workers)
     gradient, params = unboxed(gradient), unboxed(params)
-    sharded = sharded_axes(unboxed(layout.params))
+    specs = unboxed(layout.params)
+    sharded = sharded_axes(specs)
     participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
-    known = {PARTICIPATES: participates, PARAM_SPECS: unboxed(layout.params)}
-    extra_args = {**extra_args, **known}
-    updates, new = optax.with_extra_args_support(tx).update(gradient, old, params, **extra_args)
+    known = {PARTICIPATES: participates, PARAM_SPECS: specs}
+    tx = boxed_inside(tx, layout.params)
+    updates, new = tx.update(gradient, old, params, **{**extra_args, **known})
 
     def zero_if_frozen(x, frozen):
         return jnp.zeros(x.shape, x.dtype) if frozen else x
@@ -215,14 +217,18 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
     """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
 
     All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
-    of the worker is folded in. So no two workers drop the same units. The devices of one worker
-    share its keys. To evaluate, average the floats over their first axis, or take those of one
-    worker.
+    of the worker is folded in. So no two workers drop the same units. Keys of the old kind, of
+    uint32, are numbers like others: give ``jax.random.wrap_key_data(key)``. The devices of one
+    worker share its keys. To evaluate, average the floats over their first axis, or take those of
+    one worker.
 
     Args:
-      state: arrays and random keys, such as ``nnx.state(model, nnx.BatchStat)``.
+      state: arrays and random keys, of any shape, such as ``nnx.state(model, nnx.BatchStat)``.
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
+
+    Raises:
+      TypeError: a leaf is neither an array nor a number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -235,17 +241,31 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
     def stack(x):
         x = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(workers))
+            numbers = jnp.arange(workers).reshape(-1, *[1] * x.ndim)
+            return jnp.vectorize(jax.random.fold_in)(x[None], numbers)
         return jnp.broadcast_to(x, (workers, *x.shape))
 
+    checks.shapes_of("state", state)
     stacked = jax.tree.map(stack, state)
     return jax.device_put(stacked, shards.shardings(mesh, P(axis_name)))
 
 
-def require_stacked(tree, workers: int, what: str, maker: str) -> None:
-    """Refuses leaves that are not stacked, ``(workers, *shape)``."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        if np.shape(x)[:1] != (workers,):
+_MAKE_GRADIENTS = (
+    "worker_gradients. optax.MultiSteps and other wrappers around stack_workers hand on arrays of "
+    "their own: put them inside, as in stack_workers(demo_optax.multi_steps(tx, every), mesh)"
+)
+
+
+def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any = None) -> None:
+    """Refuses leaves that are not stacked, ``(workers, *shape)``.
+
+    The shapes are those of the leaves of ``one_worker``, if it is given.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    of_one = map(np.shape, jax.tree.leaves(one_worker))
+    wanted = [np.shape(x)[1:] for _, x in leaves] if one_worker is None else of_one
+    for (path, x), shape in zip(leaves, wanted, strict=False):
+        if np.shape(x) != (workers, *shape):
             raise ValueError(
                 f"the {what} of {workers} workers are expected, stacked in front, but leaf"
                 f"{keystr(path)} has shape {np.shape(x)}: make them with "

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
+from demo_optax import checks
 from demo_optax._momentum import MESSAGE_WEIGHT
 from demo_optax._rounds import LocalStepsState, local_parameters
 from demo_optax.arrays import IntScalar, unboxed
@@ -126,7 +127,7 @@ def compile_programs(
     **options,
 ) -> Programs:
     """Compiles everything for parameters and a batch, or for their shapes."""
-    params = jax.eval_shape(lambda x: x, params)  # what is compiled keeps no array
+    params = checks.shapes_of("parameter", params)  # what is compiled keeps no array
     around = Delayed if delay else Opened
     template = make_optimizer(around(Received(axis_name, norm_limit=norm_limit)))
     layout = find_layout(template, params, mesh, axis_name, param_specs)

@@ -216,7 +216,7 @@ class SwarmWorker:
         while True:
             number = self.number
             found = programs.gradients(params, opt_state, batch)
-            norm = to_host(found.norm)
+            norm = to_host(found.gradient_norm)
             own = Own(found.gradients, np.isfinite(norm), self._weight)
             was_sent = not self.delay or self._sent is not None
             ready = time.monotonic()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from .validation import require_divisible, require_enough, require_sensible
 
 WORKERS_ON_CPU = 8
 VIRTUAL_AT_MOST = 256  # CPU devices of a process: JAX needs seconds for them
+VIRTUAL_WAIT = "--xla_cpu_collective_call_terminate_timeout_seconds"  # 40 s by default
 WARMUP_STEPS = 50
 TUNED_WIDTH = PRESETS["tiny"].width
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
@@ -216,6 +218,7 @@ def make_mesh(config: Config) -> Mesh | AbstractMesh:
     with contextlib.suppress(RuntimeError):  # once JAX runs, its devices are what they are
         each = max(wanted // (config.num_processes or 1), 1)
         jax.config.update("jax_num_cpu_devices", min(each, VIRTUAL_AT_MOST))
+        os.environ["XLA_FLAGS"] = with_long_waits(os.environ.get("XLA_FLAGS", ""), each)
     devices = jax.devices()
     used = (config.workers or len(devices) // config.fsdp) * config.fsdp
     if not 1 <= used <= len(devices) or used % jax.process_count():
@@ -226,6 +229,17 @@ def make_mesh(config: Config) -> Mesh | AbstractMesh:
         )
     shape, kinds = (used // config.fsdp, config.fsdp), (AxisType.Auto, AxisType.Auto)
     return Mesh(np.reshape(chosen(devices, used), shape), ("data", "fsdp"), kinds)
+
+
+def with_long_waits(flags: str, virtual_devices: int) -> str:
+    """XLA's flags, by which virtual devices wait 10 minutes for each other unless the user says.
+
+    XLA ends the process after that time, and at once for a flag that it does not know.
+    """
+    is_known = jax.__version_info__ < (0, 13)
+    if virtual_devices < 2 or VIRTUAL_WAIT in flags or not is_known:
+        return flags
+    return f"{flags} {VIRTUAL_WAIT}=600".strip()
 
 
 def chosen(devices: list, used: int) -> list:

@@ -84,4 +84,4 @@ def test_a_whole_model_with_dropout_is_refused_and_its_parts_are_taken():
     with pytest.raises(ValueError, match=r"model state of 2 workers.*init_model_state"):
         gradients(params, rest, BATCH)
     found = gradients(params, demo_optax.init_model_state(rest, MESH), BATCH)
-    assert found.loss.shape == (2,) and np.isfinite(found.norm).all()
+    assert found.loss.shape == (2,) and np.isfinite(found.gradient_norm).all()

@@ -115,6 +115,44 @@ def test_a_worker_whose_gradient_is_not_finite_keeps_its_state(mode):
     assert (state["norm"]["mean"][1:] != 0).any(axis=1).all()
 
 
+@nnx.split_rngs(splits=3)
+@nnx.vmap
+def stacked_layers(rngs):
+    return Model(rngs)
+
+
+@sweep(("manual", 2), mode=["manual", "the workers alone", "mapped"], microbatches=[1, 2])
+def test_keys_of_stacked_layers_differ_between_workers_and_layers(mode, microbatches):
+    graph, params, state = nnx.split(stacked_layers(nnx.Rngs(0)), nnx.Param, ...)
+    mesh = workers.mesh_of(WORKERS, INNER, kind=AxisType.Auto)
+
+    def loss(params, state, batch):
+        layers = nnx.merge(graph, params, state, copy=True)
+        masks = nnx.vmap(lambda layer: layer.dropout(jnp.ones(16)))(layers)
+        loss = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(nnx.state(layers, nnx.Param)))
+        return loss * batch["x"].mean(), (nnx.state(layers, nnx.Not(nnx.Param)), masks)
+
+    options = dict(stateful=True, donate=False, microbatches=microbatches, **MODES[mode])
+    step = demo_optax.make_train_step(loss, TX, mesh, **options)
+    opt_state = demo_optax.init_opt_state(TX, params, mesh)
+    given = demo_optax.init_model_state(state, mesh)
+    assert given["dropout"]["rngs"]["key"].shape == (WORKERS, 3)
+    *_, metrics = step(params, opt_state, given, model.batch(0, rows=32))
+    masks = np.unique(np.asarray(metrics.aux).reshape(-1, 16), axis=0)
+    assert len(masks) == WORKERS * 3 * microbatches
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_of_any_shape_differ(shape, impl):
+    keys = jax.random.split(jax.random.key(0, impl=impl), shape)
+    given = demo_optax.init_model_state({"key": keys}, workers.mesh_of(WORKERS))["key"]
+    assert given.shape == (WORKERS, *shape)
+    assert jax.random.key_impl(given) == impl
+    numbers = np.asarray(jax.random.key_data(given)).reshape(given.size, -1)
+    assert len(np.unique(numbers, axis=0)) == given.size
+
+
 def test_a_state_without_workers_is_refused():
     mesh = workers.mesh_of(WORKERS)
     step = demo_optax.make_train_step(loss, TX, mesh, stateful=True)
