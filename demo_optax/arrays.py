@@ -51,6 +51,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.astype(widest(x.dtype))
 
 
+@jax.threefry_partitionable(True)
 def round_stochastically(
     x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray
 ) -> Float[Array, "*shape"]:
