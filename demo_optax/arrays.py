@@ -53,6 +53,7 @@ def upcast(x: Tensor) -> Tensor:
     return x.astype(widest(x.dtype))
 
 
+@jax.threefry_partitionable(True)
 def round_stochastically(
     x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray
 ) -> Float[Array, "*shape"]:

@@ -44,6 +44,7 @@ class SharedSet:
     take = staticmethod(sparse.take)
     add = staticmethod(sparse.add)
 
+    @jax.threefry_partitionable(True)
     def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} k"]:
         """The positions of a step, unique in each block."""
         if self.rule == "striding":
@@ -51,7 +52,7 @@ class SharedSet:
             return jnp.broadcast_to((places + step % self.n) % self.n, (num_blocks, self.k))
         draw, shift = jax.random.split(_key(self, step))
         chosen = jax.random.permutation(draw, self.n)[: self.k]
-        offsets = jax.random.randint(shift, (num_blocks, 1), 0, self.n)
+        offsets = jax.random.randint(shift, (num_blocks, 1), 0, self.n, jnp.int32)
         return (chosen[None] + offsets).astype(jnp.int32) % self.n
 
 
@@ -77,12 +78,13 @@ class SharedSlice:
     stream: int
     sends_positions = False
 
+    @jax.threefry_partitionable(True)
     def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 1"]:
         """The start of a step's slice, which wraps around at the block's end."""
         if self.rule == "slicing":  # step * k modulo n, without overflow
             start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
         else:
-            start = jax.random.randint(_key(self, step), (), 0, self.n)
+            start = jax.random.randint(_key(self, step), (), 0, self.n, jnp.int32)
         return jnp.broadcast_to(start.astype(jnp.int32), (num_blocks, 1))
 
     def take(

@@ -26,8 +26,15 @@ BASIS_STREAM, POSITIONS_STREAM, ROUNDING_STREAM = range(3)
 
 
 def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
-    """The random key of a step and a purpose (such a stream), the same on all workers."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), purpose)
+    """The random key of a step and a purpose (such a stream), the same on all workers.
+
+    JAX's settings decide what ``jax.random.key(seed)`` is, and they may differ between workers and
+    when a run resumes. This key depends on none. What is drawn from it must not either: draw under
+    ``jax.threefry_partitionable(True)``, and name the dtype.
+    """
+    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, step), purpose)
 
 
 class Basis(NamedTuple):
@@ -73,8 +80,9 @@ def make_basis(name: TransformName, key: PRNGKeyArray) -> Basis | None:
     Only ``"random"`` depends on the key, from which all workers draw the same matrices.
     """
 
+    @jax.threefry_partitionable(True)
     def drawn(n: int) -> Matrix:
-        return jax.random.orthogonal(jax.random.fold_in(key, n), n)
+        return jax.random.orthogonal(jax.random.fold_in(key, n), n, dtype=jnp.float32)
 
     if name == "random":
         return Basis(drawn)
