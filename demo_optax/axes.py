@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import itemsize_bits
 from jax.extend import core
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -22,7 +23,10 @@ AxisName = str | tuple[str, ...] | None
 TRACING_ARGUMENTS = {"value": np.float32(0)}
 """Extra arguments of a traced update; ``optax.contrib.reduce_on_plateau`` requires ``value``."""
 
-_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "psum")
+_CONTROL_FLOW = ("cond", "scan", "while")
+
+_LOCAL = ("axis_index", "precv", "preduced", "pvary", "reduced_vary_cast", "vary_unreduced_cast")
+"""Primitives that name an axis, but send nothing along it. All others are collectives."""
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
@@ -97,23 +101,46 @@ def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):
 
 
 def bytes_handed_over(program, axis_name: AxisName) -> int:
-    """Bytes that one device hands to a traced program's collectives along ``axis_name``."""
+    """Bytes that one device hands to a traced program's collectives along ``axis_name``.
+
+    They are those of the operands, of every collective of JAX and each time that it runs: on every
+    pass of a scan, and in the branch of a condition that hands over the most.
+
+    Raises:
+      ValueError: a ``while`` loop exchanges, and nobody knows how often.
+    """
+    return _bytes_of(program.jaxpr, set(names(axis_name)))
+
+
+def _bytes_of(jaxpr: core.Jaxpr, axes: set[str]) -> int:
     total = 0
-    for equation in _equations(program.jaxpr):
-        along = equation.params.get("axes", equation.params.get("axis_name", ()))
+    for equation in _equations(jaxpr):
+        name, params = equation.primitive.name, equation.params
+        if name in _CONTROL_FLOW:
+            inner = [_bytes_of(part, axes) for part in core.jaxprs_in_params(params)]
+            if name == "while" and any(inner):
+                raise ValueError(
+                    f"the optimizer exchanges over {sorted(axes)} in a while loop, whose number of "
+                    "passes is not known before it runs, so its bytes cannot be counted: use "
+                    "jax.lax.scan, or jax.lax.fori_loop with Python integers as its bounds."
+                )
+            total += max(inner) if name == "cond" else params.get("length", 1) * sum(inner)
+        along = params.get("axes", params.get("axis_name", ()))
         along = along if isinstance(along, tuple) else (along,)
-        if equation.primitive.name.startswith(_COLLECTIVES) and set(along) & set(names(axis_name)):
-            avals: list[Any] = [operand.aval for operand in equation.invars]
-            total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
+        if axes & set(along) and not name.startswith(_LOCAL):
+            # Operands without a result are offsets and buffers, which stay on the device.
+            avals: list[Any] = [x.aval for x, _ in zip(equation.invars, equation.outvars)]
+            total += sum(math.prod(x.shape) * itemsize_bits(x.dtype) // 8 for x in avals)
     return total
 
 
 def _equations(jaxpr: core.Jaxpr):
-    """All equations of a program, those of its loops and branches included."""
+    """All equations of a program and of what it calls, without the bodies of its control flow."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from _equations(inner)
+        if equation.primitive.name not in _CONTROL_FLOW:
+            for inner in core.jaxprs_in_params(equation.params):
+                yield from _equations(inner)
 
 
 def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:

@@ -18,7 +18,7 @@ from demo_optax.compression.top_k import TopK, entropy_bits, position_bits
 from demo_optax.exchange import AllGather, Exchange
 from demo_optax.exchange.protocol import Traffic
 from demo_optax.parallel import shards
-from demo_optax.parallel.layout import find_layout
+from demo_optax.parallel.layout import find_layout, require_unwrapped
 
 
 def packet_bytes(
@@ -55,6 +55,7 @@ def packet_bytes(
       >>> packet_bytes(Compression(topk=8, value_coding="bfloat16"), params)
       27648
     """
+    require_unwrapped(tx_or_compression)
     if mesh is None and param_specs is not None:
         raise ValueError(
             f"param_specs={param_specs} say how a worker's devices share its parameters, but only "

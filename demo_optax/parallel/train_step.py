@@ -23,6 +23,11 @@ from demo_optax.parallel.simulated import is_simulated
 from demo_optax.participation import PARTICIPATES
 
 
+@jax.tree_util.register_static
+class StaticInt(int):
+    """An integer of any size that JAX takes for a part of a tree's structure, not for a leaf."""
+
+
 class TrainMetrics(NamedTuple):
     """Metrics of one step. They need no extra collective.
 
@@ -35,7 +40,8 @@ class TrainMetrics(NamedTuple):
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
-      packet_bytes: int, bytes that all devices of a worker together send in an exchange.
+      packet_bytes: int, bytes that all devices of a worker together send in an exchange. It follows
+        from shapes alone, and is an integer of Python also inside ``jax.jit`` and ``jax.lax.scan``.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -187,7 +193,7 @@ def make_train_step(
             custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
-            packet_bytes=0,
+            packet_bytes=StaticInt(layout.sent * mesh.size // workers),
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, results.state, metrics
@@ -217,7 +223,6 @@ def make_train_step(
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         given = params, opt_state, state, batch, key, extra_args
         params, opt_state, state, metrics = placed_step(layout, *shards.put(mesh, given, specs))
-        metrics = metrics._replace(packet_bytes=layout.sent * mesh.size // workers)
         return params, opt_state, *([state] if stateful else []), metrics
 
     def lower(params, opt_state, *args, **extra_args):
