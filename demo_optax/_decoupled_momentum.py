@@ -23,7 +23,7 @@ from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, MomentumFormat, Plan, make_plan, packet
 from demo_optax.compression.packet import Origin
 from demo_optax.compression.plan import Part, sequentially
-from demo_optax.compression.settings import BlockSides
+from demo_optax.compression.settings import TensorShapes
 from demo_optax.compression.transforms import ROUNDING_STREAM
 from demo_optax.exchange import Exchange, Outgoing, halves
 from demo_optax.exchange.all_gather import resolve_exchange
@@ -45,7 +45,7 @@ class DecoupledMomentumState(NamedTuple):
       metrics: what the last exchange reported; the same on all workers.
       exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
       momentum_format: static, the transform and the blocks in which the momentum is stored.
-      sides: static, the sides of each tensor's blocks.
+      shapes: static, the shape of each parameter.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,7 +60,7 @@ class DecoupledMomentumState(NamedTuple):
     metrics: ExchangeMetrics
     exchange: Any
     momentum_format: MomentumFormat
-    sides: BlockSides
+    shapes: TensorShapes
 
     handles_nonfinite = True
 
@@ -234,7 +234,7 @@ def momentum_with_progress(
             metrics=metrics.init_metrics(),
             exchange=exchange.init(plan),
             momentum_format=momentum_format,
-            sides=BlockSides(tuple(geometry.sides for geometry in plan.geometries)),
+            shapes=TensorShapes(_shapes(params)),
         )
 
     def gradient_weight_at(step):
@@ -351,7 +351,7 @@ def momentum_with_progress(
             metrics=aggregate.metrics,
             exchange=aggregate.state,
             momentum_format=momentum_format,
-            sides=state.sides,
+            shapes=TensorShapes(_shapes(updates)),
         )
 
         def as_updates(tensors):
