@@ -14,7 +14,7 @@ from demo_optax._momentum import NEVER, Applied, DecoupledMomentumState, Setting
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Plan, make_plan
-from demo_optax.compression.settings import BlockSides
+from demo_optax.compression.settings import TensorShapes
 from demo_optax.exchange import Exchange, Outbox
 from demo_optax.exchange.all_gather import resolve_exchange
 from demo_optax.exchange.protocol import MEANS, Mean
@@ -213,7 +213,7 @@ def split_momentum(
             exchange=exchange.init(plan),
             sent=axes.as_varying(jnp.int32(NEVER), axis_name),
             momentum_format=momentum_format,
-            sides=BlockSides(tuple(geometry.sides for geometry in plan.geometries)),
+            shapes=TensorShapes(x.shape for x in jax.tree.leaves(params)),
         )
 
     def checked_plan(tree, state) -> Plan:

@@ -31,7 +31,7 @@ from demo_optax.arrays import (
 from demo_optax.compression import Compression, MomentumFormat, Plan, packet
 from demo_optax.compression.packet import Origin, Packets
 from demo_optax.compression.plan import Part, sequentially
-from demo_optax.compression.settings import BlockSides
+from demo_optax.compression.settings import TensorShapes
 from demo_optax.compression.transforms import ROUNDING_STREAM
 from demo_optax.exchange import Aggregate, Exchange, Outbox, halves
 from demo_optax.exchange.protocol import Mean, Subtraction, packet_ids, rows_per_part
@@ -56,7 +56,7 @@ class DecoupledMomentumState(NamedTuple):
       sent: int32 scalar, the last step whose message left the momentum by ``send``, or -1; each
         worker its own.
       momentum_format: static, the transform and the blocks in which the momentum is stored.
-      sides: static, the sides of each tensor's blocks.
+      shapes: static, the shape of each parameter.
 
     Example:
       >>> import demo_optax
@@ -72,7 +72,7 @@ class DecoupledMomentumState(NamedTuple):
     exchange: Any
     sent: IntScalar
     momentum_format: MomentumFormat
-    sides: BlockSides
+    shapes: TensorShapes
 
     handles_nonfinite = True
 

@@ -209,12 +209,12 @@ def gradient_fits_state(updates, state, momentum_format, geometries, exchange_st
         jax.tree.leaves_with_path(updates),
         jax.tree.leaves(state.momentum),
         geometries,
-        state.sides.per_leaf or [x.sides for x in geometries],
+        state.shapes or [x.shape for x in geometries],
         strict=True,
     )
-    for (path, gradient), stored, geometry, sides in leaves:
+    for (path, gradient), stored, geometry, made_for in leaves:
         name, shape = jax.tree_util.keystr(path), geometry.stored_shape
-        if stored.shape == shape and sides == geometry.sides:
+        if stored.shape == shape and made_for == geometry.shape:
             continue
         if stored.shape[1:] == shape:
             raise ValueError(
@@ -226,17 +226,17 @@ def gradient_fits_state(updates, state, momentum_format, geometries, exchange_st
         raise ValueError(
             f"the state does not match: gradient{name} of shape {gradient.shape} is compressed in "
             f"blocks of {geometry.sides} and needs a momentum of shape {shape}, but the state "
-            f"has {stored.shape} in blocks of {sides}. The parameters or the settings changed "
-            "since the state was made: go back to the old ones, or make the state anew."
+            f"has {stored.shape}, of a parameter of shape {made_for}. The parameters or the "
+            "settings changed since the state was made: go back to the old ones, or make the state "
+            "anew."
         )
     has, needs = (
-        [x.shape for x in jax.tree.leaves(tree)] for tree in (state.exchange, exchange_state_shapes)
+        jax.tree.map(lambda x: x.shape, tree) for tree in (state.exchange, exchange_state_shapes)
     )
-    if has != needs or jax.tree.structure(state.exchange) != jax.tree.structure(
-        exchange_state_shapes
-    ):
+    if jax.tree.flatten(has) != jax.tree.flatten(needs):
         raise ValueError(
-            f"the state's exchange has the shapes {has}, but this exchange needs {needs}: the "
-            "exchange, topk, codings or the number of workers changed since the state was made. Go "
-            "back to the old ones, make the state anew, or convert it with demo_optax.checkpoint."
+            f"the state's exchange holds {has}, but this exchange needs {needs}: the exchange, the "
+            "compression or the number of workers changed since the state was made. Go back to the "
+            "old ones, make the state anew, or restore the run with demo_optax.checkpoint, which "
+            "puts pending messages back into the momentum."
         )

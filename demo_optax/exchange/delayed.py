@@ -53,17 +53,7 @@ class Delayed(ExchangeWrapper):
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
-        """Exchanges the packets of the previous call (see `Exchange.exchange`).
-
-        Raises:
-          ValueError: they were made with a different compression.
-        """
-        if state.format.compression != plan.compression:
-            raise ValueError(
-                f"the state holds packets of {state.format.compression}, but the optimizer has "
-                f"{plan.compression}: go back to the old settings, or restore the run with "
-                "demo_optax.checkpoint, which puts what they carry back into the momentum."
-            )
+        """Exchanges the packets of the previous call (see `Exchange.exchange`)."""
         pending = state.pending, state.subtracted_fraction
         aggregate, message, correction = self.exchange_pending(
             plan, *pending, outbox.step - 1, state.inner, previous_metrics, mean

@@ -20,6 +20,7 @@ from demo_optax.compression.packet import (
     merge_rows,
     parse_headers,
 )
+from demo_optax.compression.settings import TensorShapes
 from demo_optax.exchange.averaging import decode_accepted
 from demo_optax.exchange.protocol import (
     Aggregate,
@@ -33,12 +34,9 @@ from demo_optax.metrics import ExchangeMetrics
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class PacketFormat:
     """All that is needed to decode pending packets: a static node, which checkpoints describe.
-
-    ``==`` is always True: ``optax.tree.map_params`` compares states of different shapes, and must
-    find them equal.
 
     Attributes:
       compression: the settings.
@@ -48,17 +46,9 @@ class PacketFormat:
     """
 
     compression: Compression
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: TensorShapes
     extra: int
     multiple: int
-
-    always_equal = True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PacketFormat)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 class PendingState(NamedTuple):
@@ -116,7 +106,7 @@ class ExchangeWrapper:
         self, plan: Plan, packets: Packets, subtracted: Float32[Array, ""], inner: Any
     ) -> PendingState:
         """The state with these pending packets."""
-        layout, shapes = self.layout(plan), tuple(x.shape for x in plan.geometries)
+        layout, shapes = self.layout(plan), TensorShapes(x.shape for x in plan.geometries)
         packet_format = PacketFormat(plan.compression, shapes, layout.extra, layout.multiple)
         return PendingState(packets, subtracted, inner, packet_format)
 

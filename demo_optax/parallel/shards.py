@@ -110,17 +110,10 @@ def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
 
 
 def once_per_shapes(fn: Callable) -> Callable:
-    """Caches a function of trees by their structure, shapes and dtypes.
-
-    Static nodes that compare equal to all others of their kind (``always_equal``) are compared by
-    their ``repr``.
-    """
-
-    def is_static(x) -> bool:
-        return getattr(type(x), "always_equal", False)
+    """Caches a function of trees by their structure, shapes and dtypes."""
 
     @functools.lru_cache(maxsize=8)
-    def evaluate_shapes(structure, shapes, _):
+    def evaluate_shapes(structure, shapes):
         return fn(*structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes]))
 
     def evaluate(*trees):
@@ -130,8 +123,7 @@ def once_per_shapes(fn: Callable) -> Callable:
         except TypeError:
             checks.shapes_of("argument", trees)
             raise
-        static = filter(is_static, jax.tree.leaves(trees, is_leaf=is_static))
-        return evaluate_shapes(structure, shapes, tuple(map(repr, static)))
+        return evaluate_shapes(structure, shapes)
 
     return evaluate
 

@@ -1,6 +1,5 @@
 """A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -204,8 +203,7 @@ def make_train_step(
         layout = find_layout(tx, params, mesh, axis_name, param_specs)
         init = functools.partial(worker_axis.init_stacked, tx, layout)
         worker_axis.require_state(opt_state, jax.eval_shape(init, params), workers)
-        # A new object, so that jax.jit traces again: static nodes of the state compare equal.
-        return dataclasses.replace(layout)
+        return layout
 
     def specs_of(layout, batch):
         """PartitionSpecs of the arguments of ``placed_step`` that follow the layout."""

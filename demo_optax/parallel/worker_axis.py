@@ -18,6 +18,8 @@ from jax.tree_util import keystr
 from demo_optax import axes, checks, participation
 from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import AxisName
+from demo_optax.compression.settings import MomentumFormat, TensorShapes
+from demo_optax.exchange.wrapper import PacketFormat
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import map_workers
@@ -74,7 +76,9 @@ def stack_workers(
             _require_outermost(updates)
             require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
-            return update_stacked(tx, layout_for(one), updates, state, params, extra_args)
+            layout = layout_for(one)
+            require_structure(state, layout.state)
+            return update_stacked(tx, layout, updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
             raise ValueError(
                 f"update is called inside of a shard_map that leaves the axes {left} to the "
@@ -83,6 +87,7 @@ def stack_workers(
             )
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
+        require_structure(state, layout.state)
         return _update_on_device(tx, layout, updates, state, params, extra_args)
 
     def shardings_of(params):
@@ -273,29 +278,36 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
             )
 
 
-def require_state(opt_state, expected, workers: int) -> None:
-    """Refuses a state made for a different number of workers or a different model."""
+def require_structure(opt_state, expected) -> None:
+    """Refuses a state made for a different model or different settings."""
     given: Any = jax.tree.structure(opt_state)
     wanted: Any = jax.tree.structure(expected)
-    if given != wanted:
-        has, needs = (
-            {keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-            for tree in (opt_state, expected)
-        )
-        if has == needs:
-            raise ValueError(
-                f"the optimizer state is stored as {_storage(opt_state)}, but this optimizer needs "
-                f"{_storage(expected)}: "
-                "transform, block_side or block_rule, or the parameters' shapes, changed since it "
-                "was made. Go back to the old ones, make it anew with demo_optax.init_opt_state, "
-                "or carry it over with demo_optax.checkpoint."
-            )
+    if given == wanted:
+        return
+    has, needs = (
+        {keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+        for tree in (opt_state, expected)
+    )
+    if has == needs:
+        pairs = zip(_static_nodes(opt_state), _static_nodes(expected), strict=False)
+        made, needed = next((pair for pair in pairs if pair[0] != pair[1]), (given, wanted))
         raise ValueError(
-            "the optimizer state is not one of this optimizer and these parameters, or is stored "
-            f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
-            f"and holds {sorted(has - needs)[:3] or 'nothing'} besides. Make it with "
-            "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
+            f"the optimizer state was made for {made}, but this optimizer needs {needed}: the "
+            "compression, the exchange or the parameters' shapes changed since then. Go back to "
+            "the old ones, make the state anew with demo_optax.init_opt_state, or carry it over "
+            "with demo_optax.checkpoint, which puts pending messages back into the momentum."
         )
+    raise ValueError(
+        "the optimizer state is not one of this optimizer and these parameters, or is stored "
+        f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
+        f"and holds {sorted(has - needs)[:3] or 'nothing'} besides. Make it with "
+        "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
+    )
+
+
+def require_state(opt_state, expected, workers: int) -> None:
+    """Refuses a state made for a different number of workers, too."""
+    require_structure(opt_state, expected)
     leaves = jax.tree.leaves_with_path(opt_state)
     for (path, leaf), expected_leaf in zip(leaves, jax.tree.leaves(expected), strict=True):
         if leaf.shape != expected_leaf.shape:
@@ -307,14 +319,13 @@ def require_state(opt_state, expected, workers: int) -> None:
             )
 
 
-def _storage(tree) -> str:
-    """How the states of decoupled momentum in a tree are stored."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "momentum_format"))
-    storages = [(x.momentum_format, x.sides) for x in nodes if hasattr(x, "momentum_format")]
-    return (
-        ", ".join(f"{momentum_format} with {sides}" for momentum_format, sides in storages)
-        or "other nodes"
-    )
+def _static_nodes(tree) -> list:
+    """The settings that states of decoupled momentum in a tree were made for."""
+
+    def is_static(x) -> bool:
+        return isinstance(x, (MomentumFormat, TensorShapes, PacketFormat))
+
+    return list(filter(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
 
 
 def _own_entry(x, expected, stacked):

@@ -1,0 +1,81 @@
+"""A state that was made for other settings is refused, also by a program that is compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import demo_optax
+
+MESH = jax.sharding.AbstractMesh((2,), ("data",))
+DELAYED, TWO_PHASE = (
+    lambda axis_name: demo_optax.Delayed(demo_optax.AllGather(axis_name)),
+    demo_optax.TwoPhase,
+)
+SETTINGS = {
+    "seed of a random basis": (demo_optax.AllGather, dict(transform="random"), dict(seed=1)),
+    "basis of residuals": (TWO_PHASE, dict(transform="random"), dict(seed=1)),
+    "transform": (demo_optax.AllGather, {}, dict(transform="hadamard")),
+    "pending seed": (DELAYED, dict(selection="random"), dict(seed=1)),
+    "pending selection": (DELAYED, dict(selection="random"), dict(selection="striding")),
+    "pending count": (DELAYED, {}, dict(topk=7)),
+    "pending coding": (DELAYED, dict(value_coding="int8"), dict(value_coding="sign")),
+    "shape": (demo_optax.AllGather, {}, {}),
+    "smaller last block": (demo_optax.AllGather, {}, {}),
+}
+SHAPES = {"shape": (8, 16), "smaller last block": (15, 16)}
+
+
+def made(name, axis_name=None):
+    """Two optimizers whose states have arrays of the same shapes, and the second one's shape."""
+    exchange, settings, change = SETTINGS[name]
+    changes = settings, {**settings, **change}
+    txs = [
+        demo_optax.decoupled_momentum(
+            0.9,
+            demo_optax.Compression(**{"topk": 8, "block_side": 16, **settings}),
+            exchange=exchange(axis_name),
+        )
+        for settings in changes
+    ]
+    return *txs, SHAPES.get(name, (16, 8) if name == "shape" else (16, 16))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_compiled_update_refuses_a_state_of_other_settings(name, stacked):
+    tx, other, shape = made(name, "data" if stacked else None)
+    gradient = jnp.ones({"shape": (16, 8)}.get(name, (16, 16)))
+    params, others = gradient, jnp.zeros(shape)
+    if stacked:
+        tx, other = (demo_optax.stack_workers(x, MESH) for x in (tx, other))
+        gradient = jnp.stack([gradient, gradient])
+    update, state = jax.jit(tx.update), tx.init(params)
+    update(gradient, state, params)
+    for fn in (update, tx.update):
+        with pytest.raises(
+            ValueError, match=r"optimizer (needs|was made for)|exchange needs|parameter of shape"
+        ):
+            fn(gradient, other.init(others), params)
+
+
+@pytest.mark.parametrize("exchange", [demo_optax.AllGather(), DELAYED(None)], ids=str)
+def test_a_state_is_mapped_with_what_map_params_makes_of_it(exchange):
+    tx = demo_optax.demo(0.1, demo_optax.Compression(4, 8), exchange=exchange)
+    params = {"w": jnp.ones((8, 16)), "b": jnp.ones(8)}
+    state = tx.init(params)
+    named = optax.tree.map_params(
+        tx, lambda _, name: name, state, {"w": "w", "b": "b"}, transform_non_params=lambda _: "-"
+    )
+    for pair in ((state, named), (named, state)):
+        assert jax.tree.leaves(jax.tree.map(lambda *x: None, *pair)) == []
+    doubled = optax.tree.map_params(tx, lambda x: 2 * x, state)
+
+    def body(state, _):
+        updates, state = tx.update(params, state, params)
+        return state, updates
+
+    state, _ = jax.lax.scan(body, doubled, length=2)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    assert np.isfinite(jax.tree.leaves(state)[1]).all()
