@@ -153,24 +153,40 @@ def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
     return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
 
 
-def put(mesh: Mesh | AbstractMesh, tree, specs):
+def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool):
     """Places each leaf as its spec says, or the spec of a prefix.
 
-    An array that already has the sharding is returned. All others are copied: the step donates its
-    arguments, which must not be buffers that the caller keeps, or the same buffer twice.
+    An array that already has the sharding is returned. Arrays that will be ``donated`` are copied
+    otherwise: they must not be buffers that the caller keeps, or the same buffer twice.
     """
     seen: set[int] = set()
 
-    def place(x, spec):
-        wanted = shardings(mesh, spec)
+    def place(x, wanted):
         if isinstance(x, Tracer):
             return jax.device_put(x, wanted)
-        if id(x) not in seen and _has_sharding(x, wanted):
+        if not (donated and id(x) in seen) and _has_sharding(x, wanted):
             seen.add(id(x))
             return x
-        return jax.device_put(jnp.copy(x) if isinstance(x, jax.Array) else np.asarray(x), wanted)
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x)
+        elif donated:
+            x = jnp.copy(x)
+        return jax.device_put(x, wanted)
 
-    return jax.tree.map(place, tree, jax.tree.broadcast(specs, tree))
+    return jax.tree.map(place, tree, shardings(mesh, jax.tree.broadcast(specs, tree)))
+
+
+def signature(mesh: Mesh | AbstractMesh, tree):
+    """The devices of the mesh, and the structure, types and shardings of distinct, live arrays.
+
+    Comparing it is cheap. It is None if a leaf is traced or no array of JAX.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    try:
+        types = [(x.aval, x.sharding) for x in leaves if not x.is_deleted()]
+    except (AttributeError, TypeError):
+        return None
+    return with_devices(mesh), structure, types, len(set(map(id, leaves)))
 
 
 def _has_sharding(x, wanted: NamedSharding) -> bool:

@@ -3,6 +3,7 @@
 A ``jax.sharding.AbstractMesh`` stands for them. ``jax.vmap`` takes the place of ``jax.shard_map``.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -51,8 +52,13 @@ def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
         )
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
-    sizes, auto = (1,) * len(mesh.axis_names), (AxisType.Auto,) * len(mesh.axis_names)
-    return jax.make_mesh(sizes, mesh.axis_names, auto, devices=[device])
+    return _mesh_of_device(device, mesh.axis_names)
+
+
+@functools.lru_cache
+def _mesh_of_device(device: jax.Device, axis_names: tuple[str, ...]) -> Mesh:
+    sizes, auto = (1,) * len(axis_names), (AxisType.Auto,) * len(axis_names)
+    return jax.make_mesh(sizes, axis_names, auto, devices=[device])
 
 
 def map_workers(

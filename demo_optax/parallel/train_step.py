@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -195,7 +196,7 @@ def make_train_step(
             packet_bytes=StaticInt(layout.sent * mesh.size // workers),
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
-        return params, opt_state, results.state, metrics
+        return params, opt_state, *([results.state] if stateful else []), metrics
 
     @shards.once_per_shapes
     def layout_for(params, opt_state) -> StateLayout:
@@ -205,35 +206,43 @@ def make_train_step(
         worker_axis.require_state(opt_state, jax.eval_shape(init, params), workers)
         return layout
 
-    def specs_of(layout, batch):
-        """PartitionSpecs of the arguments of ``placed_step`` that follow the layout."""
-        leaf_batch_specs = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
-        return layout.params, layout.state, P(axis_name), leaf_batch_specs, P(), P()
+    @shards.once_per_shapes
+    def specs_of_batch(batch):
+        return shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
+
+    accepted: Any = (None, None)  # the signature of parameters and states as placed, their layout
 
     def step(params, opt_state, *args, **extra_args):
+        nonlocal accepted
         state, batch, key = split_arguments(args, stateful, random_key)
-        require_not_donated(params, opt_state, state)
-        require_in_order(params, opt_state)
-        layout = layout_for(params, opt_state)
-        specs = specs_of(layout, batch)
+        carried, others = (params, opt_state, state), (batch, key, extra_args)
+        signature, (known, layout) = shards.signature(mesh, carried), accepted
+        if signature is None or signature != known:
+            require_not_donated(*carried)
+            require_in_order(params, opt_state)
+            worker_axis.require_stacked(state, workers, "model state", "init_model_state")
+            layout = layout_for(params, opt_state)
+            specs = layout.params, layout.state, P(axis_name)
+            carried = shards.put(mesh, carried, specs, donated=donate)
+            accepted = shards.signature(mesh, carried), layout
+        leaf_batch_specs = specs_of_batch(batch)
         if not is_simulated(mesh, axis_name):
-            batches.require_global(batch, specs[3])
-        worker_axis.require_stacked(state, workers, "model state", "init_model_state")
-        given = params, opt_state, state, batch, key, extra_args
-        params, opt_state, state, metrics = placed_step(layout, *shards.put(mesh, given, specs))
-        return params, opt_state, *([state] if stateful else []), metrics
+            batches.require_global(batch, leaf_batch_specs)
+        others = shards.put(mesh, others, (leaf_batch_specs, P(), P()), donated=False)
+        return tuple(placed_step(layout, *carried, *others))
 
     def lower(params, opt_state, *args, **extra_args):
-        given = params, opt_state, *split_arguments(args, stateful, random_key), extra_args
+        state, batch, key = split_arguments(args, stateful, random_key)
+        given = params, opt_state, state, batch, key, extra_args
         shapes = jax.eval_shape(lambda *given: given, *given)
-        specs = jax.tree.broadcast(specs_of(layout_for(*shapes[:2]), shapes[3]), shapes)
-        params, opt_state, state, batch, key, extra_args = jax.tree.map(
-            lambda x, sharding: x.update(sharding=sharding), shapes, shards.shardings(mesh, specs)
-        )
-        donated = tuple(range(2 + stateful)) if donate else ()
-        jitted = jax.jit(lambda *args, **named: step(*args, **named), donate_argnums=donated)
-        state = [state] if stateful else []
-        return jitted.lower(params, opt_state, *state, batch, *key, **extra_args)
+        layout = layout_for(*shapes[:2])
+        specs = layout.params, layout.state, P(axis_name), specs_of_batch(shapes[3]), P(), P()
+        shardings = shards.shardings(mesh, jax.tree.broadcast(specs, shapes))
+        placed = jax.tree.map(lambda x, y: x.update(sharding=y), shapes, shardings)
+        lowered = placed_step.lower(layout, *placed)
+        called: Any = jax.tree.structure(((params, opt_state, *args), extra_args))
+        lowered.args_info = called.unflatten(jax.tree.leaves(lowered.args_info))
+        return lowered
 
     step.lower = lower  # type: ignore[attr-defined]
     return step
