@@ -129,7 +129,9 @@ def _bytes_of(jaxpr: core.Jaxpr, axes: set[str]) -> int:
         along = along if isinstance(along, tuple) else (along,)
         if axes & set(along) and not name.startswith(_LOCAL):
             # Operands without a result are offsets and buffers, which stay on the device.
-            avals: list[Any] = [x.aval for x, _ in zip(equation.invars, equation.outvars)]
+            avals: list[Any] = [
+                x.aval for x, _ in zip(equation.invars, equation.outvars, strict=False)
+            ]
             total += sum(math.prod(x.shape) * itemsize_bits(x.dtype) // 8 for x in avals)
     return total
 
