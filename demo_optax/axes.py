@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.dtypes import itemsize_bits
 from jax.extend import core
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -25,8 +24,10 @@ TRACING_ARGUMENTS = {"value": np.float32(0)}
 
 _CONTROL_FLOW = ("cond", "scan", "while")
 
-_LOCAL = ("axis_index", "precv", "preduced", "pvary", "reduced_vary_cast", "vary_unreduced_cast")
-"""Primitives that name an axis, but send nothing along it. All others are collectives."""
+_SENDS_NOTHING = (
+    "axis_index", "precv", "preduced", "pvary", "reduced_vary_cast", "vary_unreduced_cast",
+)  # fmt: skip
+"""Primitives of JAX that name an axis but are no collectives: casts of types, and a receipt."""
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
@@ -103,41 +104,41 @@ def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):
 def bytes_handed_over(program, axis_name: AxisName) -> int:
     """Bytes that one device hands to a traced program's collectives along ``axis_name``.
 
-    They are those of the operands, of every collective of JAX and each time that it runs: on every
-    pass of a scan, and in the branch of a condition that hands over the most.
+    The operands of a collective count each time that it runs: on every pass of a scan, and in the
+    branch of a condition that hands over the most.
 
     Raises:
-      ValueError: a ``while`` loop exchanges, and nobody knows how often.
+      ValueError: a collective stands in a ``while`` loop, whose number of passes nobody knows.
     """
-    return _bytes_of(program.jaxpr, set(names(axis_name)))
+    return _bytes_along(set(names(axis_name)), program.jaxpr)
 
 
-def _bytes_of(jaxpr: core.Jaxpr, axes: set[str]) -> int:
+def _bytes_along(worker_axes: set[str], jaxpr: core.Jaxpr) -> int:
     total = 0
     for equation in _equations(jaxpr):
-        name, params = equation.primitive.name, equation.params
-        if name in _CONTROL_FLOW:
-            inner = [_bytes_of(part, axes) for part in core.jaxprs_in_params(params)]
-            if name == "while" and any(inner):
+        primitive, params = equation.primitive.name, equation.params
+        if primitive in _CONTROL_FLOW:
+            inner = [_bytes_along(worker_axes, x) for x in core.jaxprs_in_params(params)]
+            if primitive == "while" and any(inner):
                 raise ValueError(
-                    f"the optimizer exchanges over {sorted(axes)} in a while loop, whose number of "
-                    "passes is not known before it runs, so its bytes cannot be counted: use "
-                    "jax.lax.scan, or jax.lax.fori_loop with Python integers as its bounds."
+                    f"a while loop exchanges over the workers' axes {sorted(worker_axes)}, but "
+                    "bytes are counted before the program runs, and nobody knows then how many "
+                    "passes it makes: use jax.lax.scan, or jax.lax.fori_loop from one Python "
+                    "integer to another."
                 )
-            total += max(inner) if name == "cond" else params.get("length", 1) * sum(inner)
+            total += max(inner) if primitive == "cond" else params.get("length", 1) * sum(inner)
         along = params.get("axes", params.get("axis_name", ()))
         along = along if isinstance(along, tuple) else (along,)
-        if axes & set(along) and not name.startswith(_LOCAL):
-            # Operands without a result are offsets and buffers, which stay on the device.
-            avals: list[Any] = [
-                x.aval for x, _ in zip(equation.invars, equation.outvars, strict=False)
-            ]
-            total += sum(math.prod(x.shape) * itemsize_bits(x.dtype) // 8 for x in avals)
+        if worker_axes & set(along) and not primitive.startswith(_SENDS_NOTHING):
+            # What comes after the operands of the results are offsets, or room for a result.
+            operands = equation.invars[: len(equation.outvars)]
+            avals: list[Any] = [operand.aval for operand in operands]
+            total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
     return total
 
 
 def _equations(jaxpr: core.Jaxpr):
-    """All equations of a program and of what it calls, without the bodies of its control flow."""
+    """The equations of a program and of all that it calls, but not those of its control flow."""
     for equation in jaxpr.eqns:
         yield equation
         if equation.primitive.name not in _CONTROL_FLOW:

@@ -1,5 +1,6 @@
 """A cause for every ``raise`` of the library."""
 
+import functools
 import pathlib
 import tempfile
 from unittest import mock
@@ -217,6 +218,14 @@ def unknown_groups():
     demo_optax.accounting.collectives(f"HloModule m, num_partitions=2\n{line}")
 
 
+def exchange_in_a_while_loop():
+    def update(gradient, _):
+        pass_on = functools.partial(jax.lax.ppermute, axis_name="data", perm=[(0, 0)])
+        return jax.lax.while_loop(lambda x: x[0] < 1, pass_on, gradient)
+
+    demo_optax.packet_bytes(optax.stateless(update), jnp.zeros(3))
+
+
 RAISED = [
     # settings
     lambda: demo_optax.Compression(topk=0),
@@ -335,6 +344,7 @@ RAISED = [
     # accounting
     lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
+    exchange_in_a_while_loop,
     unknown_groups,
     lambda: command.quantity("bandwidth")("fast"),
     count_integers,

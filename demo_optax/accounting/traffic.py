@@ -33,10 +33,12 @@ def packet_bytes(
     """Bytes that each worker hands to the collectives of one update.
 
     With local steps it is the last update of a round. The bytes are read from the traced update, so
-    any optax chain will do. Nothing is computed.
+    any optax chain will do. Nothing is computed. They are those of the operands of all collectives,
+    on every pass of a scan and in the largest branch of a condition.
 
     Args:
-      tx_or_compression: an optax transformation, or a compression alone.
+      tx_or_compression: an optax transformation, or a compression alone. `stack_workers` wraps the
+        transformation only afterwards.
       params: arrays or shapes of the parameters.
       axis_name: the axis that the transformation exchanges over.
       mesh: the mesh, if workers have several devices.
@@ -48,6 +50,9 @@ def packet_bytes(
     Returns:
       Bytes, summed over the worker's devices. For `decoupled_momentum` they are the packet's, for
       `mean_over_workers` the dense gradient's. 0 for a single worker (``axis_name=None``).
+
+    Raises:
+      ValueError: a collective stands in a ``while`` loop, whose number of passes nobody knows.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -24,7 +24,7 @@ from demo_optax.participation import PARTICIPATES
 
 @jax.tree_util.register_static
 class StaticInt(int):
-    """An integer of any size that JAX takes for a part of a tree's structure, not for a leaf."""
+    """An integer of any size that passes through ``jax.jit`` as it is, since it is no leaf."""
 
 
 class TrainMetrics(NamedTuple):
@@ -39,8 +39,8 @@ class TrainMetrics(NamedTuple):
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
-      packet_bytes: int, bytes that all devices of a worker together send in an exchange. It follows
-        from shapes alone, and is an integer of Python also inside ``jax.jit`` and ``jax.lax.scan``.
+      packet_bytes: int, bytes that all devices of a worker together send in an exchange. A Python
+        integer also inside ``jax.jit``; ``jax.lax.scan`` does not stack it.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax

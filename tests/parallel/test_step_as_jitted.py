@@ -1,5 +1,6 @@
 """The train step behaves like a jitted function."""
 
+import json
 import pickle
 
 import chex
@@ -12,8 +13,9 @@ import demo_optax
 from tests import model, workers
 
 TX = demo_optax.demo_adamw(5e-3, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
+DENSE = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(1e-3))
+EVERYTHING = demo_optax.demo_sgd(1.0, demo_optax.Compression(4096), axis_name="data")
 WORKERS = 4
-
 
 MESH = workers.mesh_of(WORKERS)
 
@@ -65,6 +67,31 @@ def test_lowered_from_shapes_it_is_the_same_program():
     (gather,) = demo_optax.accounting.collectives(compiled.as_text())
     metrics = step(params, state, model.batch(0))[2]
     assert gather.operand_bytes == metrics.packet_bytes
+
+
+@pytest.mark.parametrize("tx", [DENSE, EVERYTHING], ids=["dense", "every coefficient"])
+def test_more_bytes_than_an_int32_holds(tx):
+    """Of shapes alone: 2**32 bytes and more."""
+    params = jax.ShapeDtypeStruct((2**15, 2**15), np.float32)
+    mesh = workers.mesh_of(1)
+    state = jax.eval_shape(demo_optax.stack_workers(tx, mesh).init, params)
+    step = demo_optax.make_train_step(lambda params, x: params.sum() * x.mean(), tx, mesh)
+    batch, stacked = (jax.ShapeDtypeStruct(shape, np.float32) for shape in [(4,), (3, 4)])
+
+    def body(carry, x):
+        *carry, metrics = step(*carry, x)
+        return tuple(carry), metrics
+
+    def run(carry, xs):
+        return jax.lax.scan(body, carry, xs)
+
+    expected = demo_optax.packet_bytes(tx, params)
+    assert expected >= 2**32
+    in_jit = jax.eval_shape(jax.jit(step), params, state, batch)[2]
+    in_scan = jax.eval_shape(run, (params, state), stacked)[1]
+    lowered = step.lower(params, state, batch).out_info[2]
+    assert {x.packet_bytes for x in (in_jit, in_scan, lowered)} == {expected}
+    assert json.loads(json.dumps(in_jit.packet_bytes)) == expected
 
 
 def test_compiled_ahead_of_time_it_is_called_alike(expected):
