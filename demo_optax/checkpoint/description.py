@@ -109,7 +109,8 @@ def from_paths(leaves: dict, like):
             return x.encode("latin-1")
         if not hasattr(original, "dtype"):
             return type(original)(x)
-        x = (jnp if isinstance(original, jax.Array) else np).asarray(x).astype(original.dtype)
+        x = jnp.asarray(x) if isinstance(original, jax.Array) else x
+        x = x.astype(original.dtype)
         return x[()] if isinstance(original, np.generic) else x
 
     return jax.tree.map_with_path(restore, like)
