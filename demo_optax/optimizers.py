@@ -5,17 +5,17 @@ all of them share are described at `demo`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from demo_optax import checks, participation
+from demo_optax import axes, checks, participation
 from demo_optax._decoupled import decoupled
 from demo_optax._halves import SplitTransformation
-from demo_optax.arrays import in_dtype_of, upcast
+from demo_optax.arrays import IntScalar, in_dtype_of, upcast
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
 from demo_optax.exchange import Exchange
@@ -353,12 +353,22 @@ def _sums(u):
     return jnp.stack([jnp.sum(jnp.abs(u)), jnp.sum(jnp.square(u))])
 
 
+class MeanOverWorkersState(NamedTuple):
+    """State of `mean_over_workers`.
+
+    Attributes:
+      participants: int32 scalar, workers whose gradient entered the last mean.
+    """
+
+    participants: IntScalar
+
+
 def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
 
     Before any optax optimizer it makes the baseline for DeMo, on the same train step. The mean is
     over the workers whose gradient is finite; counting them takes four more bytes. It is zero if
-    there are none.
+    there are none. The state holds their number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -369,21 +379,21 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
 
     def init_fn(params):
         checks.floating_leaves(params)
-        return optax.EmptyState()
+        return MeanOverWorkersState(jnp.zeros((), jnp.int32))
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
         checks.require_local_gradient(updates, axis_name)
-        if axis_name is None:
-            return updates, state
-        sharded = sharded_axes_in(extra_args)
+        workers, sharded = axes.names(axis_name), sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
-        number = jnp.maximum(jax.lax.psum(participates.astype(jnp.float32), axis_name), 1.0)
+        # As float32 XLA adds it up together with the gradients.
+        participants = jax.lax.psum(participates.astype(jnp.float32), workers)
 
         def mean(g):
-            total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), axis_name)
-            return (upcast(total) / number).astype(g.dtype)
+            total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), workers)
+            return (upcast(total) / jnp.maximum(participants, 1.0)).astype(g.dtype)
 
+        state = MeanOverWorkersState(participants.astype(jnp.int32))
         return jax.tree.map(mean, updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

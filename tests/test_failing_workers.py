@@ -118,6 +118,63 @@ def test_parameters_rest_where_no_worker_takes_part(name):
     assert all(np.any(params[n] != before[n]) for n in params)
 
 
+def masks(x, y):
+    """Two optimizers, one for each part of the parameters."""
+    parts = {"a": True, "b": False}, {"a": False, "b": True}
+    return optax.chain(*map(optax.masked, (x, y), parts))
+
+
+def partition(x, y):
+    return optax.partition({"x": x, "y": y}, {"a": "x", "b": "y"})
+
+
+AGED = optax.add_decayed_weights(-0.1)
+DENSE = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(0.1))
+LATE = demo_optax.demo(0.1, SMALL, exchange=demo_optax.Delayed(demo_optax.AllGather("data")))
+OWNED = demo_optax.demo(0.1, SMALL, exchange=demo_optax.TwoPhase("data"))
+FOLLOWED = {  # how many steps of nobody come before the parameters rest, and the optimizer
+    "two momenta": (0, partition(DEMO, OWNED)),
+    "momentum and mean": (0, partition(DEMO, DENSE)),
+    "masks": (0, masks(DENSE, DEMO)),
+    "late": (1, partition(LATE, LATE)),
+    "mean": (0, DENSE),
+    "flat": (0, optax.flatten(DEMO)),
+    "flat part": (0, masks(optax.flatten(DEMO), DENSE)),
+    "local steps": (0, demo_optax.local_steps(optax.sgd(0.1), DEMO, 2, axis_name="data")),
+    "local steps, mean": (0, demo_optax.local_steps(optax.sgd(0.1), DENSE, 2, axis_name="data")),
+    "multi_steps": (0, demo_optax.multi_steps(partition(DEMO, DENSE), 2)),
+    "part of several steps": (0, partition(demo_optax.multi_steps(DEMO, 2), DENSE)),
+}
+
+
+@sweep("two momenta", "momentum and mean", "multi_steps", "flat part", name=FOLLOWED)
+def test_what_follows_moves_no_parameter_that_nobody_takes_part_in(name):
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    before, tx = FOLLOWED[name]
+    tx = demo_optax.stack_workers(optax.chain(tx, AGED), mesh)
+    params = {"a": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    gradient = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+    broken = jax.tree.map(lambda x: x * jnp.nan, gradient)
+    update, state = jax.jit(tx.update), tx.init(params)
+    for given in [gradient] * 2 + [broken] * before:
+        _, state = update(given, state, params)
+    for _ in range(2):
+        updates, state = update(broken, state, params)
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, params))
+    for _ in range(2 + before):
+        updates, state = update(gradient, state, params)
+    assert all(np.all(np.isfinite(x) & (x != 0)) for x in jax.tree.leaves(updates))
+
+
+def test_only_the_part_that_nobody_takes_part_in_rests():
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    tx = demo_optax.stack_workers(optax.chain(partition(LATE, DENSE), AGED), mesh)
+    params = {"a": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    gradient = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+    updates, _ = tx.update(gradient, tx.init(params), params)
+    assert np.all(updates["a"] == 0) and np.all(updates["b"] != 0)
+
+
 def test_the_dense_mean_is_that_of_the_others():
     tx = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(1.0))
     step, _ = placed(tx)

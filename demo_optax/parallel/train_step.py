@@ -134,9 +134,10 @@ def make_train_step(
       step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
       ``jax.lax.scan``.
 
-      If no packet is accepted, since no gradient was finite, the parameters do not change on this
-      step; with a delay, on the next one. Optimizers after `mean_over_workers` then get zeros, and
-      may still change the parameters by their own momentum and weight decay.
+      If nobody takes part in an exchange, since no gradient was finite, its parameters do not
+      change on this step; with a delay, on the next one. What follows the exchange in a chain gets
+      zeros then, and what it returns is ignored. Inside a round of `local_steps` or `multi_steps`
+      nothing changes either.
 
     Raises:
       ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made

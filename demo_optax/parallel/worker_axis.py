@@ -16,10 +16,13 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from demo_optax import axes, checks, participation
-from demo_optax.arrays import boxed_inside, unboxed
+from demo_optax._momentum import DecoupledMomentumState
+from demo_optax._rounds import LocalStepsState
+from demo_optax.arrays import IntScalar, boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.settings import MomentumFormat, TensorShapes
 from demo_optax.exchange.wrapper import PacketFormat
+from demo_optax.optimizers import MeanOverWorkersState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import map_workers
@@ -159,12 +162,46 @@ def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_ar
     new = participation.keep_local_state(
         new, old, layout.varies_over_workers, participates, layout.axis_name, sharded
     )
-    nodes = jax.tree.leaves(new, is_leaf=shards.is_momentum)
-    momenta = [node for node in nodes if shards.is_momentum(node)]
-    if len(momenta) == 1 and len(jax.tree.leaves(momenta[0].momentum)) == structure.num_leaves:
-        participants = momenta[0].metrics.participants
-        updates = participation.zero_updates_if_no_participants(updates, participants)
+    updates = _zero_updates_of_nobody(updates, new)
     return structure.unflatten(jax.tree.leaves(updates)), _stack(new, layout)
+
+
+def _zero_updates_of_nobody(updates, state):
+    """The updates, but zeros for parameters that nobody took part in an exchange of.
+
+    So no link that follows the exchange, such as a weight decay, moves them either.
+    """
+    exchanges = _exchanges(state)
+
+    def zero(path, update):
+        own = [n for paths, n in exchanges if path in paths or () in paths]
+        counts = own or [n for paths, n in exchanges if not paths]
+        if not counts:  # an exchange that is not ours
+            return update
+        participants = jnp.max(jnp.stack(counts))
+        return participation.zero_updates_if_no_participants(update, participants)
+
+    return jax.tree.map_with_path(zero, updates)
+
+
+def _exchanges(state) -> list[tuple[list, IntScalar]]:
+    """For each exchange the paths of its parameters, and its participants on this step.
+
+    A dense mean names no paths. On a step inside a round nobody takes part.
+    """
+    found, rounds = [], (LocalStepsState, optax.MultiStepsState)
+    kinds = *rounds, DecoupledMomentumState, MeanOverWorkersState
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(node, rounds):
+            inner = node.outer if isinstance(node, LocalStepsState) else node.inner_opt_state
+            ended = node.mini_step == 0
+            found += [(paths, jnp.where(ended, n, 0)) for paths, n in _exchanges(inner)]
+        elif isinstance(node, DecoupledMomentumState):
+            paths = [path for path, _ in jax.tree.leaves_with_path(node.momentum)]
+            found.append((paths, node.metrics.participants))
+        elif isinstance(node, MeanOverWorkersState):
+            found.append(([], node.participants))
+    return found
 
 
 def _stack(state, layout: StateLayout):
