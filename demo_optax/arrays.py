@@ -96,7 +96,7 @@ def key_impl(keys) -> str:
     return str(jax.random.key_impl(jnp.empty((), keys.dtype)))
 
 
-def unwrap_keys(x):
+def unwrap_keys(x) -> Any:
     """The numbers of random keys, of an array or its shape; anything else stays as it is."""
     if not is_key(x):
         return x
@@ -106,7 +106,7 @@ def unwrap_keys(x):
     return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
 
 
-def wrap_keys(x, like):
+def wrap_keys(x, like) -> Any:
     """The inverse of `unwrap_keys`, where ``like`` has random keys."""
     return jax.random.wrap_key_data(x, impl=key_impl(like)) if is_key(like) else x
 
