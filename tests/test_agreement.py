@@ -59,6 +59,13 @@ def test_every_version_that_differs_is_named(package, monkeypatch):
     assert found == [f"{package} is {version(package)} on process 0, 9.9 on process 1"]
 
 
+def test_a_setting_of_jax_that_differs_is_named():
+    own = agreement.facts(Config())
+    with jax.threefry_partitionable(False):
+        found = agreement.differences({0: own, 1: agreement.facts(Config())})
+    assert found == ["jax_threefry_partitionable is True on process 0, False on process 1"]
+
+
 def test_who_holds_what_among_many():
     alike, other = {"--steps": "1", "--topk": "32"}, {"--steps": "2", "--topk": "32"}
     held = dict.fromkeys(range(9), alike) | {3: other, 7: {"--topk": "8"}}
@@ -111,9 +118,10 @@ def ends(folder, second, **environment):
             ],
         ),
         slow(["--text", ROOT / "tests"], {}, ["the text, or what"]),
-        slow([], {"JAX_ENABLE_X64": "1"}, ["the step, before"]),
+        slow([], {"JAX_DEFAULT_MATMUL_PRECISION": "float32"}, ["the step, before"]),
+        slow([], {"JAX_DEFAULT_PRNG_IMPL": "rbg"}, ["jax_default_prng_impl is threefry2x32 on"]),
     ],
-    ids=["settings", "text", "program"],
+    ids=["settings", "text", "program", "settings-of-jax"],
 )
 def test_two_processes_that_differ_write_nothing(second, environment, told, tmp_path):
     statuses, lines = ends(tmp_path, second, **environment)

@@ -13,9 +13,25 @@ from demo_optax.swarm.records import Damaged
 from demo_optax.swarm.slots import SwarmError
 from demo_optax.swarm.store import Store
 
+JAX_SETTINGS = (
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_random_seed_offset",
+    "jax_threefry_partitionable",
+)
+
+
+def jax_settings() -> dict[str, str]:
+    """The settings of JAX that decide which random numbers and dtypes a program has."""
+    return {name: str(getattr(jax.config, name)) for name in JAX_SETTINGS}
+
 
 def facts_of(params, opt_state) -> dict[str, Any]:
-    """What is compared on every kind of device: trees, shapes, dtypes, compression, format."""
+    """What is compared on every kind of device.
+
+    These are trees, shapes, dtypes, the compression, the format, and `jax_settings`: links behind
+    the exchange, such as ``optax.add_noise``, may draw random numbers of their own.
+    """
     pending = pending_state(opt_state)
     return {
         "parameters": _description(params),
@@ -23,7 +39,7 @@ def facts_of(params, opt_state) -> dict[str, Any]:
         "packets": f"{pending.pending.shape[-1]} words",
         "compression": str(pending.format.compression),
         "format of the store": records.FORMAT,
-    }
+    } | jax_settings()
 
 
 def require(store: Store, facts: Mapping[str, Any], fingerprint: Fingerprint) -> None:

@@ -74,8 +74,8 @@ class Fingerprint(NamedTuple):
     """Which program opens the packets.
 
     Attributes:
-      device: the kind of device, JAX's version and settings, and the mesh: what the program's text
-        depends on beside the optimizer.
+      device: the kind of device, JAX's version and the mesh: what may differ in a swarm, and
+        changes the program's text.
       program: SHA-256 of its text.
     """
 
@@ -276,7 +276,4 @@ def _accumulates(state) -> bool:
 
 
 def _device(mesh: Mesh) -> str:
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    kind = mesh.devices.flat[0].platform
-    return f"{kind}, jax {jax.__version__}, mesh {dict(mesh.shape)}, {precision=}, {x64=}"
+    return f"{mesh.devices.flat[0].platform}, jax {jax.__version__}, mesh {dict(mesh.shape)}"

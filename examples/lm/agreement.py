@@ -13,6 +13,8 @@ from importlib import metadata
 import jax
 from jax._src.distributed import global_state  # the service has no public interface
 
+from demo_optax.swarm.agreement import jax_settings
+
 from . import hosts
 from .config import Config
 
@@ -33,14 +35,15 @@ _rounds = itertools.count()
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Settings, as they are given, and versions."""
+    """Settings, as they are given, those of JAX, and versions."""
     settings = dataclasses.asdict(config).items()
     versions = {package: metadata.version(package) for package in PACKAGES}
-    return {
+    given = {
         f"--{name.replace('_', '-')}": str(value)
         for name, value in settings
         if name not in MAY_DIFFER
-    } | versions
+    }
+    return given | jax_settings() | versions
 
 
 def digest(text: str) -> str:
@@ -64,7 +67,7 @@ def require_same(facts: Mapping[str, str], timeout: float) -> None:
     if found := differences({process: json.loads(text) for process, text in held.items()}):
         raise ValueError(
             f"the processes differ: {'; '.join(found)}. Start the same command on all hosts, with "
-            "the same files and the same versions."
+            "the same files, versions and settings of JAX."
         )
 
 

@@ -271,6 +271,22 @@ def test_another_run_in_the_same_place_is_refused(
         swarms.begin(make(store, 1, make_second, **{"snapshot_every": 100} | settings))
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (jax.default_prng_impl("rbg"), "jax_default_prng_impl is threefry2x32 there and rbg here"),
+        (jax.default_matmul_precision("highest"), "optimizer is"),
+    ],
+)
+def test_another_setting_of_jax_is_refused_where_it_changes_the_optimizer(store, setting, message):
+    def make_optimizer(exchange):
+        return demo_optax.decoupled(optax.contrib.muon(1e-2), Compression(4), exchange=exchange)
+
+    swarms.begin(make(store, 0, make_optimizer))
+    with setting, pytest.raises(SwarmError, match=message):
+        swarms.begin(make(store, 1, make_optimizer))
+
+
 def test_another_batch_and_another_weight_are_welcome(store):
     first = make(store, 0)
     swarms.begin(first)
