@@ -100,6 +100,18 @@ def floating_leaves(params) -> None:
             )
 
 
+def real_leaves(what: str, tree) -> None:
+    """Refuses complex numbers, whose imaginary parts would be lost in norms and sums."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if np.iscomplexobj(leaf):
+            raise TypeError(
+                f"{what}{jax.tree_util.keystr(path)} has the complex dtype "
+                f"{jnp.result_type(leaf)}, but demo_optax takes real numbers only: train the real "
+                "and the imaginary part as two parameters, and put them together inside the loss "
+                "with jax.lax.complex."
+            )
+
+
 def warn_of_several_devices(is_meant: bool) -> Callable[[str, Any], None]:
     """A check that warns once of arrays on several devices, unless one worker on them is meant.
 

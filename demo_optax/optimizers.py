@@ -323,6 +323,7 @@ def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
+        checks.real_leaves("gradient", updates)
         leaves, structure = jax.tree.flatten(updates)
         sums = [_sums(upcast(x)) for x in leaves]
         over = list(map(axes_of, of_leaves(updates, extra_args)))
@@ -391,6 +392,8 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
         state = MeanOverWorkersState(participants.astype(jnp.int32))
         return jax.tree.map(mean, updates), state
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: MeanOverWorkersState(jnp.zeros((), jnp.int32)), update_fn
-    )
+    def init_fn(params):
+        checks.real_leaves("parameter", params)
+        return MeanOverWorkersState(jnp.zeros((), jnp.int32))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -102,6 +102,7 @@ def received_bytes(
 
 
 def _traffic(compression: Compression, params, workers: int, exchange: Exchange) -> Traffic:
+    checks.real_leaves("parameter", params)
     plan = make_plan(compression, tuple(x.shape for x in jax.tree.leaves(params)))
     return exchange.traffic(plan, workers)
 

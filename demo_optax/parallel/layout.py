@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
-from demo_optax import axes
+from demo_optax import axes, checks
 from demo_optax.arrays import unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.parallel import shards
@@ -123,6 +123,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
     require_unwrapped(tx)
+    checks.real_leaves("parameter", params)
     types = jax.tree.map(jax.typeof, params)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
     leaves, structure = jax.tree.flatten((params, param_specs))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
+from demo_optax import checks
+
 
 def normalize_loss_fn(loss_fn: Callable, stateful: bool) -> Callable:
     """Wraps any loss function as ``fn(params, state, batch[, key]) -> (loss, (state, aux))``."""
@@ -59,7 +61,8 @@ def require_batch(args: tuple, stateful: bool) -> None:
 
 
 def require_differentiable(params) -> None:
-    """Refuses leaves that have no gradient, such as the random keys of a whole model."""
+    """Refuses leaves that have no real gradient, such as the random keys of a whole model."""
+    checks.real_leaves("params", params)
     for path, x in jax.tree.leaves_with_path(params):
         dtype = jax.typeof(x).dtype
         if not jnp.issubdtype(dtype, jnp.inexact):
