@@ -24,6 +24,7 @@ class LocalStepsState(NamedTuple):
     Attributes:
       mini_step: int32 scalar, inner steps of this round so far, in ``[0, every)``; the same on all
         workers.
+      stepped: bool scalar, whether any gradient of this round was finite; each worker its own.
       displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
         the shared ones.
       inner: state of the inner optimizer; each worker its own.
@@ -36,6 +37,7 @@ class LocalStepsState(NamedTuple):
     """
 
     mini_step: IntScalar
+    stepped: BoolScalar
     displacement: optax.Updates
     inner: optax.OptState
     outer: optax.OptState
@@ -76,11 +78,12 @@ def local_steps(
     take them at `local_parameters`. Inside a round updates are zero and nothing is sent. Schedules
     of ``inner`` count inner steps, those of ``outer`` rounds.
 
-    A worker skips an inner step whose gradient is not finite. If its own parameters are not finite
-    at the end of a round, it sends nothing and continues from the shared ones: ``outer`` gets zeros
-    and ``participates=False``, which its links must hand on. An inner state that is not finite
-    then starts again, but for its schedules and injected hyperparameters. Restored on a different
-    number of workers, the workers' parameters and inner states keep their mean, as momenta do.
+    A worker skips an inner step whose gradient is not finite. If it skipped all steps of a round,
+    or its own parameters are not finite at the end, it sends nothing and continues from the shared
+    ones: ``outer`` gets zeros and ``participates=False``, which its links must hand on. An inner
+    state that is not finite then starts again, but for its schedules and injected hyperparameters.
+    Restored on a different number of workers, the workers' parameters and inner states keep their
+    mean, as momenta do.
 
     Args:
       inner: any optax optimizer that does not exchange. Norms inside it (``optax.lamb``) are those
@@ -133,6 +136,7 @@ def local_steps(
             )
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
+            stepped=axes.as_varying(jnp.zeros((), bool), axis_name),
             displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
             outer=outer_state,
@@ -147,20 +151,21 @@ def local_steps(
             )
         checks.require_local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
+        sharded = sharded_axes_in(extra_args)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
         local_params = local_parameters(params, state)
         steps, inner_state = inner.update(updates, state.inner, local_params, **extra_args)
         _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(
             lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
         )
-        sharded = sharded_axes_in(extra_args)
-        participates = participation.decide(updates, axis_name, extra_args, sharded)
         old = state.displacement, state.inner
         displacement, inner_state = choose(participates, (displacement, inner_state), old)
+        stepped = state.stepped | participates
 
-        def end_round(displacement, inner_state, outer_state):
+        def end_round(stepped, displacement, inner_state, outer_state):
             local_params = local_parameters(params, state._replace(displacement=displacement))
-            sends = axes.on_all_devices(all_finite(local_params), axis_name, sharded)
+            sends = axes.on_all_devices(all_finite(local_params), axis_name, sharded) & stepped
             initial = inner.init(params)
             intact = participation.is_intact(inner_state, initial, axis_name, sharded)
             differences = jax.tree.map(
@@ -171,6 +176,7 @@ def local_steps(
             results, new = exchange(gradient, outer_state, params, **extra)
             return results, LocalStepsState(
                 mini_step=jnp.zeros((), jnp.int32),
+                stepped=jnp.zeros_like(stepped),
                 displacement=jax.tree.map(jnp.zeros_like, displacement),
                 inner=participation.choose_state(intact, inner_state, initial),
                 outer=new,
@@ -180,7 +186,7 @@ def local_steps(
             return LocalStepsState(state.mini_step + 1, *state_of_round)
 
         is_last = state.mini_step >= every - 1
-        args = displacement, inner_state, state.outer
+        args = stepped, displacement, inner_state, state.outer
         return _step_or_skip(is_last, end_round, go_on, *args)
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -317,6 +323,7 @@ def multi_steps(
         return optax.MultiStepsState(zero, zero, tx.init(params), _zeros_to_sum(params), ())
 
     def update_fn(updates, state, params=None, **extra_args):
+        checks.real_leaves("gradient", updates)
         participates = extra_args.pop(PARTICIPATES, True)
         calls = (state.mini_step + 1).astype(jnp.float32)
 
@@ -334,12 +341,12 @@ def multi_steps(
             return tx.update(gradient, inner, params, **extra)
 
         mean = jax.tree.map(add, state.acc_grads, updates)
-        is_last = state.mini_step == every - 1
+        is_last = state.mini_step >= every - 1
         new, inner = _step_or_skip(
             is_last, step, lambda _, inner: inner, mean, state.inner_opt_state
         )
         return new, optax.MultiStepsState(
-            mini_step=(state.mini_step + 1) % every,
+            mini_step=jnp.where(is_last, 0, state.mini_step + 1),
             gradient_step=state.gradient_step + is_last.astype(jnp.int32),
             inner_opt_state=inner,
             acc_grads=jax.tree.map(lambda m: jnp.where(is_last, jnp.zeros_like(m), m), mean),
@@ -361,6 +368,7 @@ def _step_or_skip(is_last: BoolScalar, step, skip, *args):
 
 def _zeros_to_sum(params):
     """Zeros in which updates of the parameters are summed: float32 or wider."""
+    checks.real_leaves("parameter", params)
     return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
 
 

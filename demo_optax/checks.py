@@ -121,6 +121,8 @@ def shapes_of(what: str, tree) -> Any:
 
 
 def floating_leaves(params) -> None:
+    """Refuses leaves other than arrays of real floating-point numbers."""
+    real_leaves("parameter", params)
     shapes = jax.tree.leaves(shapes_of("parameter", params))
     for (path, leaf), x in zip(jax.tree.leaves_with_path(params), shapes, strict=True):
         if not hasattr(leaf, "shape") or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -128,6 +130,18 @@ def floating_leaves(params) -> None:
             raise TypeError(
                 f"parameter{jax.tree_util.keystr(path)} has {given}, but only arrays "
                 f"of real floating-point numbers are exchanged: {SPLIT}"
+            )
+
+
+def real_leaves(what: str, tree) -> None:
+    """Refuses complex numbers, whose imaginary parts would be lost in norms and sums."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if np.iscomplexobj(leaf):
+            raise TypeError(
+                f"{what}{jax.tree_util.keystr(path)} has the complex dtype "
+                f"{jnp.result_type(leaf)}, but demo_optax takes real numbers only: train the real "
+                "and the imaginary part as two parameters, and put them together inside the loss "
+                "with jax.lax.complex."
             )
 
 

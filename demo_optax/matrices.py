@@ -22,7 +22,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Float
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from demo_optax import axes, specs
+from demo_optax import axes, checks, specs
 from demo_optax.arrays import in_dtype_of, unboxed, upcast
 from demo_optax.axes import AxisName
 
@@ -101,6 +101,7 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
+        checks.real_leaves("gradient", updates)
         leaves, structure = jax.tree.flatten(updates)
         numbers = dimension_numbers(given, updates)
         stacks: dict[tuple, list[int]] = {}

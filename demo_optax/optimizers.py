@@ -324,6 +324,7 @@ def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
+        checks.real_leaves("gradient", updates)
         leaves, structure = jax.tree.flatten(updates)
         sums = [_sums(upcast(x)) for x in leaves]
         over = list(map(axes_of, of_leaves(updates, extra_args)))

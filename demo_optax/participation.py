@@ -28,7 +28,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from demo_optax import axes
+from demo_optax import axes, checks
 from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, energy, in_dtype_of
 from demo_optax.axes import AxisName
 
@@ -50,6 +50,7 @@ def decide(
       sharded: axes along which the worker's devices hold shards; needed where the types carry no
         varying-axes (VMA) information.
     """
+    checks.real_leaves("gradient", gradient)
     finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
     participates = axes.on_all_devices(finite, axis_name, sharded)
     if PARTICIPATES in extra_args:
@@ -64,8 +65,8 @@ def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
 
 
 def all_finite(tree: Any) -> BoolScalar:
-    """Whether no element of any floating leaf is infinite or NaN."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    """Whether no element of any floating or complex leaf is infinite or NaN."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.array([jnp.isfinite(x).all() for x in leaves], bool).all()
 
 

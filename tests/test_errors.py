@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax import matrices
 from tests import model, raising, workers
 from tests.sweeps import sweep
 
@@ -143,6 +144,60 @@ def test_a_model_that_is_split_as_advised_trains(stateful):
     new, *_ = step(params, opt_state, *state, model.batch(0))
     assert jax.tree.structure(new) == jax.tree.structure(params)
     assert jnp.any(new["out"] != params["out"])
+
+
+COMPLEX, REAL = {"w": jnp.full((4, 4), 1 + 2j)}, {"w": jnp.ones((4, 4))}
+SIMULATED = jax.sharding.AbstractMesh((2,), ("data",))
+OPTIMIZERS = {
+    "demo": ALONE,
+    "demo_scaled": demo_optax.demo_scaled(1e-3),
+    "demo_muon": demo_optax.demo_muon(1e-3),
+    "mean_over_workers": demo_optax.mean_over_workers(None),
+    "scale_by_signed_root": demo_optax.scale_by_signed_root(),
+    "orthogonalize": matrices.orthogonalize(None, None),
+    "local_steps": demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), 2),
+    "multi_steps": demo_optax.multi_steps(optax.sgd(1.0), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_refuses_complex_numbers(name):
+    tx = OPTIMIZERS[name]
+    with pytest.raises(TypeError, match=r"gradient\['w'\] has the complex dtype.*two parameters"):
+        tx.update(COMPLEX, tx.init(REAL), REAL)
+    with pytest.raises(TypeError, match=r"\['w'\].* complex"):
+        tx.update(COMPLEX, tx.init(COMPLEX), COMPLEX)
+
+
+DENSE = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
+FROZEN = optax.partition({"x": DEMO, "y": optax.set_to_zero()}, {"w": "y", "v": "x"})
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda: demo_optax.init_opt_state(DENSE, COMPLEX, SIMULATED),
+        lambda: demo_optax.init_opt_state(FROZEN, {**COMPLEX, "v": jnp.ones(3)}, SIMULATED),
+        lambda: demo_optax.state_specs(DENSE, COMPLEX, SIMULATED),
+        lambda: demo_optax.stack_workers(DENSE, SIMULATED).init(COMPLEX),
+        lambda: demo_optax.stack_workers(DENSE, SIMULATED).update(
+            {"w": jnp.ones((2, 4, 4)) * 1j},
+            demo_optax.init_opt_state(DENSE, REAL, SIMULATED),
+            REAL,
+        ),
+        lambda: demo_optax.make_train_step(lambda p, x: x.sum(), DENSE, SIMULATED)(
+            COMPLEX, demo_optax.init_opt_state(DENSE, REAL, SIMULATED), jnp.ones((4, 3))
+        ),
+        lambda: demo_optax.worker_gradients(lambda p, x: x.sum(), SIMULATED)(COMPLEX, jnp.ones(4)),
+        lambda: demo_optax.packet_bytes(Compression(), COMPLEX, axis_name="data"),
+        lambda: demo_optax.packet_bytes(DENSE, COMPLEX, axis_name="data"),
+        lambda: demo_optax.packet_bytes(DENSE, COMPLEX, mesh=SIMULATED),
+        lambda: demo_optax.accounting.received_bytes(Compression(), COMPLEX, 4),
+    ],
+)
+def test_no_function_takes_complex_parameters(fn):
+    with pytest.raises(TypeError, match=r"\['w'\] has the complex dtype complex64.*two parameters"):
+        fn()
 
 
 def test_numbers_are_injected_and_a_compression_is_left_alone():

@@ -298,7 +298,13 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return LocalStepsState(jnp.zeros((), jnp.int32), zeros, optax.EmptyState(), tx.init(params))
+        return LocalStepsState(
+            mini_step=jnp.zeros((), jnp.int32),
+            stepped=jnp.array(True),
+            displacement=zeros,
+            inner=optax.EmptyState(),
+            outer=tx.init(params),
+        )
 
     def update(updates, state, params=None, **extra_args):
         updates, inside = tx.update(updates, state.outer, params, **extra_args)

@@ -109,6 +109,7 @@ def received_bytes(
 
 
 def _traffic(compression: Compression, params, workers: int, exchange: Exchange) -> Traffic:
+    checks.real_leaves("parameter", params)
     shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
     plan = make_plan(compression, tuple(x.shape for x in shapes))
     return exchange.traffic(plan, workers)

@@ -40,8 +40,9 @@ class Quantiser:
     mean_level: float | None = None
 
 
-# The two coarsest have no level at zero, since what is selected is not zero. 2.2 for the mean
-# lost least energy on the largest of normal, Laplace and Student-t coefficients.
+# The two coarsest have no level at zero, since few selected coefficients are zero. A zero, such as
+# the largest of a bin of zeros, is sent as plus or minus a level, and the momentum keeps the error.
+# 2.2 for the mean lost least energy on the largest of normal, Laplace and Student-t coefficients.
 QUANTISERS = {
     "int8": Quantiser(8, tuple(range(-127, 128))),
     "int4": Quantiser(4, tuple(range(-7, 8))),

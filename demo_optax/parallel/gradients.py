@@ -354,7 +354,7 @@ def _mean_state(state, inner: tuple[str, ...]):
 
     def mean(x):
         x = axes.as_varying(x, inner)
-        if jnp.issubdtype(x.dtype, jnp.floating):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
             return jax.lax.pmean(x, inner)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             numbers = shards.from_first(jax.random.key_data(x), inner)

@@ -124,6 +124,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
     """
     require_unwrapped(tx)
+    checks.real_leaves("parameter", params)
     params = checks.shapes_of("parameter", params)
     leaves, structure = jax.tree.flatten((params, param_specs))
     context = mesh, axis_name, axes.platform(), jnp.result_type(float)

@@ -61,7 +61,8 @@ def require_batch(args: tuple, stateful: bool) -> None:
 
 
 def require_differentiable(params) -> None:
-    """Refuses leaves that have no gradient, such as the random keys of a whole model."""
+    """Refuses leaves that have no real gradient, such as the random keys of a whole model."""
+    checks.real_leaves("params", params)
     for path, x in jax.tree.leaves_with_path(checks.shapes_of("params", params)):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
