@@ -53,6 +53,11 @@ def upcast(x: Tensor) -> Tensor:
     return x.astype(widest(x.dtype))
 
 
+def reusable(x: Array) -> Array:
+    """The same array; ``jax_debug_key_reuse`` allows its random keys to be used once more."""
+    return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
 @jax.threefry_partitionable(True)
 def round_stochastically(
     x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray

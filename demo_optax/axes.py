@@ -17,6 +17,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from demo_optax.arrays import reusable
+
 AxisName = str | tuple[str, ...] | None
 
 TRACING_ARGUMENTS = {"value": np.float32(0)}
@@ -72,7 +74,7 @@ def as_varying(tree, axis_name: AxisName):
 
     def cast(x):
         missing = tuple(name for name in manual_names(axis_name) if name not in varying(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return reusable(jax.lax.pcast(x, missing, to="varying")) if missing else x
 
     return jax.tree.map(cast, tree)
 

@@ -29,7 +29,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from demo_optax import axes, checks
-from demo_optax.arrays import BoolScalar, FloatScalar, IntScalar, energy, in_dtype_of
+from demo_optax.arrays import (
+    BoolScalar,
+    FloatScalar,
+    IntScalar,
+    energy,
+    in_dtype_of,
+    reusable,
+)
 from demo_optax.axes import AxisName
 
 PARTICIPATES = "participates"
@@ -72,7 +79,11 @@ def all_finite(tree: Any) -> BoolScalar:
 
 def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
     """``tree`` if the condition holds, else ``otherwise``; in the dtypes of the latter."""
-    return jax.tree.map(lambda x, y: in_dtype_of(jnp.where(condition, x, y), y), tree, otherwise)
+
+    def chosen(x, y):
+        return in_dtype_of(jnp.where(condition, x, reusable(y)), y)
+
+    return jax.tree.map(chosen, tree, otherwise)
 
 
 def is_intact(
@@ -105,7 +116,7 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
             inner = choose_state(condition, x.inner_state, other.inner_state)
             given = jax.tree.map(keep_finite, x.hyperparams, other.hyperparams)
             return x._replace(inner_state=inner, hyperparams=given)
-        return in_dtype_of(jnp.where(condition, x, other), x)
+        return in_dtype_of(jnp.where(condition, x, reusable(other)), x)
 
     return jax.tree.map(chosen, state, otherwise, is_leaf=is_kept)
 

@@ -38,6 +38,8 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
       NameError: ``axis_name`` is not bound where the function is called.
       TypeError: a differentiated argument was not given by position.
 
+    Errors of JAX about types that vary over the axis get a note about the settings that help.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P
@@ -66,7 +68,8 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
         local = list(args)
         for i in differentiated:
             local[i] = axes.as_varying(local[i], axis_name)
-        return value_and_grad(*local, **kwds)
+        with losses.explain_varying_types(axis_name):
+            return value_and_grad(*local, **kwds)
 
     return wrapped
 
@@ -76,7 +79,8 @@ class WorkerGradients(NamedTuple):
 
     Attributes:
       loss: ``(workers,)``, loss of each worker.
-      aux: the aux of the loss function, with a leading axis of workers.
+      aux: the aux of the loss function, with a leading axis of workers. With ``microbatches`` above
+        1, aux has an axis of microbatches behind it.
       state: each worker's model state, where the loss function has one.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
@@ -294,16 +298,20 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
         (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
         return loss, state, aux, gradient
 
+    def of_part(state, part, number):
+        keys = [jax.random.fold_in(k, number) for k in key]
+        return value_and_grad(params, state, part, *keys)
+
     def add(carry, args):
         total, state = carry
-        (loss, (state, aux)), gradient = value_and_grad(params, state, *args)
+        (loss, (state, aux)), gradient = of_part(state, *args)
         total = jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient))
         return (total, axes.as_varying(state, axis_name)), aux
 
-    keys = [jax.random.split(k, microbatches) for k in key]
-    parts = batches.split_microbatches(batch, rows, microbatches), *keys
-    first = jax.tree.map(lambda x: x[0], parts)
-    (loss, _), gradient = jax.eval_shape(value_and_grad, params, state, *first)
+    parts = batches.split_microbatches(batch, rows, microbatches), jnp.arange(microbatches)
+    (loss, _), gradient = jax.eval_shape(
+        lambda parts: of_part(state, *jax.tree.map(lambda x: x[0], parts)), parts
+    )
     zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
     (total, state), aux = jax.lax.scan(add, (axes.as_varying(zeros, axis_name), state), parts)
     loss, gradient = jax.tree.map(

@@ -1,13 +1,15 @@
 """Checks of loss functions: their arguments, their results and what is differentiated."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from demo_optax import checks
+from demo_optax import axes, checks
+from demo_optax.axes import AxisName
 
 
 def normalize_loss_fn(loss_fn: Callable, stateful: bool) -> Callable:
@@ -69,3 +71,21 @@ def require_differentiable(params) -> None:
                 f"params{keystr(path)} has the dtype {x.dtype}, which has no gradient: "
                 f"{checks.SPLIT}"
             )
+
+
+@contextlib.contextmanager
+def explain_varying_types(axis_name: AxisName) -> Iterator[None]:
+    """Adds a note to JAX's errors about types that vary over the workers' axis."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        about_types = any(word in str(error) for word in ("{V:", "varying", "manual axis types"))
+        if about_types and axes.manual_names(axis_name):
+            error.add_note(
+                "The types of values that differ between workers name the workers' axis, and JAX "
+                "compares types in loops, branches and custom derivatives, so that a loop that "
+                "starts from zeros fails. Give make_train_step either check_vma=False, which "
+                "SwarmWorker and jax.shard_map take too, or manual_axes=(). See "
+                "docs/how_to/troubleshoot.md for what they cost."
+            )
+        raise

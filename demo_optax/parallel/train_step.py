@@ -34,7 +34,8 @@ class TrainMetrics(NamedTuple):
       loss: float ``(workers,)``, loss of each worker where it takes its gradient.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
-        the step handles several devices per worker itself (see ``manual_axes``).
+        the step handles several devices per worker itself (see ``manual_axes``). With
+        ``microbatches`` above 1, aux has an axis of microbatches behind it.
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
@@ -93,7 +94,7 @@ def make_train_step(
         then all workers are simulated on one device, by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
       microbatches: parts into which each worker's batch is divided to save memory; gradients are
-        averaged over them, and there is one exchange.
+        averaged over them, and there is one exchange. aux has an entry for each microbatch.
       clip_norm: largest global norm of each worker's local gradient.
       random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
         and microbatch gets its own.
@@ -103,7 +104,8 @@ def make_train_step(
         worker average its floats. It passes from one microbatch to the next, and does not change
         on a step whose gradient is not finite.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
-        are local and parameters replicated. Some operations need that.
+        are local and parameters replicated. Loops that start from zeros, such as those of RNNs,
+        need False, or ``manual_axes=()``.
       param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
         a tree or a prefix of one. By default each device holds all parameters.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first

@@ -50,10 +50,11 @@ class SwarmWorker:
       delay: 1 exchanges packets while the next step computes its gradient, as `demo_optax.Delayed`.
       snapshot_every: steps between two snapshots; the same for all workers.
       norm_limit: as in `demo_optax.AllGather`.
-      microbatches: as in `demo_optax.make_train_step`, and so are the next three.
+      microbatches: as in `demo_optax.make_train_step`, and so are the next four.
       clip_norm: largest norm of the gradient.
       param_specs: of the parameters.
       batch_specs: of the batch.
+      check_vma: False lets the loss have loops that start from zeros.
       weight: of this worker's messages in the mean, such as the tokens of its batch. By default
         all workers count the same.
       facts: what else all workers must have in common, compared when one joins. On one kind of
@@ -78,6 +79,7 @@ class SwarmWorker:
         clip_norm: float | None = None,
         param_specs=None,
         batch_specs=None,
+        check_vma: bool = True,
         weight: float = 1.0,
         facts: Mapping[str, Any] | None = None,
     ):
@@ -116,6 +118,7 @@ class SwarmWorker:
             batch_specs=batch_specs,
             microbatches=microbatches,
             clip_norm=clip_norm,
+            check_vma=check_vma,
         )
         own_facts = dict(snapshot_every=snapshot_every, slots=slots, delay=delay)
         self._facts: dict[str, Any] = own_facts | {"norm_limit": norm_limit} | dict(facts or {})
