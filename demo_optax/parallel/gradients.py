@@ -290,7 +290,7 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
 
     def value_and_grad(*args):
         results = differentiated(*args)
-        _require_local_loss(results[0][0], axis_name)
+        losses.require_local_loss(results[0][0], axis_name)
         return results
 
     state = axes.as_varying(state, axis_name)
@@ -318,16 +318,6 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
         lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
     )
     return loss, state, aux, gradient
-
-
-def _require_local_loss(loss, axis_name: AxisName) -> None:
-    """Refuses a loss that is the same on all workers, where types have VMA information."""
-    if axes.types_are_tracked(axis_name) and not set(axes.names(axis_name)) <= axes.varying(loss):
-        raise ValueError(
-            f"the loss is the same on all workers of {axis_name!r}: it averages or sums over them, "
-            "which would scale every gradient, or depends on neither parameters nor batch. Leave "
-            "out pmean and psum: the loss is that of one worker, and the optimizer exchanges."
-        )
 
 
 def _gather(params, specs):

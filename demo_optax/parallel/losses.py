@@ -73,6 +73,16 @@ def require_differentiable(params) -> None:
             )
 
 
+def require_local_loss(loss, axis_name: AxisName) -> None:
+    """Refuses a loss that is the same on all workers, where types have VMA information."""
+    if axes.types_are_tracked(axis_name) and not set(axes.names(axis_name)) <= axes.varying(loss):
+        raise ValueError(
+            f"the loss is the same on all workers of {axis_name!r}: it averages or sums over them, "
+            "which would scale every gradient, or depends on neither parameters nor batch. Leave "
+            "out pmean and psum: the loss is that of one worker, and the optimizer exchanges."
+        )
+
+
 @contextlib.contextmanager
 def explain_varying_types(axis_name: AxisName) -> Iterator[None]:
     """Adds a note to JAX's errors about types that vary over the workers' axis."""
