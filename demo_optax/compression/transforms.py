@@ -32,7 +32,7 @@ def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
     when a run resumes. This key depends on none. What is drawn from it must not either: draw under
     ``jax.threefry_partitionable(True)``, and name the dtype.
     """
-    words = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    words = jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     return jax.random.fold_in(jax.random.fold_in(key, step), purpose)
 
