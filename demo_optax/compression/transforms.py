@@ -7,7 +7,7 @@ swapped, which saves a transpose in each direction.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
     when a run resumes. This key depends on none. What is drawn from it must not either: draw under
     ``jax.threefry_partitionable(True)``, and name the dtype.
     """
-    words: Any = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+    words = jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     return jax.random.fold_in(jax.random.fold_in(key, step), purpose)
 
