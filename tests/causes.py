@@ -245,6 +245,7 @@ RAISED = [
     lambda: demo_optax.decoupled_momentum(momentum_dtype=jnp.ones(())),
     # parameters, gradients and states
     lambda: ALONE.init({"steps": jnp.arange(3)}),
+    lambda: demo_optax.mean_over_workers("data").init({"w": 1j * jnp.ones(3)}),
     lambda: ALONE.update([jnp.ones(3)], ALONE.init(jnp.ones(3))),
     lambda: ALONE.update(jnp.ones((24, 8)), ALONE.init(jnp.ones((16, 8)))),
     stacked_state_inside,

@@ -52,7 +52,7 @@ class TensorShapes(tuple[tuple[int, ...], ...]):
         return isinstance(other, TensorShapes) and not self != other
 
     def __ne__(self, other: object) -> bool:
-        return bool(self and other) and tuple(self) != tuple(other)
+        return bool(self and other) and super().__ne__(other)
 
     __hash__ = tuple.__hash__
 
