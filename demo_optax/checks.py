@@ -139,7 +139,7 @@ def real_leaves(what: str, tree) -> None:
         if np.iscomplexobj(leaf):
             raise TypeError(
                 f"{what}{jax.tree_util.keystr(path)} has the complex dtype "
-                f"{jnp.result_type(leaf)}, but demo_optax takes real numbers only: train the real "
+                f"{jnp.result_type(leaf)}, but demo_optax takes real numbers only: give the real "
                 "and the imaginary part as two parameters, and put them together inside the loss "
                 "with jax.lax.complex."
             )
