@@ -114,7 +114,13 @@ def test_no_key_is_used_twice(mesh, manual_axes, microbatches):
         noise = jax.random.normal(key) + jax.random.normal(now)
         return model.loss(params, batch) + 0 * noise, (later, None)
 
-    tx = optax.chain(PLAIN_SGD, optax.add_noise(0.1, 0.5, jax.random.key(1)))
+    def draw(updates, key, params=None):
+        later, now = jax.random.split(key)
+        noise = 0 * jax.random.normal(now)
+        return jax.tree.map(lambda x: x + noise, updates), later
+
+    noise = optax.GradientTransformation(lambda params: jax.random.key(1), draw)
+    tx = optax.chain(noise, PLAIN_SGD, noise)
     options = dict(microbatches=microbatches, manual_axes=manual_axes)
     step = demo_optax.make_train_step(
         loss_fn, tx, mesh, random_key=True, stateful=True, donate=False, **options
