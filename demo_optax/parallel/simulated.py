@@ -56,7 +56,7 @@ def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 @functools.lru_cache
-def _mesh_of_device(device: jax.Device, axis_names: tuple[str, ...]) -> Mesh:
+def _mesh_of_device(device, axis_names: tuple[str, ...]) -> Mesh:
     sizes, auto = (1,) * len(axis_names), (AxisType.Auto,) * len(axis_names)
     return jax.make_mesh(sizes, axis_names, auto, devices=[device])
 

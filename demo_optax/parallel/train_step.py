@@ -183,6 +183,7 @@ def make_train_step(
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
+        packet_bytes: Any = np.float32(layout.sent * mesh.size // workers)  # int32 ends at 2 GiB
         metrics = TrainMetrics(
             loss=results.loss,
             gradient_norm=results.norm,
@@ -190,7 +191,7 @@ def make_train_step(
             custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
-            packet_bytes=np.float32(layout.sent * mesh.size // workers),
+            packet_bytes=packet_bytes,
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
