@@ -38,8 +38,6 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
       NameError: ``axis_name`` is not bound where the function is called.
       TypeError: a differentiated argument was not given by position.
 
-    Errors of JAX about types that vary over the axis get a note about the settings that help.
-
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax.sharding import PartitionSpec as P

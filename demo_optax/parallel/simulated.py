@@ -5,7 +5,6 @@ A ``jax.sharding.AbstractMesh`` stands for them. ``jax.vmap`` takes the place of
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -57,7 +56,7 @@ def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 @functools.lru_cache
-def _mesh_of_device(device: Any, axis_names: tuple[str, ...]) -> Mesh:
+def _mesh_of_device(device, axis_names: tuple[str, ...]) -> Mesh:
     sizes, auto = (1,) * len(axis_names), (AxisType.Auto,) * len(axis_names)
     return jax.make_mesh(sizes, axis_names, auto, devices=[device])
 

@@ -85,3 +85,59 @@ def test_a_whole_model_with_dropout_is_refused_and_its_parts_are_taken():
         gradients(params, rest, BATCH)
     found = gradients(params, demo_optax.init_model_state(rest, MESH), BATCH)
     assert found.loss.shape == (2,) and np.isfinite(found.gradient_norm).all()
+
+
+START = model.init()
+
+
+@jax.custom_vjp
+def with_a_derivative(params):
+    return params["bias"].sum()
+
+
+def zero_derivative(_, gradient):
+    return (jax.tree.map(jnp.zeros_like, START),)
+
+
+with_a_derivative.defvjp(lambda params: (with_a_derivative(params), None), zero_derivative)
+OF_TYPES = {
+    "scan": lambda x: jax.lax.scan(lambda c, x: (c + x.sum(), None), 0.0, x)[0],
+    "fori_loop": lambda x: jax.lax.fori_loop(0, 2, lambda i, c: c + x.sum(), 0.0),
+    "while_loop": lambda x: jax.lax.while_loop(lambda c: c < 1, lambda c: c + x.sum() ** 2, 0.0),
+    "cond": lambda x: jax.lax.cond(x.sum() > 0, lambda: x.sum(), lambda: 0.0),
+}
+
+
+@pytest.mark.parametrize("name", [*OF_TYPES, "custom_vjp"])
+def test_errors_about_types_that_vary_name_the_settings_that_help(name):
+    def loss(params, batch):
+        other = OF_TYPES[name](batch["x"]) if name in OF_TYPES else with_a_derivative(params)
+        return model.loss(params, batch) + 0 * other
+
+    def gradients(params, batch):
+        return demo_optax.local_value_and_grad(loss, "data")(params, batch)[0][None]
+
+    def train(**options):
+        step = demo_optax.make_train_step(loss, DEMO, MESH, **options)
+        return step(START, demo_optax.init_opt_state(DEMO, START, MESH), BATCH)
+
+    on_devices = jax.shard_map(
+        gradients, mesh=MESH, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data")
+    )
+    for fails in (train, lambda: train(microbatches=2), lambda: on_devices(START, BATCH)):
+        with pytest.raises((TypeError, ValueError)) as error:
+            fails()
+        (note,) = [note for note in error.value.__notes__ if "differ between workers" in note]
+        assert "check_vma=False" in note and "manual_axes=()" in note and "troubleshoot" in note
+    for options in (dict(check_vma=False), dict(manual_axes=())):
+        assert np.isfinite(train(**options)[2].loss).all()
+
+
+def test_other_errors_of_a_loss_get_no_note():
+    def loss(params, batch):
+        raise TypeError("of my own")
+
+    step = workers.step_of(DEMO, MESH, loss)
+    with pytest.raises(TypeError, match="of my own") as error:
+        step(START, workers.initial(DEMO, MESH)[1], BATCH)
+    assert not [x for x in getattr(error.value, "__notes__", ()) if "check_vma" in x]

@@ -2,9 +2,11 @@
 
 import json
 import pickle
+import sys
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -174,3 +176,78 @@ def test_a_random_key_is_placed():
     key = jax.device_put(jax.random.key(0), jax.devices()[7])
     losses = step(model.init(), state, model.batch(0), key)[2].loss
     assert len(np.unique(losses)) == WORKERS
+
+
+def many_leaves(params, batch):
+    return jnp.mean(batch) * sum(map(jnp.sum, params.values()))
+
+
+def calls_of_a_step(leaves):
+    """Calls in Python of the third step, with this number of parameters."""
+    params = {f"w{i}": jnp.zeros((8, 8)) for i in range(leaves)}
+    step = demo_optax.make_train_step(many_leaves, TX, MESH)
+    carry = params, demo_optax.init_opt_state(TX, params, MESH)
+    batch = jax.device_put(np.ones(8), jax.NamedSharding(MESH, jax.P("data")))
+    for _ in range(2):
+        *carry, _ = step(*carry, batch)
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event in ("call", "c_call")))
+    try:
+        step(*carry, batch)
+    finally:
+        sys.setprofile(None)
+    return sum(calls)
+
+
+def test_a_step_makes_few_calls_in_python_for_each_parameter():
+    assert calls_of_a_step(24) - calls_of_a_step(4) <= 5 * 20
+
+
+def test_what_was_given_away_is_refused_after_any_number_of_steps():
+    step, *carry = prepared()
+    for batch in batches(3):
+        before, (*carry, _) = carry, step(*carry, batch)
+    with pytest.raises(RuntimeError, match="was given away to an earlier step"):
+        step(before[0], carry[1], model.batch(0))
+    params, state = carry
+    step({**params, "out": params["out"] + 0}, state, model.batch(0))
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("mesh", [MESH, jax.sharding.AbstractMesh((WORKERS,), ("data",))])
+def test_a_batch_is_placed_without_a_copy(mesh, kind, monkeypatch):
+    step, carry = workers.step_of(TX, mesh), workers.initial(TX, mesh)
+    batch = jax.tree.map(kind, model.batch(0))
+    *carry, _ = step(*carry, batch)
+    calls = []
+    monkeypatch.setattr(jnp, "copy", lambda x: calls.append("copy"))
+    monkeypatch.setattr(jax, "make_mesh", lambda *args, **kwargs: calls.append("make_mesh"))
+    step(*carry, batch)
+    assert not calls
+    assert not any(x.is_deleted() for x in jax.tree.leaves(batch) if isinstance(x, jax.Array))
+
+
+def with_everything(params, state, batch, key):
+    noise = 0 * jax.random.normal(key)
+    return model.loss(params, batch) + noise, (state + 1, None)
+
+
+@pytest.mark.parametrize("mesh", [MESH, jax.sharding.AbstractMesh((WORKERS,), ("data",))])
+def test_lowered_and_compiled_the_step_need_not_compile_again(mesh, compiled):
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+    tx = optax.chain(TX, plateau)
+    step = demo_optax.make_train_step(with_everything, tx, mesh, random_key=True, stateful=True)
+
+    def given():
+        params, state = workers.initial(tx, mesh)
+        own = demo_optax.init_model_state(jnp.zeros(()), mesh)
+        return params, state, own, model.batch(0), jax.random.key(0)
+
+    value = np.float32(1.0)
+    program = step.lower(*given(), value=value).compile()
+    compiled()
+    expected = step(*given(), value=value)
+    assert not [name for name in compiled() if "step" in name]
+    placed = jax.tree.map(jax.device_put, (given(), dict(value=value)), *[program.input_shardings])
+    found = program(*placed[0], **placed[1])
+    chex.assert_trees_all_equal(found, expected)

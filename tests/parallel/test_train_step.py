@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import demo_optax
 from tests import model, oracles, workers
@@ -95,6 +96,41 @@ def test_each_worker_and_microbatch_has_its_own_key():
         assert metrics.aux.shape == (model.WORKERS, 2, 2)
         drawn |= {tuple(bits) for bits in np.asarray(metrics.aux).reshape(-1, 2).tolist()}
     assert len(drawn) == 3 * model.WORKERS * 2
+
+
+@pytest.mark.parametrize(
+    "mesh, manual_axes",
+    [
+        (workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto), None),
+        (workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto), ("data",)),
+        (workers.mesh_of(2, kind=jax.sharding.AxisType.Auto), ()),
+        (jax.sharding.AbstractMesh((2,), ("data",)), None),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_no_key_is_used_twice(mesh, manual_axes, microbatches):
+    def loss_fn(params, state, batch, key):
+        later, now = jax.random.split(state)
+        noise = jax.random.normal(key) + jax.random.normal(now)
+        return model.loss(params, batch) + 0 * noise, (later, None)
+
+    def draw(updates, key, params=None):
+        later, now = jax.random.split(key)
+        noise = 0 * jax.random.normal(now)
+        return jax.tree.map(lambda x: x + noise, updates), later
+
+    noise = optax.GradientTransformation(lambda params: jax.random.key(1), draw)
+    tx = optax.chain(noise, PLAIN_SGD, noise)
+    options = dict(microbatches=microbatches, manual_axes=manual_axes)
+    step = demo_optax.make_train_step(
+        loss_fn, tx, mesh, random_key=True, stateful=True, donate=False, **options
+    )
+    params = model.init()
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    keys = demo_optax.init_model_state(jax.random.key(2), mesh)
+    with jax.debug_key_reuse(True):
+        *_, metrics = step(params, state, keys, model.batch(0), jax.random.key(0))
+    assert np.isfinite(metrics.loss).all()
 
 
 def test_aux_has_an_axis_of_workers():

@@ -126,3 +126,20 @@ def test_random_keys_go_to_the_devices_of_several_processes(monkeypatch):
         placed = lead.to_devices({"keys": keys}, {"keys": sharding})["keys"]
         assert placed.dtype == keys.dtype and placed.sharding.is_equivalent_to(sharding, 1)
         assert (jax.random.key_data(placed) == jax.random.key_data(keys)).all()
+
+
+@sweep(False, check_vma=[True, False])
+def test_a_loss_may_loop_from_zeros_without_checks_of_types(tmp_path, check_vma):
+    def loss(params, batch):
+        total = jax.lax.scan(lambda carry, x: (carry + x.sum(), None), 0.0, batch[0])[0]
+        return swarms.loss_fn(params, batch) + 0 * total
+
+    member = Member(ObjectStore(str(tmp_path)), "worker-0", slots=4, deadline=30.0, min_workers=1)
+    mesh, make_optimizer = swarms.mesh_of_worker(0, 1), OPTIMIZERS["demo_scaled"]
+    with SwarmWorker(loss, make_optimizer, mesh, member, check_vma=check_vma) as worker:
+        if check_vma:
+            with pytest.raises(TypeError, match="carry") as error:
+                swarms.begin(worker)
+            assert "check_vma=False" in "".join(error.value.__notes__)
+        else:
+            swarms.begin(worker)
