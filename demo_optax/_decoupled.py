@@ -125,6 +125,7 @@ def decoupled(
         applied = momentum.apply(packets, outbox, state[0], params, worker)
         updates, new = update_base(applied, state, params, extra_args)
         is_applied = new[0].count != state[0].count
+        updates = jax.tree.map(lambda u: jnp.where(is_applied, u, jnp.zeros_like(u)), updates)
         return updates, participation.choose(is_applied, new, state)
 
     def update_base(applied: Applied, state, params, extra_args) -> Any:

@@ -229,25 +229,36 @@ def split_momentum(
         check_worker("the gradients", gradient)
         return checked_plan(gradient, state)
 
-    def row_of(worker) -> Any:
-        return axes.index(axis_name) if worker is None else jnp.asarray(worker, jnp.int32)
-
     def update(gradient, state, params, extra_args) -> Applied:
         plan = checked_gradient(gradient, state)
+        _halves.require_unsent(state)
         return _momentum.update(settings, plan, gradient, state, params, extra_args)
 
     def send(gradient, state, params, worker, extra_args) -> Any:
         _halves.require_halves(exchange)
         plan = checked_gradient(gradient, state)
         _halves.require_unsent(state)
-        row = row_of(worker)
+        worker = axes.index(axis_name) if worker is None else worker
+        _halves.require_worker(worker)
+        row = jnp.asarray(worker, jnp.int32)
         return _momentum.send(settings, plan, gradient, state, params, row, extra_args)
 
     def apply(packets, outbox, state, params, worker) -> Applied:
         _halves.require_halves(exchange)
+        if params is None:
+            raise ValueError("apply() needs the parameters, whose dtypes its updates have.")
         plan = checked_plan(params, state)
         _halves.require_packets(packets, exchange.layout(plan).words)
-        _halves.require_current(outbox, state)
-        return _momentum.apply(settings, plan, packets, outbox, state, params, row_of(worker))
+        _halves.require_outbox(outbox, state, plan)
+        if worker is None and axis_name is None and len(packets) > 1:
+            raise ValueError(
+                f"there are packets of {len(packets)} workers, but worker is None: give send() and "
+                "apply() the number of this worker's row."
+            )
+        worker = axes.index(axis_name) if worker is None else worker
+        _halves.require_worker(worker, len(packets))
+        packets, outbox, state = jax.tree.map(jnp.asarray, (packets, outbox, state))
+        row = jnp.asarray(worker, jnp.int32)
+        return _momentum.apply(settings, plan, packets, outbox, state, params, row)
 
     return SplitMomentum(init, update, send, apply)

@@ -9,7 +9,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from demo_optax._momentum import EMPTY, DecoupledMomentumState
+from demo_optax._momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
+from demo_optax.axes import TRACING_ARGUMENTS
+from demo_optax.compression import Plan
 from demo_optax.exchange import AllGather, Exchange, Outbox
 
 
@@ -35,15 +37,16 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         an int or an int32 scalar. It is -1 for a worker whose packet is not among them, and None
         for its number on the optimizer's axis.
       apply: ``apply(packets, outbox, state, params, *, worker=None, **extra_args)`` returns the
-        updates and the new state. ``packets`` are uint32 ``(workers, words)``, where a row of zeros
-        stands for a packet that did not come. The worker is -1 if its own packet came too late.
-      empty_outbox: ``empty_outbox(params)`` returns the outbox of a worker that sends nothing, and
-        only applies what the others sent.
+        updates, in the dtypes of ``params``, and the new state. ``packets`` are uint32
+        ``(workers, words)``, where a row of zeros stands for a packet that did not come.
+      empty_outbox: ``empty_outbox(params, **extra_args)`` returns the outbox of a worker that does
+        not call ``send`` in a step, and only applies what the others sent.
 
     Raises:
-      ValueError: ``send`` is called twice in a step; ``apply`` gets an outbox of another step, or
-        packets of another shape or dtype. Inside ``jax.jit``, where steps are not known, such a
-        second outbox is marked, and ``apply`` changes nothing for one that is marked or old.
+      ValueError: ``send`` is called twice in a step; ``apply`` gets another outbox than that of the
+        last ``send``, or packets of another shape or dtype; ``worker`` is no row of the packets.
+        Inside ``jax.jit``, where steps are not known, ``apply`` changes nothing for an outbox of
+        another step or of a second ``send``, and its updates are zero.
       TypeError: the exchange has no halves, as `demo_optax.TwoPhase`.
 
     Example:
@@ -66,8 +69,9 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     ) -> "SplitTransformation":
         """The transformation with these functions."""
 
-        def empty_outbox(params) -> Outbox:
-            shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1), params)
+        def empty_outbox(params, **extra_args) -> Outbox:
+            known = TRACING_ARGUMENTS | extra_args
+            shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1, **known), params)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             return zeros._replace(step=jnp.int32(EMPTY))
 
@@ -87,34 +91,61 @@ def require_halves(exchange: Exchange) -> None:
 
 
 def require_unsent(state: DecoupledMomentumState) -> None:
-    """Refuses a second ``send`` in one step, where the step is known."""
+    """Refuses a second ``send``, or an ``update``, in one step, where the step is known."""
     sent, count = _known(state.sent), _known(state.count)
     if sent is not None and sent == count:
         raise ValueError(
             f"send() was called in step {count} before, and its message has left the momentum: "
-            "call apply() with the outbox that it returned, then send() again."
+            "call apply() with the outbox that it returned, and go on from there."
         )
 
 
-def require_current(outbox: Outbox, state: DecoupledMomentumState) -> None:
-    """Refuses an outbox of another step, where both are known."""
-    step, count = _known(outbox.step), _known(state.count)
-    if step is not None and count is not None and step not in (count, EMPTY):
+def require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -> None:
+    """Refuses an outbox of another optimizer; and of another step, where the steps are known."""
+    has = [x.shape for x in outbox.message.values]
+    needs = [(section.num_blocks, section.selector.k) for section in plan.sections]
+    if has != needs:
         raise ValueError(
-            f"the outbox is of step {step}, but the state is at step {count}: give apply() the "
-            "outbox that send() returned in this step, once."
+            f"the outbox holds values of the shapes {has}, but this optimizer sends {needs}: give "
+            "apply() the outbox that send() of the same optimizer returned."
         )
+    step, sent, count = map(_known, (outbox.step, state.sent, state.count))
+    if step is None or sent is None or count is None or step == IN_ROUND:
+        return
+    if step == REFUSED or step != (count if sent == count else EMPTY):
+        given = {REFUSED: "of a second send()", EMPTY: "empty"}.get(step, f"of step {step}")
+        needed = (
+            "send() was called in it, and its message has left the momentum: give apply() the "
+            "outbox that it returned, with a row of zeros if no packet came"
+            if sent == count
+            else "send() was not called in it: give apply() each outbox once, together with the "
+            "state that send() returned, or tx.empty_outbox(params)"
+        )
+        raise ValueError(f"the outbox is {given}, but the state is at step {count}, and {needed}.")
 
 
 def require_packets(packets: Any, words: int) -> None:
     """Refuses packets of another shape or dtype."""
-    if np.ndim(packets) != 2 or packets.shape[1] != words or packets.dtype != jnp.uint32:
+    shape, dtype = np.shape(packets), getattr(packets, "dtype", type(packets).__name__)
+    if len(shape) != 2 or shape[0] < 1 or shape[1] != words or dtype != jnp.uint32:
         raise ValueError(
-            f"packets must be uint32 (workers, {words}), a row for each worker, but "
-            f"{packets.dtype} {packets.shape} was given: stack each worker's outbox.packet, with "
-            "zeros for a packet that did not come."
+            f"packets must be uint32 (workers, {words}), a row for each worker, but {dtype} "
+            f"{shape} was given: stack each worker's outbox.packet, with zeros for a packet that "
+            "did not come."
         )
 
 
-def _known(step: Any) -> int | None:
-    return None if isinstance(step, Tracer) else int(step)
+def require_worker(worker: Any, rows: int | None = None) -> None:
+    """Refuses a worker that is no row of the packets, where that is known."""
+    is_number = np.shape(worker) == () and jnp.issubdtype(jnp.result_type(worker), jnp.integer)
+    number = _known(worker) if is_number else None
+    if not is_number or (number is not None and not -1 <= number < (rows or number + 1)):
+        expected = "an integer of at least -1" if rows is None else f"an integer in [-1, {rows})"
+        raise ValueError(
+            f"worker must be {expected}, this worker's row in the packets, not {worker!r}: -1 "
+            "stands for a worker whose packet is not among them."
+        )
+
+
+def _known(number: Any) -> int | None:
+    return None if isinstance(number, Tracer) else int(number)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from demo_optax import axes, checks, metrics, participation
 from demo_optax.arrays import (
@@ -39,8 +39,10 @@ from demo_optax.metrics import ExchangeMetrics
 from demo_optax.specs import sharded_axes_in
 
 MESSAGE_WEIGHT = "message_weight"
-NEVER = EMPTY = -1  # the step of a state that has sent nothing, and of an outbox without a message
-REFUSED = -2  # the step of an outbox that `apply` refuses
+NEVER = EMPTY = -1
+"""The last step of a state that has sent nothing; the step of an outbox of `empty_outbox`."""
+REFUSED, IN_ROUND = -2, -3
+"""Steps of outboxes with which `apply` does nothing: of a second `send`, and inside of a round."""
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -124,11 +126,16 @@ def send(
         settings, plan, gradient, state, params, worker, extra_args
     )
     whole = Subtraction.uniform(plan, outbox.message, outbox.factor)
-    momentum = _subtract(settings, plan, momenta, [whole], state, worker)
-    new = state._replace(momentum=momentum, precondition=precondition, sent=state.count)
+    momentum = _subtract(
+        settings, plan, momenta, [whole], state, _rounding_key(settings, state, worker)
+    )
     again = state.sent == state.count
     none = jax.tree.map(jnp.zeros_like, outbox)._replace(step=jnp.int32(REFUSED))
-    return participation.choose(again, none, outbox), participation.choose(again, state, new)
+    old, new = (state.momentum, state.precondition), (momentum, precondition)
+    momentum, precondition = participation.choose(again, old, new)
+    sent = jnp.where(again, state.sent, state.count)
+    new_state = state._replace(momentum=momentum, precondition=precondition, sent=sent)
+    return participation.choose(again, none, outbox), new_state
 
 
 def apply(
@@ -136,18 +143,30 @@ def apply(
 ) -> Applied:
     """The second half: the mean of all packets, and what did not count back into the momentum.
 
-    Nothing changes if the outbox is not that of this step, nor `EMPTY`.
+    Nothing changes unless the outbox is that of the last `send`, which was called in this step, or
+    is `EMPTY` in a step without one.
     """
-    is_current = (outbox.step == state.count) | (outbox.step == EMPTY)
-    counts = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
-    delivered = outbox._replace(step=state.count, factor=jnp.where(counts, outbox.factor, 0.0))
+    step, has_sent = state.count, state.sent == state.count
+    is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
+    is_own = jnp.all(packets == outbox.packet, axis=1)  # in another worker's row it is rejected
+    counts = jnp.where(jnp.any(is_own), outbox.factor, 0.0)
+    delivered = outbox._replace(step=step, factor=counts)
     exchange: Any = settings.exchange
-    aggregate = exchange.average(plan, packets, delivered, worker, state.metrics, settings.mean)
+    aggregate = exchange.average(
+        plan, packets, delivered, jnp.argmax(is_own), state.metrics, settings.mean
+    )
     (accepted,) = aggregate.subtractions
     rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
-    stored = zip(plan.parts, plan.per_part(state.momentum), strict=True)
-    momenta = [part.unpack(x) for part, x in stored]
-    new = _finish(settings, plan, momenta, rest, state, like, worker, outbox.factor > 0)
+
+    def in_basis_of_step(part: Part, stored):
+        momenta = part.unpack(stored)
+        advanced = part.advance_basis(momenta, step)  # which `send` did, where it was called
+        return jax.tree.map(lambda m, x: jnp.where(has_sent, m, x), momenta, advanced)
+
+    momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
+    # Random numbers of its own: those of `send` have decided how what is stored was rounded.
+    key = jax.random.fold_in(_rounding_key(settings, state, worker), 2**31)
+    new = _finish(settings, plan, momenta, rest, state, like, key, outbox.factor > 0)
     return new._replace(
         updates=jax.tree.map(lambda u: jnp.where(is_current, u, jnp.zeros_like(u)), new.updates),
         state=participation.choose(is_current, new.state, state),
@@ -163,7 +182,8 @@ def update(settings: Settings, plan: Plan, gradient, state, params, extra_args) 
     aggregate = exchange.exchange(plan, outbox, state.exchange, state.metrics, settings.mean)
     took_part = halves.took_part(exchange, outbox.factor > 0, state.exchange)
     state = state._replace(precondition=precondition)
-    return _finish(settings, plan, momenta, aggregate, state, gradient, worker, took_part)
+    key = _rounding_key(settings, state, worker)
+    return _finish(settings, plan, momenta, aggregate, state, gradient, key, took_part)
 
 
 def _accumulate_and_encode(
@@ -253,12 +273,12 @@ def _finish(
     aggregate: Aggregate,
     state: DecoupledMomentumState,
     like,
-    worker: IntScalar,
+    key: PRNGKeyArray,
     took_part: BoolScalar,
 ) -> Applied:
     """Subtracts from the momenta what was delivered, and inverts the mean."""
     step = state.count
-    momentum = _subtract(settings, plan, momenta, aggregate.subtractions, state, worker)
+    momentum = _subtract(settings, plan, momenta, aggregate.subtractions, state, key)
 
     def invert(part: Part, after_previous, averages):
         # Inverse: u = T^-1(q_bar)
@@ -301,7 +321,7 @@ def _subtract(
     momenta: Sequence[Any],
     subtractions: Sequence[Subtraction],
     state: DecoupledMomentumState,
-    worker: IntScalar,
+    key: PRNGKeyArray,
 ):
     """The momentum to store, a tree like that of the state, after ``m <- m - alpha q_hat``."""
 
@@ -313,12 +333,15 @@ def _subtract(
         return (stored,), stored
 
     (stored,) = sequentially(subtract, plan.parts, momenta, rows_per_part(plan, subtractions))
-    key = jax.random.fold_in(settings.compression.key(state.count, ROUNDING_STREAM), worker)
     rounded = [
         round_stochastically(m, settings.momentum_dtype, jax.random.fold_in(key, number))
         for number, m in enumerate(_joined(stored))
     ]
     return _as_tree(state.momentum, rounded)
+
+
+def _rounding_key(settings: Settings, state, worker: IntScalar) -> PRNGKeyArray:
+    return jax.random.fold_in(settings.compression.key(state.count, ROUNDING_STREAM), worker)
 
 
 def _as_tree(like, leaves):

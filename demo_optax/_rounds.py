@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.tree_util import keystr
 
 from demo_optax import axes, checks, participation
 from demo_optax._decoupled import LookAheadState
-from demo_optax._halves import SplitTransformation
-from demo_optax._momentum import EMPTY, REFUSED, DecoupledMomentumState
+from demo_optax._halves import SplitTransformation, require_unsent
+from demo_optax._momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
 from demo_optax.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, upcast
 from demo_optax.axes import AxisName
 from demo_optax.participation import PARTICIPATES, all_finite, choose
@@ -143,7 +144,7 @@ def local_steps(
         )
 
     def take_step(exchange, updates, state, params, extra_args):
-        """An inner step. ``exchange(gradient, outer_state, params, **extra_args)`` ends a round."""
+        """An inner step, and at the end of a round ``exchange``, which is called as an update."""
         if params is None:
             raise ValueError(
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
@@ -197,17 +198,20 @@ def local_steps(
     split: SplitTransformation = outer
 
     def send_fn(updates, state, params=None, *, worker=None, **extra_args):
+        ends_round = state.mini_step >= every - 1
+        if not isinstance(ends_round, Tracer) and ends_round:
+            require_unsent(*_nodes(state.outer, DecoupledMomentumState))
         send = functools.partial(split.send, worker=worker)
         outbox, new = take_step(send, updates, state, params, extra_args)
-        ends_round = state.mini_step >= every - 1
-        outbox = outbox._replace(step=jnp.where(ends_round, outbox.step, EMPTY))
+        outbox = outbox._replace(step=jnp.where(ends_round, outbox.step, IN_ROUND))
         return outbox, choose(outbox.step == REFUSED, state, new)
 
     def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args):
-        updates, new = split.apply(
-            packets, outbox, state.outer, params, worker=worker, **extra_args
-        )
-        return updates, state._replace(outer=new)
+        args = packets, outbox, state.outer, params
+        updates, outer_state = split.apply(*args, worker=worker, **extra_args)
+        # Who took no part in the round's last step begins the next one with the others.
+        mini_step = jnp.where(outbox.step == EMPTY, 0, state.mini_step)
+        return updates, state._replace(mini_step=mini_step, outer=outer_state)
 
     return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn)
 
