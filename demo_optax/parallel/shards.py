@@ -153,23 +153,26 @@ def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
     return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
 
 
-def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool):
+def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
     """Places each leaf as its spec says, or the spec of a prefix.
 
-    An array that already has the sharding is returned. Arrays that will be ``donated`` are copied
-    otherwise: they must not be buffers that the caller keeps, or the same buffer twice.
+    An array that already has the sharding is returned. What will be ``donated`` is copied if it has
+    not: it must not be a buffer that the caller keeps. An array that comes twice in what is
+    donated, or is in the donated trees ``beside``, is copied, too.
     """
-    seen: set[int] = set()
+    seen = set(map(id, jax.tree.leaves(beside)))
 
     def place(x, wanted):
         if isinstance(x, Tracer):
             return jax.device_put(x, wanted)
-        if not (donated and id(x) in seen) and _has_sharding(x, wanted):
+        is_taken = id(x) in seen
+        if donated:
             seen.add(id(x))
+        if not is_taken and _has_sharding(x, wanted):
             return x
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
-        elif donated:
+        elif donated or is_taken:
             x = jnp.copy(x)
         return jax.device_put(x, wanted)
 

@@ -230,7 +230,8 @@ def make_train_step(
         leaf_batch_specs = specs_of_batch(batch)
         if not is_simulated(mesh, axis_name):
             batches.require_global(batch, leaf_batch_specs)
-        others = shards.put(mesh, others, (leaf_batch_specs, P(), P()), donated=False)
+        specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
+        others = shards.put(mesh, others, specs, donated=False, beside=beside)
         return tuple(placed_step(layout, *carried, *others))
 
     def lower(params, opt_state, *args, **extra_args):

@@ -251,3 +251,15 @@ def test_lowered_and_compiled_the_step_need_not_compile_again(mesh, compiled):
     placed = jax.tree.map(jax.device_put, (given(), dict(value=value)), *[program.input_shardings])
     found = program(*placed[0], **placed[1])
     chex.assert_trees_all_equal(found, expected)
+
+
+def test_parameters_may_be_in_the_batch_too(expected):
+    def loss(params, batch):
+        rows, teacher = batch
+        return model.loss(params, rows) + 0 * teacher["out"].sum()
+
+    step = workers.step_of(TX, MESH, loss, batch_specs=(jax.P("data"), jax.P()))
+    params, state = workers.initial(TX, MESH)
+    for batch in batches(3):
+        params, state, _ = step(params, state, (batch, params))
+    chex.assert_trees_all_close(params, expected)
