@@ -180,6 +180,7 @@ def split_momentum(
         checks.require_rate("gradient_weight", gradient_weight)
     checks.one_of("mean", mean, MEANS)
     checks.static_dtype("momentum_dtype", momentum_dtype)
+    checks.require_unwrapped(precondition)
     settings = Settings(
         compression,
         decay,
@@ -257,8 +258,7 @@ def split_momentum(
             )
         worker = axes.index(axis_name) if worker is None else worker
         _halves.require_worker(worker, len(packets))
-        packets, outbox, state = jax.tree.map(jnp.asarray, (packets, outbox, state))
-        row = jnp.asarray(worker, jnp.int32)
+        packets, row = jnp.asarray(packets), jnp.asarray(worker, jnp.int32)
         return _momentum.apply(settings, plan, packets, outbox, state, params, row)
 
     return SplitMomentum(init, update, send, apply)

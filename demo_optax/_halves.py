@@ -1,5 +1,6 @@
 """Optimizers in two halves, `send` and `apply`, for transports other than a collective."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,8 +76,13 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             return zeros._replace(step=jnp.int32(EMPTY))
 
+        @functools.wraps(apply)
+        def apply_to_arrays(packets, outbox, state, params, **options):
+            outbox, state = jax.tree.map(jnp.asarray, (outbox, state))  # they may come from files
+            return apply(packets, outbox, state, params, **options)
+
         made = cls(init, update)
-        made.send, made.apply, made.empty_outbox = send, apply, empty_outbox
+        made.send, made.apply, made.empty_outbox = send, apply_to_arrays, empty_outbox
         return made
 
 

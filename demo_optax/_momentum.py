@@ -148,7 +148,7 @@ def apply(
     """
     step, has_sent = state.count, state.sent == state.count
     is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
-    is_own = jnp.all(packets == outbox.packet, axis=1)  # in another worker's row it is rejected
+    is_own = jnp.all(packets == outbox.packets, axis=1)  # in another worker's row it is rejected
     counts = jnp.where(jnp.any(is_own), outbox.factor, 0.0)
     delivered = outbox._replace(step=step, factor=counts)
     exchange: Any = settings.exchange

@@ -103,32 +103,25 @@ def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes[-1])
 
 
-def bytes_handed_over(program, axis_name: AxisName) -> int:
+def bytes_handed_over(program, axis_name: AxisName) -> int | None:
     """Bytes that one device hands to a traced program's collectives along ``axis_name``.
 
     The operands of a collective count each time that it runs: on every pass of a scan, and in the
-    branch of a condition that hands over the most.
-
-    Raises:
-      ValueError: a collective stands in a ``while`` loop, whose number of passes nobody knows.
+    branch of a condition that hands over the most. The result is None if a collective stands in a
+    ``while`` loop, whose number of passes nobody knows.
     """
-    return _bytes_along(set(names(axis_name)), program.jaxpr)
+    total = _bytes_along(set(names(axis_name)), program.jaxpr)
+    return None if math.isinf(total) else int(total)
 
 
-def _bytes_along(worker_axes: set[str], jaxpr: core.Jaxpr) -> int:
+def _bytes_along(worker_axes: set[str], jaxpr: core.Jaxpr) -> int | float:
     total = 0
     for equation in _equations(jaxpr):
         primitive, params = equation.primitive.name, equation.params
         if primitive in _CONTROL_FLOW:
             inner = [_bytes_along(worker_axes, x) for x in core.jaxprs_in_params(params)]
-            if primitive == "while" and any(inner):
-                raise ValueError(
-                    f"a while loop exchanges over the workers' axes {sorted(worker_axes)}, but "
-                    "bytes are counted before the program runs, and nobody knows then how many "
-                    "passes it makes: use jax.lax.scan, or jax.lax.fori_loop from one Python "
-                    "integer to another."
-                )
-            total += max(inner) if primitive == "cond" else params.get("length", 1) * sum(inner)
+            passes = math.inf if primitive == "while" and any(inner) else params.get("length", 1)
+            total += max(inner) if primitive == "cond" else passes * sum(inner)
         along = params.get("axes", params.get("axis_name", ()))
         along = along if isinstance(along, tuple) else (along,)
         if worker_axes & set(along) and not primitive.startswith(_SENDS_NOTHING):

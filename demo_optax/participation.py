@@ -116,7 +116,7 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
             inner = choose_state(condition, x.inner_state, other.inner_state)
             given = jax.tree.map(keep_finite, x.hyperparams, other.hyperparams)
             return x._replace(inner_state=inner, hyperparams=given)
-        return in_dtype_of(jnp.where(condition, x, reusable(other)), x)
+        return in_dtype_of(jnp.where(condition, x, reusable(axes.varying_like(other, x))), x)
 
     return jax.tree.map(chosen, state, otherwise, is_leaf=is_kept)
 

@@ -15,7 +15,7 @@ import demo_optax
 from demo_optax import matrices
 from demo_optax.accounting import __main__ as command
 from demo_optax.accounting import models
-from tests import causes_of_checkpoints, causes_of_swarms, model, workers
+from tests import causes_of_checkpoints, causes_of_halves, causes_of_swarms, model, workers
 from tests.causes_in_common import DEMO, state_of, two, without
 from tests.workers import step_of
 
@@ -352,5 +352,10 @@ RAISED = [
     lambda: models.checkpoint_shapes("no/such/folder"),
     lambda: without("orbax", lambda: models.checkpoint_shapes(".")),
     *causes_of_checkpoints.RAISED,
+    *causes_of_halves.RAISED,
+    lambda: demo_optax.Compression(seed=2**64),
+    lambda: demo_optax.init_opt_state(
+        optax.MultiSteps(demo_optax.stack_workers(DEMO, two()), 2), model.init(), two()
+    ),
     *causes_of_swarms.RAISED,
 ]

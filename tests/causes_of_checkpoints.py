@@ -102,8 +102,9 @@ def clear_up_without_rights():
 
 
 def restore_a_flat_vector_elsewhere():
-    old, new = ({"shape": None, "coordinates": {"transform": name}} for name in ("dct", "identity"))
-    elastic._in_same_blocks("[0].momentum", old, new)
+    formats = {"transform": "dct"}, {"transform": "identity"}
+    old, new = ({"shape": None, "shards": [], "coordinates": x} for x in formats)
+    elastic._require_same_blocks("[0].momentum", old, new)
 
 
 def checkpoints_in_a_file():
@@ -142,7 +143,12 @@ def import_checkpoint():
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def restore_a_float_as_an_integer():
+    description.from_paths({"['loss']": np.float32(1.5)}, {"loss": 0})
+
+
 RAISED = [
+    restore_a_float_as_an_integer,
     lambda: residuals_of(None),
     lambda: residuals_of([{"shards": [2]}]),
     save_twice,

@@ -75,7 +75,7 @@ def packet_bytes(
             return _traffic(tx_or_compression, params, workers, exchange).sent
         tx_or_compression = decoupled_momentum(compression=tx_or_compression, exchange=exchange)
     if mesh is not None:
-        sent = find_layout(tx_or_compression, params, mesh, axis_name, param_specs).sent
+        sent = _counted(find_layout(tx_or_compression, params, mesh, axis_name, param_specs).sent)
         return sent * mesh.size // shards.num_workers(mesh, axis_name)
     tx = optax.with_extra_args_support(tx_or_compression)
 
@@ -87,7 +87,17 @@ def packet_bytes(
     first, *others = axes.names(axis_name) or (None,)
     sizes = {} if first is None else {first: workers, **dict.fromkeys(others, 1)}
     program = axes.trace_worker(update, sizes)
-    return axes.bytes_handed_over(program, axis_name)
+    return _counted(axes.bytes_handed_over(program, axis_name))
+
+
+def _counted(sent: int | None) -> int:
+    if sent is None:
+        raise ValueError(
+            "the optimizer exchanges in a while loop, and nobody knows how many passes it makes: "
+            "its bytes cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop from one Python "
+            "integer to another."
+        )
+    return sent
 
 
 def received_bytes(

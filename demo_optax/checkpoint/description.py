@@ -107,6 +107,14 @@ def from_paths(leaves: dict, like):
             return wrap_keys(x, original)
         if isinstance(original, bytes):
             return x.encode("latin-1")
+        if isinstance(original, str):
+            return x
+        wanted = original.dtype if hasattr(original, "dtype") else np.asarray(original).dtype
+        if _is_inexact(np.asarray(x).dtype) and not _is_inexact(wanted):
+            raise ValueError(
+                f"{keystr(path)} of the checkpoint is of dtype {np.asarray(x).dtype}, but "
+                f"{original!r:.60} is expected: restore it as what it was saved as."
+            )
         if not hasattr(original, "dtype"):
             return type(original)(x)
         x = jnp.asarray(x) if isinstance(original, jax.Array) else x
@@ -120,7 +128,12 @@ def _name(path, x) -> str:
     """The path of a leaf, with what its stored numbers or text do not tell of it."""
     if is_key(x):
         return f"{keystr(path)} ({key_impl(x)})"
-    return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
+    kind = {bytes: " (bytes)", str: " (text)"}.get(type(x), "")
+    return f"{keystr(path)}{kind}"
+
+
+def _is_inexact(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def extra_by_path(step: int, extra) -> dict:

@@ -102,6 +102,8 @@ class Compression:
         for name, least in {"topk": 1, "block_side": 1, "seed": 0}.items():
             checks.static_integer(name, getattr(self, name), at_least=least)
             object.__setattr__(self, name, int(getattr(self, name)))  # its repr enters a checksum
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be below 2**64, not {self.seed}: give a smaller one.")
         checks.one_of("value_coding", self.value_coding, VALUE_CODINGS)
         checks.one_of("transform", self.transform, TRANSFORMS)
         checks.one_of("block_rule", self.block_rule, BLOCK_RULES)

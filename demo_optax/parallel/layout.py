@@ -40,7 +40,7 @@ class StateLayout:
         devices hold copies of it that should be equal, though their types do not say so.
       update_replicated_axes: the same for the updates.
       frozen: bools, whether each update is zero whatever the gradient is.
-      sent: int, bytes that one device sends by collectives between workers.
+      sent: int, bytes that one device sends by collectives between workers; None if unknown.
     """
 
     mesh: Mesh | AbstractMesh
@@ -52,7 +52,7 @@ class StateLayout:
     state_replicated_axes: Any
     update_replicated_axes: Any
     frozen: Any
-    sent: int
+    sent: int | None
 
 
 def state_specs(

@@ -1,7 +1,7 @@
 """What the first process alone does, told to all: its result, or whatever it raised."""
 
+import contextlib
 import pickle
-import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -38,19 +38,29 @@ def by_lead(fn: Callable[[], T]) -> T:
             raised, data = error, pickle.dumps((None, _picklable(error)))
     # These bytes come from this job's own first process. Nothing from a store is unpickled.
     found, told = pickle.loads(_from_lead(data))
-    if error := raised or told:
+    error = told if raised is None else raised
+    if error is not None:
         raise error
     return found
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """The error if pickle restores it as it is, or else one with its text."""
-    try:
-        if repr(pickle.loads(pickle.dumps(error))) == repr(error):
-            return error
-    except Exception:
-        pass
-    return RuntimeError(traceback.format_exception_only(error)[-1].strip())
+    """The error if pickle restores it as it is, or else one with its text.
+
+    Whatever its methods raise, an interrupt included, the other processes hear of the error.
+    """
+    name = type(error).__name__
+    for attempt in (_restored, lambda error: RuntimeError(f"{name}: {error}")):
+        with contextlib.suppress(BaseException):
+            return attempt(error)
+    return RuntimeError(name)
+
+
+def _restored(error: BaseException) -> BaseException:
+    restored = pickle.loads(pickle.dumps(error))
+    if (repr(restored), str(restored)) != (repr(error), str(error)):
+        raise ValueError("pickle changes it")
+    return restored
 
 
 @no_context_mesh()

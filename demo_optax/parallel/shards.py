@@ -168,6 +168,8 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
         is_taken = id(x) in seen
         if donated:
             seen.add(id(x))
+        if getattr(x, "weak_type", False):  # a step returns no weak types
+            x = jnp.asarray(x, x.dtype)
         if not is_taken and _has_sharding(x, wanted):
             return x
         if not isinstance(x, jax.Array):

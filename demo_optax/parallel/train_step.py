@@ -41,7 +41,8 @@ class TrainMetrics(NamedTuple):
         last step of a round.
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
       packet_bytes: int, bytes that all devices of a worker together send in an exchange. A Python
-        integer also inside ``jax.jit``; ``jax.lax.scan`` does not stack it.
+        integer also inside ``jax.jit``; ``jax.lax.scan`` does not stack it. None if an exchange
+        stands in a ``while`` loop, whose number of passes nobody knows.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -60,7 +61,7 @@ class TrainMetrics(NamedTuple):
     custom: Any
     exchanged: jax.Array
     exchange: ExchangeMetrics | None
-    packet_bytes: int
+    packet_bytes: int | None
 
 
 def make_train_step(
@@ -188,6 +189,7 @@ def make_train_step(
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
+        sent = layout.sent
         metrics = TrainMetrics(
             loss=results.loss,
             gradient_norm=results.gradient_norm,
@@ -195,7 +197,7 @@ def make_train_step(
             custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
-            packet_bytes=StaticInt(layout.sent * mesh.size // workers),
+            packet_bytes=None if sent is None else StaticInt(sent * mesh.size // workers),
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
@@ -241,7 +243,7 @@ def make_train_step(
         layout = layout_for(*shapes[:2])
         specs = layout.params, layout.state, P(axis_name), specs_of_batch(shapes[3]), P(), P()
         shardings = shards.shardings(mesh, jax.tree.broadcast(specs, shapes))
-        placed = jax.tree.map(lambda x, y: x.update(sharding=y), shapes, shardings)
+        placed = jax.tree.map(lambda x, y: x.update(sharding=y, weak_type=False), shapes, shardings)
         lowered = placed_step.lower(layout, *placed)
         called: Any = jax.tree.structure(((params, opt_state, *args), extra_args))
         lowered.args_info = called.unflatten(jax.tree.leaves(lowered.args_info))

@@ -71,6 +71,13 @@ def stack_workers(
         return find_layout(tx, params, mesh, axis_name, param_specs)
 
     def init_fn(params):
+        if worker_axes & set(jax.sharding.get_abstract_mesh().manual_axes):
+            raise TypeError(
+                "demo_optax.stack_workers(...) stands inside another optimizer, such as "
+                "optax.MultiSteps or optax.apply_if_finite, or its init is called inside of "
+                "jax.shard_map: leave it outermost, and wrap inside of it, as in "
+                "stack_workers(demo_optax.multi_steps(tx, every), mesh)."
+            )
         return init_stacked(tx, layout_for(params), params)
 
     def update_fn(updates, state, params=None, **extra_args):
