@@ -5,9 +5,12 @@ import pathlib
 import tempfile
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import checkpoint
@@ -143,11 +146,18 @@ def import_checkpoint():
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def convert_a_leaf_of_another_shape():
+    target = jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(two(), P()))
+    described = {"states": {}, "workers": 2}
+    elastic.convert({"[0]": np.ones(3)}, described, {"[0]": target}, described, "data")
+
+
 def restore_a_float_as_an_integer():
     description.from_paths({"['loss']": np.float32(1.5)}, {"loss": 0})
 
 
 RAISED = [
+    convert_a_leaf_of_another_shape,
     restore_a_float_as_an_integer,
     lambda: residuals_of(None),
     lambda: residuals_of([{"shards": [2]}]),

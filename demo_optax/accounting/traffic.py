@@ -93,7 +93,7 @@ def packet_bytes(
 def _counted(sent: int | None) -> int:
     if sent is None:
         raise ValueError(
-            "the optimizer exchanges in a while loop, and nobody knows how many passes it makes: "
+            "the optimizer exchanges in a jax.lax.while_loop(...), whose passes nobody knows: "
             "its bytes cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop from one Python "
             "integer to another."
         )

@@ -50,17 +50,13 @@ def _picklable(error: BaseException) -> BaseException:
     Whatever its methods raise, an interrupt included, the other processes hear of the error.
     """
     name = type(error).__name__
-    for attempt in (_restored, lambda error: RuntimeError(f"{name}: {error}")):
-        with contextlib.suppress(BaseException):
-            return attempt(error)
-    return RuntimeError(name)
-
-
-def _restored(error: BaseException) -> BaseException:
-    restored = pickle.loads(pickle.dumps(error))
-    if (repr(restored), str(restored)) != (repr(error), str(error)):
-        raise ValueError("pickle changes it")
-    return restored
+    with contextlib.suppress(BaseException):
+        restored = pickle.loads(pickle.dumps(error))
+        if (repr(restored), str(restored)) == (repr(error), str(error)):
+            return error
+    with contextlib.suppress(BaseException):
+        return RuntimeError(f"{name}: {error}")
+    return RuntimeError(f"{name}: <exception str() failed>")
 
 
 @no_context_mesh()

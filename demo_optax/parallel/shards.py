@@ -181,6 +181,16 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
     return jax.tree.map(place, tree, shardings(mesh, jax.tree.broadcast(specs, tree)))
 
 
+def share_threads(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether several devices of this process are virtual ones, which share a CPU's threads.
+
+    Programs with collectives wait there for each other for ever, if several of them are under way.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return False
+    return mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
+
+
 def signature(mesh: Mesh | AbstractMesh, tree):
     """The devices of the mesh, and the structure, types and shardings of distinct, live arrays.
 

@@ -61,7 +61,7 @@ class TrainMetrics(NamedTuple):
     custom: Any
     exchanged: jax.Array
     exchange: ExchangeMetrics | None
-    packet_bytes: int | None
+    packet_bytes: int
 
 
 def make_train_step(
@@ -189,7 +189,8 @@ def make_train_step(
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
-        sent = layout.sent
+        sent: Any = layout.sent
+        sent = None if sent is None else StaticInt(sent * mesh.size // workers)
         metrics = TrainMetrics(
             loss=results.loss,
             gradient_norm=results.gradient_norm,
@@ -197,7 +198,7 @@ def make_train_step(
             custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
-            packet_bytes=None if sent is None else StaticInt(sent * mesh.size // workers),
+            packet_bytes=sent,
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
@@ -234,7 +235,10 @@ def make_train_step(
             batches.require_global(batch, leaf_batch_specs)
         specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
         others = shards.put(mesh, others, specs, donated=False, beside=beside)
-        return tuple(placed_step(layout, *carried, *others))
+        results = tuple(placed_step(layout, *carried, *others))
+        if shards.share_threads(mesh) and not isinstance(results[-1].loss, Tracer):
+            jax.block_until_ready(results[-1].loss)
+        return results
 
     def lower(params, opt_state, *args, **extra_args):
         state, batch, key = split_arguments(args, stateful, random_key)

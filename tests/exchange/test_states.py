@@ -265,7 +265,7 @@ def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transfor
 
     trained = Trained(flat(exchange), 4).run([0]).saved(tmp_path)
     if transform != "dct":
-        with pytest.raises(ValueError, match="restore it with the old settings"):
+        with pytest.raises(ValueError, match="restore it with the old transform"):
             Trained(flat(exchange, transform), 4).restored(tmp_path)
         return
     chex.assert_trees_all_equal(Trained(flat(exchange), 4).restored(tmp_path).state, trained.state)
