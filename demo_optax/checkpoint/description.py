@@ -108,7 +108,7 @@ def from_paths(leaves: dict, like):
         if isinstance(original, bytes):
             return x.encode("latin-1")
         if isinstance(original, str):
-            return x
+            return str(x)
         wanted = original.dtype if hasattr(original, "dtype") else np.asarray(original).dtype
         if _is_inexact(np.asarray(x).dtype) and not _is_inexact(wanted):
             raise ValueError(
@@ -128,8 +128,7 @@ def _name(path, x) -> str:
     """The path of a leaf, with what its stored numbers or text do not tell of it."""
     if is_key(x):
         return f"{keystr(path)} ({key_impl(x)})"
-    kind = {bytes: " (bytes)", str: " (text)"}.get(type(x), "")
-    return f"{keystr(path)}{kind}"
+    return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
 
 
 def _is_inexact(dtype) -> bool:
