@@ -247,7 +247,10 @@ def split_momentum(
     def apply(packets, outbox, state, params, worker) -> Applied:
         _halves.require_halves(exchange)
         if params is None:
-            raise ValueError("apply() needs the parameters, whose dtypes its updates have.")
+            raise ValueError(
+                "apply() needs the parameters, whose dtypes its updates have, but params is None: "
+                "call apply(packets, outbox, state, params)."
+            )
         plan = checked_plan(params, state)
         _halves.require_packets(packets, exchange.layout(plan).words)
         _halves.require_outbox(outbox, state, plan)
