@@ -109,10 +109,10 @@ def from_paths(leaves: dict, like):
             return x.encode("latin-1")
         if isinstance(original, str):
             return str(x)
-        wanted = original.dtype if hasattr(original, "dtype") else np.asarray(original).dtype
-        if _is_inexact(np.asarray(x).dtype) and not _is_inexact(wanted):
+        given, wanted = _dtype(x), _dtype(original)
+        if _is_inexact(given) and not _is_inexact(wanted):
             raise ValueError(
-                f"{keystr(path)} of the checkpoint is of dtype {np.asarray(x).dtype}, but "
+                f"{keystr(path)} of the checkpoint is of dtype {given}, but "
                 f"{original!r:.60} is expected: restore it as what it was saved as."
             )
         if not hasattr(original, "dtype"):
@@ -129,6 +129,10 @@ def _name(path, x) -> str:
     if is_key(x):
         return f"{keystr(path)} ({key_impl(x)})"
     return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
+
+
+def _dtype(x):
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
 def _is_inexact(dtype) -> bool:
