@@ -28,9 +28,9 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         updates, state = tx.apply(packets, outbox, state, params, worker=i)
 
     After ``send`` the message is out of the momentum. ``apply`` puts back what did not count, with
-    one rounding, and returns the same updates for all workers that get the same packets. Where all
-    packets arrive they equal those of ``update``. Extra arguments of ``update`` go to both halves.
-    The state between them can be saved, together with the outbox.
+    one rounding, and returns the same updates for all workers that get the same packets. Extra
+    arguments of ``update`` go to both halves. The state between them can be saved, together with
+    the outbox.
 
     Attributes:
       send: ``send(gradient, state, params=None, *, worker=None, **extra_args)`` returns an

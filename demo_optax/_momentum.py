@@ -55,8 +55,8 @@ class DecoupledMomentumState(NamedTuple):
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange reported; the same on all workers.
       exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
-      sent: int32 scalar, the last step whose message left the momentum by ``send``, or -1; each
-        worker its own.
+      sent: int32 scalar, the last step whose message left the momentum by ``send``. It is -1 on
+        all workers where only ``update`` is called.
       momentum_format: static, the transform and the blocks in which the momentum is stored.
       shapes: static, the shape of each parameter.
 
