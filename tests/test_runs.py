@@ -125,7 +125,8 @@ def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypa
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *words_of(config)])
     evaluate.main()
     shown = capsys.readouterr().out
-    assert f"loss on held-out text: {trained.loss:.3f}" in shown
+    (loss,) = re.findall(r"loss on held-out text: ([\d.]+)", shown)
+    assert float(loss) == pytest.approx(trained.loss, abs=2e-3)  # another program, printed digits
     assert shown.count("the model writes") == 2
 
 
