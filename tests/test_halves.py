@@ -201,20 +201,45 @@ def test_workers_that_miss_steps_join_and_follow_stay_equal():
         assert int(each[0].state[0].metrics.participants) == 4 - sum(late.values())
 
 
-def test_a_delay_by_hand_is_a_gradient_taken_before_apply():
-    tx, params = split("demo_scaled"), initial()
-    delayed = MAKE["demo_scaled"](exchange=demo_optax.Delayed(demo_optax.AllGather()))
+@pytest.mark.parametrize("name", ["demo_scaled", "demo_muon"])
+def test_a_delay_by_hand_is_a_gradient_taken_before_apply(name):
+    """A look-ahead leads to where the message under way would lead, too."""
+    tx, params = split(name), initial()
+    delayed = MAKE[name](exchange=demo_optax.Delayed(demo_optax.AllGather()))
     worker, state, ours = Worker(tx, 0, params), delayed.init(params), params
     worker.prepare(0)
     update = jax.jit(delayed.update)
+
+    def gradient_of(params, state, step):
+        return gradient(demo_optax.local_parameters(params, state), 100 * step)
+
     for step in range(8):
-        found = gradient(worker.params, 100 * (step + 1))
+        found = gradient_of(worker.params, worker.state, step + 1)
         worker.finish(np.asarray(worker.outbox.packets))
         worker.outbox, worker.state = worker.send(found, worker.state, worker.params, worker=0)
-        updates, state = update(gradient(ours, 100 * step), state, ours)
+        updates, state = update(gradient_of(ours, state, step), state, ours)
         ours = optax.apply_updates(ours, updates)
-    updates, state = update(gradient(ours, 800), state, ours)
+    updates, state = update(gradient_of(ours, state, 8), state, ours)
     assert_bit_equal(worker.params, optax.apply_updates(ours, updates))
+
+
+def test_both_halves_in_a_scan_and_with_donated_states():
+    tx, params = split("demo_muon"), initial()
+
+    def step(carry, number):
+        params, state = carry
+        found = gradient(demo_optax.local_parameters(params, state), number)
+        outbox, state = tx.send(found, state, params, worker=0)
+        updates, state = tx.apply(outbox.packets, outbox, state, params, worker=0)
+        return (optax.apply_updates(params, updates), state), outbox.step
+
+    scanned = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(5)), donate_argnums=0)
+    (there, state), steps = scanned((params, tx.init(params)))
+    assert steps.tolist() == [*range(5)] and int(state[0].sent) == -1
+    here, taken = (initial(), tx.init(initial())), jax.jit(step, donate_argnums=0)
+    for number in range(5):
+        here, _ = taken(here, jnp.int32(number))
+    chex.assert_trees_all_close(there, here[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["demo_scaled", "demo_muon"])
