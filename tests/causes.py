@@ -213,11 +213,6 @@ def count_integers():
         models.checkpoint_shapes(str(path))
 
 
-def unknown_groups():
-    line = "  %a = u32[4] all-gather(u32[2] %p), replica_groups=some_new_spelling, dimensions={0}"
-    demo_optax.accounting.collectives(f"HloModule m, num_partitions=2\n{line}")
-
-
 def exchange_in_a_while_loop():
     def update(gradient, _):
         pass_on = functools.partial(jax.lax.ppermute, axis_name="data", perm=[(0, 0)])
@@ -346,7 +341,6 @@ RAISED = [
     lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     exchange_in_a_while_loop,
-    unknown_groups,
     lambda: command.quantity("bandwidth")("fast"),
     count_integers,
     lambda: models.checkpoint_shapes("no/such/folder"),

@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from benchmarks import hlo
 from demo_optax import Compression, axes
-from demo_optax.accounting import collectives, index_cost
+from demo_optax.accounting import index_cost
 from demo_optax.accounting.models import checkpoint_shapes, preset_shapes
 from tests.sweeps import slow, sweep
 from tests.workers import mesh_of
@@ -129,7 +130,7 @@ def test_collectives_count_as_in_the_compiled_program(name):
     spread = jax.shard_map(
         worker, mesh=mesh_of(4), in_specs=(), out_specs=P("data"), check_vma=False
     )
-    found = collectives(jax.jit(spread).lower().compile().as_text())
+    found = hlo.collectives(jax.jit(spread).lower().compile().as_text())
     assert counted == sum(one.operand_bytes for one in found)
     assert (counted > 0) == (name != "none")
 
@@ -307,7 +308,7 @@ def test_collectives_are_read_from_compiled_programs(collective, kind, size):
     fn = jax.jit(
         jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
-    found = collectives(fn.lower(placed).compile().as_text())
+    found = hlo.collectives(fn.lower(placed).compile().as_text())
     assert [(c.kind, c.dtype, c.operand_bytes) for c in found] == [(kind, "f32", size)]
 
 
@@ -396,7 +397,7 @@ def test_shapes_of_checkpoints(tmp_path):
 )
 def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups):
     line = f"%x.1 = u32[2,8]{{1,0}} all-gather(%y), channel_id=1, replica_groups={written}, d={{0}}"
-    (found,) = demo_optax.accounting.collectives(f"HloModule m, num_partitions=4\n{line}")
+    (found,) = hlo.collectives(f"HloModule m, num_partitions=4\n{line}")
     assert found.groups == groups
     mesh = mesh_of(2, 2, names=("replica", "fsdp"))
     assert found.crosses(mesh, "replica") == (groups != ((0, 1), (2, 3)))
@@ -405,6 +406,4 @@ def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups
 
 def test_groups_that_cannot_be_read_are_no_guess():
     with pytest.raises(ValueError, match="not known here"):
-        demo_optax.accounting.collectives(
-            "%x = u32[8] all-gather(%y), replica_groups=@somewhere, d={0}"
-        )
+        hlo.collectives("%x = u32[8] all-gather(%y), replica_groups=@somewhere, d={0}")
