@@ -65,18 +65,16 @@ class Bins:
     def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
         """One element of each bin."""
 
-        def by_comparison(
-            blocks: Shaped[Array, "blocks n"], places: Places
-        ) -> Shaped[Array, "blocks k"]:
+        def by_comparison(blocks: Array, places: Places) -> Array:
             binned = self._binned(blocks, 0)
             return jnp.sum(jnp.where(self._here(places), binned, 0), axis=0).T
 
-        def by_gather(
-            blocks: Shaped[Array, "blocks n"], places: Places
-        ) -> Shaped[Array, "blocks k"]:
-            return sparse.take(blocks, self.in_block(places))
-
-        return jax.lax.platform_dependent(blocks, places, tpu=by_comparison, default=by_gather)
+        return jax.lax.platform_dependent(
+            blocks,
+            places,
+            tpu=by_comparison,
+            default=lambda blocks, places: sparse.take(blocks, self.in_block(places)),
+        )
 
     def add(
         self, blocks: Float[Array, "blocks n"], places: Places, values: Float[Array, "blocks k"]
@@ -91,19 +89,11 @@ class Bins:
         values: Float[Array, "workers blocks k"],
     ) -> Float[Array, "blocks n"]:
         """Adds the values of several workers, one worker after the other."""
-
-        def by_scatter(
-            blocks: Float[Array, "blocks n"],
-            places: AllPlaces,
-            values: Float[Array, "workers blocks k"],
-        ) -> Float[Array, "blocks n"]:
-            return sparse.scatter_all(blocks, self.in_block(places), values)
-
         return jax.lax.platform_dependent(
             blocks,
             places,
             values.astype(blocks.dtype),
-            cpu=by_scatter,
+            cpu=lambda blocks, at, values: sparse.scatter_all(blocks, self.in_block(at), values),
             default=self._add_by_comparison,
         )
 
