@@ -17,6 +17,8 @@ from demo_optax.parallel import shards
 from demo_optax.parallel.layout import StateLayout
 from demo_optax.specs import axes_of, sharded_axes
 
+_TREE = "['tree']"
+
 FORMAT = 9
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
@@ -109,8 +111,8 @@ def from_paths(leaves: dict, like):
             return x.encode("latin-1")
         if isinstance(original, str):
             return str(x)
-        given, wanted = _dtype(x), _dtype(original)
-        if _is_inexact(given) and not _is_inexact(wanted):
+        given, wanted = (getattr(v, "dtype", None) or np.asarray(v).dtype for v in (x, original))
+        if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(wanted, jnp.inexact):
             raise ValueError(
                 f"{keystr(path)} of the checkpoint is of dtype {given}, but "
                 f"{original!r:.60} is expected: restore it as what it was saved as."
@@ -129,14 +131,6 @@ def _name(path, x) -> str:
     if is_key(x):
         return f"{keystr(path)} ({key_impl(x)})"
     return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
-
-
-def _dtype(x):
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-
-
-def _is_inexact(dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def extra_by_path(step: int, extra) -> dict:
@@ -167,20 +161,14 @@ def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
     }
     for part, at in leaves.items():
         for name, x in at.items():
-            _require_storable(part + name.removeprefix("['tree']"), x)
+            try:
+                isinstance(x, str) or jax.typeof(x)
+            except TypeError as error:
+                raise TypeError(
+                    f"{part}{name.removeprefix(_TREE)} is {x!r:.60} of {type(x)}, which cannot be "
+                    "stored: give arrays of numbers, random keys, numbers, strings, bytes or None."
+                ) from error
     return leaves
-
-
-def _require_storable(name: str, x) -> None:
-    if isinstance(x, str):
-        return
-    try:
-        jax.typeof(x)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} is {x!r:.60} of {type(x)}, which cannot be stored: give arrays of numbers, "
-            "random keys, numbers, strings, bytes or None."
-        ) from error
 
 
 def with_shardings(tree, shardings):

@@ -20,6 +20,7 @@ from demo_optax.checkpoint.digests import digests, seal
 from demo_optax.checkpoint.elastic import convert
 from demo_optax.checkpoint.reading import epath, orbax
 from demo_optax.parallel import layout, shards, worker_axis
+from demo_optax.parallel.processes import is_lead
 
 
 class Checkpoint(NamedTuple):
@@ -183,14 +184,14 @@ class Checkpointer:
         meaning = description.describe(placement, params, opt_state, *self._where[:2])
         meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
         meaning["seal"] = seal(meaning)
-        with reading.caught() as failure:
+        stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
+        try:
             self._orbax = self._orbax or self._writer()
-            stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
             self._orbax.save_checkpointables_async(
                 step, stored, force=True, custom_metadata=meaning
             )
-        if failure.reason:
-            return self._failed(step, failure)
+        except Exception as error:
+            return self._failed(step, error)
         self._last = self._pending = step
         return ""
 
@@ -208,23 +209,27 @@ class Checkpointer:
         step, self._pending = self._pending, None
         if self._orbax is None or step is None:
             return ""
-        with reading.caught() as failure:
+        try:
             self._orbax.wait()
             # The first process gives the folder its last name; others may not see that yet.
-            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
-                failure.reason = "it is not in the folder"
-        return self._failed(step, failure) if failure.reason else ""
+            if is_lead() and step not in reading.listed_steps(self._directory):
+                return self._failed(step, Exception("it is not in the folder"))
+        except Exception as error:
+            return self._failed(step, error)
+        return ""
 
-    def _failed(self, step: int, failure: reading.Failure) -> str:
+    def _failed(self, step: int, error: Exception) -> str:
         """Forgets a save, so that it can be tried again."""
         writer, self._orbax, self._last = self._orbax, None, None
         with contextlib.suppress(Exception):
             if writer is not None:
                 writer.close()
-        advice = " Make room there, or let this process write there." if failure.of_files else ""
+        reason, advice = reading.in_a_line(error), ""
+        if reading.is_of_files(error):
+            advice = " Make room there, or let this process write there."
         return (
-            f"step {step} could not be saved in {self._directory}: {failure.reason}.{advice} The "
-            "run can go on: until a save succeeds, a restart begins from the one before."
+            f"step {step} could not be saved in {self._directory}: {reason}.{advice} The run can "
+            "go on: until a save succeeds, a restart begins from the one before."
         )
 
     @shards.no_context_mesh()
