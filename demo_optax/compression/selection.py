@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from demo_optax.arrays import BoolScalar, Coefficients, IntScalar, Positions
 from demo_optax.compression.bins import Bins
+from demo_optax.compression.known_positions import AllCoefficients, SharedSet, SharedSlice
 from demo_optax.compression.packet import Message, Section
-from demo_optax.compression.shared import AllCoefficients, SharedSet, SharedSlice
 from demo_optax.compression.top_k import TopK
 
 At = Int32[Array, "blocks places"]
