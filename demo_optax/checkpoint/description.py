@@ -162,7 +162,7 @@ def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
     for part, at in leaves.items():
         for name, x in at.items():
             try:
-                isinstance(x, str) or jax.typeof(x)
+                _ = isinstance(x, str) or jax.typeof(x)
             except TypeError as error:
                 raise TypeError(
                     f"{part}{name.removeprefix(_TREE)} is {x!r:.60} of {type(x)}, which cannot be "

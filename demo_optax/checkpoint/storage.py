@@ -264,7 +264,7 @@ class Checkpointer:
                 f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
                 "step to restore the latest."
             )
-        found, damaged = reading.newest_intact(
+        checkpoint, damaged = reading.newest_intact(
             self._directory,
             steps if step is None else [step],
             lambda step: self._read(step, params, extra),
@@ -272,8 +272,8 @@ class Checkpointer:
         self._damaged |= set(damaged)
         if damaged:
             self.close()  # the next writer renames them
-        self._last = found.step
-        return found
+        self._last = checkpoint.step
+        return checkpoint
 
     def _read(self, step, params, extra) -> Checkpoint:
         """Reads and verifies one checkpoint, and converts it to what this mesh needs."""

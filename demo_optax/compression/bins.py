@@ -69,12 +69,10 @@ class Bins:
             binned = self._binned(blocks, 0)
             return jnp.sum(jnp.where(self._here(places), binned, 0), axis=0).T
 
-        return jax.lax.platform_dependent(
-            blocks,
-            places,
-            tpu=by_comparison,
-            default=lambda blocks, places: sparse.take(blocks, self.in_block(places)),
-        )
+        def by_gather(blocks: Array, places: Places) -> Array:
+            return sparse.take(blocks, self.in_block(places))
+
+        return jax.lax.platform_dependent(blocks, places, tpu=by_comparison, default=by_gather)
 
     def add(
         self, blocks: Float[Array, "blocks n"], places: Places, values: Float[Array, "blocks k"]
@@ -89,12 +87,13 @@ class Bins:
         values: Float[Array, "workers blocks k"],
     ) -> Float[Array, "blocks n"]:
         """Adds the values of several workers, one worker after the other."""
+
+        def by_scatter(blocks: Array, places: AllPlaces, values: Array) -> Array:
+            return sparse.scatter_all(blocks, self.in_block(places), values)
+
+        values = values.astype(blocks.dtype)
         return jax.lax.platform_dependent(
-            blocks,
-            places,
-            values.astype(blocks.dtype),
-            cpu=lambda blocks, at, values: sparse.scatter_all(blocks, self.in_block(at), values),
-            default=self._add_by_comparison,
+            blocks, places, values, cpu=by_scatter, default=self._add_by_comparison
         )
 
     def sender_weight_sums(

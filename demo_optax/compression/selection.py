@@ -145,7 +145,7 @@ def select(
       shared: the positions that all workers know; None where the selector chooses.
     """
     positions, values = [], []
-    for selector, x, known in zip(selectors, blocks, shared, strict=True):
-        positions.append(selector.select(x) if known is None else known)
+    for selector, x, at in zip(selectors, blocks, shared, strict=True):
+        positions.append(selector.select(x) if at is None else at)
         values.append(selector.take(x, positions[-1]))
     return Message(tuple(positions), tuple(values))
