@@ -1,6 +1,5 @@
 """Bytes and seconds: the paper's table, the command, and what other programs send."""
 
-import json
 import math
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import demo_optax
 from benchmarks import hlo
 from demo_optax import Compression, axes
 from demo_optax.accounting import index_cost
-from demo_optax.accounting.models import checkpoint_shapes, preset_shapes
+from demo_optax.accounting.models import preset_shapes
 from tests.sweeps import slow, sweep
 from tests.workers import mesh_of
 
@@ -356,7 +355,7 @@ def test_the_command_knows_every_exchange():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--checkpoint", "nowhere"], "neither an Orbax checkpoint"),
+        (["--topk", "8"], "required: --preset"),
         (["--preset", "300m", "--topk-back", "8"], "--topk-back is for --exchange two-phase"),
         slow(["--preset", "300m", "--bandwidth", "1GB"], "is no bandwidth"),
         slow(["--preset", "300m", "--topk", "0"], "topk must be at least 1"),
@@ -367,21 +366,6 @@ def test_the_command_says_what_is_wrong(arguments, complaint):
     assert done.returncode != 0
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_shapes_of_checkpoints(tmp_path):
-    from orbax import checkpoint
-
-    params = {"dense": {"w": np.ones((8, 4), np.float32)}, "b": np.ones(3, np.float32)}
-    np.savez(tmp_path / "arrays.npz", w=np.ones((8, 4), np.float32), step=np.int32(3))
-    assert (
-        json.dumps({n: x.shape for n, x in checkpoint_shapes(str(tmp_path / "arrays.npz")).items()})
-        == '{"w": [8, 4]}'
-    )
-    with checkpoint.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", {"params": params, "other": np.ones(99)})
-    found = checkpoint_shapes(str(tmp_path / "saved"))
-    assert sorted(x.shape for x in found.values()) == [(3,), (8, 4)]
 
 
 @pytest.mark.parametrize(
