@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from demo_optax import axes, checks, participation
 from demo_optax._decoupled_momentum import split_momentum
 from demo_optax._halves import SplitTransformation
-from demo_optax._momentum import Applied
+from demo_optax._momentum import REFUSED, Applied, Sent
 from demo_optax.arrays import in_dtype_of, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
@@ -37,6 +37,7 @@ class LookAheadState(NamedTuple):
     displacement: optax.Updates
 
     handles_nonfinite = True
+    local_fields = ("displacement",)
 
 
 def decoupled(
@@ -118,8 +119,12 @@ def decoupled(
         return update_base(applied, state, params, extra_args)
 
     def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
-        outbox, momentum_state = momentum.send(updates, state[0], params, worker, extra_args)
-        return outbox, (momentum_state, *state[1:])
+        sent = momentum.send(updates, state[0], params, worker, extra_args)
+        if look_ahead is None:
+            return sent.outbox, (sent.state, state[1])
+        ahead = displaced(sent, *state[1:], params, extra_args)
+        ahead = participation.choose(sent.outbox.step == REFUSED, state[2], ahead)
+        return sent.outbox, (sent.state, state[1], ahead)
 
     def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
         applied = momentum.apply(packets, outbox, state[0], params, worker)
@@ -135,13 +140,16 @@ def decoupled(
         )
         if look_ahead is None:
             return steps, (applied.state, new)
-        ahead, _ = base.update(applied.own(), new, params, **extra_args)
+        ahead = displaced(applied, new, state[2], params, extra_args)
+        return steps, (applied.state, new, ahead)
 
-        def displaced(u, old):
+    def displaced(half: Applied | Sent, base_state, old, params, extra_args) -> LookAheadState:
+        ahead, _ = base.update(half.own(), base_state, params, **extra_args)
+
+        def displacement(u, old):
             # A worker that skipped the step takes its next gradient at the shared parameters.
-            return in_dtype_of(jnp.where(applied.took_part, look_ahead * u, 0), old)
+            return in_dtype_of(jnp.where(half.took_part, look_ahead * u, 0), old)
 
-        displacement = jax.tree.map(displaced, unboxed(ahead), state[2].displacement)
-        return steps, (applied.state, new, LookAheadState(displacement))
+        return LookAheadState(jax.tree.map(displacement, unboxed(ahead), old.displacement))
 
-    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn)
+    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, compression, exchange)

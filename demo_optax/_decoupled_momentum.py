@@ -10,12 +10,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from demo_optax import _halves, _momentum, axes, checks, metrics
 from demo_optax._halves import SplitTransformation
-from demo_optax._momentum import NEVER, Applied, DecoupledMomentumState, Settings
+from demo_optax._momentum import NEVER, Applied, DecoupledMomentumState, Sent, Settings
 from demo_optax.arrays import unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, Plan, make_plan
 from demo_optax.compression.settings import TensorShapes
-from demo_optax.exchange import Exchange, Outbox
+from demo_optax.exchange import Exchange
 from demo_optax.exchange.all_gather import resolve_exchange
 from demo_optax.exchange.protocol import MEANS, Mean
 
@@ -128,13 +128,15 @@ def decoupled_momentum(
         return momentum.update(updates, state, params, extra_args)[:2]
 
     def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
-        return momentum.send(updates, state, params, worker, extra_args)
+        return momentum.send(updates, state, params, worker, extra_args)[:2]
 
     def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
         del extra_args
         return momentum.apply(packets, outbox, state, params, worker)[:2]
 
-    return SplitTransformation.make(momentum.init, update_fn, send_fn, apply_fn)
+    exchange = resolve_exchange(axis_name, exchange)
+    halves = send_fn, apply_fn
+    return SplitTransformation.make(momentum.init, update_fn, *halves, compression, exchange)
 
 
 class SplitMomentum(NamedTuple):
@@ -143,13 +145,13 @@ class SplitMomentum(NamedTuple):
     Attributes:
       init: of the parameters.
       update: ``update(gradient, state, params, extra_args) -> Applied``.
-      send: ``send(gradient, state, params, worker, extra_args) -> (Outbox, state)``.
+      send: ``send(gradient, state, params, worker, extra_args) -> Sent``.
       apply: ``apply(packets, outbox, state, params, worker) -> Applied``.
     """
 
     init: Callable
     update: Callable[..., Applied]
-    send: Callable[..., tuple[Outbox, DecoupledMomentumState]]
+    send: Callable[..., Sent]
     apply: Callable[..., Applied]
 
 
@@ -212,7 +214,7 @@ def split_momentum(
             precondition=axes.as_varying(settings.precondition.init(params), axis_name),
             metrics=metrics.init_metrics(),
             exchange=exchange.init(plan),
-            sent=jnp.int32(NEVER),
+            sent=axes.as_varying(jnp.int32(NEVER), axis_name),
             momentum_format=momentum_format,
             shapes=TensorShapes(x.shape for x in jax.tree.leaves(params)),
         )
@@ -235,7 +237,7 @@ def split_momentum(
         _halves.require_unsent(state)
         return _momentum.update(settings, plan, gradient, state, params, extra_args)
 
-    def send(gradient, state, params, worker, extra_args) -> Any:
+    def send(gradient, state, params, worker, extra_args) -> Sent:
         _halves.require_halves(exchange)
         plan = checked_gradient(gradient, state)
         _halves.require_unsent(state)
@@ -254,14 +256,8 @@ def split_momentum(
         plan = checked_plan(params, state)
         _halves.require_packets(packets, exchange.layout(plan).words)
         _halves.require_outbox(outbox, state, plan)
-        if worker is None and axis_name is None and len(packets) > 1:
-            raise ValueError(
-                f"there are packets of {len(packets)} workers, but worker is None: give send() and "
-                "apply() the number of this worker's row."
-            )
-        worker = axes.index(axis_name) if worker is None else worker
-        _halves.require_worker(worker, len(packets))
-        packets, row = jnp.asarray(packets), jnp.asarray(worker, jnp.int32)
-        return _momentum.apply(settings, plan, packets, outbox, state, params, row)
+        if worker is not None:
+            _halves.require_worker(worker, len(packets))
+        return _momentum.apply(settings, plan, jnp.asarray(packets), outbox, state, params)
 
     return SplitMomentum(init, update, send, apply)

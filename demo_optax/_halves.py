@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from demo_optax._momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
 from demo_optax.axes import TRACING_ARGUMENTS
-from demo_optax.compression import Plan
+from demo_optax.compression import Compression, Plan
 from demo_optax.exchange import AllGather, Exchange, Outbox
 
 
@@ -39,9 +39,12 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         for its number on the optimizer's axis.
       apply: ``apply(packets, outbox, state, params, *, worker=None, **extra_args)`` returns the
         updates, in the dtypes of ``params``, and the new state. ``packets`` are uint32
-        ``(workers, words)``, where a row of zeros stands for a packet that did not come.
+        ``(workers, words)``, where a row of zeros stands for a packet that did not come. The row
+        of this worker is found by its packet; ``worker`` is only checked.
       empty_outbox: ``empty_outbox(params, **extra_args)`` returns the outbox of a worker that does
         not call ``send`` in a step, and only applies what the others sent.
+      compression: the `demo_optax.Compression` of the packets.
+      exchange: the exchange of ``update``.
 
     Raises:
       ValueError: ``send`` is called twice in a step; ``apply`` gets another outbox than that of the
@@ -63,10 +66,18 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     send: Callable
     apply: Callable
     empty_outbox: Callable
+    compression: Compression
+    exchange: Exchange
 
     @classmethod
     def make(
-        cls, init: Callable, update: Callable, send: Callable, apply: Callable
+        cls,
+        init: Callable,
+        update: Callable,
+        send: Callable,
+        apply: Callable,
+        compression: Compression,
+        exchange: Exchange,
     ) -> "SplitTransformation":
         """The transformation with these functions."""
 
@@ -83,6 +94,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
 
         made = cls(init, update)
         made.send, made.apply, made.empty_outbox = send, apply_to_arrays, empty_outbox
+        made.compression, made.exchange = compression, exchange
         return made
 
 

@@ -10,6 +10,7 @@
 between them, and subtracts once.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,14 +34,14 @@ from demo_optax.compression.packet import Origin, Packets
 from demo_optax.compression.plan import Part, sequentially
 from demo_optax.compression.settings import TensorShapes
 from demo_optax.compression.transforms import ROUNDING_STREAM
-from demo_optax.exchange import Aggregate, Exchange, Outbox, halves
+from demo_optax.exchange import Aggregate, Exchange, Outbox
 from demo_optax.exchange.protocol import Mean, Subtraction, packet_ids, rows_per_part
 from demo_optax.metrics import ExchangeMetrics
 from demo_optax.specs import sharded_axes_in
 
 MESSAGE_WEIGHT = "message_weight"
 NEVER = EMPTY = -1
-"""The last step of a state that has sent nothing; the step of an outbox of `empty_outbox`."""
+"""``sent`` of a state without a message under way; the step of an outbox of `empty_outbox`."""
 REFUSED, IN_ROUND = -2, -3
 """Steps of outboxes with which `apply` does nothing: of a second `send`, and inside of a round."""
 
@@ -55,8 +56,8 @@ class DecoupledMomentumState(NamedTuple):
       precondition: state of the local preconditioner; each worker its own.
       metrics: what the last exchange reported; the same on all workers.
       exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
-      sent: int32 scalar, the last step whose message left the momentum by ``send``. It is -1 on
-        all workers where only ``update`` is called.
+      sent: int32 scalar, the step whose message has left the momentum by ``send`` and waits for
+        ``apply``; -1 if there is none, and wherever only ``update`` is called. Each worker its own.
       momentum_format: static, the transform and the blocks in which the momentum is stored.
       shapes: static, the shape of each parameter.
 
@@ -77,6 +78,7 @@ class DecoupledMomentumState(NamedTuple):
     shapes: TensorShapes
 
     handles_nonfinite = True
+    local_fields = ("momentum", "precondition", "exchange", "sent")
 
 
 class Settings(NamedTuple):
@@ -114,9 +116,25 @@ class Applied(NamedTuple):
     own: Callable[[], Any]
 
 
+class Sent(NamedTuple):
+    """Results of `send`.
+
+    Attributes:
+      outbox: the packet, and the message in it.
+      state: the new state, whose momentum the message has left.
+      took_part: as in `Applied`.
+      own: as in `Applied`.
+    """
+
+    outbox: Outbox
+    state: DecoupledMomentumState
+    took_part: BoolScalar
+    own: Callable[[], Any]
+
+
 def send(
     settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
-) -> tuple[Outbox, DecoupledMomentumState]:
+) -> Sent:
     """The first half of an update: the message leaves the momentum for the outbox.
 
     A second call in the same step changes nothing, and its outbox is refused by `apply`. Otherwise
@@ -125,22 +143,20 @@ def send(
     momenta, outbox, precondition = _accumulate_and_encode(
         settings, plan, gradient, state, params, worker, extra_args
     )
-    whole = Subtraction.uniform(plan, outbox.message, outbox.factor)
-    momentum = _subtract(
-        settings, plan, momenta, [whole], state, _rounding_key(settings, state, worker)
-    )
+    message = Subtraction.uniform(plan, outbox.message, outbox.factor, under_way=True)
+    key = _rounding_key(settings, state, worker)
+    momentum = _subtract(settings, plan, momenta, [message], state, key)
+    own = functools.partial(_own, plan, momentum, [message], state.count, gradient)
     again = state.sent == state.count
     none = jax.tree.map(jnp.zeros_like, outbox)._replace(step=jnp.int32(REFUSED))
     old, new = (state.momentum, state.precondition), (momentum, precondition)
     momentum, precondition = participation.choose(again, old, new)
     sent = jnp.where(again, state.sent, state.count)
-    new_state = state._replace(momentum=momentum, precondition=precondition, sent=sent)
-    return participation.choose(again, none, outbox), new_state
+    new = state._replace(momentum=momentum, precondition=precondition, sent=sent)
+    return Sent(participation.choose(again, none, outbox), new, outbox.factor > 0, own)
 
 
-def apply(
-    settings: Settings, plan: Plan, packets: Packets, outbox: Outbox, state, like, worker: IntScalar
-) -> Applied:
+def apply(settings: Settings, plan: Plan, packets: Packets, outbox: Outbox, state, like) -> Applied:
     """The second half: the mean of all packets, and what did not count back into the momentum.
 
     Nothing changes unless the outbox is that of the last `send`, which was called in this step, or
@@ -152,9 +168,8 @@ def apply(
     counts = jnp.where(jnp.any(is_own), outbox.factor, 0.0)
     delivered = outbox._replace(step=step, factor=counts)
     exchange: Any = settings.exchange
-    aggregate = exchange.average(
-        plan, packets, delivered, jnp.argmax(is_own), state.metrics, settings.mean
-    )
+    row = jnp.argmax(is_own)
+    aggregate = exchange.average(plan, packets, delivered, row, state.metrics, settings.mean)
     (accepted,) = aggregate.subtractions
     rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
 
@@ -165,11 +180,12 @@ def apply(
 
     momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
     # Random numbers of its own: those of `send` have decided how what is stored was rounded.
-    key = jax.random.fold_in(_rounding_key(settings, state, worker), 2**31)
+    key = jax.random.fold_in(_rounding_key(settings, state, row), 2**31)
     new = _finish(settings, plan, momenta, rest, state, like, key, outbox.factor > 0)
+    applied = new.state._replace(sent=jnp.full_like(state.sent, NEVER))
     return new._replace(
         updates=jax.tree.map(lambda u: jnp.where(is_current, u, jnp.zeros_like(u)), new.updates),
-        state=participation.choose(is_current, new.state, state),
+        state=participation.choose(is_current, applied, state),
     )
 
 
@@ -180,10 +196,9 @@ def update(settings: Settings, plan: Plan, gradient, state, params, extra_args) 
         settings, plan, gradient, state, params, worker, extra_args
     )
     aggregate = exchange.exchange(plan, outbox, state.exchange, state.metrics, settings.mean)
-    took_part = halves.took_part(exchange, outbox.factor > 0, state.exchange)
     state = state._replace(precondition=precondition)
     key = _rounding_key(settings, state, worker)
-    return _finish(settings, plan, momenta, aggregate, state, gradient, key, took_part)
+    return _finish(settings, plan, momenta, aggregate, state, gradient, key, outbox.factor > 0)
 
 
 def _accumulate_and_encode(
@@ -286,8 +301,23 @@ def _finish(
         tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
         return (tensors,), tensors
 
-    def own_progress(part: Part, after_previous, stored, rows):
-        # Look ahead: T^-1 of m and of the message that is under way
+    averages = plan.rows_per_part(aggregate.mean, axis=1)
+    updates = _as_updates(sequentially(invert, plan.parts, averages), like)
+    new = state._replace(
+        count=jnp.asarray(optax.safe_increment(step)),
+        momentum=momentum,
+        metrics=aggregate.metrics,
+        exchange=aggregate.state,
+    )
+    under_way = [s for s in aggregate.subtractions if s.under_way]
+    own = functools.partial(_own, plan, momentum, under_way, step, like)
+    return Applied(updates, new, took_part, own)
+
+
+def _own(plan: Plan, momentum, under_way: Sequence[Subtraction], step: IntScalar, like):
+    """T^-1 of a stored momentum and of the messages under way, a tree like the gradient."""
+
+    def invert(part: Part, after_previous, stored, rows):
         rows, stored = after_previous(rows, stored)
         momenta = part.unpack(stored)
         for message in rows:
@@ -295,24 +325,13 @@ def _finish(
         tensors = part.to_tensors(part.inverse(list(map(jnp.concatenate, momenta)), step))
         return (tensors,), tensors
 
-    def own():
-        under_way = [s.undone() for s in aggregate.subtractions if s.under_way]
-        rows = rows_per_part(plan, under_way)
-        return as_updates(sequentially(own_progress, plan.parts, plan.per_part(momentum), rows))
+    rows = rows_per_part(plan, [message.undone() for message in under_way])
+    return _as_updates(sequentially(invert, plan.parts, plan.per_part(momentum), rows), like)
 
-    def as_updates(results):
-        (tensors,) = results
-        return _as_tree(like, map(in_dtype_of, _joined(tensors), jax.tree.leaves(like)))
 
-    averages = plan.rows_per_part(aggregate.mean, axis=1)
-    updates = as_updates(sequentially(invert, plan.parts, averages))
-    new = state._replace(
-        count=jnp.asarray(optax.safe_increment(step)),
-        momentum=momentum,
-        metrics=aggregate.metrics,
-        exchange=aggregate.state,
-    )
-    return Applied(updates, new, took_part, own)
+def _as_updates(results, like):
+    (tensors,) = results
+    return _as_tree(like, map(in_dtype_of, _joined(tensors), jax.tree.leaves(like)))
 
 
 def _subtract(

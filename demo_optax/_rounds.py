@@ -44,6 +44,7 @@ class LocalStepsState(NamedTuple):
     outer: optax.OptState
 
     handles_nonfinite = True
+    local_fields = ("mini_step", "stepped", "displacement", "inner")
 
 
 def local_steps(
@@ -213,7 +214,8 @@ def local_steps(
         mini_step = jnp.where(outbox.step == EMPTY, 0, state.mini_step)
         return updates, state._replace(mini_step=mini_step, outer=outer_state)
 
-    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn)
+    settings = split.compression, split.exchange
+    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, *settings)
 
 
 def local_parameters(params, opt_state):

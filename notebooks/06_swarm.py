@@ -92,25 +92,22 @@ def batch_of(drawn, rows=32):
 # ## A worker
 #
 # A `Member` is a place in the swarm: a store, a name, and how long to wait for the others. A
-# `SwarmWorker` trains from there. It makes the optimizer with the exchange that it needs. A worker that
+# `SwarmWorker` trains from there, with any optimizer of this library. A worker that
 # leaves in good order calls `close`, and tells the others. This one can also vanish instead.
 
 # %%
 STEPS, PAUSE = 500, 0.03
+tx = demo_optax.demo_scaled(2e-3)
 folder = tempfile.TemporaryDirectory()
 store = ObjectStore(folder.name)
 losses, ends = {name: {} for name in COLOURS}, {}
-
-
-def make_optimizer(exchange):
-    return demo_optax.demo_scaled(2e-3, exchange=exchange)
 
 
 def work(name, vanishes_at=None):
     member = Member(store, name, slots=4, deadline=2.0)
     device = jax.devices()[list(COLOURS).index(name) % jax.device_count()]
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=[device])
-    worker = SwarmWorker(loss_fn, make_optimizer, mesh, member, snapshot_every=50)
+    worker = SwarmWorker(loss_fn, tx, mesh, member, snapshot_every=50)
     drawn = np.random.default_rng(zlib.crc32(name.encode()))  # each worker reads other batches
     params, opt_state = worker.begin(new_params(), batch_of(drawn))
     print(f"{name} has slot {member.slot} and joins before step {worker.number}")

@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import optax
 
 import demo_optax
 from demo_optax.swarm import (
@@ -149,9 +150,9 @@ def raised_by_the_first_process():
         lead.by_lead(fail)
 
 
-def with_worker(act, make_optimizer=swarms.demo_scaled, **settings):
+def with_worker(act, tx=swarms.DEMO_SCALED, **settings):
     with tempfile.TemporaryDirectory() as folder:
-        act(swarms.make_worker(make_optimizer, ObjectStore(folder), 0, **settings))
+        act(swarms.make_worker(tx, ObjectStore(folder), 0, **settings))
 
 
 def steps_after_an_error(made):
@@ -172,31 +173,26 @@ def another_batch(made):
 def has_no_place():
     with (
         mock.patch("demo_optax.swarm.worker.is_lead", return_value=False),
-        mock.patch("demo_optax.swarm.worker.by_lead", return_value=2),
+        mock.patch("demo_optax.swarm.worker.by_lead", return_value=(2, 0)),
     ):
-        made = swarms.make_worker(swarms.demo_scaled, None, 0)
+        made = swarms.make_worker(swarms.DEMO_SCALED, None, 0)
     made.member.leave()
 
 
-def random_basis(exchange):
-    compression = demo_optax.Compression(4, transform="random")
-    return demo_optax.demo(1e-3, compression, exchange=exchange)
-
-
-def every_second_call(exchange):
-    return demo_optax.multi_steps(swarms.demo_scaled(exchange), 2)
+RANDOM_BASIS = demo_optax.demo(1e-3, demo_optax.Compression(4, transform="random"))
+EVERY_SECOND = demo_optax.local_steps(optax.sgd(1e-3), swarms.DEMO_SCALED, 2)
 
 
 def two_workers_along_the_axis():
     with store() as place:
         member = Member(place, "paris")
         mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-        demo_optax.swarm.SwarmWorker(swarms.loss_fn, swarms.demo_scaled, mesh, member)
+        demo_optax.swarm.SwarmWorker(swarms.loss_fn, swarms.DEMO_SCALED, mesh, member)
 
 
 def no_place_in_the_first_process():
     with store():
-        swarms.make_worker(swarms.demo_scaled, None, 0)
+        swarms.make_worker(swarms.DEMO_SCALED, None, 0)
 
 
 RAISED = [
@@ -227,9 +223,10 @@ RAISED = [
     lambda: with_worker(lambda made: made.step({}, (), ())),
     lambda: with_worker(steps_after_an_error),
     lambda: with_worker(another_batch),
-    lambda: with_worker(swarms.begin, lambda exchange: demo_optax.demo(1e-3, axis_name="data")),
-    lambda: with_worker(swarms.begin, random_basis),
-    lambda: with_worker(swarms.begin, every_second_call),
+    lambda: with_worker(swarms.begin, lambda exchange: swarms.DEMO_SCALED),
+    lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, axis_name="data")),
+    lambda: with_worker(swarms.begin, RANDOM_BASIS),
+    lambda: with_worker(swarms.begin, EVERY_SECOND),
     two_workers_along_the_axis,
     no_place_in_the_first_process,
     has_no_place,

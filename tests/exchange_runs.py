@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 from demo_optax.compression import make_plan
-from demo_optax.compression.packet import Origin
+from demo_optax.compression.packet import Message, Origin, merge_rows, parse_headers
+from demo_optax.exchange.averaging import decode_accepted
 from demo_optax.exchange.protocol import Subtraction, packet_ids
-from demo_optax.exchange.wrapper import decode_pending
 from tests import workers
 
 SHAPES = {"v": (30,), "w": (32, 24)}
@@ -91,6 +91,20 @@ class Trained:
         return self
 
 
+def decoded(plan, layout, packets, origin):
+    """The message in a worker's packets, as those who receive them decode it."""
+    _, _, intact = parse_headers(layout, packets, origin)
+    message = decode_accepted(layout, packets, intact).message
+    blocks = [section.num_blocks for section in plan.sections]
+    positions = [
+        merge_rows(x, n) if at is None else at
+        for at, x, n in zip(
+            plan.shared_positions(origin.step), message.positions, blocks, strict=True
+        )
+    ]
+    return Message(tuple(positions), tuple(map(merge_rows, message.values, blocks)))
+
+
 def with_pending(trained, exchange):
     """Momenta with the pending messages in them, put back by each device itself."""
     specs = demo_optax.state_specs(
@@ -98,10 +112,10 @@ def with_pending(trained, exchange):
     )[0]
 
     def put_back(state):
-        plan = make_plan(state.exchange.format.compression, state.exchange.format.shapes)
-        (packets,), (factor,) = state.exchange.pending, state.exchange.subtracted_fraction
+        plan = make_plan(state.exchange.compression, state.shapes)
+        (packets,), (factor,) = state.exchange.packets, state.exchange.factor
         origin = Origin(state.count - 1, packet_ids(len(packets), jax.lax.axis_index("data")))
-        message = decode_pending(plan, EXCHANGES[exchange].layout(plan), packets, origin)
+        message = decoded(plan, EXCHANGES[exchange].layout(plan), packets, origin)
         taken = Subtraction.uniform(plan, message, factor)
         leaves, found = jax.tree.leaves(state.momentum), []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
@@ -118,7 +132,7 @@ def with_pending(trained, exchange):
 
 def assert_nothing_pending(state):
     kept = state[0].exchange
-    assert not np.any(kept.pending) and not np.any(kept.subtracted_fraction)
+    assert not np.any(kept.packets) and not np.any(kept.factor)
 
 
 assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)

@@ -11,9 +11,7 @@ from jax.sharding import AxisType, Mesh
 import demo_optax
 from demo_optax.swarm import Member, SwarmWorker
 
-
-def demo_scaled(exchange):
-    return demo_optax.demo_scaled(1e-2, exchange=exchange)
+DEMO_SCALED = demo_optax.demo_scaled(1e-2)
 
 
 def mesh_of_worker(number: int, shards: int = 1) -> Mesh:
@@ -42,13 +40,13 @@ def batch_of(worker: int, step: int, rows: int = 16):
     return x, np.sin(x[:, :8])
 
 
-def make_worker(make_optimizer, store, number: int, *, shards: int = 1, **settings) -> SwarmWorker:
+def make_worker(tx, store, number: int, *, shards: int = 1, **settings) -> SwarmWorker:
     """A worker of a store; without one it has no place."""
     of_member = {"slots": 4, "deadline": 30.0, "min_workers": 1}
     given = {name: settings.pop(name, default) for name, default in of_member.items()}
     member = Member(store, f"worker-{number}", **given) if store else None
     mesh = mesh_of_worker(number, shards)
-    return SwarmWorker(loss_fn, make_optimizer, mesh, member, **settings)
+    return SwarmWorker(loss_fn, tx, mesh, member, **settings)
 
 
 def begin(worker: SwarmWorker):

@@ -5,13 +5,7 @@ import jax.numpy as jnp
 import optax
 
 import demo_optax
-from demo_optax import axes
-from demo_optax._decoupled import LookAheadState
-from demo_optax._momentum import DecoupledMomentumState
-from demo_optax.compression import make_plan
-from demo_optax.compression.packet import Origin
-from demo_optax.exchange.protocol import packet_ids
-from demo_optax.exchange.wrapper import decode_pending
+from demo_optax import LookAheadState
 from lm import recipes
 from lm.recipes import Settings
 
@@ -38,24 +32,14 @@ def ahead_by(settings: Settings, own: float = 0.0, last: float = 0.0):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def own_message(settings: Settings, state: DecoupledMomentumState, params):
-    """What a worker has sent and nobody has applied yet, as a tree like the parameters."""
-    leaves, structure = jax.tree.flatten(params)
-    plan, exchange = (
-        make_plan(settings.compression, tuple(x.shape for x in leaves)),
-        settings.exchange,
-    )
-    step, packets = state.count - 1, state.exchange.pending
-    origin = Origin(step, packet_ids(len(packets), axes.index(exchange.axis_name)))
-    sent = decode_pending(plan, exchange.layout(plan), packets, origin)
-    tensors = []
-    for part, rows in zip(plan.parts, plan.rows_per_part(zip(*sent, strict=True)), strict=True):
-        dense = [
-            group.selector.add(jnp.zeros((group.num_blocks, group.selector.n)), *row)
-            for group, row in zip(part.groups, rows, strict=True)
-        ]
-        tensors += part.to_tensors(part.inverse(dense, step))
-    return structure.unflatten(tensors)
+def own_message(settings: Settings, state, params):
+    """What a worker has sent and nobody has applied yet, as one decodes it who only follows."""
+    workers, worker = jax.lax.axis_size("data"), jax.lax.axis_index("data")
+    (packet,) = state.exchange.packets
+    packets = jnp.zeros((workers, packet.size), jnp.uint32).at[worker].set(packet)
+    follower = demo_optax.decoupled_momentum(0.0, settings.compression)
+    start = follower.init(params)._replace(count=state.count - 1)
+    return follower.apply(packets, follower.empty_outbox(params), start, params)[0]
 
 
 def stale_adamw(settings: Settings) -> optax.GradientTransformation:

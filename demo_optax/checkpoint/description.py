@@ -12,14 +12,14 @@ from jax.tree_util import GetAttrKey, keystr
 from demo_optax import axes
 from demo_optax.arrays import is_key, key_impl, unboxed, unwrap_keys, wrap_keys
 from demo_optax.axes import AxisName
-from demo_optax.exchange.wrapper import PendingState
+from demo_optax.exchange.delayed import DelayedState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import StateLayout
 from demo_optax.specs import axes_of, sharded_axes
 
 _TREE = "['tree']"
 
-FORMAT = 9
+FORMAT = 10
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
 
@@ -37,7 +37,8 @@ def describe(
         has no state;
       * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
         worker along which every device has its own;
-      * ``pending``: the format of pending packets, None without any.
+      * ``pending``: the compression of a message under way and the shapes of its tensors, None
+        without a delay.
 
       Axes are numbered in the order of the mesh.
     """
@@ -65,7 +66,10 @@ def describe(
         return {"name": keystr(path), "shape": x.shape, "axes": sizes}
 
     def describe_state(path, node) -> dict:
-        kept, delayed = {}, isinstance(node.exchange, PendingState)
+        kept, pending = {}, None
+        if isinstance(node.exchange, DelayedState):
+            compression = dataclasses.asdict(node.exchange.compression)
+            pending = {"compression": compression, "shapes": node.shapes}
         for inside, x in jax.tree.leaves_with_path(node.exchange):
             # A delayed exchange keeps what the exchange inside of it keeps, and more.
             key = keystr(tuple(key for key in inside if key != GetAttrKey("inner")))
@@ -74,7 +78,7 @@ def describe(
         return {
             "momenta": [describe_momentum(path, node, inside) for inside, _ in momenta],
             "kept": kept,
-            "pending": dataclasses.asdict(node.exchange.format) if delayed else None,
+            "pending": pending,
         }
 
     nodes = jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum)
@@ -85,9 +89,10 @@ def describe(
 
 
 def names_kept(described: dict) -> set[str]:
-    """The names of the leaves that exchanges keep."""
+    """The names of the leaves that exchanges keep, but of empty ones."""
     states = described["states"].values()
-    return {kept["name"] for state in states for kept in state["kept"].values()}
+    kept = [leaf for state in states for leaf in state["kept"].values()]
+    return {leaf["name"] for leaf in kept if 0 not in leaf["shape"]}
 
 
 def by_path(tree) -> dict:

@@ -14,11 +14,10 @@ from demo_optax.arrays import widest
 from demo_optax.axes import AxisName
 from demo_optax.checkpoint.description import names_kept
 from demo_optax.compression import Compression, make_plan
-from demo_optax.compression.packet import Origin, PacketLayout
 from demo_optax.compression.settings import MomentumFormat
 from demo_optax.compression.transforms import is_redrawn
+from demo_optax.exchange.delayed import message_of
 from demo_optax.exchange.protocol import Subtraction
-from demo_optax.exchange.wrapper import decode_pending
 from demo_optax.specs import axes_of
 
 
@@ -60,21 +59,20 @@ def _momenta(described: dict) -> dict[str, dict]:
 
 
 def put_back_pending(state: dict, saved: dict) -> dict:
-    """The momenta of delayed exchanges, with the messages put back that are still pending."""
+    """The momenta of delayed exchanges, with the messages put back that are still under way."""
     result: dict[str, np.ndarray] = {}
     for path, described in saved["states"].items():
         if not described["pending"]:
             continue
         kept = described["kept"]
-        packets = np.asarray(state[kept[".pending"]["name"]])
-        factors = np.asarray(state[kept[".subtracted_fraction"]["name"]])
-        sizes = dict(kept[".pending"]["axes"])
+        factors = np.asarray(state[kept[".factor"]["name"]])
+        sizes = dict(kept[".packets"]["axes"])
         devices = math.prod(sizes.values())
-        packets = packets.reshape(len(packets), devices, -1, packets.shape[2])
-        decode = _decoder(described["pending"], owners=packets.shape[2])
+        added_by = _adder(described["pending"])
         step = np.int32(state[f"{path}.count"]) - 1
-        for worker, device in np.ndindex(packets.shape[:2]):
-            added = decode(packets[worker, device], np.int32(worker), step, factors[worker])
+        for worker, device in np.ndindex(len(factors), devices):
+            message = [_of_device(state, kept[key], worker, device) for key in _MESSAGE]
+            added = added_by(*message, step, factors[worker])
             place = dict(zip(sizes, np.unravel_index(device, [*sizes.values()]), strict=True))
             for leaf, x in zip(described["momenta"], added, strict=True):
                 name, shard = leaf["name"], [worker]
@@ -88,17 +86,24 @@ def put_back_pending(state: dict, saved: dict) -> dict:
     return result
 
 
-def _decoder(packet_format: dict, owners: int) -> Callable:
-    """A function from a device's pending packets to what they add to its stored momenta."""
-    shapes = tuple(map(tuple, packet_format["shapes"]))
-    plan = make_plan(Compression(**packet_format["compression"]), shapes)
-    layout = PacketLayout(
-        plan.sections, packet_format["extra"], packet_format["multiple"]
-    ).per_owner(owners)
+_MESSAGE = ".positions", ".values"
+_UNDER_WAY = (".packets", ".factor", *_MESSAGE)
 
-    def decode(packets, worker, step, factor):
-        ids = worker * owners + jnp.arange(owners, dtype=jnp.int32)
-        message = decode_pending(plan, layout, packets, Origin(step, ids))
+
+def _of_device(state: dict, leaf: dict, worker: int, device: int) -> np.ndarray:
+    """A device's part of a vector that an exchange keeps; empty ones are not stored."""
+    x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], np.int32)))[worker]
+    devices = math.prod(size for _, size in leaf["axes"])  # 1 where all hold the same
+    return np.split(x, devices)[device % devices]
+
+
+def _adder(pending: dict) -> Callable:
+    """What a message under way adds to a device's stored momenta."""
+    shapes = tuple(map(tuple, pending["shapes"]))
+    plan = make_plan(Compression(**pending["compression"]), shapes)
+
+    def added(positions, values, step, factor):
+        message = message_of(plan, positions, values)
         taken = Subtraction.uniform(plan, message, -factor)
         stored = []
         for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
@@ -106,7 +111,7 @@ def _decoder(packet_format: dict, owners: int) -> Callable:
             stored += part.pack(part.subtract(zeros, rows, step, delay=0))
         return stored
 
-    return jax.jit(decode)
+    return jax.jit(added)
 
 
 def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
@@ -116,8 +121,8 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
     for path, before in saved["states"].items():
         now = description["states"].get(path, {"kept": {}})
         for key, leaf in before["kept"].items():
-            x, target = np.asarray(state[leaf["name"]]), now["kept"].get(key)
-            if key.startswith((".pending", ".subtracted")) or not x.any():
+            target = now["kept"].get(key)
+            if key in _UNDER_WAY or not (x := np.asarray(state[leaf["name"]])).any():
                 continue
             same_blocks = target and before["momenta"] == now["momenta"]
             has, remedy = "an exchange without owners", "exchange=TwoPhase(...)"

@@ -55,9 +55,12 @@ class TensorShapes(tuple[tuple[int, ...], ...]):
     __hash__ = tuple.__hash__
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Compression:
     """What is sent of a momentum. An exchange decides how it travels (`demo_optax.AllGather`).
+
+    Among arrays it is a static node: it has no leaves, and ``jax.jit`` compiles again for another.
 
     Attributes:
       topk: coefficients sent of each block; a block that has fewer sends all of them.

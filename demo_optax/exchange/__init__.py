@@ -2,10 +2,7 @@
 
 from demo_optax.exchange.all_gather import AllGather as AllGather
 from demo_optax.exchange.delayed import Delayed as Delayed
-from demo_optax.exchange.halves import Opened as Opened
-from demo_optax.exchange.halves import Sealed as Sealed
 from demo_optax.exchange.protocol import Aggregate as Aggregate
 from demo_optax.exchange.protocol import Exchange as Exchange
 from demo_optax.exchange.protocol import Outbox as Outbox
-from demo_optax.exchange.received import Received as Received
 from demo_optax.exchange.two_phase import TwoPhase as TwoPhase

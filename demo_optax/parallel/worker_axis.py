@@ -21,8 +21,7 @@ from demo_optax._momentum import DecoupledMomentumState
 from demo_optax._rounds import LocalStepsState
 from demo_optax.arrays import IntScalar, boxed_inside, unboxed
 from demo_optax.axes import AxisName
-from demo_optax.compression.settings import MomentumFormat, TensorShapes
-from demo_optax.exchange.wrapper import PacketFormat
+from demo_optax.compression.settings import Compression, MomentumFormat, TensorShapes
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import map_workers
@@ -367,7 +366,7 @@ def _static_nodes(tree) -> list:
     """The settings that states of decoupled momentum in a tree were made for."""
 
     def is_static(x) -> bool:
-        return isinstance(x, (MomentumFormat, TensorShapes, PacketFormat))
+        return isinstance(x, (MomentumFormat, TensorShapes, Compression))
 
     return list(filter(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
 

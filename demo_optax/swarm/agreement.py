@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
+from demo_optax._halves import SplitTransformation
 from demo_optax.swarm import records
-from demo_optax.swarm.programs import Fingerprint, pending_state
+from demo_optax.swarm.programs import Fingerprint
 from demo_optax.swarm.records import Damaged
 from demo_optax.swarm.slots import SwarmError
 from demo_optax.swarm.store import Store
@@ -26,18 +27,18 @@ def jax_settings() -> dict[str, str]:
     return {name: str(getattr(jax.config, name)) for name in JAX_SETTINGS}
 
 
-def facts_of(params, opt_state) -> dict[str, Any]:
-    """What is compared on every kind of device.
+def facts_of(tx: SplitTransformation, params, opt_state, words: int) -> dict[str, Any]:
+    """Returns what is compared on every kind of device.
 
     These are trees, shapes, dtypes, the compression, the format, and `jax_settings`: links behind
     the exchange, such as ``optax.add_noise``, may draw random numbers of their own.
     """
-    pending = pending_state(opt_state)
     return {
         "parameters": _description(params),
         "optimizer state": _description(opt_state),
-        "packets": f"{pending.pending.shape[-1]} words",
-        "compression": str(pending.format.compression),
+        "packets": f"{words} words",
+        "compression": str(tx.compression),
+        "exchange": str(tx.exchange),
         "format of the store": records.FORMAT,
     } | jax_settings()
 

@@ -1,7 +1,8 @@
-"""The programs of a swarm's step, compiled once: gradient, seal, open; or gradient and update.
+"""The programs of a swarm's step, compiled once: the gradient, `send` and `apply`.
 
-Nothing in them waits for the network. Each worker opens the packets of a step by the same program,
-whether it takes part or replays the step later, so that the parameters are equal to the last bit.
+Between the last two the host moves bytes; nothing in the programs waits for the network. Every
+worker applies the packets of a step by the same program, whether it takes part or replays the step
+later, so that the parameters are equal to the last bit.
 """
 
 import functools
@@ -14,56 +15,43 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, UInt32
 
 from demo_optax import checks
-from demo_optax._momentum import MESSAGE_WEIGHT
+from demo_optax._halves import SplitTransformation, require_halves
+from demo_optax._momentum import EMPTY, MESSAGE_WEIGHT
 from demo_optax._rounds import LocalStepsState, local_parameters
-from demo_optax.arrays import IntScalar, unboxed
+from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.transforms import is_redrawn
-from demo_optax.exchange import Delayed, Exchange, Opened, Received, Sealed
-from demo_optax.exchange.wrapper import PendingState
+from demo_optax.exchange import Outbox
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.gradients import WorkerGradients, stacked_gradients
 from demo_optax.parallel.layout import StateLayout, find_layout
 from demo_optax.participation import PARTICIPATES
-from demo_optax.specs import sharded_axes
+from demo_optax.specs import PARAM_SPECS, sharded_axes
 from demo_optax.swarm import records
 from demo_optax.swarm.lead import to_devices
 
-MakeOptimizer = Callable[[Exchange], optax.GradientTransformation]
 
-
-class Arrived(NamedTuple):
-    """What arrived over the host.
-
-    Attributes:
-      packets: uint32 ``(shards, slots, words)``, zeros for slots whose packet does not count.
-      slot: int32 scalar, this worker's; -1 where its packet does not count.
-    """
-
-    packets: UInt32[Array, "shards slots words"] | np.ndarray | jax.ShapeDtypeStruct
-    slot: IntScalar | np.ndarray | jax.ShapeDtypeStruct
-
-
-class Own(NamedTuple):
+class Contribution(NamedTuple):
     """What a worker brings to a step.
 
     Attributes:
       gradients: stacked, ``(1, *shape)``.
-      participates: bool ``(1,)``.
-      weight: float32 ``(1,)``, of its message in the mean.
+      gradient_norm: float32 ``(1,)``; the worker takes part if it is finite.
+      weight: float32 ``(1,)``, the weight of its message in the mean.
+      slot: int32 scalar, the row of its packet.
     """
 
     gradients: Any
-    participates: Any
+    gradient_norm: Any
     weight: Any
+    slot: Any
 
 
 class Stepped(NamedTuple):
-    """Parameters, optimizer state, and what the exchange told."""
+    """Parameters, optimizer state, and the metrics of the exchange."""
 
     params: Any
     opt_state: Any
@@ -71,7 +59,7 @@ class Stepped(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """Which program opens the packets.
+    """Identifies the program that applies the packets.
 
     Attributes:
       device: the kind of device, JAX's version and the mesh: what may differ in a swarm, and
@@ -84,58 +72,57 @@ class Fingerprint(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """Compiled programs, and what they need.
+    """The compiled programs, and what they need.
 
     Attributes:
-      template: an optimizer whose ``init`` makes the state.
-      layout: of parameters and state.
-      shape: of `Arrived.packets`.
-      gradients: of parameters, state and batch.
-      seal: the first half of an update: state, with packets under way, of what is `Own`, state and
-        parameters. None with a delay.
-      apply: the second half: of parameters, state and what arrived. With a delay the whole update:
-        of what is `Own`, parameters, state and what arrived.
-      nothing: makes what a worker brings that has no gradient, where there is a delay.
+      layout: of parameters and state. The worker is the only one on its mesh, so that its state has
+        no axis of workers.
+      shape: ``(shards, slots, words)`` of the uint32 packets that `apply` gets, with zeros for a
+        packet that does not count.
+      gradients: ``gradients(params, opt_state, batch) -> WorkerGradients``.
+      send: ``send(contribution, opt_state, params) -> (outbox, opt_state)``.
+      apply: ``apply(params, opt_state, outbox, packets) -> Stepped``.
+      empty_outbox: the outbox of a worker that sent nothing.
       fingerprint: of ``apply``.
-      batch: shapes and dtypes.
+      batch: shapes and dtypes of a batch.
     """
 
-    template: optax.GradientTransformation
     layout: StateLayout
     shape: tuple[int, int, int]
     gradients: Callable[..., WorkerGradients]
-    seal: Callable[..., Any] | None
+    send: Callable[..., tuple[Outbox, Any]]
     apply: Callable[..., Stepped]
-    nothing: Callable[[], Own]
+    empty_outbox: Outbox
     fingerprint: Fingerprint
     batch: Any
 
 
 def compile_programs(
     loss_fn: Callable,
-    make_optimizer: MakeOptimizer,
+    tx: SplitTransformation,
     mesh: Mesh,
     axis_name: AxisName,
     params,
     batch,
     *,
     slots: int,
-    delay: bool,
-    norm_limit: float | None,
     param_specs,
     batch_specs,
     **options,
 ) -> Programs:
     """Compiles everything for parameters and a batch, or for their shapes."""
     params = checks.shapes_of("parameter", params)  # what is compiled keeps no array
-    around = Delayed if delay else Opened
-    template = make_optimizer(around(Received(axis_name, norm_limit=norm_limit)))
-    layout = find_layout(template, params, mesh, axis_name, param_specs)
+    layout = find_layout(tx, params, mesh, (), param_specs)
+    state = jax.eval_shape(functools.partial(worker_axis.init_stacked, tx, layout), params)
+    if isinstance(state, LocalStepsState):
+        raise ValueError(
+            "local_steps exchanges on some steps only, but a step of a swarm is one exchange: pass "
+            "its outer optimizer alone, and use microbatches=... or a larger batch."
+        )
     sharded = sharded_axes(unboxed(layout.params))
-    shard_axes = tuple(name for name in mesh.axis_names if name in sharded)  # the state's order
-    number = int(np.prod([mesh.shape[name] for name in shard_axes], dtype=int))
-    state = jax.eval_shape(functools.partial(worker_axis.init_stacked, template, layout), params)
-    shape = number, slots, pending_state(state).pending.shape[-1]
+    shard_axes = tuple(name for name in mesh.axis_names if name in sharded)
+    over_shards = P(shard_axes or None)
+    outbox_specs = Outbox(over_shards, over_shards, P(), P())
     gradients_of = stacked_gradients(
         loss_fn,
         mesh,
@@ -147,55 +134,54 @@ def compile_programs(
         **options,
     )
 
-    def given(packets, slot) -> optax.GradientTransformation:
-        return make_optimizer(around(Received(axis_name, packets, slot, shard_axes, norm_limit)))
-
-    def with_arrived(updates, state, params=None, **extra_args) -> Any:
-        arrived = extra_args.pop("arrived")
-        return given(*arrived).update(updates, state, params, **extra_args)
-
-    opening = optax.GradientTransformationExtraArgs(template.init, with_arrived)
-    sealing = make_optimizer(Sealed(Received(axis_name, norm_limit=norm_limit)))
-
     def gradients(params, opt_state, batch):
-        params = shards.copies(params, mesh, axis_name, layout.params)
-        local = local_parameters(params, opt_state)
+        local = shards.copies(local_parameters(params, opt_state), mesh, axis_name, layout.params)
         return gradients_of(local, (), batch, params_are_replicated=False)
 
-    def update(tx, own: Own, opt_state, params, extra_args):
-        alone = {PARTICIPATES: own.participates, MESSAGE_WEIGHT: own.weight}
-        return worker_axis.update_stacked(
-            tx, layout, own.gradients, opt_state, params, extra_args, alone
-        )
+    def send(contribution: Contribution, opt_state, params):
+        gradient = jax.tree.map(lambda x: x[0], contribution.gradients)
+        options = {
+            "worker": contribution.slot,
+            PARTICIPATES: jnp.isfinite(contribution.gradient_norm[0]),
+            MESSAGE_WEIGHT: contribution.weight[0],
+        }
 
-    def seal(own, opt_state, params):
-        _, new = update(sealing, own, opt_state, params, {})
-        return jax.tree.map(
-            lambda x, y, own: x if own else y, new, opt_state, layout.varies_over_workers
-        )
+        def on_device(gradient, opt_state, params, options):
+            outbox, new = _on_device(tx, tx.send, layout, gradient, opt_state, params, **options)
+            packets, message = jax.tree.map(lambda x: x[None], outbox[:2])
+            return outbox._replace(packets=packets, message=message), new
 
-    def apply(own, params, opt_state, arrived):
-        extra = {"arrived": jax.tree.map(jnp.asarray, arrived)}
-        updates, opt_state = update(opening, own, opt_state, params, extra)
-        params = shards.constrain_sharding(
-            optax.apply_updates(params, updates), mesh, layout.params
-        )
+        specs = layout.params, layout.state, layout.params, P()
+        return jax.shard_map(
+            on_device, mesh=mesh, in_specs=specs, out_specs=(outbox_specs, layout.state)
+        )(gradient, opt_state, params, options)
+
+    def apply(params, opt_state, outbox, packets):
+        def on_device(params, opt_state, outbox, packets):
+            own, message = jax.tree.map(lambda x: x[0], outbox[:2])
+            outbox = outbox._replace(packets=own, message=message)
+
+            def half(like, state, params, **options):
+                del like
+                return tx.apply(packets[0], outbox, state, params, **options)
+
+            updates, new = _on_device(tx, half, layout, params, opt_state, params)
+            updates = jax.tree.map(shards.from_first, updates, layout.update_replicated_axes)
+            structure: Any = jax.tree.structure(params)
+            updates = structure.unflatten(jax.tree.leaves(updates))
+            return updates, shards.merge_shard_metrics(new, opt_state, sharded)
+
+        updates, opt_state = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(layout.params, layout.state, outbox_specs, over_shards),
+            out_specs=(layout.params, layout.state),
+        )(params, opt_state, outbox, packets)
+        params = optax.apply_updates(params, updates)
         metrics = exchange_metrics(opt_state)
         assert metrics is not None
+        params = shards.constrain_sharding(params, mesh, layout.params)
         return Stepped(params, opt_state, metrics)
-
-    def nothing() -> Own:
-        zeros = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), params)
-        zeros = shards.constrain_sharding(
-            zeros, mesh, shards.stacked_specs(layout.params, axis_name)
-        )
-        return Own(zeros, jnp.zeros(1, bool), jnp.ones(1))
-
-    def open_packets(params, opt_state, arrived):
-        return apply(nothing(), params, opt_state, arrived)
-
-    of_batch = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
-    arrived = Arrived(jax.ShapeDtypeStruct(shape, jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32))
 
     def lowered(fn, args, specs, donated):
         shapes = jax.eval_shape(lambda *x: x, *args)
@@ -207,33 +193,43 @@ def compile_programs(
         program = program.compile()
         return lambda *args: program(*to_devices(args, placed))
 
-    shared, of_shared = (params, state, arrived), (layout.params, layout.state, P())
-    stacked = jax.eval_shape(gradients, params, state, batch).gradients
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
-    own = Own(stacked, jax.ShapeDtypeStruct((1,), bool), one)
-    of_own = Own(shards.stacked_specs(layout.params, axis_name), P(axis_name), P(axis_name))
-    if delay:
-        applying = lowered(apply, (own, *shared), (of_own, *of_shared), (1, 2))
-        sealed = None
-    else:
-        applying = lowered(open_packets, shared, of_shared, (0, 1))
-        specs = of_own, layout.state, layout.params
-        sealed = compiled(*lowered(seal, (own, state, params), specs, (1,)))
-    with_state = (layout.params, layout.state, of_batch)
-    found = compiled(*lowered(gradients, (params, state, batch), with_state, ()))
-    applied = compiled(*applying)
-    fingerprint = Fingerprint(_device(mesh), records.sha256(applying[0].as_text().encode()))
+    own, words = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    found = jax.eval_shape(gradients, params, state, batch)
+    contribution = Contribution(found.gradients, own, own, words)
+    stacked = shards.stacked_specs(layout.params, axis_name)
+    contribution_specs = Contribution(stacked, P(axis_name), P(axis_name), P())
+    outbox, _ = jax.eval_shape(send, contribution, state, params)
+    shape = len(outbox.packets), slots, outbox.packets.shape[-1]
+    packets = jax.ShapeDtypeStruct(shape, jnp.uint32)
+    batch_leaf_specs = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
+    shared, shared_specs = (params, state), (layout.params, layout.state)
+    applying = lowered(
+        apply, (*shared, outbox, packets), (*shared_specs, outbox_specs, over_shards), (0, 1)
+    )
+    sending = lowered(
+        send, (contribution, *shared[::-1]), (contribution_specs, *shared_specs[::-1]), (1,)
+    )
+    computing = lowered(gradients, (*shared, batch), (*shared_specs, batch_leaf_specs), ())
+    empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
     return Programs(
-        template,
         layout,
         shape,
-        found,
-        sealed,
-        applied,
-        jax.jit(nothing),
-        fingerprint,
+        compiled(*computing),
+        compiled(*sending),
+        compiled(*applying),
+        empty._replace(step=np.array(EMPTY, np.int32)),
+        Fingerprint(_device(mesh), records.sha256(applying[0].as_text().encode())),
         shapes_of(batch),
     )
+
+
+def _on_device(tx, half: Callable, layout: StateLayout, gradient, state, params, **options):
+    """A half of an update on one device, whose parameters may be in Flax's boxes."""
+    specs = unboxed(layout.params)
+    inside = boxed_inside(optax.GradientTransformationExtraArgs(tx.init, half), layout.params)
+    gradient, params = unboxed((gradient, params))
+    result, new = inside.update(gradient, state, params, **options, **{PARAM_SPECS: specs})
+    return result, jax.tree.map(shards.from_first, new, layout.state_replicated_axes)
 
 
 def shapes_of(tree) -> Any:
@@ -241,38 +237,35 @@ def shapes_of(tree) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def pending_state(opt_state) -> PendingState:
-    """What is under way, in the state of the one decoupled momentum.
+def require_optimizer(tx) -> None:
+    """Refuses optimizers that cannot train in a swarm.
 
     Raises:
-      ValueError: the optimizer has none, or several; it exchanges on some calls only; or its
-        momentum has another basis in each step, so that a worker that jumps to a snapshot could not
-        go on with its own.
+      TypeError: ``tx`` has no `send` and `apply`.
+      ValueError: it exchanges over an axis, or in rounds; or its momentum has another basis in each
+        step, so that a worker that jumps to a snapshot could not go on with its own.
     """
-    nodes = jax.tree.leaves(opt_state, is_leaf=shards.is_momentum)
-    found = [x for x in nodes if shards.is_momentum(x)]
-    if len(found) != 1 or not isinstance(found[0].exchange, PendingState):
-        raise ValueError(
-            f"a swarm needs an optimizer with one decoupled momentum, but this one has "
-            f"{len(found)}, of another exchange. Make it with the exchange that it is given, as in "
-            "lambda exchange: demo_optax.demo_scaled(3e-3, exchange=exchange)."
+    if not isinstance(tx, SplitTransformation):
+        is_wrapper = isinstance(tx, optax.GradientTransformation)
+        given = "optax.chain or another wrapper" if is_wrapper else repr(tx)
+        raise TypeError(
+            f"a swarm needs an optimizer with send and apply, but {given} was given: pass one of "
+            "this library itself, as in SwarmWorker(loss_fn, demo_optax.demo_scaled(3e-3), mesh, "
+            "member), and no function that makes it. Links in front of the exchange go into "
+            "precondition=, those behind it into decoupled(base, ...), where base is any optax "
+            "chain."
         )
-    wrapped = [x for x in jax.tree.leaves(opt_state, is_leaf=_accumulates) if _accumulates(x)]
-    if wrapped:
+    require_halves(tx.exchange)
+    if tx.exchange.axis_name is not None:
         raise ValueError(
-            f"the optimizer has a {type(wrapped[0]).__name__}, but a swarm's step is one exchange: "
-            "use microbatches=..., or make each worker's batch larger."
+            f"the optimizer exchanges over {tx.exchange.axis_name!r}, but the packets of a "
+            "swarm travel over the host: make it without axis_name."
         )
-    if is_redrawn(found[0].momentum_format.transform):
+    if is_redrawn(tx.compression.transform):
         raise ValueError(
-            f"transform={found[0].momentum_format.transform!r} gives the momentum another basis in "
-            'each step, but a worker that was away skips steps: use "dct" or "randomized-dct".'
+            f"transform={tx.compression.transform!r} gives the momentum another basis in each "
+            'step, but a worker that was away skips steps: use "dct" or "randomized-dct".'
         )
-    return found[0].exchange
-
-
-def _accumulates(state) -> bool:
-    return isinstance(state, optax.MultiStepsState | LocalStepsState)
 
 
 def _device(mesh: Mesh) -> str:

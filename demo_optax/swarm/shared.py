@@ -1,4 +1,4 @@
-"""What all workers share: parameters, and the leaves of the optimizer state that do not differ."""
+"""The shared half of a worker's state: parameters, and what is the same on all workers."""
 
 from typing import Any
 
@@ -11,11 +11,30 @@ from demo_optax.parallel.layout import StateLayout
 from demo_optax.swarm.lead import to_devices
 
 
-def shared_leaves(layout: StateLayout, params, opt_state) -> list[jax.Array]:
+def local_leaves(opt_state) -> Any:
+    """Bools, whether each leaf of a state belongs to its worker, as the states' types say."""
+
+    def names_fields(node) -> bool:
+        return hasattr(type(node), "local_fields")
+
+    def mark(node):
+        if not names_fields(node):
+            return False
+        marks = {
+            name: jax.tree.map(lambda _: True, value)
+            if name in node.local_fields
+            else local_leaves(value)
+            for name, value in node._asdict().items()
+        }
+        return node._replace(**marks)
+
+    return jax.tree.map(mark, opt_state, is_leaf=names_fields)
+
+
+def shared_leaves(params, opt_state) -> list[jax.Array]:
     """Parameters first, then the state's leaves; random keys as numbers."""
-    own = jax.tree.leaves(layout.varies_over_workers)
-    leaves = zip(jax.tree.leaves(opt_state), own, strict=True)
-    shared = [x for x, varies_over_workers in leaves if not varies_over_workers]
+    leaves = zip(jax.tree.leaves(opt_state), jax.tree.leaves(local_leaves(opt_state)), strict=True)
+    shared = [x for x, is_local in leaves if not is_local]
     return list(map(unwrap_keys, [*jax.tree.leaves(params), *shared]))
 
 
@@ -24,8 +43,8 @@ def with_shared_leaves(layout: StateLayout, mesh: Mesh, params, opt_state, leave
     values, placed = iter(leaves), shards.shardings(mesh, (layout.params, layout.state))
     params = jax.tree.map(lambda x: wrap_keys(next(values), x), params)
     opt_state = jax.tree.map(
-        lambda x, own: x if own else wrap_keys(next(values), x),
+        lambda x, is_local: x if is_local else wrap_keys(next(values), x),
         opt_state,
-        layout.varies_over_workers,
+        local_leaves(opt_state),
     )
     return to_devices((params, opt_state), placed)

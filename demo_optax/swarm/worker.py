@@ -8,23 +8,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from demo_optax import checks
+from demo_optax._halves import SplitTransformation
 from demo_optax.axes import AxisName
+from demo_optax.metrics import exchange_metrics
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.swarm import agreement, snapshots
 from demo_optax.swarm.lead import by_lead, is_lead, to_devices, to_host
 from demo_optax.swarm.member import Member, Round
 from demo_optax.swarm.metrics import SwarmMetrics
 from demo_optax.swarm.programs import (
-    Arrived,
-    MakeOptimizer,
-    Own,
+    Contribution,
     Programs,
+    Stepped,
     compile_programs,
-    pending_state,
+    require_optimizer,
     shapes_of,
 )
 from demo_optax.swarm.shared import shared_leaves, with_shared_leaves
@@ -40,16 +42,16 @@ class SwarmWorker:
 
     Args:
       loss_fn: as in `demo_optax.make_train_step`.
-      make_optimizer: the optimizer for an exchange, as in
-        ``lambda exchange: demo_optax.demo_scaled(3e-3, exchange=exchange)``.
+      tx: an optimizer of this library without an axis of workers, such as
+        ``demo_optax.demo_scaled(3e-3)``.
       mesh: of this worker: ``axis_name`` has size 1, other axes share the worker's batch and hold
         its parameters whole or sharded.
       member: this worker's place in the swarm. A worker may have several processes, those of one
         JAX job: then the first has the place, and the others have None.
       axis_name: an axis of size 1.
-      delay: 1 exchanges packets while the next step computes its gradient, as `demo_optax.Delayed`.
+      delay: 1 exchanges packets while the next step computes its gradient, as `demo_optax.Delayed`
+        does. A message is applied with the learning rate of the step that sent it.
       snapshot_every: steps between two snapshots; the same for all workers.
-      norm_limit: as in `demo_optax.AllGather`.
       microbatches: as in `demo_optax.make_train_step`, and so are the next four.
       clip_norm: largest norm of the gradient.
       param_specs: of the parameters.
@@ -67,14 +69,13 @@ class SwarmWorker:
     def __init__(
         self,
         loss_fn: Callable,
-        make_optimizer: MakeOptimizer,
+        tx: SplitTransformation,
         mesh: Mesh,
         member: Member | None,
         axis_name: AxisName = "data",
         *,
         delay: int = 0,
         snapshot_every: int = 100,
-        norm_limit: float | None = None,
         microbatches: int = 1,
         clip_norm: float | None = None,
         param_specs=None,
@@ -83,6 +84,7 @@ class SwarmWorker:
         weight: float = 1.0,
         facts: Mapping[str, Any] | None = None,
     ):
+        require_optimizer(tx)
         checks.one_of("delay", delay, (0, 1))
         checks.static_integer("snapshot_every", snapshot_every, at_least=1)
         checks.in_interval("weight", np.float32(weight), f"[{np.finfo(np.float32).tiny}, inf)")
@@ -101,19 +103,18 @@ class SwarmWorker:
         automatic = (AxisType.Auto,) * len(mesh.axis_names)
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
         self._member, self.mesh = member, mesh
-        slots = by_lead(lambda: self.member.slots)
+        slots, slot = by_lead(lambda: (self.member.slots, self.member.slot))
         self.delay, self.every, self.number = bool(delay), snapshot_every, 0
         self.seconds_compiling = 0.0
+        self._tx, self._slot = tx, np.array(slot, np.int32)
         self._weight = np.array([weight], np.float32)
         self._compile = functools.partial(
             compile_programs,
             loss_fn,
-            make_optimizer,
+            tx,
             mesh,
             axis_name,
             slots=slots,
-            delay=self.delay,
-            norm_limit=norm_limit,
             param_specs=param_specs,
             batch_specs=batch_specs,
             microbatches=microbatches,
@@ -121,9 +122,10 @@ class SwarmWorker:
             check_vma=check_vma,
         )
         own_facts = dict(snapshot_every=snapshot_every, slots=slots, delay=delay)
-        self._facts: dict[str, Any] = own_facts | {"norm_limit": norm_limit} | dict(facts or {})
+        self._facts: dict[str, Any] = own_facts | dict(facts or {})
         self._exchanging = ThreadPoolExecutor(1, "exchange")
         self._turns = SnapshotTurns(member, snapshot_every) if member else None
+        self._outbox: Any = None  # what was sent and is not applied yet
         self._sent: Future[Round] | None = None
         self._late = 0  # steps in a row in which this worker's packet did not count
         self._programs: Programs | None = None
@@ -156,8 +158,9 @@ class SwarmWorker:
             self.seconds_compiling = time.monotonic() - started
             layout = programs.layout
             params = to_devices(params, shards.shardings(self.mesh, layout.params))
-            opt_state = worker_axis.init_stacked(programs.template, layout, params)
-            facts = agreement.facts_of(params, opt_state) | self._facts
+            opt_state = worker_axis.init_stacked(self._tx, layout, params)
+            facts = agreement.facts_of(self._tx, params, opt_state, programs.shape[-1])
+            facts |= self._facts
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
             params, opt_state = self._jump(params, opt_state)
             params, opt_state, _ = self._catch_up(params, opt_state)
@@ -220,26 +223,24 @@ class SwarmWorker:
             number = self.number
             found = programs.gradients(params, opt_state, batch)
             norm = to_host(found.gradient_norm)
-            own = Own(found.gradients, np.isfinite(norm), self._weight)
+            own = Contribution(found.gradients, norm, self._weight, self._slot)
             was_sent = not self.delay or self._sent is not None
             ready = time.monotonic()
-            round_ = self._pending_round(opt_state) if self.delay else None
+            round_ = self._pending_round() if self.delay else None
             if round_ is None or not round_.swept:
                 break
             params, opt_state, _ = self._go_on(round_, params, opt_state)  # others are far ahead
         if self.delay:
             waited = time.monotonic() - ready
-            arrived = self._arrived(round_)
-            params, opt_state, exchange = programs.apply(own, params, opt_state, arrived)
-            packet = self._packet(opt_state)
+            params, opt_state, exchange = self._apply(round_, params, opt_state)
+        self._outbox, opt_state = programs.send(own, opt_state, params)
+        packet = self._packet()
+        if self.delay:
             self._send(number, packet)
         else:
-            assert programs.seal is not None
-            opt_state = programs.seal(own, opt_state, params)
-            packet = self._packet(opt_state)
             round_ = by_lead(lambda: self.member.exchange(number, packet))
             waited = round_.waited
-            params, opt_state, exchange = programs.apply(params, opt_state, self._arrived(round_))
+            params, opt_state, exchange = self._apply(round_, params, opt_state)
         self.number += 1
         replayed = 0
         if round_ is not None:
@@ -277,21 +278,32 @@ class SwarmWorker:
         """Asks the others to wait for this worker."""
         by_lead(lambda: self.member.announce(self.number))
 
-    def _packet(self, opt_state) -> bytes:
-        return to_host(pending_state(opt_state).pending).tobytes()
+    def _packet(self) -> bytes:
+        if self._outbox is None:
+            number, _, words = self._require_begun().shape
+            return bytes(4 * number * words)
+        return to_host(self._outbox.packets).tobytes()
 
     def _send(self, number: int, packet: bytes) -> None:
         if self._member is not None:
             self._sent = self._exchanging.submit(self._member.exchange, number, packet)
 
-    def _arrived(self, found: Round | None) -> Arrived:
-        number, slots, words = self._require_begun().shape
-        rows = np.zeros((number, slots, words), np.uint32)
-        for slot, data in (found.packets if found else {}).items():
+    def _apply(self, found: Round | None, params, opt_state) -> Stepped:
+        """Applies what arrived, and gives back to the momentum what did not count.
+
+        Before the first exchange of a run with a delay there is nothing to apply.
+        """
+        programs = self._require_begun()
+        if found is None:
+            metrics = jax.tree.map(jnp.copy, exchange_metrics(opt_state))  # send takes the state
+            return Stepped(params, opt_state, metrics)
+        number, slots, words = programs.shape
+        packets = np.zeros((number, slots, words), np.uint32)
+        for slot, data in found.packets.items():
             if len(data) == 4 * number * words:
-                rows[:, slot] = np.frombuffer(data, np.uint32).reshape(number, words)
-        own = -1 if found is None or found.own is None else found.own
-        return Arrived(rows, np.array(own, np.int32))
+                packets[:, slot] = np.frombuffer(data, np.uint32).reshape(number, words)
+        outbox, self._outbox = self._outbox or programs.empty_outbox, None
+        return programs.apply(params, opt_state, outbox, packets)
 
     def _names(self, found: Round | None) -> tuple[str, ...]:
         if found is None:
@@ -305,7 +317,7 @@ class SwarmWorker:
         while by_lead(self._is_behind):
             if steps and steps % READ_AT_ONCE == 0:
                 by_lead(lambda: self.member.read_ahead(self.number, READ_AT_ONCE))
-            found = self._pending_round(opt_state) if self.delay else self._received(self.number)
+            found = self._pending_round() if self.delay else self._received(self.number)
             params, opt_state, jumped = self._go_on(found, params, opt_state)
             steps += 1
             if not jumped and steps % TOLD_EVERY == 0 and self._member is not None:
@@ -318,7 +330,7 @@ class SwarmWorker:
 
     def _go_on(self, found: Round | None, params, opt_state) -> tuple[Any, Any, bool]:
         """Applies what the others exchanged; jumps to a snapshot where that was swept."""
-        params, opt_state = self._apply_alone(found, params, opt_state)
+        params, opt_state, _ = self._apply(found, params, opt_state)
         self.number += 1
         if found is None or not found.swept:
             return params, opt_state, False
@@ -327,7 +339,7 @@ class SwarmWorker:
     def _received(self, number: int) -> Round:
         return by_lead(lambda: self.member.receive(number))
 
-    def _pending_round(self, opt_state) -> Round | None:
+    def _pending_round(self) -> Round | None:
         """With a delay, what was exchanged in the step before.
 
         Where that step was never decided, because everybody stopped, it is decided now, without a
@@ -335,7 +347,7 @@ class SwarmWorker:
         """
         if self.number == 0:
             return None
-        (sent, self._sent), packet = (self._sent, None), self._packet(opt_state)
+        (sent, self._sent), packet = (self._sent, None), self._packet()
 
         def ask() -> Round:
             before = self.number - 1
@@ -347,15 +359,8 @@ class SwarmWorker:
 
         return by_lead(ask)
 
-    def _apply_alone(self, found: Round | None, params, opt_state) -> tuple[Any, Any]:
-        """Applies what the others exchanged, without a gradient of this worker's own."""
-        programs, arrived = self._require_begun(), self._arrived(found)
-        nothing = [programs.nothing()] if self.delay else []
-        params, opt_state, _ = programs.apply(*nothing, params, opt_state, arrived)
-        return params, opt_state
-
     def _shared(self, params, opt_state) -> list[jax.Array]:
-        return shared_leaves(self._require_begun().layout, params, opt_state)
+        return shared_leaves(params, opt_state)
 
     def _with_shared(self, params, opt_state, leaves: list[np.ndarray]) -> tuple[Any, Any]:
         layout = self._require_begun().layout
@@ -381,8 +386,7 @@ class SwarmWorker:
         if found is None or found.leaves is None:
             return params, opt_state, found.drift if found else None
         if self.delay:  # first applies what is under way, so that nothing of its own is lost
-            round_ = self._pending_round(opt_state)
-            params, opt_state = self._apply_alone(round_, params, opt_state)
+            params, opt_state, _ = self._apply(self._pending_round(), params, opt_state)
         params, opt_state = self._with_shared(params, opt_state, found.leaves)
         self.number = found.step
         params, opt_state, _ = self._catch_up(params, opt_state)

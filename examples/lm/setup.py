@@ -47,7 +47,6 @@ class Run(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     params: nnx.State
     param_specs: nnx.State
-    with_exchange: Callable[[demo_optax.Exchange], optax.GradientTransformation]
     tx: optax.GradientTransformation
     train_step: Any
 
@@ -106,11 +105,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         matrices=functools.partial(jax.tree.map_with_path, dimension_numbers),
     )
 
-    def with_exchange(exchange: demo_optax.Exchange) -> optax.GradientTransformation:
-        given = settings._replace(exchange=exchange)
-        return make_optimizer(config.optimizer, given, config.local_steps)
-
-    tx = with_exchange(settings.exchange)
+    tx = make_optimizer(config.optimizer, settings, config.local_steps)
     train_step = demo_optax.make_train_step(
         loss_fn,
         tx,
@@ -129,7 +124,6 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         loss_fn,
         params,
         specs,
-        with_exchange,
         tx,
         train_step,
     )
@@ -200,7 +194,9 @@ def compression(config: Config) -> demo_optax.Compression:
 
 
 def exchange(config: Config) -> demo_optax.Exchange:
-    """How the packets travel."""
+    """How the packets travel; in a swarm the host carries them, and the step has no axis."""
+    if config.swarm:
+        return demo_optax.AllGather(norm_limit=config.norm_limit)
     made: demo_optax.Exchange = demo_optax.AllGather("data", config.norm_limit)
     if config.exchange == "two-phase":
         back = config.topk_back, config.value_coding_back

@@ -111,12 +111,11 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
     assert isinstance(run.mesh, Mesh)  # validation refuses --simulate
     worker = SwarmWorker(
         run.loss_fn,
-        run.with_exchange,
+        run.tx,
         run.mesh,
         member,
         delay=config.delay,
         snapshot_every=config.snapshot_every,
-        norm_limit=config.norm_limit,
         microbatches=config.microbatches,
         clip_norm=config.clip_norm,
         param_specs=run.param_specs,

@@ -31,15 +31,12 @@ def main(url, name, delay, steps, address=None, process="0"):
     def loss_fn(params, x):
         return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - jnp.sin(x[:, :8])) ** 2)
 
-    def make_optimizer(exchange):
-        return demo_optax.demo_scaled(1e-2, exchange=exchange)
-
     member = None
     if process == "0":
         member = Member(ObjectStore(url), name, slots=4, min_workers=2, deadline=60.0)
     worker = SwarmWorker(
         loss_fn,
-        make_optimizer,
+        demo_optax.demo_scaled(1e-2),
         mesh,
         member,
         delay=int(delay),

@@ -30,9 +30,9 @@ def store(tmp_path):
 OPEN = []
 
 
-def make(store, number, make_optimizer=swarms.demo_scaled, **settings):
+def make(store, number, tx=swarms.DEMO_SCALED, **settings):
     given = {"deadline": 0.4, "snapshot_every": 4} | settings
-    OPEN.append(swarms.make_worker(make_optimizer, store, number, **given))
+    OPEN.append(swarms.make_worker(tx, store, number, **given))
     return OPEN[-1]
 
 
@@ -76,19 +76,19 @@ def test_a_newcomer_replays_and_takes_part(store, delay):
     assert int(told[-1].exchange.participants) == 2
 
 
-def noisy(exchange):
+def noisy():
     base = optax.chain(optax.add_noise(1e-3, 0.5, key=jax.random.key(3)), optax.sgd(1e-2))
     preconditioner = optax.add_noise(1e-4, 0.5, key=jax.random.key(4))
-    return demo_optax.decoupled(base, exchange=exchange, precondition=preconditioner)
+    return demo_optax.decoupled(base, precondition=preconditioner)
 
 
 @DELAYS
 def test_a_newcomer_draws_the_random_numbers_of_the_others(store, delay):
     """The states of links that hold keys go through snapshots, for workers of two shards each."""
     settings = {"delay": delay, "shards": 2, "param_specs": {"w": P(None, "fsdp"), "v": P("fsdp")}}
-    first = make(store, 0, noisy, **settings)
+    first = make(store, 0, noisy(), **settings)
     state, before, _ = swarms.take_steps(first, 7)
-    second = make(store, 1, noisy, **settings)
+    second = make(store, 1, noisy(), **settings)
     begun = swarms.begin(second)
     (_, alone, _), (_, joined, told) = both(first, second, 16, (state, begun), slow_batch_of)
     by_step = require_equal(before | alone, joined)
@@ -197,19 +197,16 @@ def test_a_gradient_that_is_not_finite_is_not_sent(store, delay):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
-def plain_mean(exchange):
+def plain_mean():
     """All coefficients of the gradient, so that the aggregate is the weighted mean."""
     compression = Compression(topk=64, block_side=8, transform="identity")
-    return optax.chain(
-        demo_optax.decoupled_momentum(0.0, compression, gradient_weight=1.0, exchange=exchange),
-        optax.scale(-1.0),
-    )
+    return demo_optax.decoupled(optax.scale(-1.0), compression, decay=0.0, gradient_weight=1.0)
 
 
 def test_messages_are_weighed(store):
     weights = 1.0, 3.0, 0.5
     workers = [
-        make(store, n, plain_mean, deadline=20.0, min_workers=3, weight=weight)
+        make(store, n, plain_mean(), deadline=20.0, min_workers=3, weight=weight)
         for n, weight in enumerate(weights)
     ]
     results = swarms.together([functools.partial(swarms.take_steps, x, 1) for x in workers])
@@ -245,30 +242,31 @@ def test_parameters_that_differ_are_replaced_at_the_next_snapshot(store, delay):
 
 
 def with_rate(rate):
-    return lambda exchange: demo_optax.demo_scaled(rate, exchange=exchange)
+    return demo_optax.demo_scaled(rate)
 
 
 def with_topk(topk):
-    return lambda exchange: demo_optax.demo(1e-3, Compression(topk=topk), exchange=exchange)
+    return demo_optax.demo(1e-3, Compression(topk=topk))
+
+
+LIMITED = demo_optax.demo_scaled(1e-2, exchange=demo_optax.AllGather(norm_limit=2.0))
 
 
 @pytest.mark.parametrize(
-    ("make_first", "make_second", "settings", "message"),
+    ("tx", "other", "settings", "message"),
     [
         (with_rate(1e-2), with_rate(2e-2), {}, "optimizer is"),
         (with_topk(4), with_topk(8), {}, r"compression is Compression\(topk=4"),
-        (with_rate(1e-2), with_rate(1e-2), {"norm_limit": 2.0}, "norm_limit is None there"),
+        (with_rate(1e-2), LIMITED, {}, r"exchange is AllGather.*norm_limit=None\) there"),
         (with_rate(1e-2), with_rate(1e-2), {"snapshot_every": 7}, "snapshot_every is 100 there"),
         (with_rate(1e-2), with_rate(1e-2), {"slots": 5}, "slots is 4 there and 5 here"),
         (with_rate(1e-2), with_rate(1e-2), {"facts": {"--seed": 2}}, "--seed is None there"),
     ],
 )
-def test_another_run_in_the_same_place_is_refused(
-    store, make_first, make_second, settings, message
-):
-    swarms.begin(make(store, 0, make_first, snapshot_every=100))
+def test_another_run_in_the_same_place_is_refused(store, tx, other, settings, message):
+    swarms.begin(make(store, 0, tx, snapshot_every=100))
     with pytest.raises(SwarmError, match=message):
-        swarms.begin(make(store, 1, make_second, **{"snapshot_every": 100} | settings))
+        swarms.begin(make(store, 1, other, **{"snapshot_every": 100} | settings))
 
 
 @pytest.mark.parametrize(
@@ -279,12 +277,12 @@ def test_another_run_in_the_same_place_is_refused(
     ],
 )
 def test_another_setting_of_jax_is_refused_where_it_changes_the_optimizer(store, setting, message):
-    def make_optimizer(exchange):
-        return demo_optax.decoupled(optax.contrib.muon(1e-2), Compression(4), exchange=exchange)
+    def tx():
+        return demo_optax.decoupled(optax.contrib.muon(1e-2), Compression(4))
 
-    swarms.begin(make(store, 0, make_optimizer))
+    swarms.begin(make(store, 0, tx()))
     with setting, pytest.raises(SwarmError, match=message):
-        swarms.begin(make(store, 1, make_optimizer))
+        swarms.begin(make(store, 1, tx()))
 
 
 def test_another_batch_and_another_weight_are_welcome(store):

@@ -17,14 +17,14 @@ from tests.sweeps import sweep
 WORKERS = 4
 
 OPTIMIZERS = {
-    "demo_scaled": lambda exchange: demo_optax.demo_scaled(1e-2, exchange=exchange),
-    "demo": lambda exchange: demo_optax.demo(
-        1e-3, demo_optax.Compression(topk=8, value_coding="int4"), exchange=exchange
+    "demo_scaled": lambda **exchange: demo_optax.demo_scaled(1e-2, **exchange),
+    "demo": lambda **exchange: demo_optax.demo(
+        1e-3, demo_optax.Compression(topk=8, value_coding="int4"), **exchange
     ),
-    "demo_adamw": lambda exchange: demo_optax.demo_adamw(
-        1e-3, demo_optax.Compression(topk=8), exchange=exchange
+    "demo_adamw": lambda **exchange: demo_optax.demo_adamw(
+        1e-3, demo_optax.Compression(topk=8), **exchange
     ),
-    "demo_muon": lambda exchange: demo_optax.demo_muon(1e-2, exchange=exchange),  # looks ahead
+    "demo_muon": lambda **exchange: demo_optax.demo_muon(1e-2, **exchange),  # looks ahead
 }
 
 
@@ -33,7 +33,7 @@ def over_shard_map(make_optimizer, exchange, steps: int, shards: int = 1, param_
     devices = jax.devices()[: WORKERS * shards]
     types = (AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((WORKERS, shards), ("data", "fsdp"), types, devices=devices)
-    tx = make_optimizer(exchange)
+    tx = make_optimizer(exchange=exchange)
     placed = demo_optax.parallel.shards.shardings(mesh, param_specs or P())
     params = jax.device_put(swarms.initial_params(), placed)
     opt_state = demo_optax.init_opt_state(tx, params, mesh, param_specs=param_specs)
@@ -51,7 +51,7 @@ def over_shard_map(make_optimizer, exchange, steps: int, shards: int = 1, param_
 def in_a_swarm(store, make_optimizer, steps: int, **settings):
     """Parameters of each worker after each step, nobody missing."""
     workers = [
-        swarms.make_worker(make_optimizer, store, n, min_workers=WORKERS, **settings)
+        swarms.make_worker(make_optimizer(), store, n, min_workers=WORKERS, **settings)
         for n in range(WORKERS)
     ]
 
@@ -101,11 +101,7 @@ def test_shards_along_two_axes_get_their_own_aggregate(order, tmp_path):
     specs = {"w": P(order[0]), "v": P(None, order[1])}
     compression = demo_optax.Compression(topk=64, block_side=8, transform="identity")
 
-    def plain_sgd(exchange):
-        settings = {"gradient_weight": 1.0, "exchange": exchange}
-        return optax.chain(
-            demo_optax.decoupled_momentum(0.0, compression, **settings), optax.scale(-1.0)
-        )
+    plain_sgd = demo_optax.decoupled(optax.scale(-1.0), compression, decay=0.0, gradient_weight=1.0)
 
     member = Member(ObjectStore(str(tmp_path)), "paris", slots=2)
     params, batch = swarms.initial_params(), swarms.batch_of(0, 0)
@@ -135,8 +131,8 @@ def test_a_loss_may_loop_from_zeros_without_checks_of_types(tmp_path, check_vma)
         return swarms.loss_fn(params, batch) + 0 * total
 
     member = Member(ObjectStore(str(tmp_path)), "worker-0", slots=4, deadline=30.0, min_workers=1)
-    mesh, make_optimizer = swarms.mesh_of_worker(0, 1), OPTIMIZERS["demo_scaled"]
-    with SwarmWorker(loss, make_optimizer, mesh, member, check_vma=check_vma) as worker:
+    mesh, tx = swarms.mesh_of_worker(0, 1), swarms.DEMO_SCALED
+    with SwarmWorker(loss, tx, mesh, member, check_vma=check_vma) as worker:
         if check_vma:
             with pytest.raises(TypeError, match="carry") as error:
                 swarms.begin(worker)
