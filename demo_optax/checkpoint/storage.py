@@ -181,7 +181,7 @@ class Checkpointer:
     def _begin(self, step, params, opt_state, leaves) -> str:
         """Starts to write in the background; returns why it cannot, or nothing."""
         placement = layout.find_layout(self._tx, params, *self._where)
-        meaning = description.describe(placement, params, opt_state, *self._where[:2])
+        meaning = description.describe(placement, opt_state)
         meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
         meaning["seal"] = seal(meaning)
         stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
@@ -285,7 +285,7 @@ class Checkpointer:
 
         placement = layout.find_layout(self._tx, params, *self._where)
         state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
-        meaning = description.describe(placement, params, state, mesh, axis_name)
+        meaning = description.describe(placement, state)
         params = description.with_shardings(params, shards.shardings(mesh, placement.params))
         state = description.with_shardings(state, shards.shardings(mesh, placement.state))
         exact = all(saved[key] == value for key, value in meaning.items())
