@@ -115,8 +115,7 @@ def update(optimizer: str, args):
 
 def measure(optimizer: str, args) -> None:
     import jax
-
-    from demo_optax.accounting import arguments_behind, collectives
+    from hlo import arguments_behind, collectives
 
     program, shapes = update(optimizer, args)
     start = time.perf_counter()
@@ -124,25 +123,25 @@ def measure(optimizer: str, args) -> None:
     lowering = time.perf_counter() - start
     compiled = lowered.compile()
     compiling = time.perf_counter() - start - lowering
-    hlo = compiled.as_text()
+    text = compiled.as_text()
     if args.hlo:
-        pathlib.Path(args.hlo).write_text(hlo)
+        pathlib.Path(args.hlo).write_text(text)
     count = sum(x.size for x in shapes[2].values())
     scale, unit = UNIT[args.target]
-    cost = scale * sum(float(price) for price in ESTIMATE[args.target].findall(hlo)) / count
+    cost = scale * sum(float(price) for price in ESTIMATE[args.target].findall(text)) / count
     memory = compiled.memory_analysis().temp_size_in_bytes / count
     model = f"{count / 1e6:.1f}M parameters in {len(shapes[2])} tensors"
     print(f"{args.target}, {optimizer}: {model}")
     print(f"  seconds: {lowering:.1f} to lower, {compiling:.1f} to compile")
     print(f"  temporary memory: {memory:.2f} bytes per parameter")
     print(f"  estimate: {cost:.4f} {unit} per parameter")
-    found = collectives(hlo)
+    found = collectives(text)
     for each in found:
         print(f"  {each.kind} of {each.operand_bytes} bytes of {each.dtype}")
-    for name, arguments in arguments_behind(hlo):
+    for name, arguments in arguments_behind(text):
         waits = any(argument.startswith("gradients") for argument in arguments)
         print(f"  {name} waits for the gradient: {waits}")
-    unpriced = collections.Counter(a or b for a, b in UNPRICED.findall(hlo))
+    unpriced = collections.Counter(a or b for a, b in UNPRICED.findall(text))
     print(f"  without a price: {dict(unpriced) or 'nothing'}", flush=True)
     if args.keep:
         kept.append(
@@ -156,7 +155,7 @@ def measure(optimizer: str, args) -> None:
                 "collectives": counted(each.kind for each in found),
                 "temporary bytes per parameter": round(memory, 2),
                 "XLA's estimate per parameter": f"{cost:.3g} {unit}",
-                "not priced": counted(a or b for a, b in UNPRICED.findall(hlo)),
+                "not priced": counted(a or b for a, b in UNPRICED.findall(text)),
             },
         )
 

@@ -6,11 +6,13 @@ from demo_optax._decoupled import LookAheadState as LookAheadState
 from demo_optax._decoupled import decoupled as decoupled
 from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momentum
 from demo_optax._halves import SplitTransformation as SplitTransformation
+from demo_optax._mean_over_workers import mean_over_workers as mean_over_workers
 from demo_optax._momentum import DecoupledMomentumState as DecoupledMomentumState
 from demo_optax._rounds import LocalStepsState as LocalStepsState
 from demo_optax._rounds import local_parameters as local_parameters
 from demo_optax._rounds import local_steps as local_steps
 from demo_optax._rounds import multi_steps as multi_steps
+from demo_optax._signed_root import scale_by_signed_root as scale_by_signed_root
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
 from demo_optax.accounting import reference_bytes as reference_bytes
@@ -30,8 +32,6 @@ from demo_optax.optimizers import demo_muon as demo_muon
 from demo_optax.optimizers import demo_scaled as demo_scaled
 from demo_optax.optimizers import demo_sgd as demo_sgd
 from demo_optax.optimizers import demo_signum as demo_signum
-from demo_optax.optimizers import mean_over_workers as mean_over_workers
-from demo_optax.optimizers import scale_by_signed_root as scale_by_signed_root
 from demo_optax.parallel import Drift as Drift
 from demo_optax.parallel import TrainMetrics as TrainMetrics
 from demo_optax.parallel import WorkerGradients as WorkerGradients

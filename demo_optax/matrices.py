@@ -54,14 +54,14 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
     if given is None:
         return [_usual(path, x) for path, x in jax.tree.leaves_with_path(tree)]
     numbers = specs.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
-    for (path, x), of in zip(jax.tree.leaves_with_path(tree), numbers, strict=True):
-        if of is None:
+    for (path, x), own in zip(jax.tree.leaves_with_path(tree), numbers, strict=True):
+        if own is None:
             continue
-        what = f"weight_dimension_numbers of parameter{keystr(path)} are {of}, but its shape"
+        what = f"weight_dimension_numbers of parameter{keystr(path)} are {own}, but its shape"
         if x.ndim < 2:
             raise ValueError(f"{what} {x.shape} is not that of a matrix: give None for it.")
         try:
-            _rows_and_columns(of, x.ndim)
+            _rows_and_columns(own, x.ndim)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{what} is {x.shape} ({error}): give integers, and each axis once."
@@ -105,12 +105,11 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
         leaves, structure = jax.tree.flatten(updates)
         numbers = dimension_numbers(given, updates)
         stacks: dict[tuple, list[int]] = {}
-        for i, (x, spec) in enumerate(
-            zip(leaves, specs.of_leaves(updates, extra_args), strict=True)
-        ):
-            if (of := numbers[i]) is not None:
+        every = zip(leaves, specs.of_leaves(updates, extra_args), numbers, strict=True)
+        for i, (x, spec, own) in enumerate(every):
+            if own is not None:
                 _require_spec(x, spec, axis_name)
-                form = Form.of(x.shape, spec, of)
+                form = Form.of(x.shape, spec, own)
                 stacks.setdefault((x.dtype, form), []).append(i)
         results = list(leaves)
         for (_, form), members in stacks.items():
@@ -140,9 +139,9 @@ class Form(NamedTuple):
     sharded: tuple[Names, ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], spec: P, of: DimensionNumbers) -> "Form":
+    def of(cls, shape: tuple[int, ...], spec: P, numbers: DimensionNumbers) -> "Form":
         """The form of a shard with this spec and these dimension numbers."""
-        rows, columns = _rows_and_columns(of, len(shape))
+        rows, columns = _rows_and_columns(numbers, len(shape))
         batch = tuple(i for i in range(len(shape)) if i not in rows + columns)
         by_dimension = (*map(axes.names, spec), *[()] * len(shape))
         sharded = tuple(by_dimension[i] for i in rows + columns)
@@ -212,10 +211,12 @@ def map_whole(
     return back.reshape(devices * each, *shard)[:number]
 
 
-def _rows_and_columns(of: DimensionNumbers, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _rows_and_columns(
+    numbers: DimensionNumbers, ndim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Axes from 0 on, each of them once."""
-    rows = normalize_axis_tuple(of.reduction_axis, ndim)
-    columns = normalize_axis_tuple(of.output_axis, ndim)
+    rows = normalize_axis_tuple(numbers.reduction_axis, ndim)
+    columns = normalize_axis_tuple(numbers.output_axis, ndim)
     normalize_axis_tuple(rows + columns, ndim)
     return rows, columns
 

@@ -1,28 +1,28 @@
-"""Ready-made optimizers with decoupled momentum, and their baseline.
+"""Ready-made optimizers: decoupled momentum in front of bases of optax.
 
-The aggregate is a momentum already, so the ready-made optimizers keep no second one. Arguments that
-all of them share are described at `demo`.
+The aggregate is a momentum already, so they keep no second one. Arguments that all of them share
+are described at `demo`. Each signature is spelled out, as in optax: ``optax.inject_hyperparams``
+reads names and defaults from it, and cannot hand on ``**options``.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from demo_optax import axes, checks, participation
+from demo_optax import checks
 from demo_optax._decoupled import decoupled
 from demo_optax._halves import SplitTransformation
-from demo_optax.arrays import IntScalar, in_dtype_of, upcast
+from demo_optax._signed_root import scale_by_signed_root
+from demo_optax.arrays import in_dtype_of, upcast
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression
 from demo_optax.exchange import Exchange
 from demo_optax.exchange.all_gather import resolve_exchange
-from demo_optax.exchange.collectives import gather_along
 from demo_optax.matrices import dimension_numbers, orthogonalize
-from demo_optax.specs import axes_of, of_leaves, sharded_axes_in
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -67,9 +67,15 @@ def demo(
       >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
-    base = _base(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    options = _options(decay, precondition, axis_name, exchange)
-    return decoupled(base, compression, gradient_weight=learning_rate, **options)
+    return decoupled(
+        _base(optax.scale_by_sign(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        gradient_weight=learning_rate,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_scaled(
@@ -114,10 +120,17 @@ def demo_scaled(
       >>> tx.update(jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params), params)[0].round(3)
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
-    base = _base(scale_by_signed_root(), learning_rate, weight_decay, mask)
-    options = _options(decay, _scale_by_rms(b2, eps), axis_name, exchange)
-    options |= dict(gradient_weight=learning_rate, mean="workers", look_ahead=look_ahead)
-    return decoupled(base, compression, **options)
+    return decoupled(
+        _base(scale_by_signed_root(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        gradient_weight=learning_rate,
+        mean="workers",
+        precondition=_scale_by_rms(b2, eps),
+        look_ahead=look_ahead,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_sgd(
@@ -142,8 +155,14 @@ def demo_sgd(
       >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round()
       Array([-1., -2.,  3.], dtype=float32)
     """
-    base = _base(optax.identity(), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
+    return decoupled(
+        _base(optax.identity(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_adamw(
@@ -168,8 +187,14 @@ def demo_adamw(
     Example:
       >>> tx = demo_adamw(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
-    base = _base(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
+    return decoupled(
+        _base(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_signum(
@@ -191,8 +216,14 @@ def demo_signum(
     Example:
       >>> tx = demo_signum(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
     """
-    base = _base(optax.scale_by_sign(), learning_rate, weight_decay, mask)
-    return decoupled(base, compression, **_options(decay, precondition, axis_name, exchange))
+    return decoupled(
+        _base(optax.scale_by_sign(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def demo_muon(
@@ -263,14 +294,17 @@ def demo_muon(
         orthogonalize(weight_dimension_numbers, workers),
         _scale_by_rms(b2, eps),
     )
-    base = _base(scale_by_signed_root(), learning_rate, weight_decay, mask)
-    options = _options(decay, precondition, axis_name, exchange)
-    options |= dict(gradient_weight=learning_rate, mean="workers", look_ahead=look_ahead)
-    return decoupled(base, compression, **options)
-
-
-def _options(decay, precondition, axis_name, exchange) -> dict[str, Any]:
-    return dict(decay=decay, precondition=precondition, axis_name=axis_name, exchange=exchange)
+    return decoupled(
+        _base(scale_by_signed_root(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        gradient_weight=learning_rate,
+        mean="workers",
+        precondition=precondition,
+        look_ahead=look_ahead,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
 
 
 def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
@@ -301,100 +335,3 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     return optax.GradientTransformation(
         lambda params: tx.init(jax.tree.map(lambda x: upcast(jnp.asarray(x)), params)), update_fn
     )
-
-
-def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
-    r"""Each element's signed root, relative to the tensor's mean magnitude.
-
-    .. math:: u \mapsto \mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
-
-    The step of `demo_scaled`, to put after `decoupled_momentum` in a chain of your own. The mean
-    :math:`\Sigma u^2 / \Sigma |u|` weights each magnitude by itself. So the root mean square of the
-    steps is at most 1, however many elements are zero. Where parameters are sharded inside a
-    worker, the sums are over all shards. `demo_optax.make_train_step` and
-    `demo_optax.stack_workers` tell it by the extra argument ``param_specs``; without it the sums
-    are over a device's shard.
-
-    Example:
-      >>> tx, params = scale_by_signed_root(), jax.numpy.ones(3)
-      >>> steps, _ = tx.update(jax.numpy.array([4.0, -1.0, 0.0]), tx.init(params))
-      >>> [round(float(x), 3) for x in steps]
-      [1.085, -0.542, 0.0]
-    """
-
-    def update_fn(updates, state, params=None, **extra_args):
-        del params
-        checks.real_leaves("gradient", updates)
-        leaves, structure = jax.tree.flatten(updates)
-        sums = [_sums(upcast(x)) for x in leaves]
-        over = list(map(axes_of, of_leaves(updates, extra_args)))
-        for names in dict.fromkeys(filter(None, over)):
-            numbers = [i for i, along in enumerate(over) if along == names]
-            # The shards' sums in one fixed order: an all-reduce may add in another one elsewhere.
-            own = jnp.stack([sums[i] for i in numbers]).astype(jnp.float32)
-            words = gather_along(jax.lax.bitcast_convert_type(own, jnp.uint32).ravel(), names)
-            each = jax.lax.bitcast_convert_type(words, jnp.float32)
-            totals = each.reshape(len(each), -1, 2).sum(axis=0)
-            for i, total in zip(numbers, totals, strict=True):
-                sums[i] = total
-        return structure.unflatten(map(step, leaves, sums)), state
-
-    def step(update, sums):
-        total, squares = sums
-        mean = squares / jnp.where(total > 0, total, 1.0)
-        u = upcast(update)
-        relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
-        return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
-
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
-
-
-def _sums(u):
-    """The sums of magnitudes and of squares."""
-    return jnp.stack([jnp.sum(jnp.abs(u)), jnp.sum(jnp.square(u))])
-
-
-class MeanOverWorkersState(NamedTuple):
-    """State of `mean_over_workers`.
-
-    Attributes:
-      participants: int32 scalar, workers whose gradient entered the last mean.
-    """
-
-    participants: IntScalar
-
-
-def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
-
-    Before any optax optimizer it makes the baseline for DeMo, on the same train step. The mean is
-    over the workers whose gradient is finite; counting them takes four more bytes. It is zero if
-    there are none. The state holds their number.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> tx = optax.chain(mean_over_workers("data"), optax.sgd(1.0))
-      >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(jnp.array([1.0, 3.0]))
-      Array([-2., -2.], dtype=float32)
-    """
-
-    def init_fn(params):
-        checks.floating_leaves(params)
-        return MeanOverWorkersState(jnp.zeros((), jnp.int32))
-
-    def update_fn(updates, state, params=None, **extra_args):
-        del params
-        checks.require_local_gradient(updates, axis_name)
-        workers, sharded = axes.names(axis_name), sharded_axes_in(extra_args)
-        participates = participation.decide(updates, axis_name, extra_args, sharded)
-        # As float32 XLA adds it up together with the gradients.
-        participants = jax.lax.psum(participates.astype(jnp.float32), workers)
-
-        def mean(g):
-            total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), workers)
-            return (upcast(total) / jnp.maximum(participants, 1.0)).astype(g.dtype)
-
-        state = MeanOverWorkersState(participants.astype(jnp.int32))
-        return jax.tree.map(mean, updates), state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

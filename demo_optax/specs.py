@@ -57,14 +57,7 @@ def of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
 
 def per_leaf(prefix: Any, tree: Any, is_value: Callable[[Any], bool]) -> list:
     """For each leaf of a tree the value that a prefix of the tree has for it."""
-    found: list = []
-    jax.tree.map(
-        lambda value, below: found.extend([value] * len(jax.tree.leaves(below))),
-        prefix,
-        tree,
-        is_leaf=is_value,
-    )
-    return found
+    return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_value), is_leaf=is_value)
 
 
 def broadcast(what: str, given: Any, tree: Any) -> Any:

@@ -18,8 +18,8 @@
 #
 # DeMo sends a few coefficients of each block of the momentum and keeps the rest for later. That can
 # only work if few coefficients hold much of the energy. Here we take momenta from a real training
-# run and cut them into blocks of 64 × 64. We look at each block in four bases. These are the cosine
-# transform (DCT), Hadamard, a random orthogonal basis, and no transform (identity).
+# run and cut them into blocks of 64 × 64. We look at each block in three bases. These are the cosine
+# transform (DCT), a random orthogonal basis, and no transform (identity).
 
 # %%
 # In Colab or Jupyter this installs what is missing: the library, and what its examples need.
@@ -52,7 +52,7 @@ from lm.config import Config
 from lm.setup import batches_of, prepare
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
-COLOURS = {"dct": "#1b6ca8", "hadamard": "#3a9d6e", "random": "#8d8d8d", "identity": "#c8553d"}
+COLOURS = {"dct": "#1b6ca8", "random": "#8d8d8d", "identity": "#c8553d"}
 
 # %% [markdown]
 # ## Momenta of a real run
@@ -127,7 +127,6 @@ def blocks_of(tree):
 
 BASES = {
     "dct": transforms.dct_basis(64),
-    "hadamard": transforms.hadamard_basis(64),
     "random": np.asarray(jax.random.orthogonal(jax.random.key(0), 64)),
     "identity": np.eye(64),
 }
@@ -141,7 +140,7 @@ named = {"plain": blocks_of(momenta[0]), "scaled": blocks_of(momenta[1])}
 print(f"{len(named['plain'])} blocks")
 
 # %% [markdown]
-# ## A block, seen in four bases
+# ## A block, seen in three bases
 #
 # The darkest spots are the coefficients that would be sent. The picture shows one block of a
 # feed-forward matrix, among the most structured:
@@ -156,7 +155,7 @@ def compact(block, name, k=32):
 names = [name for name, _ in named["plain"]]
 candidates = [block for name, block in named["plain"] if name == "ff_out"]
 example = sorted(candidates, key=lambda block: compact(block, "identity"))[-4]
-figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(9, 3.4), layout="constrained")
 for ax, name in zip(axes, BASES, strict=True):
     shown = np.log10(coefficients(example, name) ** 2 + 1e-12)
     picture = ax.imshow(shown, vmin=-7, vmax=-1.5, cmap="magma_r")
@@ -204,8 +203,8 @@ for kind, blocks in named.items():
 
 # %% [markdown]
 # No basis is as compact as the DCT is for a photograph. For the plain gradient, single entries
-# (identity) are the most compact by far. DCT, Hadamard and random bases differ little, and lie a
-# little above noise. The scaled gradient has lost its large rows and columns, and all bases are
+# (identity) are the most compact by far. DCT and random bases differ little, and lie a little
+# above noise. The scaled gradient has lost its large rows and columns, and all bases are
 # about equally compact.
 #
 # By this measure alone one would send single entries. But the paper found that they train worst,
@@ -219,7 +218,7 @@ kinds = sorted(set(names))
 figure, ax = plt.subplots(figsize=(9, 3.2), layout="constrained")
 for i, (name, colour) in enumerate(COLOURS.items()):
     shares = [curve([b for b in named["plain"] if b[0] == kind], name)[31] for kind in kinds]
-    ax.bar(np.arange(len(kinds)) + 0.2 * i - 0.3, shares, 0.2, color=colour, label=name)
+    ax.bar(np.arange(len(kinds)) + 0.25 * i - 0.25, shares, 0.25, color=colour, label=name)
 ax.set_xticks(range(len(kinds)), kinds)
 ax.set(ylabel="energy in 32 of 4096", title="plain gradient, by matrix")
 ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -220,5 +220,5 @@ else:
 
 
 # %% [markdown]
-# The same tables for your own checkpoint:
-# `python -m demo_optax.accounting --checkpoint PATH --topk 8 --value-coding int4 --workers 64 --bandwidth 1Gbit`.
+# `demo_optax.packet_bytes` and `demo_optax.accounting.step_times` count your own parameters in the same
+# way.

@@ -1,8 +1,6 @@
 """A cause for every ``raise`` of the library."""
 
 import functools
-import pathlib
-import tempfile
 from unittest import mock
 
 import jax
@@ -14,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import matrices
 from demo_optax.accounting import __main__ as command
-from demo_optax.accounting import models
 from tests import causes_of_checkpoints, causes_of_halves, causes_of_swarms, model, workers
-from tests.causes_in_common import DEMO, state_of, two, without
+from tests.causes_in_common import DEMO, state_of, two
 from tests.workers import step_of
 
 ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
@@ -206,18 +203,6 @@ def state_of_other_blocks():
     step_of(DEMO, two())(model.init(), state, model.batch(0))
 
 
-def count_integers():
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "integers.npz"
-        np.savez(path, steps=np.arange(3))
-        models.checkpoint_shapes(str(path))
-
-
-def unknown_groups():
-    line = "  %a = u32[4] all-gather(u32[2] %p), replica_groups=some_new_spelling, dimensions={0}"
-    demo_optax.accounting.collectives(f"HloModule m, num_partitions=2\n{line}")
-
-
 def exchange_in_a_while_loop():
     def update(gradient, _):
         pass_on = functools.partial(jax.lax.ppermute, axis_name="data", perm=[(0, 0)])
@@ -259,7 +244,7 @@ RAISED = [
     lambda: ALONE.update([jnp.ones(3)], ALONE.init(jnp.ones(3))),
     lambda: ALONE.update(jnp.ones((24, 8)), ALONE.init(jnp.ones((16, 8)))),
     stacked_state_inside,
-    lambda: demo_optax.demo(1e-3, demo_optax.Compression(4, 8, transform="hadamard")).update(
+    lambda: demo_optax.demo(1e-3, demo_optax.Compression(4, 8, transform="identity")).update(
         model.init(), ALONE.init(model.init())
     ),
     lambda: matrices.dimension_numbers([matrices.DimensionNumbers()], [jnp.ones(3)]),
@@ -346,11 +331,7 @@ RAISED = [
     lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     exchange_in_a_while_loop,
-    unknown_groups,
     lambda: command.quantity("bandwidth")("fast"),
-    count_integers,
-    lambda: models.checkpoint_shapes("no/such/folder"),
-    lambda: without("orbax", lambda: models.checkpoint_shapes(".")),
     *causes_of_checkpoints.RAISED,
     *causes_of_halves.RAISED,
     lambda: demo_optax.Compression(seed=2**64),

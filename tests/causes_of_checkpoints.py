@@ -1,5 +1,6 @@
 """Causes for every ``raise`` of the checkpoints."""
 
+import dataclasses
 import importlib.util
 import pathlib
 import tempfile
@@ -105,8 +106,10 @@ def clear_up_without_rights():
 
 
 def restore_a_flat_vector_elsewhere():
-    formats = {"transform": "dct"}, {"transform": "identity"}
-    old, new = ({"shape": None, "shards": [], "coordinates": x} for x in formats)
+    formats = (demo_optax.Compression(transform=x).momentum_format for x in ("dct", "identity"))
+    old, new = (
+        {"shape": [9], "shards": [1], "coordinates": dataclasses.asdict(x)} for x in formats
+    )
     elastic._require_same_blocks("[0].momentum", old, new)
 
 

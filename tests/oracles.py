@@ -7,7 +7,6 @@ that end at an edge are followed by zeros.
 
 import numpy as np
 import scipy.fft
-import scipy.linalg
 
 
 def block_sides(shape, chunk, rule):
@@ -49,24 +48,6 @@ def randomized_dct(block):
 
 def inverse_randomized_dct(block):
     return inverse_dct(block) * fixed_signs(block)
-
-
-def by_matrix(basis):
-    """A block transform that multiplies each dimension with ``basis(n)``."""
-
-    def transform(block):
-        for axis in range(block.ndim):
-            turned = np.tensordot(basis(block.shape[axis]), block, axes=(1, axis))
-            block = np.moveaxis(turned, 0, axis)
-        return block
-
-    return transform
-
-
-def hadamard_matrix(n):
-    """Sylvester's matrices of the powers of two that sum to ``n``, the largest first."""
-    powers = [1 << bit for bit in range(n.bit_length()) if n >> bit & 1][::-1]
-    return scipy.linalg.block_diag(*[scipy.linalg.hadamard(p) / np.sqrt(p) for p in powers])
 
 
 def to_coefficients(tensor, sides, transform):

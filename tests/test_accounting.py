@@ -1,6 +1,5 @@
 """Bytes and seconds: the paper's table, the command, and what other programs send."""
 
-import json
 import math
 import subprocess
 import sys
@@ -13,9 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from benchmarks import hlo
 from demo_optax import Compression, axes
-from demo_optax.accounting import collectives, index_cost
-from demo_optax.accounting.models import checkpoint_shapes, preset_shapes
+from demo_optax.accounting import index_cost
+from demo_optax.accounting.models import preset_shapes
 from tests.sweeps import slow, sweep
 from tests.workers import mesh_of
 
@@ -129,7 +129,7 @@ def test_collectives_count_as_in_the_compiled_program(name):
     spread = jax.shard_map(
         worker, mesh=mesh_of(4), in_specs=(), out_specs=P("data"), check_vma=False
     )
-    found = collectives(jax.jit(spread).lower().compile().as_text())
+    found = hlo.collectives(jax.jit(spread).lower().compile().as_text())
     assert counted == sum(one.operand_bytes for one in found)
     assert (counted > 0) == (name != "none")
 
@@ -307,7 +307,7 @@ def test_collectives_are_read_from_compiled_programs(collective, kind, size):
     fn = jax.jit(
         jax.shard_map(collective, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
-    found = collectives(fn.lower(placed).compile().as_text())
+    found = hlo.collectives(fn.lower(placed).compile().as_text())
     assert [(c.kind, c.dtype, c.operand_bytes) for c in found] == [(kind, "f32", size)]
 
 
@@ -355,7 +355,7 @@ def test_the_command_knows_every_exchange():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--checkpoint", "nowhere"], "neither an Orbax checkpoint"),
+        (["--topk", "8"], "required: --preset"),
         (["--preset", "300m", "--topk-back", "8"], "--topk-back is for --exchange two-phase"),
         slow(["--preset", "300m", "--bandwidth", "1GB"], "is no bandwidth"),
         slow(["--preset", "300m", "--topk", "0"], "topk must be at least 1"),
@@ -366,21 +366,6 @@ def test_the_command_says_what_is_wrong(arguments, complaint):
     assert done.returncode != 0
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_shapes_of_checkpoints(tmp_path):
-    from orbax import checkpoint
-
-    params = {"dense": {"w": np.ones((8, 4), np.float32)}, "b": np.ones(3, np.float32)}
-    np.savez(tmp_path / "arrays.npz", w=np.ones((8, 4), np.float32), step=np.int32(3))
-    assert (
-        json.dumps({n: x.shape for n, x in checkpoint_shapes(str(tmp_path / "arrays.npz")).items()})
-        == '{"w": [8, 4]}'
-    )
-    with checkpoint.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", {"params": params, "other": np.ones(99)})
-    found = checkpoint_shapes(str(tmp_path / "saved"))
-    assert sorted(x.shape for x in found.values()) == [(3,), (8, 4)]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +381,7 @@ def test_shapes_of_checkpoints(tmp_path):
 )
 def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups):
     line = f"%x.1 = u32[2,8]{{1,0}} all-gather(%y), channel_id=1, replica_groups={written}, d={{0}}"
-    (found,) = demo_optax.accounting.collectives(f"HloModule m, num_partitions=4\n{line}")
+    (found,) = hlo.collectives(f"HloModule m, num_partitions=4\n{line}")
     assert found.groups == groups
     mesh = mesh_of(2, 2, names=("replica", "fsdp"))
     assert found.crosses(mesh, "replica") == (groups != ((0, 1), (2, 3)))
@@ -405,6 +390,4 @@ def test_groups_of_devices_in_every_way_that_programs_write_them(written, groups
 
 def test_groups_that_cannot_be_read_are_no_guess():
     with pytest.raises(ValueError, match="not known here"):
-        demo_optax.accounting.collectives(
-            "%x = u32[8] all-gather(%y), replica_groups=@somewhere, d={0}"
-        )
+        hlo.collectives("%x = u32[8] all-gather(%y), replica_groups=@somewhere, d={0}")

@@ -15,7 +15,6 @@ alphas = st.sampled_from([1.0, 0.5, 0.2])
 
 INVERSES = {
     "dct": oracles.inverse_dct,
-    "hadamard": oracles.by_matrix(lambda n: oracles.hadamard_matrix(n).T),
     "randomized-dct": oracles.inverse_randomized_dct,
     "identity": lambda block: block,
 }

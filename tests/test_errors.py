@@ -37,7 +37,7 @@ Compression = demo_optax.Compression
             ValueError,
             "value_coding must be one of 'float32'",
         ),
-        (dict(transform="fft"), ValueError, "transform must be one of 'dct', 'hadamard'"),
+        (dict(transform="hadamard"), ValueError, "transform must be one of 'dct', 'random"),
         (dict(block_rule="crop"), ValueError, "block_rule must be one of 'pad', 'divisor'"),
     ],
 )

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.accounting import collectives
+from benchmarks.hlo import collectives
 from tests import model, oracles, workers
 from tests.local_methods import BOTH, MESH, dense, local, sparse, train
 from tests.sweeps import sweep

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import demo_optax
-from demo_optax.compression.shared import SharedSet, SharedSlice
+from demo_optax.compression.known_positions import SharedSet, SharedSlice
 from demo_optax.swarm import agreement
 
 RANDOM_NUMBERS = {

@@ -16,7 +16,7 @@ DELAYED, TWO_PHASE = (
 SETTINGS = {
     "seed of a random basis": (demo_optax.AllGather, dict(transform="random"), dict(seed=1)),
     "basis of residuals": (TWO_PHASE, dict(transform="random"), dict(seed=1)),
-    "transform": (demo_optax.AllGather, {}, dict(transform="hadamard")),
+    "transform": (demo_optax.AllGather, {}, dict(transform="identity")),
     "pending seed": (DELAYED, dict(selection="random"), dict(seed=1)),
     "pending selection": (DELAYED, dict(selection="random"), dict(selection="striding")),
     "pending count": (DELAYED, {}, dict(topk=7)),

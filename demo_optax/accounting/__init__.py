@@ -1,8 +1,5 @@
-"""Bytes on the wire: from shapes alone, over a link, and in the compiled program."""
+"""Bytes on the wire from shapes alone, and over a link."""
 
-from demo_optax.accounting.hlo import Collective as Collective
-from demo_optax.accounting.hlo import arguments_behind as arguments_behind
-from demo_optax.accounting.hlo import collectives as collectives
 from demo_optax.accounting.traffic import IndexCost as IndexCost
 from demo_optax.accounting.traffic import StepTime as StepTime
 from demo_optax.accounting.traffic import dense_bytes as dense_bytes

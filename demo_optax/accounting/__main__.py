@@ -12,7 +12,7 @@ import sys
 import jax
 
 from demo_optax import accounting
-from demo_optax.accounting.models import PRESETS, checkpoint_shapes, preset_shapes
+from demo_optax.accounting.models import PRESETS, preset_shapes
 from demo_optax.compression import Compression
 from demo_optax.compression.blocks import BLOCK_RULES
 from demo_optax.compression.selection import SELECTIONS
@@ -50,9 +50,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m demo_optax.accounting", description=__doc__, formatter_class=Help
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", choices=PRESETS, help="one of the paper's models")
-    model.add_argument("--checkpoint", help="an Orbax checkpoint, or an .npz file")
+    parser.add_argument("--preset", choices=PRESETS, required=True, help="a model of the paper")
 
     def add(name: str, default, meaning: str, **options) -> None:
         parser.add_argument(f"--{name}", default=default, help=meaning, **options)
@@ -132,7 +130,7 @@ def print_times(times: dict[str, accounting.StepTime], args: argparse.Namespace)
 
 def main(arguments: list[str]) -> None:
     args = parse_arguments(arguments)
-    params = preset_shapes(args.preset) if args.preset else checkpoint_shapes(args.checkpoint)
+    params = preset_shapes(args.preset)
     fields = "topk", "value_coding", "selection", "block_side", "block_rule"
     compression = Compression(**{field: getattr(args, field) for field in fields})
     two_phase = args.exchange == "two-phase"
@@ -147,7 +145,7 @@ def main(arguments: list[str]) -> None:
     )
 
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-    print(f"{args.preset or args.checkpoint}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
+    print(f"{args.preset}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
     print_bytes(params, compression)
     if args.selection == "topk":
         print_index_bits(args.block_side**2)
@@ -169,5 +167,5 @@ def main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")

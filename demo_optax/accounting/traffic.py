@@ -14,7 +14,7 @@ from demo_optax._decoupled_momentum import decoupled_momentum
 from demo_optax.axes import AxisName
 from demo_optax.compression import Compression, make_plan
 from demo_optax.compression.blocks import block_geometry
-from demo_optax.compression.top_k import TopK, entropy_bits, position_bits
+from demo_optax.compression.top_k import TopK
 from demo_optax.exchange import AllGather, Exchange
 from demo_optax.exchange.protocol import Traffic
 from demo_optax.parallel import shards
@@ -169,8 +169,9 @@ def index_cost(n: int, k: int) -> IndexCost:
       >>> cost.coding, cost.bits, round(cost.bound, 2)
       ('elias-fano', 10.875, 10.09)
     """
-    coding = TopK(n, k).coding
-    return IndexCost(coding, position_bits(n, k, coding) / k, entropy_bits(n, k) / k)
+    selector = TopK(n, k)
+    bits, bound = selector.position_bits(selector.coding), math.log2(math.comb(n, k))
+    return IndexCost(selector.coding, bits / k, bound / k)
 
 
 class StepTime(NamedTuple):

@@ -2,59 +2,52 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax import axes
-from demo_optax.arrays import is_key, key_impl, unboxed, unwrap_keys, wrap_keys
-from demo_optax.axes import AxisName
+from demo_optax.arrays import is_key, key_impl, unwrap_keys, wrap_keys
 from demo_optax.exchange.delayed import DelayedState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import StateLayout
 from demo_optax.specs import axes_of, sharded_axes
 
+_TREE = "['tree']"
+
 FORMAT = 10
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
 
-def describe(
-    layout: StateLayout, params, opt_state, mesh: Mesh | AbstractMesh, axis_name: AxisName
-) -> dict:
+def describe(layout: StateLayout, opt_state) -> dict:
     """Describes a state of arrays or shapes. A restore compares what was saved with what it needs.
 
     Returns:
       ``format``, the number of ``workers``, and for each `DecoupledMomentumState`, by its path:
 
-      * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of its
-        parameter, None where ``optax.flatten`` made one vector of all; the shards along each
-        dimension; and in ``cuts`` the axes inside a worker that divide it, empty if the exchange
-        has no state;
+      * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of a
+        device's shard of its parameter; the shards along each dimension; and in ``cuts`` the axes
+        inside a worker that divide it, empty if the exchange has no state;
       * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
         worker along which every device has its own;
-      * ``pending``: the compression of a message under way and the shapes of its tensors, None
-        without a delay.
+      * ``pending``: the compression of a message under way, None without a delay.
 
       Axes are numbered in the order of the mesh.
     """
-    leaves = jax.tree.leaves_with_path(unboxed(params))
-    specs = jax.tree.leaves(layout.params)
-    param_at = {path: (x.shape, spec) for (path, x), spec in zip(leaves, specs, strict=True)}
-    spec_at = dict(jax.tree.leaves_with_path(layout.state))
+    mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
 
-    def describe_momentum(path, node, inside) -> dict:
-        shape, spec = param_at.get(inside, (None, jax.P()))
-        spec = jax.P(*spec, *[None] * (len(shape or ()) - len(spec)))
-        cuts = [[inner.index(name) for name in axes.names(entry)] for entry in spec]
+    def describe_momentum(path, node, shape) -> dict:
+        entries = [*map(axes.names, spec_at[path][1:]), *[()] * len(shape)][: len(shape)]
+        cuts = [[inner.index(name) for name in names] for names in entries]
         return {
-            "name": f"{keystr(path)}.momentum{keystr(inside)}",
+            "name": keystr(path),
             "coordinates": dataclasses.asdict(node.momentum_format),
             "shape": shape,
-            "shards": shards.counts(shape or (), spec, mesh),
+            "shards": [math.prod(mesh.shape[name] for name in names) for names in entries],
             "cuts": cuts if jax.tree.leaves(node.exchange) else [],
         }
 
@@ -66,22 +59,22 @@ def describe(
     def describe_state(path, node) -> dict:
         kept, pending = {}, None
         if isinstance(node.exchange, DelayedState):
-            compression = dataclasses.asdict(node.exchange.compression)
-            pending = {"compression": compression, "shapes": node.shapes}
+            pending = dataclasses.asdict(node.exchange.compression)
         for inside, x in jax.tree.leaves_with_path(node.exchange):
             # A delayed exchange keeps what the exchange inside of it keeps, and more.
             key = keystr(tuple(key for key in inside if key != GetAttrKey("inner")))
             kept[key] = describe_kept((*path, GetAttrKey("exchange"), *inside), x)
-        momenta = jax.tree.leaves_with_path(node.momentum)
-        return {
-            "momenta": [describe_momentum(path, node, inside) for inside, _ in momenta],
-            "kept": kept,
-            "pending": pending,
-        }
+        momenta = [
+            describe_momentum((*path, GetAttrKey("momentum"), *inside), node, shape)
+            for (inside, _), shape in zip(
+                jax.tree.leaves_with_path(node.momentum), node.shapes, strict=True
+            )
+        ]
+        return {"momenta": momenta, "kept": kept, "pending": pending}
 
     nodes = jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum)
     states = {keystr(path): describe_state(path, x) for path, x in nodes if shards.is_momentum(x)}
-    workers = shards.num_workers(mesh, axis_name)
+    workers = shards.num_workers(mesh, layout.axis_name)
     described = {"format": FORMAT, "workers": workers, "states": states}
     return json.loads(json.dumps(described, default=int))
 
@@ -114,8 +107,8 @@ def from_paths(leaves: dict, like):
             return x.encode("latin-1")
         if isinstance(original, str):
             return str(x)
-        given, wanted = _dtype(x), _dtype(original)
-        if _is_inexact(given) and not _is_inexact(wanted):
+        given, wanted = (getattr(v, "dtype", None) or np.asarray(v).dtype for v in (x, original))
+        if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(wanted, jnp.inexact):
             raise ValueError(
                 f"{keystr(path)} of the checkpoint is of dtype {given}, but "
                 f"{original!r:.60} is expected: restore it as what it was saved as."
@@ -134,14 +127,6 @@ def _name(path, x) -> str:
     if is_key(x):
         return f"{keystr(path)} ({key_impl(x)})"
     return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
-
-
-def _dtype(x):
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-
-
-def _is_inexact(dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def extra_by_path(step: int, extra) -> dict:
@@ -172,20 +157,14 @@ def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
     }
     for part, at in leaves.items():
         for name, x in at.items():
-            _require_storable(part + name.removeprefix("['tree']"), x)
+            try:
+                _ = isinstance(x, str) or jax.typeof(x)
+            except TypeError as error:
+                raise TypeError(
+                    f"{part}{name.removeprefix(_TREE)} is {x!r:.60} of {type(x)}, which cannot be "
+                    "stored: give arrays of numbers, random keys, numbers, strings, bytes or None."
+                ) from error
     return leaves
-
-
-def _require_storable(name: str, x) -> None:
-    if isinstance(x, str):
-        return
-    try:
-        jax.typeof(x)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} is {x!r:.60} of {type(x)}, which cannot be stored: give arrays of numbers, "
-            "random keys, numbers, strings, bytes or None."
-        ) from error
 
 
 def with_shardings(tree, shardings):

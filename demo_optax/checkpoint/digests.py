@@ -46,7 +46,7 @@ def _kind(x) -> str:
 
 
 def template(digest: dict, sharding=None):
-    """What tells Orbax to read such a leaf: to devices with a sharding, else to the host."""
+    """The restore target of a leaf: on devices with a sharding, otherwise a NumPy array."""
     if digest["kind"] == "text":
         return ""
     dtype = jnp.dtype(digest["kind"])

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 
 import jax
@@ -64,17 +63,15 @@ def put_back_pending(state: dict, saved: dict) -> dict:
     for path, described in saved["states"].items():
         if not described["pending"]:
             continue
-        kept = described["kept"]
-        factors = np.asarray(state[kept[".factor"]["name"]])
+        momenta, kept = described["momenta"], described["kept"]
+        added_by = _adder(described["pending"], tuple(tuple(leaf["shape"]) for leaf in momenta))
+        factors, step = state[kept[".factor"]["name"]], np.int32(state[f"{path}.count"]) - 1
         sizes = dict(kept[".packets"]["axes"])
-        devices = math.prod(sizes.values())
-        added_by = _adder(described["pending"])
-        step = np.int32(state[f"{path}.count"]) - 1
-        for worker, device in np.ndindex(len(factors), devices):
+        for worker, device in np.ndindex(len(factors), math.prod(sizes.values())):
             message = [_of_device(state, kept[key], worker, device) for key in _MESSAGE]
             added = added_by(*message, step, factors[worker])
             place = dict(zip(sizes, np.unravel_index(device, [*sizes.values()]), strict=True))
-            for leaf, x in zip(described["momenta"], added, strict=True):
+            for leaf, x in zip(momenta, added, strict=True):
                 name, shard = leaf["name"], [worker]
                 for cut, size in zip(leaf["cuts"], x.shape, strict=False):
                     number = functools.reduce(lambda n, axis: n * sizes[axis] + place[axis], cut, 0)
@@ -97,10 +94,9 @@ def _of_device(state: dict, leaf: dict, worker: int, device: int) -> np.ndarray:
     return np.split(x, devices)[device % devices]
 
 
-def _adder(pending: dict) -> Callable:
+def _adder(compression: dict, shapes: tuple[tuple[int, ...], ...]) -> Callable:
     """What a message under way adds to a device's stored momenta."""
-    shapes = tuple(map(tuple, pending["shapes"]))
-    plan = make_plan(Compression(**pending["compression"]), shapes)
+    plan = make_plan(Compression(**compression), shapes)
 
     def added(positions, values, step, factor):
         message = message_of(plan, positions, values)
@@ -192,17 +188,14 @@ def _require_same_blocks(name: str, old: dict, new: dict) -> None:
     """Refuses a momentum whose coefficients mean something else than those that are needed."""
 
     def meaning(momentum: dict):
-        if momentum["shape"] is None:  # optax.flatten made one vector of all parameters
-            return momentum["coordinates"]
         momentum_format = MomentumFormat(**momentum["coordinates"])
-        shape = map(operator.floordiv, momentum["shape"], momentum["shards"])
-        geometry = momentum_format.geometry(tuple(shape))
+        geometry = momentum_format.geometry(tuple(momentum["shape"]))
         # The number of shards matters only where they end in smaller blocks.
         dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
         uneven = [count if dim % side else 1 for dim, side, count in dims]
         return momentum_format.transform, momentum_format.seed, geometry.sides, uneven
 
-    if old["shape"] == new["shape"] and meaning(old) != meaning(new):
+    if meaning(old) != meaning(new):
         raise ValueError(
             f"the momentum{name} of the checkpoint is stored as {old['coordinates']} in "
             f"{old['shards']} shards, but the optimizer has {new['coordinates']} in "

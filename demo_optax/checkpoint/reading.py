@@ -1,7 +1,6 @@
 """The files of checkpoints: reading them, verifying their digests, and failures of Orbax."""
 
 import contextlib
-import dataclasses
 import errno
 import operator
 import os
@@ -97,7 +96,12 @@ def clear_up(directory: str, damaged: Iterable[int]) -> None:
     def rename_and_remove() -> None:
         for step in damaged:
             _set_aside(epath.Path(directory), step)
-        _remove_unfinished(epath.Path(directory))
+        for _ in range(50):  # TensorStore may still be removing its own files
+            with contextlib.suppress(OSError):
+                for path in epath.Path(directory).glob(f"*{TMP_DIR_SUFFIX}*"):
+                    path.rmtree()
+                return
+            time.sleep(0.1)
 
     on_first(f"clear up {directory}", rename_and_remove)
 
@@ -109,17 +113,6 @@ def _set_aside(folder, step: int) -> None:
         if aside.exists():
             aside.rmtree()
         (folder / str(step)).rename(aside)
-
-
-def _remove_unfinished(folder) -> None:
-    """Removes what failed saves left, while TensorStore may still be removing its own files."""
-    for _ in range(50):
-        try:
-            for path in folder.glob(f"*{TMP_DIR_SUFFIX}*"):
-                path.rmtree()
-            return
-        except OSError:
-            time.sleep(0.1)
 
 
 def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, dict]:
@@ -222,21 +215,20 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
             f"{directory} holds {none}, but {there}. Give the folder that Checkpointer saves "
             "to, and leave out step to load the latest."
         )
-    wanted = steps if step is None else [step]
-    return newest_intact(folder, wanted, lambda step: _params(folder, step, params))[0]
 
+    def read(step: int) -> Any:
+        saved = description_of(folder, step)["leaves"]
+        if params is None:
+            return load(folder, step, saved, params={})["params"]
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or here, params)
+        wanted = description.with_shardings(params, shardings)
+        leaves = description.by_path(wanted)
+        description.require_same("parameters", leaves, saved["params"])
+        loaded = load(folder, step, saved, params=leaves)["params"]
+        return description.from_paths(loaded, wanted)
 
-def _params(directory: str, step: int, params) -> Any:
-    saved = description_of(directory, step)["leaves"]
-    if params is None:
-        return load(directory, step, saved, params={})["params"]
-    here = SingleDeviceSharding(jax.local_devices()[0])
-    shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or here, params)
-    wanted = description.with_shardings(params, shardings)
-    description.require_same("parameters", description.by_path(wanted), saved["params"])
-    return description.from_paths(
-        load(directory, step, saved, params=description.by_path(wanted))["params"], wanted
-    )
+    return newest_intact(folder, steps if step is None else [step], read)[0]
 
 
 def _metadata(directory: str, step: int):
@@ -272,13 +264,15 @@ def _difference(loaded: dict, saved: dict[str, dict]) -> str:
 def _read(step: int, read: Callable[[], T]) -> T:
     """What ``read`` returns, if it succeeds on every process."""
     result: Any = None
+    reason, of_machine = "", False
     try:
-        with caught() as failure:
-            result = read()
+        result = read()
+    except Exception as error:
+        reason, of_machine = in_a_line(error), is_of_machine(error)
     except BaseException:  # an interrupt: the other processes must not wait for this one
         _worst(2)
         raise
-    _agree(step, failure.reason, failure.of_machine)
+    _agree(step, reason, of_machine)
     return result
 
 
@@ -299,27 +293,6 @@ def _worst(code: int) -> int:
     return int(np.max(multihost_utils.process_allgather(np.array(code))))
 
 
-@dataclasses.dataclass
-class Failure:
-    """Why a call of Orbax failed, in a line, and whether the machine or its files caused it."""
-
-    reason: str = ""
-    of_machine: bool = False
-    of_files: bool = False
-
-
-@contextlib.contextmanager
-def caught() -> Iterator[Failure]:
-    """Catches what Orbax raises, for the caller to raise in a line."""
-    failure = Failure()
-    try:
-        yield failure
-    except Exception as error:
-        failure.reason = in_a_line(error)
-        failure.of_machine = any(map(_is_of_machine, _causes(error)))
-        failure.of_files = any(map(_is_of_files, _causes(error)))
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and what it was raised from."""
     while error is not None:
@@ -335,13 +308,16 @@ def in_a_line(error: BaseException) -> str:
     return text if len(text) <= 240 else f"{text[:80]} ... {text[-150:]}"
 
 
-def _is_of_machine(error: BaseException) -> bool:
+def is_of_machine(error: BaseException) -> bool:
     """Whether memory, permission or connection is missing, which is no damage."""
-    named = any(state in str(error) for state in _MACHINE_STATES)
-    number = errno.errorcode.get(getattr(error, "errno", None) or 0)
-    return named or isinstance(error, MemoryError) or number in _MACHINE_ERRORS
+    return any(
+        isinstance(cause, MemoryError)
+        or any(state in str(cause) for state in _MACHINE_STATES)
+        or errno.errorcode.get(getattr(cause, "errno", None) or 0) in _MACHINE_ERRORS
+        for cause in _causes(error)
+    )
 
 
-def _is_of_files(error: BaseException) -> bool:
+def is_of_files(error: BaseException) -> bool:
     """Whether the file system refused something; TensorStore says so in its text alone."""
-    return isinstance(error, OSError) or "os_error_code" in str(error)
+    return any(isinstance(e, OSError) or "os_error_code" in str(e) for e in _causes(error))

@@ -20,6 +20,7 @@ from demo_optax.checkpoint.digests import digests, seal
 from demo_optax.checkpoint.elastic import convert
 from demo_optax.checkpoint.reading import epath, orbax
 from demo_optax.parallel import layout, shards, worker_axis
+from demo_optax.parallel.processes import is_lead
 
 
 class Checkpoint(NamedTuple):
@@ -180,17 +181,17 @@ class Checkpointer:
     def _begin(self, step, params, opt_state, leaves) -> str:
         """Starts to write in the background; returns why it cannot, or nothing."""
         placement = layout.find_layout(self._tx, params, *self._where)
-        meaning = description.describe(placement, params, opt_state, *self._where[:2])
+        meaning = description.describe(placement, opt_state)
         meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
         meaning["seal"] = seal(meaning)
-        with reading.caught() as failure:
+        stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
+        try:
             self._orbax = self._orbax or self._writer()
-            stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
             self._orbax.save_checkpointables_async(
                 step, stored, force=True, custom_metadata=meaning
             )
-        if failure.reason:
-            return self._failed(step, failure)
+        except Exception as error:
+            return self._failed(step, error)
         self._last = self._pending = step
         return ""
 
@@ -208,23 +209,27 @@ class Checkpointer:
         step, self._pending = self._pending, None
         if self._orbax is None or step is None:
             return ""
-        with reading.caught() as failure:
+        try:
             self._orbax.wait()
             # The first process gives the folder its last name; others may not see that yet.
-            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
-                failure.reason = "it is not in the folder"
-        return self._failed(step, failure) if failure.reason else ""
+            if is_lead() and step not in reading.listed_steps(self._directory):
+                return self._failed(step, Exception("it is not in the folder"))
+        except Exception as error:
+            return self._failed(step, error)
+        return ""
 
-    def _failed(self, step: int, failure: reading.Failure) -> str:
+    def _failed(self, step: int, error: Exception) -> str:
         """Forgets a save, so that it can be tried again."""
         writer, self._orbax, self._last = self._orbax, None, None
         with contextlib.suppress(Exception):
             if writer is not None:
                 writer.close()
-        advice = " Make room there, or let this process write there." if failure.of_files else ""
+        reason, advice = reading.in_a_line(error), ""
+        if reading.is_of_files(error):
+            advice = " Make room there, or let this process write there."
         return (
-            f"step {step} could not be saved in {self._directory}: {failure.reason}.{advice} The "
-            "run can go on: until a save succeeds, a restart begins from the one before."
+            f"step {step} could not be saved in {self._directory}: {reason}.{advice} The run can "
+            "go on: until a save succeeds, a restart begins from the one before."
         )
 
     @shards.no_context_mesh()
@@ -259,7 +264,7 @@ class Checkpointer:
                 f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
                 "step to restore the latest."
             )
-        found, damaged = reading.newest_intact(
+        checkpoint, damaged = reading.newest_intact(
             self._directory,
             steps if step is None else [step],
             lambda step: self._read(step, params, extra),
@@ -267,8 +272,8 @@ class Checkpointer:
         self._damaged |= set(damaged)
         if damaged:
             self.close()  # the next writer renames them
-        self._last = found.step
-        return found
+        self._last = checkpoint.step
+        return checkpoint
 
     def _read(self, step, params, extra) -> Checkpoint:
         """Reads and verifies one checkpoint, and converts it to what this mesh needs."""
@@ -280,7 +285,7 @@ class Checkpointer:
 
         placement = layout.find_layout(self._tx, params, *self._where)
         state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
-        meaning = description.describe(placement, params, state, mesh, axis_name)
+        meaning = description.describe(placement, state)
         params = description.with_shardings(params, shards.shardings(mesh, placement.params))
         state = description.with_shardings(state, shards.shardings(mesh, placement.state))
         exact = all(saved[key] == value for key, value in meaning.items())

@@ -65,15 +65,11 @@ class Bins:
     def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
         """One element of each bin."""
 
-        def by_comparison(
-            blocks: Shaped[Array, "blocks n"], places: Places
-        ) -> Shaped[Array, "blocks k"]:
+        def by_comparison(blocks: Array, places: Places) -> Array:
             binned = self._binned(blocks, 0)
             return jnp.sum(jnp.where(self._here(places), binned, 0), axis=0).T
 
-        def by_gather(
-            blocks: Shaped[Array, "blocks n"], places: Places
-        ) -> Shaped[Array, "blocks k"]:
+        def by_gather(blocks: Array, places: Places) -> Array:
             return sparse.take(blocks, self.in_block(places))
 
         return jax.lax.platform_dependent(blocks, places, tpu=by_comparison, default=by_gather)
@@ -92,19 +88,12 @@ class Bins:
     ) -> Float[Array, "blocks n"]:
         """Adds the values of several workers, one worker after the other."""
 
-        def by_scatter(
-            blocks: Float[Array, "blocks n"],
-            places: AllPlaces,
-            values: Float[Array, "workers blocks k"],
-        ) -> Float[Array, "blocks n"]:
+        def by_scatter(blocks: Array, places: AllPlaces, values: Array) -> Array:
             return sparse.scatter_all(blocks, self.in_block(places), values)
 
+        values = values.astype(blocks.dtype)
         return jax.lax.platform_dependent(
-            blocks,
-            places,
-            values.astype(blocks.dtype),
-            cpu=by_scatter,
-            default=self._add_by_comparison,
+            blocks, places, values, cpu=by_scatter, default=self._add_by_comparison
         )
 
     def sender_weight_sums(

@@ -5,18 +5,20 @@ or derive it from `TopK` with another choice. Enter it in `Selection` and in `SE
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args
 
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from demo_optax.arrays import BoolScalar, Coefficients, IntScalar, Positions
 from demo_optax.compression.bins import Bins
+from demo_optax.compression.known_positions import AllCoefficients, SharedSet, SharedSlice
 from demo_optax.compression.packet import Message, Section
-from demo_optax.compression.shared import AllCoefficients, SharedSet, SharedSlice
 from demo_optax.compression.top_k import TopK
 
+At = Int32[Array, "blocks places"]
+AtOfAll = Int32[Array, "workers blocks places"]
 
-@runtime_checkable
+
 class Selector(Protocol):
     """Which ``k`` of the ``n`` coefficients of a block are sent.
 
@@ -29,55 +31,46 @@ class Selector(Protocol):
     sends_positions: bool
     """Whether positions are part of the packet; if not, all workers know them from the step."""
 
-    def take(
-        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks places"]
-    ) -> Shaped[Array, "blocks k"]:
+    def take(self, blocks: Shaped[Array, "blocks n"], positions: At) -> Shaped[Array, "blocks k"]:
         """The elements at these positions."""
         ...
 
     def add(
-        self,
-        blocks: Float[Array, "blocks n"],
-        positions: Int32[Array, "blocks places"],
-        values: Float[Array, "blocks k"],
+        self, blocks: Float[Array, "blocks n"], positions: At, values: Float[Array, "blocks k"]
     ) -> Float[Array, "blocks n"]:
         """Adds values at these positions, which are unique in each block."""
         ...
 
 
-@runtime_checkable
 class SharedSelector(Selector, Protocol):
     """A selector whose positions every worker knows."""
 
-    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "blocks places"]:
+    def positions(self, num_blocks: int, step: IntScalar) -> At:
         """The positions of a step, the same on all workers."""
         ...
 
 
-@runtime_checkable
 class ChoosingSelector(Selector, Protocol):
     """A selector whose positions each worker chooses and sends."""
 
     workers_at_once: int
     """Workers whose messages are decoded and averaged together."""
 
-    def select(self, coefficients: Float[Array, "blocks n"]) -> Int32[Array, "blocks places"]:
+    def select(self, coefficients: Float[Array, "blocks n"]) -> At:
         """Chooses positions by the coefficients."""
         ...
 
     def add_all(
         self,
         blocks: Float[Array, "blocks n"],
-        positions: Int32[Array, "workers blocks places"],
+        positions: AtOfAll,
         values: Float[Array, "workers blocks k"],
     ) -> Float[Array, "blocks n"]:
         """Adds the values of several workers, one worker after the other."""
         ...
 
     def sender_weight_sums(
-        self,
-        positions: Int32[Array, "workers blocks places"],
-        weights: Float32[Array, "workers 1 1"],
+        self, positions: AtOfAll, weights: Float32[Array, "workers 1 1"]
     ) -> Float32[Array, "workers blocks k"]:
         """For each of these coefficients, the sum of the weights of the workers that sent it.
 
@@ -89,13 +82,11 @@ class ChoosingSelector(Selector, Protocol):
         """Words for the positions of ``num_blocks`` blocks in a packet."""
         ...
 
-    def encode(self, positions: Int32[Array, "blocks places"]) -> UInt32[Array, "words"]:
+    def encode(self, positions: At) -> UInt32[Array, "words"]:
         """Packs positions into ``position_words(num_blocks)`` words."""
         ...
 
-    def decode(
-        self, words: UInt32[Array, "words"], num_blocks: int
-    ) -> tuple[Int32[Array, "blocks places"], BoolScalar]:
+    def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
         """Unpacks untrusted words: positions, and whether they are valid arguments of `add`."""
         ...
 
@@ -154,7 +145,7 @@ def select(
       shared: the positions that all workers know; None where the selector chooses.
     """
     positions, values = [], []
-    for selector, x, known in zip(selectors, blocks, shared, strict=True):
-        positions.append(selector.select(x) if known is None else known)
+    for selector, x, at in zip(selectors, blocks, shared, strict=True):
+        positions.append(selector.select(x) if at is None else at)
         values.append(selector.take(x, positions[-1]))
     return Message(tuple(positions), tuple(values))

@@ -35,9 +35,7 @@ class MomentumFormat:
 
     def basis(self, step: IntScalar) -> Basis | None:
         """The transform's basis at a step, the same on all workers; None for the identity."""
-        return transforms.make_basis(
-            self.transform, transforms.key_of(self.seed, step, BASIS_STREAM)
-        )
+        return TRANSFORMS[self.transform](transforms.key_of(self.seed, step, BASIS_STREAM))
 
 
 @jax.tree_util.register_static
@@ -69,7 +67,7 @@ class Compression:
       block_side: elements per side of a block (see `demo_optax.compression.blocks`).
       value_coding: coding of the values in a packet, from 32 bits down to 1: ``"float32"``,
         ``"bfloat16"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"sign"``.
-      transform: ``"dct"``, ``"hadamard"``, ``"randomized-dct"``, ``"random"`` or ``"identity"``.
+      transform: ``"dct"``, ``"randomized-dct"``, ``"random"`` or ``"identity"``.
         ``"randomized-dct"`` multiplies the elements by fixed random signs first; it is for shared
         positions. ``"random"`` draws orthogonal matrices anew on each step.
       block_rule: for a dimension that ``block_side`` does not divide. ``"pad"``: the last block is

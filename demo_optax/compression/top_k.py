@@ -16,7 +16,6 @@ travels as whole words, and its remainder as one shorter field.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -59,7 +58,12 @@ class TopK:
           >>> [TopK(4096, k).coding for k in (1, 8, 2048)]
           ['packed', 'elias-fano', 'bitmap']
         """
-        return min(CODINGS, key=lambda coding: position_bits(self.n, self.k, coding))
+        return min(CODINGS, key=self.position_bits)
+
+    def position_bits(self, coding: str) -> int:
+        """Bits for the positions of one block."""
+        low, bitmap = _fields(self.n, self.k, coding)
+        return self.k * low + bitmap
 
     def position_words(self, num_blocks: int) -> int:
         """Words for the positions of ``num_blocks`` blocks."""
@@ -80,15 +84,39 @@ class TopK:
         )
         return jnp.sort(chosen, axis=-1)
 
-    def encode(self, positions: Int32[Array, "blocks k"]) -> UInt32[Array, "words"]:
-        """Packs ascending positions into words."""
-        return encode(positions, self.n, self.coding)
+    def encode(
+        self, positions: Int32[Array, "blocks k"], coding: str | None = None
+    ) -> UInt32[Array, "words"]:
+        """Packs ascending positions into words, by the shortest of `CODINGS` or a given one."""
+        coding = coding or self.coding
+        low_bits, size = _fields(self.n, self.k, coding)
+        low = positions.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
+        bitmap = _bitmap((positions >> low_bits) + _shift(self.k, coding), size)
+        whole, rest = bitmap[:, : size // 32], bitmap[:, size // 32 :]
+        return jnp.concatenate(
+            [pack_bits(low, low_bits), whole.reshape(-1), pack_bits(rest, size % 32)]
+        )
 
     def decode(
-        self, words: UInt32[Array, "words"], num_blocks: int
-    ) -> tuple[Int32[Array, "blocks k"], BoolScalar]:
+        self, words: UInt32[Array, "words"], num_blocks: int, coding: str | None = None
+    ) -> tuple[Int32[Array, "{num_blocks} k"], BoolScalar]:
         """Unpacks untrusted words: positions, and whether they ascend and lie in the block."""
-        return decode(words, num_blocks, self.n, self.k, self.coding)
+        k, coding = self.k, coding or self.coding
+        low_bits, size = _fields(self.n, k, coding)
+        for_low = words_of(num_blocks * k, low_bits)
+        low, whole, rest = jnp.split(words, [for_low, for_low + num_blocks * (size // 32)])
+        positions = unpack_bits(low, low_bits, num_blocks * k).reshape(num_blocks, k)
+        positions = positions.astype(jnp.int32)
+        complete = jnp.array(True)
+        if size:
+            bitmap = [whole.reshape(num_blocks, size // 32)]
+            if size % 32:
+                bitmap.append(unpack_bits(rest, size % 32, num_blocks)[:, None])
+            ones, complete = _positions_of_ones(jnp.concatenate(bitmap, axis=1), k)
+            positions |= (ones - _shift(k, coding)) << low_bits
+        ascending = jnp.all(positions[:, 1:] > positions[:, :-1])
+        inside = jnp.all((positions >= 0) & (positions < self.n))
+        return positions, complete & ascending & inside
 
     def placeholder(self) -> Int32[Array, "k"]:
         """Valid positions, used for a rejected packet."""
@@ -121,49 +149,6 @@ def largest_by_strided_groups(
     steps = groups * jnp.arange(STRIDED_GROUP_SIZE, dtype=jnp.int32)
     candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
     return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
-
-
-def position_bits(n: int, k: int, coding: str) -> int:
-    """Bits for the positions of one block."""
-    low, bitmap = _fields(n, k, coding)
-    return k * low + bitmap
-
-
-def entropy_bits(n: int, k: int) -> float:
-    """``log2`` of the number of ways to choose ``k`` of ``n``: a lower bound for any coding."""
-    return math.log2(math.comb(n, k))
-
-
-def encode(positions: Int32[Array, "blocks k"], n: int, coding: str) -> UInt32[Array, "words"]:
-    """Packs positions, ascending in each block, by one of `CODINGS`."""
-    k = positions.shape[1]
-    low_bits, size = _fields(n, k, coding)
-    low = positions.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
-    bitmap = _bitmap((positions >> low_bits) + _shift(k, coding), size)
-    whole, rest = bitmap[:, : size // 32], bitmap[:, size // 32 :]
-    return jnp.concatenate(
-        [pack_bits(low, low_bits), whole.reshape(-1), pack_bits(rest, size % 32)]
-    )
-
-
-def decode(
-    words: UInt32[Array, "words"], num_blocks: int, n: int, k: int, coding: str
-) -> tuple[Int32[Array, "{num_blocks} {k}"], BoolScalar]:
-    """Unpacks untrusted words: positions, and whether they ascend in each block and lie in it."""
-    low_bits, size = _fields(n, k, coding)
-    for_low = words_of(num_blocks * k, low_bits)
-    low, whole, rest = jnp.split(words, [for_low, for_low + num_blocks * (size // 32)])
-    positions = unpack_bits(low, low_bits, num_blocks * k).reshape(num_blocks, k).astype(jnp.int32)
-    complete = jnp.array(True)
-    if size:
-        bitmap = [whole.reshape(num_blocks, size // 32)]
-        if size % 32:
-            bitmap.append(unpack_bits(rest, size % 32, num_blocks)[:, None])
-        ones, complete = _positions_of_ones(jnp.concatenate(bitmap, axis=1), k)
-        positions |= (ones - _shift(k, coding)) << low_bits
-    ascending = jnp.all(positions[:, 1:] > positions[:, :-1])
-    inside = jnp.all((positions >= 0) & (positions < n))
-    return positions, complete & ascending & inside
 
 
 def _fields(n: int, k: int, coding: str) -> tuple[int, int]:

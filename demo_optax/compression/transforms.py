@@ -7,7 +7,7 @@ swapped, which saves a transpose in each direction.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,6 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from demo_optax.arrays import IntScalar
-
-TransformName = Literal["dct", "hadamard", "randomized-dct", "random", "identity"]
-TRANSFORMS = get_args(TransformName)
 
 Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
 
@@ -57,39 +54,21 @@ def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
     return basis
 
 
-def hadamard_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
-    """Orthonormal Hadamard matrix.
-
-    If ``n`` is not a power of two, it is block-diagonal, with the powers of two that sum to ``n``.
-    """
-    basis, start = np.zeros((n, n)), 0
-    for bit in reversed(range(n.bit_length())):
-        if n >> bit & 1:
-            size = 1 << bit
-            block = np.ones((1, 1))
-            for _ in range(bit):
-                block = np.block([[block, block], [block, -block]]) / np.sqrt(2)
-            basis[start : start + size, start : start + size] = block
-            start += size
-    return basis
+@jax.threefry_partitionable(True)
+def random_basis(key: PRNGKeyArray, n: int) -> Float32[Array, "{n} {n}"]:
+    """An orthogonal matrix, the same on all workers."""
+    return jax.random.orthogonal(jax.random.fold_in(key, n), n, dtype=jnp.float32)
 
 
-def make_basis(name: TransformName, key: PRNGKeyArray) -> Basis | None:
-    """The transform's basis for every side; None for the identity.
+TransformName = Literal["dct", "randomized-dct", "random", "identity"]
 
-    Only ``"random"`` depends on the key, from which all workers draw the same matrices.
-    """
-
-    @jax.threefry_partitionable(True)
-    def drawn(n: int) -> Matrix:
-        return jax.random.orthogonal(jax.random.fold_in(key, n), n, dtype=jnp.float32)
-
-    if name == "random":
-        return Basis(drawn)
-    if name == "identity":
-        return None
-    matrix = hadamard_basis if name == "hadamard" else dct_basis
-    return Basis(matrix, randomized=name == "randomized-dct")
+TRANSFORMS: dict[str, Callable[[PRNGKeyArray], Basis | None]] = {
+    "dct": lambda key: Basis(dct_basis),
+    "randomized-dct": lambda key: Basis(dct_basis, randomized=True),
+    "random": lambda key: Basis(functools.partial(random_basis, key)),
+    "identity": lambda key: None,
+}
+"""The basis of each transform, from a key of the step that only ``"random"`` depends on."""
 
 
 def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
@@ -111,11 +90,11 @@ def forward(
     blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
 ) -> Float[Array, "blocks columns rows"]:
     """Coefficients of blocks."""
-    columns, rows = _matrices(sides, basis)
-    blocks = _with_signs(blocks, sides, basis)
-    return _matmul_middle_and_swap(
-        _matmul_last(blocks.reshape(len(blocks), -1, sides[-1]), columns), rows
-    )
+    x = _with_signs(blocks, sides, basis).reshape(len(blocks), -1, sides[-1])
+    if basis is None:
+        return x.swapaxes(1, 2)
+    columns, rows = _matrices(sides, basis.matrix)
+    return _matmul_middle_and_swap(_matmul_last(x, columns), rows)
 
 
 def inverse(
@@ -123,11 +102,11 @@ def inverse(
 ) -> Float[Array, "blocks *sides"]:
     """Blocks of coefficients: the transpose of `forward`."""
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
-    columns, rows = _matrices(sides, basis)
-    blocks = _matmul_middle_and_swap(
-        _matmul_last(x, _transposed(rows)), _transposed(columns)
-    ).reshape(-1, *sides)
-    return _with_signs(blocks, sides, basis)
+    if basis is None:
+        return x.swapaxes(1, 2).reshape(-1, *sides)
+    columns, rows = _matrices(sides, basis.matrix)
+    blocks = _matmul_middle_and_swap(_matmul_last(x, rows.T), columns.T)
+    return _with_signs(blocks.reshape(-1, *sides), sides, basis)
 
 
 def change_basis(
@@ -144,25 +123,25 @@ def change_basis(
         return jnp.matmul(*matrices, precision=jax.lax.Precision.HIGHEST)
 
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
-    columns, rows = _matrices(sides, Basis(between))
+    columns, rows = _matrices(sides, between)
     swapped = _matmul_middle_and_swap(_matmul_last(x, rows, exact=True), columns, exact=True)
     return swapped.swapaxes(1, 2).reshape(coefficients.shape)
 
 
 def _matmul_last(
-    x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
+    x: Float[Array, "blocks i j"], matrix: Matrix, exact: bool = False
 ) -> Float[Array, "blocks i j"]:
-    """Multiplies the last dimension by a matrix; None is the identity."""
-    if matrix is None or x.shape[2] == 1:
+    """Multiplies the last dimension by a matrix."""
+    if x.shape[2] == 1:
         return x
     return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
 
 def _matmul_middle_and_swap(
-    x: Float[Array, "blocks i j"], matrix: Matrix | None, exact: bool = False
+    x: Float[Array, "blocks i j"], matrix: Matrix, exact: bool = False
 ) -> Float[Array, "blocks j i"]:
     """Multiplies the middle dimension by a matrix, and swaps the last two dimensions."""
-    if matrix is None or x.shape[1] == 1:
+    if x.shape[1] == 1:
         return x.swapaxes(1, 2)
     return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype), exact=exact)
 
@@ -183,12 +162,10 @@ def product(
     return jax.lax.platform_dependent(x, y, tpu=high, default=highest)
 
 
-def _matrices(sides: Sequence[int], basis: Basis | None) -> tuple[Matrix | None, Matrix | None]:
+def _matrices(sides: Sequence[int], matrix: Callable[[int], Matrix]) -> tuple[Matrix, Matrix]:
     """The matrices by which columns and rows are multiplied."""
-    if basis is None:
-        return None, None
-    rows = functools.reduce(_kronecker, map(basis.matrix, sides[:-1]), np.ones((1, 1)))
-    return basis.matrix(sides[-1]), rows
+    rows = functools.reduce(_kronecker, map(matrix, sides[:-1]), np.ones((1, 1)))
+    return matrix(sides[-1]), rows
 
 
 def _with_signs(
@@ -197,10 +174,6 @@ def _with_signs(
     if basis is None or not basis.randomized:
         return blocks
     return blocks * jnp.asarray(signs(sides), blocks.dtype)[None]
-
-
-def _transposed(matrix: Matrix | None) -> Matrix | None:
-    return None if matrix is None else matrix.T
 
 
 def _kronecker(a: Matrix, b: Matrix) -> Matrix:

@@ -114,9 +114,9 @@ def decode(
         return values, jnp.all(jnp.isfinite(values))
     quantiser = QUANTISERS[coding]
     last = len(quantiser.levels) - 1
-    known = jnp.all(coded.values <= last) & jnp.all(coded.scales < _FIRST_INFINITE_SCALE)
+    valid = jnp.all(coded.values <= last) & jnp.all(coded.scales < _FIRST_INFINITE_SCALE)
     chosen = _level(quantiser, jnp.minimum(coded.values, last))
-    return chosen * _decode_scale(coded.scales)[:, None], known
+    return chosen * _decode_scale(coded.scales)[:, None], valid
 
 
 def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[Array, "blocks k"]:

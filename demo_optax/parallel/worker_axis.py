@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from demo_optax import axes, checks, participation
+from demo_optax._mean_over_workers import MeanOverWorkersState
 from demo_optax._momentum import DecoupledMomentumState
 from demo_optax._rounds import LocalStepsState
 from demo_optax.arrays import IntScalar, boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.settings import Compression, MomentumFormat, TensorShapes
-from demo_optax.optimizers import MeanOverWorkersState
 from demo_optax.parallel import shards
 from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import map_workers

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import demo_optax
+from benchmarks.hlo import collectives
 from demo_optax import Compression, exchange
-from demo_optax.accounting import collectives
 from demo_optax.compression import make_plan
 from demo_optax.compression import packet as packets
 from demo_optax.compression.bins import Bins

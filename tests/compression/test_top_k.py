@@ -1,5 +1,6 @@
 """Index codings against an encoder written with Python integers, and against their entropy."""
 
+import functools
 import math
 from itertools import chain
 
@@ -29,8 +30,14 @@ def positions(draw):
     return n, np.array(chosen, np.int32)
 
 
-encode = jax.jit(codings.encode, static_argnums=(1, 2))
-decode = jax.jit(codings.decode, static_argnums=(1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def encode(positions, n, coding):
+    return TopK(n, positions.shape[1]).encode(positions, coding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def decode(words, num_blocks, n, k, coding):
+    return TopK(n, k).decode(words, num_blocks, coding)
 
 
 def bits_by_hand(block, n, coding):
@@ -125,5 +132,5 @@ def test_blocks_of_4096_cost_at_most_11_percent_more_than_entropy(k):
 def test_the_cheapest_coding_is_taken():
     for n in (7, 64, 1000):
         for k in range(1, n):
-            costs = [codings.position_bits(n, k, coding) for coding in codings.CODINGS]
-            assert codings.position_bits(n, k, TopK(n, k).coding) == min(costs) <= n
+            costs = [TopK(n, k).position_bits(coding) for coding in codings.CODINGS]
+            assert TopK(n, k).position_bits(TopK(n, k).coding) == min(costs) <= n

@@ -12,7 +12,6 @@ from tests.sweeps import sweep
 
 TRANSFORMS = {
     "dct": oracles.dct,
-    "hadamard": oracles.by_matrix(oracles.hadamard_matrix),
     "randomized-dct": oracles.randomized_dct,
     "identity": lambda block: block,
 }
@@ -78,7 +77,7 @@ def test_blocks_follow_the_documented_rule(shape, chunk, rule):
     chunk=draws.chunks,
     grid=st.lists(st.integers(1, 3), min_size=1, max_size=2),
     seed=draws.seeds,
-    transform=st.sampled_from(["dct", "hadamard"]),
+    transform=st.sampled_from(["dct", "identity"]),
 )
 def test_rules_agree_where_the_chunk_divides(chunk, grid, seed, transform):
     shape = tuple(chunk * n for n in grid)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
+from benchmarks import hlo
 from demo_optax import AllGather, Delayed, TwoPhase, accounting
 from demo_optax.exchange import collectives, two_phase
 from tests import draws, workers
@@ -377,7 +378,7 @@ def test_one_deal_and_one_gather_as_large_as_accounted(count, selection):
     stacked = demo_optax.stack_workers(tx, mesh)
     drawn = jax.tree.map(lambda x: jnp.ones((count, *x.shape)), params)
     program = jax.jit(stacked.update).lower(drawn, stacked.init(params), params).compile()
-    found = [c for c in accounting.collectives(program.as_text()) if c.crosses(mesh, "data")]
+    found = [c for c in hlo.collectives(program.as_text()) if c.crosses(mesh, "data")]
     assert [(c.kind, c.dtype) for c in found] == [("all-to-all", "u32"), ("all-gather", "u32")]
     counted = demo_optax.packet_bytes(compression, params, exchange=OWNERS, workers=count)
     assert sum(c.operand_bytes for c in found) == counted
@@ -399,7 +400,7 @@ def test_a_delayed_collective_does_not_wait_for_the_gradient(name, delay):
         return stacked.update(gradient, state, None)
 
     text = jax.jit(update).lower(jnp.ones((4, SIZE)), state).compile().as_text()
-    behind = [arguments for _, arguments in accounting.arguments_behind(text)]
+    behind = [arguments for _, arguments in hlo.arguments_behind(text)]
     assert len(behind) == 1 + (exchange == OWNERS)
     assert all(arguments for arguments in behind)
     assert ["gradient" in arguments for arguments in behind] == [not delay] * len(behind)

@@ -253,9 +253,9 @@ def test_a_narrow_momentum_gets_its_message_back(tmp_path):
 
 @sweep(
     ("delayed", "dct"),
-    ("all-gather", "hadamard"),
+    ("all-gather", "identity"),
     exchange=["all-gather", "delayed"],
-    transform=["dct", "hadamard"],
+    transform=["dct", "identity"],
 )
 def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transform, tmp_path):
     def flat(exchange, transform="dct"):

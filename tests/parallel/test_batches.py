@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from benchmarks import hlo
 from tests import model, workers
 from tests.sweeps import sweep
 
@@ -138,9 +139,7 @@ def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
     step = workers.step_of(TX, mesh, param_specs=specs)
     program = step.lower(params, state, model.batch(0)).compile().as_text()
     _, _, metrics = step(params, state, model.batch(0))
-    between = [
-        one for one in demo_optax.accounting.collectives(program) if one.crosses(mesh, "data")
-    ]
+    between = [one for one in hlo.collectives(program) if one.crosses(mesh, "data")]
     counted = demo_optax.packet_bytes(TX, params, "data", mesh, specs)
     assert counted == metrics.packet_bytes == INNER * sum(one.operand_bytes for one in between)
     compression = demo_optax.Compression(4, 8)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from benchmarks import hlo
 from demo_optax.parallel.replicas import Drift, _checksums, check_replicas, repair_replicas
 from tests import model, workers
 from tests.ports import free_port
@@ -239,7 +240,7 @@ def test_one_gather_of_a_word_a_leaf(compiled):
     params = place(model.init(), MESH)
     specs = (P(),) * 3
     program = _checksums.lower(tuple(params.values()), MESH, specs).compile().as_text()
-    [gather] = demo_optax.accounting.collectives(program)
+    [gather] = hlo.collectives(program)
     assert (gather.kind, gather.dtype, gather.operand_bytes) == ("all-gather", "u32", 4 * 3)
     check_replicas(params, MESH)
     compiled()

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from benchmarks import hlo
 from demo_optax.exchange import collectives
 from demo_optax.exchange.collectives import gather
 from tests import model, workers
@@ -162,7 +163,7 @@ def test_only_the_packet_crosses_between_workers(name, way):
         "muon": demo_optax.demo_muon(1e-2, SMALL, axis_name="replica"),
     }
     mesh, tx = mesh_of(2, 2), optimizers[name]
-    sent = demo_optax.accounting.collectives(lower_step(mesh, SPECS, way, tx).as_text())
+    sent = hlo.collectives(lower_step(mesh, SPECS, way, tx).as_text())
     (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
     assert (packet.kind, packet.dtype, packet.groups) == ("all-gather", "u32", ((0, 2), (1, 3)))
     of_a_shard = {"hidden": (12, 16), "bias": (32,), "out": (16, 3)}
@@ -176,7 +177,7 @@ def test_only_the_packet_crosses_between_workers(name, way):
 @sweep("compiler", way=["manual", "compiler"])
 def test_packets_of_whole_parameters_cross_in_parts(way):
     mesh = mesh_of(2, 4, names=("local",))
-    sent = demo_optax.accounting.collectives(lower_step(mesh, None, way).as_text())
+    sent = hlo.collectives(lower_step(mesh, None, way).as_text())
     (part,) = [one for one in sent if one.crosses(mesh, "replica")]
     assert (part.kind, part.dtype) == ("all-gather", "u32")
     packet = demo_optax.packet_bytes(SGD, params(), "replica")
@@ -200,7 +201,7 @@ def test_the_optimizer_gathers_no_momentum():
     program = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=specs)).lower(
         gradient, opt_state
     )
-    sent = demo_optax.accounting.collectives(program.compile().as_text())
+    sent = hlo.collectives(program.compile().as_text())
     assert len([one for one in sent if one.crosses(mesh, "replica")]) == 1
     within = [one for one in sent if not one.crosses(mesh, "replica")]
     assert {one.kind for one in within} == {"all-reduce"}

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from benchmarks import hlo
 from tests import model, workers
 from tests.sweeps import sweep
 
@@ -143,7 +144,7 @@ def test_only_the_packet_crosses_between_workers(name):
         step = workers.step_of(TX, mesh, MODELS[name](mesh), manual_axes=(), **OPTIONS)
         _, state = workers.initial(TX, mesh, axis_name="replica", param_specs=SPECS)
         program = step.lower(model.init(), state, model.batch(0)).compile().as_text()
-    sent = demo_optax.accounting.collectives(program)
+    sent = hlo.collectives(program)
     (packet,) = [one for one in sent if one.crosses(mesh, "replica")]
     assert (packet.kind, packet.dtype) == ("all-gather", "u32")
 
@@ -161,7 +162,7 @@ def test_an_embedding_is_looked_up_in_the_copy_of_each_worker():
     with jax.set_mesh(mesh):
         gradients = demo_optax.worker_gradients(loss, mesh, "replica", param_specs=spec)
         program = jax.jit(gradients).lower(*args).compile().as_text()
-    sent = demo_optax.accounting.collectives(program)
+    sent = hlo.collectives(program)
     assert [one for one in sent if one.crosses(mesh, "replica")] == []
 
 
@@ -176,7 +177,7 @@ def test_the_optimizer_gathers_no_momentum():
         for n, x in params.items()
     }
     program = jax.jit(tx.update).lower(gradients, tx.init(params), params).compile().as_text()
-    sent = demo_optax.accounting.collectives(program)
+    sent = hlo.collectives(program)
     assert len([one for one in sent if one.crosses(mesh, "replica")]) == 1
     within = [one for one in sent if not one.crosses(mesh, "replica")]
     assert {one.kind for one in within} == {"all-reduce"}

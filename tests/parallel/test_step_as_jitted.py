@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import demo_optax
+from benchmarks import hlo
 from tests import model, workers
 
 TX = demo_optax.demo_adamw(5e-3, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
@@ -66,7 +67,7 @@ def test_lowered_from_shapes_it_is_the_same_program():
     step, params, state = prepared()
     shapes = jax.eval_shape(lambda *args: args, params, state, model.batch(0))
     compiled = step.lower(*shapes).compile()
-    (gather,) = demo_optax.accounting.collectives(compiled.as_text())
+    (gather,) = hlo.collectives(compiled.as_text())
     metrics = step(params, state, model.batch(0))[2]
     assert gather.operand_bytes == metrics.packet_bytes
 

@@ -11,7 +11,7 @@ import subprocess
 import jax
 import pytest
 
-from demo_optax.accounting import hlo
+from benchmarks import hlo
 from tests.trainers import of_the_page
 
 HERE = os.path.dirname(__file__)

@@ -10,7 +10,7 @@ import pytest
 
 import demo_optax
 from demo_optax.compression import make_plan
-from demo_optax.compression.shared import SharedSlice
+from demo_optax.compression.known_positions import SharedSlice
 from tests import model, workers
 from tests.sweeps import sweep
 
