@@ -134,7 +134,7 @@ def worker_gradients(
         loss_fn,
         mesh,
         axis_name,
-        manual=set(),
+        manual=False,
         microbatches=microbatches,
         clip_norm=clip_norm,
         stateful=stateful,
@@ -160,7 +160,7 @@ def stacked_gradients(
     mesh: Mesh | AbstractMesh,
     axis_name: AxisName,
     *,
-    manual: set[str],
+    manual: bool,
     microbatches: int,
     clip_norm: float | None,
     stateful: bool,
@@ -173,9 +173,9 @@ def stacked_gradients(
     The model state is stacked over the workers. So are the parameters, unless
     ``params_are_replicated``: then simulated workers have one copy of them together.
 
-    The loss runs in a ``jax.shard_map`` over the ``manual`` axes. Each device gathers the
-    parameters along them and sees its own part of the batch; those of one worker average their
-    gradients. Without manual axes the loss is mapped over the workers.
+    If ``manual``, the loss runs in a ``jax.shard_map`` over all axes. Each device gathers the
+    parameters and sees its own part of the batch; those of one worker average their gradients.
+    Otherwise the loss is mapped over the workers.
     """
     checks.static_integer("microbatches", microbatches, at_least=1)
     if clip_norm is not None:
@@ -185,12 +185,10 @@ def stacked_gradients(
     workers = shards.num_workers(mesh, axis_name)
     simulated = is_simulated(mesh, axis_name)
     loss_fn = losses.normalize_loss_fn(loss_fn, stateful)
-    inner = tuple(name for name in shards.inner_axes(mesh, axis_name) if name in manual)
+    inner = shards.inner_axes(mesh, axis_name)
     device_axes = axes.names(axis_name) + inner
 
     def in_shard_map(params, state, batch, key, specs, leaf_batch_specs, rows, _):
-        specs, leaf_batch_specs = jax.tree.map(only_manual, (specs, leaf_batch_specs))
-
         def loss_of_shards(params, *args):
             return loss_fn(_gather(params, specs), *args)
 
@@ -210,17 +208,12 @@ def stacked_gradients(
         return jax.shard_map(
             compute_device,
             mesh=mesh,
-            axis_names=manual,
             in_specs=(stacked_specs, worker_spec, leaf_batch_specs, P()),
             out_specs=WorkerGradients._make(
                 (worker_spec, P(device_axes), worker_spec, worker_spec, stacked_specs)
             ),
             check_vma=check_vma,
         )(params, state, batch, key)
-
-    def only_manual(spec: P) -> P:
-        kept = [tuple(n for n in axes.names(entry) if n in manual) for entry in spec]
-        return P(*[entry or None for entry in kept])
 
     def mapped(params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated):
         def compute_worker(params, old, batch, *key):

@@ -95,7 +95,7 @@ def explain_varying_types(axis_name: AxisName) -> Iterator[None]:
                 "The types of values that differ between workers name the workers' axis, and JAX "
                 "compares types in loops, branches and custom derivatives, so that a loop that "
                 "starts from zeros fails. Give make_train_step either check_vma=False, which "
-                "SwarmWorker and jax.shard_map take too, or manual_axes=(). See "
+                "SwarmWorker and jax.shard_map take too, or sharding='auto'. See "
                 "docs/how_to/troubleshoot.md for what they cost."
             )
         raise

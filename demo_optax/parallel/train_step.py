@@ -1,17 +1,17 @@
 """A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
 
 import functools
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import axes
+from demo_optax import checks
 from demo_optax._rounds import has_exchanged, local_parameters
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
@@ -20,6 +20,8 @@ from demo_optax.parallel.gradients import stacked_gradients
 from demo_optax.parallel.layout import StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import is_simulated
 from demo_optax.participation import PARTICIPATES
+
+Sharding = Literal["manual", "auto"]
 
 
 @jax.tree_util.register_static
@@ -34,8 +36,8 @@ class TrainMetrics(NamedTuple):
       loss: float ``(workers,)``, loss of each worker where it takes its gradient.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
-        the step handles several devices per worker itself (see ``manual_axes``). With
-        ``microbatches`` above 1, aux has an axis of microbatches behind it.
+        ``sharding`` is ``"manual"`` and a worker has several. With ``microbatches`` above 1, aux
+        has an axis of microbatches behind it.
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
@@ -78,7 +80,7 @@ def make_train_step(
     param_specs=None,
     batch_specs=None,
     metrics_fn: Callable | None = None,
-    manual_axes: Collection[str] | None = None,
+    sharding: Sharding = "manual",
     donate: bool = True,
 ) -> Callable:
     """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
@@ -106,7 +108,7 @@ def make_train_step(
         on a step whose gradient is not finite.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
         are local and parameters replicated. Loops that start from zeros, such as those of RNNs,
-        need False, or ``manual_axes=()``.
+        need False, or ``sharding="auto"``.
       param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
         a tree or a prefix of one. By default each device holds all parameters.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
@@ -116,16 +118,14 @@ def make_train_step(
       metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
         worker's clipped gradients, the updates and the parameters before the step. All have the
         shapes of the whole parameters, and their sharding. ``metrics.custom`` holds the results.
-      manual_axes: the mesh axes that the step handles itself, in a ``jax.shard_map``; the compiler
-        handles the others. There are three choices:
+      sharding: who divides the work of ``loss_fn`` among the devices of a worker.
 
-        * None, all axes: ``loss_fn`` sees one device's part of the batch and whole parameters. The
-          step gathers the parameters and scatters the gradients.
-        * The workers' axis or axes: ``loss_fn`` is a program for a whole worker, with sharding
-          constraints in the form of PartitionSpecs. The mesh may have one other axis, whose
-          ``jax.sharding.AxisType`` must be ``Auto``.
-        * ``()``, none: ``loss_fn`` is mapped over the workers (`worker_gradients`). It may hold any
-          sharding constraints, and a ``jax.shard_map`` of its own.
+        * ``"manual"``, the step: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the mesh.
+          It sees one device's part of the batch and whole parameters. The step gathers the
+          parameters and scatters the gradients.
+        * ``"auto"``, the compiler: ``loss_fn`` is mapped over the workers, as by
+          `worker_gradients`. It may hold any sharding constraints, and a ``jax.shard_map`` of its
+          own.
       donate: whether parameters and state are donated to the step, so that it needs less memory.
 
     Returns:
@@ -158,12 +158,13 @@ def make_train_step(
       Array([64.], dtype=float32)
     """
     require_unwrapped(tx)
+    checks.one_of("sharding", sharding, get_args(Sharding))
     workers = shards.num_workers(mesh, axis_name)
     gradients_of = stacked_gradients(
         loss_fn,
         mesh,
         axis_name,
-        manual=resolve_manual_axes(manual_axes, mesh, axis_name),
+        manual=sharding == "manual" and not is_simulated(mesh, axis_name),
         microbatches=microbatches,
         clip_norm=clip_norm,
         stateful=stateful,
@@ -255,37 +256,6 @@ def make_train_step(
 
     step.lower = lower  # type: ignore[attr-defined]
     return step
-
-
-def resolve_manual_axes(
-    manual_axes: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
-) -> set[str]:
-    """The axes that a step handles itself: all axes, the workers' axes, or none."""
-    if is_simulated(mesh, axis_name):
-        return set()
-    given = mesh.axis_names if manual_axes is None else manual_axes
-    manual = {given} if isinstance(given, str) else set(given)
-    worker_axes = axes.names(axis_name)
-    if manual not in (set(mesh.axis_names), set(worker_axes), set()):
-        raise ValueError(
-            f"manual_axes must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
-            f"{worker_axes} alone, or (), with the others left to the compiler, not "
-            f"{manual_axes!r}."
-        )
-    left = [name for name in mesh.axis_names if manual and name not in manual]
-    if len(left) > 1:
-        raise ValueError(
-            f"manual_axes={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
-            "more than one XLA may abort the process: use manual_axes=()."
-        )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(kinds[name] == AxisType.Explicit for name in left):
-        raise ValueError(
-            f"the axes {left} are left to the compiler, but their type is Explicit, as "
-            "jax.make_mesh makes them by default: use manual_axes=(), or make the mesh with "
-            "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
-        )
-    return manual
 
 
 def split_arguments(args, stateful: bool, random_key: bool):
