@@ -149,17 +149,6 @@ def _schedule_states() -> tuple[type, ...]:
     return optax.ScaleByScheduleState, type(decayed.init(()))
 
 
-def keep_base_if_no_participants(participants: IntScalar, updates, new, old):
-    """Updates and state of the optimizer after an exchange.
-
-    If no packet was accepted, the updates are zero and the state keeps its old values. Only the
-    counts of schedules go on, as that of the momentum does: a learning rate in the momentum and
-    one after it stay at the same step.
-    """
-    updates = zero_updates_if_no_participants(updates, participants)
-    return updates, choose_state(participants > 0, new, old)
-
-
 def zero_updates_if_no_participants(updates, participants: IntScalar):
     """The updates, or zeros if no packet was accepted."""
     return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)

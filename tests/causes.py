@@ -329,7 +329,6 @@ RAISED = [
     ),
     local_steps_of_a_part,
     lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
-    lambda: step_of(DEMO, two())(state_of(2), model.init(), model.batch(0)),
     donated_parameters,
     state_of_other_blocks,
     lambda: demo_optax.check_metrics(None),

@@ -7,9 +7,8 @@ FlexDeMo). Copies that several devices of a worker hold must stay equal.
 """
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -109,25 +108,6 @@ def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
     return jax.tree.map(whole, parts, specs)
 
 
-def once_per_shapes(fn: Callable) -> Callable:
-    """Caches a function of trees by their structure, shapes and dtypes."""
-
-    @functools.lru_cache(maxsize=8)
-    def evaluate_shapes(structure, shapes):
-        return fn(*structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes]))
-
-    def evaluate(*trees):
-        leaves, structure = jax.tree.flatten(trees)
-        try:
-            shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
-        except TypeError:
-            checks.shapes_of("argument", trees)
-            raise
-        return evaluate_shapes(structure, shapes)
-
-    return evaluate
-
-
 def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
@@ -219,6 +199,7 @@ def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: A
     Raises:
       ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided like that.
     """
+    checks.shapes_of("batch", batch)
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
     given = all_axes if batch_specs is None else batch_specs

@@ -132,6 +132,19 @@ def test_no_key_is_used_twice(mesh, sharding, microbatches):
     assert np.isfinite(metrics.loss).all()
 
 
+def test_an_update_is_traced_once_for_the_state_and_the_step():
+    traces = []
+
+    def update(updates, state, params=None):
+        del params
+        traces.append(updates)
+        return updates, state
+
+    tx = optax.chain(optax.GradientTransformation(optax.init_empty_state, update), PLAIN_SGD)
+    workers.train(tx, range(2))
+    assert len(traces) == 1
+
+
 def test_aux_has_an_axis_of_workers():
     def loss_fn(params, batch):
         return model.loss(params, batch), {"sum": batch["x"].sum(), "rows": batch["y"]}
