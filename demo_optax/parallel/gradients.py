@@ -1,4 +1,4 @@
-"""Gradients of all workers, stacked: each of its own loss, on its own part of a batch."""
+"""Stacked gradients: each worker takes that of its own loss, on its own part of a batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def worker_gradients(
     param_specs=None,
     batch_specs=None,
 ) -> Callable:
-    """Stacked gradients for a program that leaves all shardings to the compiler.
+    """Computes stacked gradients for a program that leaves all shardings to the compiler.
 
     ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may hold
     sharding constraints over the mesh's other axes, in any form, and a ``jax.shard_map`` of its
@@ -85,7 +85,7 @@ def stacked_gradients(
     batch_specs,
     check_vma: bool = True,
 ) -> Callable:
-    """``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
+    """Returns ``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
 
     The model state is stacked over the workers. So are the parameters, unless
     ``params_are_replicated``: then simulated workers have one copy of them together.

@@ -66,7 +66,7 @@ def state_specs(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
+    """Returns PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
@@ -103,7 +103,7 @@ def state_shardings(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """NamedShardings of the state that `init_opt_state` makes.
+    """Returns NamedShardings of the state that `init_opt_state` makes.
 
     Arguments and errors are those of `state_specs`.
 
@@ -122,7 +122,9 @@ _LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
-    """The layout for arrays or shapes of the whole parameters, traced once for each optimizer.
+    """Returns the layout for arrays or shapes of the whole parameters.
+
+    The update is traced once for each optimizer.
 
     Raises:
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
@@ -172,7 +174,7 @@ def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLa
 
 
 def update_with_specs(tx, specs) -> Callable:
-    """``update(gradient, state, params, extra_args)``, by a ``tx`` that is told the specs."""
+    """Returns ``update(gradient, state, params, extra_args)``, which tells ``tx`` the specs."""
     tx, inner = boxed_inside(tx, specs), unboxed(specs)
 
     def update(gradient, state, params, extra_args):
@@ -182,7 +184,7 @@ def update_with_specs(tx, specs) -> Callable:
 
 
 def _traced_once(tx, specs) -> Callable:
-    """`update_with_specs`, traced once for the same types. `_LAYOUTS` must not keep ``tx``."""
+    """Jits `update_with_specs`, without a reference that would keep ``tx`` in `_LAYOUTS`."""
     if not isinstance(tx, optax.GradientTransformation):  # but has methods, as optax.MultiSteps
         return jax.jit(update_with_specs(tx, specs))
     kind, init, reference = type(tx), tx.init, weakref.ref(tx.update)
@@ -195,7 +197,7 @@ def _traced_once(tx, specs) -> Callable:
 
 
 def known_update(tx, layout: StateLayout) -> Callable:
-    """``layout.update`` if the layout is that of ``tx``, else an update that is traced anew."""
+    """Returns ``layout.update`` if the layout is that of ``tx``, else an update without a trace."""
     is_own = layout in _LAYOUTS.get(tx.update, {}).values()
     return layout.update if is_own else update_with_specs(tx, layout.params)
 
@@ -276,13 +278,13 @@ _ALONE = {
 
 
 def _decides_alone(state) -> str:
-    """The name of a wrapper that lets a worker decide alone, from its state; "" without one."""
+    """Returns the name of a wrapper that lets a worker decide alone, or ""."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in _ALONE)
     return next((_ALONE[type(node)] for node in nodes if type(node) in _ALONE), "")
 
 
 def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName):
-    """Bools, which updates are zero although their type says that they differ between workers.
+    """Tells which updates are zero although their type says that they differ between workers.
 
     An update is taken for zero if it depends on no argument that differs between workers and on no
     parameter, as with ``optax.set_to_zero``.
@@ -314,7 +316,7 @@ def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName
 
 
 def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: AxisName):
-    """A PartitionSpec for each leaf of the state."""
+    """Makes a PartitionSpec for each leaf of the state."""
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
     device_paths = _device_paths(worker_state_shapes)
@@ -346,7 +348,7 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
 
 
 def _device_paths(state) -> list[tuple]:
-    """Paths of the leaves that each device has, without a parameter that they belong to."""
+    """Returns the paths of leaves that belong to a device, and to no parameter."""
     return [
         (*path, GetAttrKey("exchange"), *inside)
         for path, node in jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)

@@ -52,7 +52,7 @@ def _require_signature(loss_fn: Callable, given: tuple, stateful: bool) -> None:
 
 
 def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: Collection[int]):
-    """Model state, batch and key, the arguments after those that are named ``first``.
+    """Returns model state, batch and key, the arguments after those that are named ``first``.
 
     ``keys`` are the numbers of keys that may be given.
     """

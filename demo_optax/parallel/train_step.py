@@ -82,7 +82,7 @@ def make_train_step(
     sharding: Sharding = "manual",
     donate: bool = True,
 ) -> Callable:
-    """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
+    """Makes a jitted step that trains with one DeMo worker on each device along ``axis_name``.
 
     Further axes of the mesh lie inside the workers (FlexDeMo). The devices along them share the
     worker's batch, and average their gradients in the parameters' dtype. ``param_specs`` say how
@@ -175,7 +175,7 @@ def make_train_step(
     )
 
     def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
-        """Gradients of any kind, stacked, and then the update."""
+        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
         copies = shards.copies(params, mesh, axis_name, layout.params)
         local_params = local_parameters(copies, opt_state)
         results = gradients_of(
@@ -187,7 +187,7 @@ def make_train_step(
         )
 
     def mapped_once(layout, params, opt_state, state, batch, key, extra_args):
-        """Gradient and update of each device, in one ``jax.shard_map``."""
+        """Computes gradient and update of each device in one ``jax.shard_map``."""
         losses.require_differentiable(params)
         batch = jax.tree.map(jnp.asarray, batch)
         leaf_batch_specs = specs_of_batch(batch)

@@ -42,7 +42,7 @@ def stack_workers(
     axis_name: AxisName = "data",
     param_specs=None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``tx`` with a state whose worker-local leaves carry a leading worker axis.
+    """Gives ``tx`` a state whose worker-local leaves carry a leading worker axis.
 
     The result must be the outermost transformation. Call ``init`` outside ``jax.shard_map``; it
     places the state on the mesh. Call ``update`` in one of two places:
@@ -117,7 +117,7 @@ def stack_workers(
 
 
 def init_stacked(tx, layout: StateLayout, params):
-    """The state of ``tx`` for all workers, placed on the mesh."""
+    """Makes the state of ``tx`` for all workers, and places it on the mesh."""
     mesh, specs = layout.mesh, unboxed(layout.params)
     tx = boxed_inside(tx, layout.params)
 
@@ -132,7 +132,7 @@ def init_stacked(tx, layout: StateLayout, params):
 def update_stacked(
     tx, layout: StateLayout, gradients, state, params, extra_args, stacked_args=None
 ):
-    """Updates from stacked gradients, by the optimizer inside a ``jax.shard_map``.
+    """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
 
     Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
     Whether a worker participates follows from its gradient, unless ``stacked_args`` say it.
@@ -161,7 +161,7 @@ def update_stacked(
 def update_on_device(
     update, layout: StateLayout, gradient, old, params, extra_args, participates=None
 ):
-    """Updates and state of one device, from the gradient and the state of its worker.
+    """Computes updates and state of one device, from gradient and state of its worker.
 
     ``participates`` says whether the worker's gradient is finite, if that is known already.
     """
@@ -189,7 +189,7 @@ def update_on_device(
 
 
 def _zero_updates_of_nobody(updates, state):
-    """The updates, but zeros for parameters that nobody took part in an exchange of.
+    """Sets to zero the updates of parameters that nobody took part in an exchange of.
 
     So no link that follows the exchange, such as a weight decay, moves them either.
     """
@@ -207,7 +207,7 @@ def _zero_updates_of_nobody(updates, state):
 
 
 def _exchanges(state) -> list[tuple[list, IntScalar]]:
-    """For each exchange the paths of its parameters, and its participants on this step.
+    """Returns, for each exchange, the paths of its parameters and its participants on this step.
 
     A dense mean names no paths. On a step inside a round nobody takes part.
     """
@@ -227,7 +227,7 @@ def _exchanges(state) -> list[tuple[list, IntScalar]]:
 
 
 def stack_entries(state, layout: StateLayout):
-    """One worker's state, with a leading worker axis on each leaf that differs between workers."""
+    """Gives each leaf that differs between workers a leading axis of length 1."""
     return jax.tree.map(
         lambda x, varies: x[None] if varies else x, state, layout.varies_over_workers
     )
@@ -240,7 +240,7 @@ def init_opt_state(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """The state of ``tx`` for all workers of a mesh, placed on it.
+    """Makes the state of ``tx`` for all workers of a mesh, and places it there.
 
     Arguments are those of `state_specs`, with the arrays of the parameters.
 
@@ -276,7 +276,7 @@ def _require_outermost(updates) -> None:
 
 
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
-    """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
+    """Makes a model's state for all workers, each leaf ``(workers, *shape)`` on the mesh.
 
     All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
     of the worker is folded in. So no two workers drop the same units. Keys of the old kind, of
@@ -387,7 +387,7 @@ def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) ->
 
 
 def _static_nodes(tree) -> list:
-    """The settings that states of decoupled momentum in a tree were made for."""
+    """Returns the settings that states of decoupled momentum in a tree were made for."""
 
     def is_static(x) -> bool:
         return isinstance(x, (MomentumFormat, TensorShapes, PacketFormat))
@@ -396,5 +396,5 @@ def _static_nodes(tree) -> list:
 
 
 def own_entries(state, layout: StateLayout):
-    """One worker's state, from its entries of the state of all workers."""
+    """Removes the leading axis from each leaf that differs between workers."""
     return jax.tree.map(lambda x, varies: x[0] if varies else x, state, layout.varies_over_workers)

@@ -104,7 +104,7 @@ def gradients_on_device(
     clip_norm: float | None,
     stateful: bool,
 ) -> Callable:
-    """``fn(params, state, batch, key, specs, rows) -> WorkerGradients`` of one worker, not stacked.
+    """Returns ``fn(params, state, batch, key, specs, rows) -> WorkerGradients``, not stacked.
 
     It runs on each device, inside a ``jax.shard_map`` over the workers' axis and the axes ``inner``
     inside a worker, or without any axes on a whole worker. A device gathers the worker's parameters
@@ -135,12 +135,12 @@ def gradients_on_device(
 
 
 def stack(tree):
-    """The tree of one worker's arrays, with an axis of workers in front."""
+    """Gives each leaf a leading axis of length 1, that of the workers."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """The specs of stacked results: aux is that of each device, all else is that of a worker."""
+    """Returns the specs of stacked results: each device has its aux, and a worker all else."""
     worker_spec = P(axis_name)
     aux_spec = P((*axes.names(axis_name), *shards.inner_axes(mesh, axis_name)))
     gradient_specs = shards.stacked_specs(specs, axis_name)
@@ -148,7 +148,7 @@ def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName)
 
 
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
-    """Loss, model state, aux and gradient of a worker's batch.
+    """Computes loss, model state, aux and gradient of a worker's batch.
 
     Loss and gradient are averaged over its microbatches. The model state passes from one to the
     next.
@@ -200,7 +200,7 @@ def _gather(params, specs):
 
 
 def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
-    """The worker's mean gradient, from the gradient on each device's part of its batch.
+    """Averages the gradients that a worker's devices take on their parts of its batch.
 
     The dtype is that of the gradient: float32 for float32 parameters.
     """
@@ -215,7 +215,7 @@ def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
 
 
 def _mean_state(state, inner: tuple[str, ...]):
-    """One model state for all devices of a worker: means of floats, else the first device's."""
+    """Makes one model state of those of a worker's devices: means of floats, else the first's."""
 
     def mean(x):
         x = axes.as_varying(x, inner)
@@ -230,7 +230,7 @@ def _mean_state(state, inner: tuple[str, ...]):
 
 
 def _norm(gradient, specs) -> jax.Array:
-    """Global norm of a worker's sharded gradient, float32."""
+    """Computes the global norm of a worker's sharded gradient, float32."""
     sharded: dict[tuple[str, ...], list[jax.Array]] = {}
     for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
         sharded.setdefault(axes_of(spec), []).append(x)
@@ -241,7 +241,7 @@ def _norm(gradient, specs) -> jax.Array:
 
 
 def _finish(loss, aux, new, old, gradient, norm, limit: float | None) -> WorkerGradients:
-    """A worker's results, with its gradient clipped to a global norm of ``limit``.
+    """Returns a worker's results, with its gradient clipped to a global norm of ``limit``.
 
     If the gradient is not finite, the model state does not change.
     """
