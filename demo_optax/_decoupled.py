@@ -134,10 +134,11 @@ def decoupled(
         return updates, participation.choose(is_applied, new, state)
 
     def update_base(applied: Applied, state, params, extra_args) -> Any:
-        new = base.update(applied.updates, state[1], params, **extra_args)
-        steps, new = participation.keep_base_if_no_participants(
-            applied.state.metrics.participants, *new, state[1]
-        )
+        steps, new = base.update(applied.updates, state[1], params, **extra_args)
+        # Without participants nothing moves but the counts of schedules, as that of the momentum.
+        participants = applied.state.metrics.participants
+        steps = participation.zero_updates_if_no_participants(steps, participants)
+        new = participation.choose_state(participants > 0, new, state[1])
         if look_ahead is None:
             return steps, (applied.state, new)
         ahead = displaced(applied, new, state[2], params, extra_args)

@@ -6,7 +6,7 @@ information.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,28 +79,21 @@ def as_varying(tree, axis_name: AxisName):
     return jax.tree.map(cast, tree)
 
 
-def trace_worker(fn: Callable[[], None], sizes: Mapping[str, int]):
-    """The program of a function without arguments, traced as a worker on a mesh of these sizes.
+def trace_worker(fn: Callable[[], Any], mesh: AbstractMesh | None) -> tuple[Any, Any]:
+    """The program of a function without arguments, traced as a worker on a mesh, and its results.
 
-    Nothing is computed or allocated, and the mesh in context is ignored. Without sizes there is no
+    Nothing is computed or allocated, and the mesh in context is ignored. Without a mesh there is no
     axis, and the worker is the only one.
     """
+    results = []
 
     def worker():
-        fn()
+        results.append(fn())
         return jnp.zeros(())
 
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    program = jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()) if sizes else worker
+    program = jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()) if mesh else worker
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(program)()
-
-
-def shapes_of_worker(fn: Callable, sizes: Mapping[str, int], *args):
-    """Shapes and dtypes of a function's results for a worker on a mesh of these sizes."""
-    shapes = []
-    trace_worker(lambda: shapes.append(jax.eval_shape(fn, *args)), sizes)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes[-1])
+        return jax.make_jaxpr(program)(), results[-1]
 
 
 def bytes_handed_over(program, axis_name: AxisName) -> int | None:

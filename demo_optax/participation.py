@@ -48,7 +48,7 @@ def decide(
     extra_args: Mapping[str, Any] = MappingProxyType({}),
     sharded: tuple[str, ...] = (),
 ) -> BoolScalar:
-    """Whether this worker participates with a gradient, the same on all of its devices.
+    """Tells whether this worker participates with a gradient, the same on all of its devices.
 
     Args:
       gradient: the worker's own gradient, or its device's shard of it.
@@ -67,18 +67,18 @@ def decide(
 
 
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
-    """Whether decay, weight and the weight's square are finite."""
+    """Tells whether decay, weight and the weight's square are finite."""
     return jnp.isfinite(decay) & jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
 
 
 def all_finite(tree: Any) -> BoolScalar:
-    """Whether no element of any floating or complex leaf is infinite or NaN."""
+    """Tells whether no element of any floating or complex leaf is infinite or NaN."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.array([jnp.isfinite(x).all() for x in leaves], bool).all()
 
 
 def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
-    """``tree`` if the condition holds, else ``otherwise``; in the dtypes of the latter."""
+    """Returns ``tree`` if the condition holds, else ``otherwise``; in the dtypes of the latter."""
 
     def chosen(x, y):
         return in_dtype_of(jnp.where(condition, x, reusable(y)), y)
@@ -89,14 +89,14 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
 def is_intact(
     state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> BoolScalar:
-    """Whether all leaves of a worker's state are finite that are finite in the initial one."""
+    """Tells whether all leaves of a state are finite that are finite in the initial one."""
     each = jax.tree.map(lambda x, first: all_finite(x) | ~all_finite(first), state, initial)
     intact = jnp.array(jax.tree.leaves(each), bool).all()
     return axes.on_all_devices(intact, axis_name, sharded)
 
 
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
-    """``state`` if the condition holds, else ``otherwise``; in the dtypes of ``state``.
+    """Returns ``state`` if the condition holds, else ``otherwise``; in the dtypes of ``state``.
 
     Counts of schedules and injected hyperparameters are those of ``state`` in both cases; but not
     a hyperparameter that is infinite or NaN.
@@ -122,7 +122,7 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
-    """Momenta ``(..., n)``, with zeros in each block whose energy is not finite.
+    """Sets to zero each block of momenta ``(..., n)`` whose energy is not finite.
 
     One flipped bit of an exponent would otherwise exclude its worker for ever.
 
@@ -144,24 +144,13 @@ def _or_zero(condition: Bool[Array, "..."], x: Float[Array, "*shape"]) -> Float[
 
 @functools.cache
 def _schedule_states() -> tuple[type, ...]:
-    """States that hold nothing but the count of a schedule."""
+    """Returns the types of states that hold nothing but the count of a schedule."""
     decayed = optax.add_decayed_weights(optax.constant_schedule(0.0))
     return optax.ScaleByScheduleState, type(decayed.init(()))
 
 
-def keep_base_if_no_participants(participants: IntScalar, updates, new, old):
-    """Updates and state of the optimizer after an exchange.
-
-    If no packet was accepted, the updates are zero and the state keeps its old values. Only the
-    counts of schedules go on, as that of the momentum does: a learning rate in the momentum and
-    one after it stay at the same step.
-    """
-    updates = zero_updates_if_no_participants(updates, participants)
-    return updates, choose_state(participants > 0, new, old)
-
-
 def zero_updates_if_no_participants(updates, participants: IntScalar):
-    """The updates, or zeros if no packet was accepted."""
+    """Returns the updates, or zeros if no packet was accepted."""
     return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)
 
 
@@ -173,7 +162,7 @@ def keep_local_state(
     axis_name: AxisName,
     sharded: tuple[str, ...],
 ):
-    """Leaves that vary over workers keep their old value on a worker that skipped the step.
+    """Keeps the old value of leaves that vary over workers, on a worker that skipped the step.
 
     So no second moment is lost to one bad batch. States whose type says ``handles_nonfinite`` do
     this themselves.

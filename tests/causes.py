@@ -134,10 +134,6 @@ def flattened_shards():
 MASK = {"hidden": True, "out": True, "bias": False}
 
 
-def two_inner_axes():
-    return workers.mesh_of(2, 2, 2)
-
-
 def update_where_an_axis_is_left_to_the_compiler():
     tx = demo_optax.stack_workers(DEMO, two_by_two_auto())
     state = DEMO.init(model.init())
@@ -258,8 +254,7 @@ RAISED = [
     lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), ["data"]),
     lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), "model"),
     lambda: demo_optax.init_opt_state(DEMO, model.init(), inner(), "data", P("data")),
-    lambda: step_of(DEMO, inner(), manual_axes=("fsdp",)),
-    lambda: step_of(DEMO, inner(), manual_axes=("data",)),
+    lambda: step_of(DEMO, inner(), sharding="compiler"),
     # the worker axis
     lambda: demo_optax.init_opt_state(optax.adam(1e-3), model.init(), two()),
     lambda: demo_optax.init_opt_state(optax.MultiSteps(DEMO, 2), model.init(), two()),
@@ -282,7 +277,6 @@ RAISED = [
         lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"
     )(jnp.ones((2, 3))),
     lambda: demo_optax.stack_workers(demo_optax.stack_workers(DEMO, two()), two()),
-    lambda: step_of(DEMO, two_inner_axes(), manual_axes=("data",)),
     lambda: demo_optax.stack_workers(DEMO, two()).update(model.init(), state_of(2), model.init()),
     lambda: optax.masked(demo_optax.stack_workers(DEMO, two()), MASK).update(
         model.init(), optax.MaskedState(state_of(2)), model.init()
@@ -320,7 +314,6 @@ RAISED = [
     ),
     local_steps_of_a_part,
     lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
-    lambda: step_of(DEMO, two())(state_of(2), model.init(), model.batch(0)),
     donated_parameters,
     state_of_other_blocks,
     lambda: demo_optax.check_metrics(None),

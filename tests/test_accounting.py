@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -121,7 +122,8 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_count_as_in_the_compiled_program(name):
-    counted = axes.bytes_handed_over(axes.trace_worker(COLLECTIVES[name], {"data": 4}), "data")
+    program, _ = axes.trace_worker(COLLECTIVES[name], AbstractMesh((4,), ("data",)))
+    counted = axes.bytes_handed_over(program, "data")
 
     def worker():
         return jax.tree.map(lambda x: x[None], COLLECTIVES[name]())
@@ -169,7 +171,7 @@ CONTROL_FLOW = {
 @pytest.mark.parametrize("name", CONTROL_FLOW)
 def test_every_pass_counts_and_the_largest_branch(name):
     times, fn = CONTROL_FLOW[name]
-    program = axes.trace_worker(fn, {"data": 4, "inside": 2})
+    program, _ = axes.trace_worker(fn, AbstractMesh((4, 2), ("data", "inside")))
     assert axes.bytes_handed_over(program, "data") == times * 4096
 
 
@@ -259,7 +261,7 @@ def test_what_an_exchange_says_that_it_sends_is_what_an_optimizer_sends(exchange
         tx = demo_optax.demo(1e-3, compression, exchange=way)
         counted = demo_optax.packet_bytes(compression, params, workers=workers, exchange=way)
         assert counted == demo_optax.packet_bytes(tx, params, workers=workers)
-        mesh = jax.sharding.AbstractMesh((workers,), ("data",))
+        mesh = AbstractMesh((workers,), ("data",))
         assert counted == demo_optax.packet_bytes(compression, params, mesh=mesh, exchange=way)
 
 

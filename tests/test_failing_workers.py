@@ -346,7 +346,7 @@ def test_all_shards_of_a_preconditioner_start_again_together(check_vma, damage):
     assert [int(shard.data[0]) for shard in shards] == [first, first, 21, 21]
 
 
-@pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"manual_axes": ()}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"sharding": "auto"}], ids=str)
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_worker_is_kept_out_whatever_the_path_of_its_gradient(options, clip_norm):
     """Its gradient is finite, but its squares are not; clipped, it would be zeros."""

@@ -85,8 +85,9 @@ def packet_bytes(
         tx.update(gradient, tx.init(values), values, **axes.TRACING_ARGUMENTS)
 
     first, *others = axes.names(axis_name) or (None,)
-    sizes = {} if first is None else {first: workers, **dict.fromkeys(others, 1)}
-    program = axes.trace_worker(update, sizes)
+    sizes = workers, *[1 for _ in others]
+    workers_mesh = None if first is None else AbstractMesh(sizes, (first, *others))
+    program, _ = axes.trace_worker(update, workers_mesh)
     return _counted(axes.bytes_handed_over(program, axis_name))
 
 

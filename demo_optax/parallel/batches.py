@@ -16,7 +16,7 @@ from demo_optax.parallel.shards import num_workers
 
 
 def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
-    """For each leaf of a batch, the dimension that is divided among the workers; None for none."""
+    """Returns the dimension of each leaf that is divided among the workers, or None."""
     worker_axes = set(axes.names(axis_name))
 
     def row_dimension(spec):
@@ -27,7 +27,7 @@ def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
 
 
 def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """PartitionSpecs of a traced batch, whose first dimension is divided among the workers.
+    """Returns PartitionSpecs of a traced batch whose first dimension is divided among the workers.
 
     If the type of a leaf already has a dimension that is divided among them, it is that dimension.
     On an Explicit mesh, where a loss sees the sharding of its batch, the specs keep the sharding
@@ -50,7 +50,7 @@ def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
 
 
 def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """The batch with an axis of workers before each leaf's rows; undivided leaves are unchanged.
+    """Adds an axis of workers before each leaf's rows; undivided leaves are unchanged.
 
     Leaves on a different mesh are put on this one.
 
@@ -89,7 +89,7 @@ def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: Axis
 
 
 def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a traced array must be put on a mesh with devices before it is used there.
+    """Tells whether a traced array must be put on a mesh with devices before it is used there.
 
     Its type names no mesh or a different one, and one of the two meshes is Explicit.
     """
@@ -101,7 +101,7 @@ def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def split_microbatches(batch, rows, number: int):
-    """One worker's batch, divided along its rows: ``(number, ...)``; undivided leaves repeat."""
+    """Divides one worker's batch along its rows, ``(number, ...)``; undivided leaves repeat."""
 
     def split(x, row):
         if row is None:
@@ -121,7 +121,7 @@ def split_microbatches(batch, rows, number: int):
 
 
 def require_global(batch, specs) -> None:
-    """With several processes, refuses a batch of arrays that belong to one process alone."""
+    """Refuses arrays that belong to one process alone, if there are several processes."""
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, leaf), spec in leaves:
         if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):

@@ -22,6 +22,7 @@ from demo_optax.arrays import boxed_inside, is_key, unboxed
 from demo_optax.axes import TRACING_ARGUMENTS, AxisName
 from demo_optax.checks import require_unwrapped
 from demo_optax.parallel import shards
+from demo_optax.participation import PARTICIPATES
 from demo_optax.specs import PARAM_SPECS, axes_of, sharded_axes
 
 
@@ -32,6 +33,8 @@ class StateLayout:
     Attributes:
       mesh: the workers' mesh.
       axis_name: the workers' axis, or axes.
+      update: ``update(gradient, state, params, extra_args)`` of a worker, which is not traced again
+        for the types that it was traced for here. It needs the optimizer, but does not keep it.
       params: PartitionSpecs of the parameters.
       state: PartitionSpecs of the state.
       worker_state_shapes: shapes of one worker's state.
@@ -45,6 +48,7 @@ class StateLayout:
 
     mesh: Mesh | AbstractMesh
     axis_name: AxisName
+    update: Callable
     params: Any
     state: Any
     worker_state_shapes: Any
@@ -62,7 +66,7 @@ def state_specs(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
+    """Returns PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
 
     Args:
       tx: any optax transformation that exchanges over ``axis_name``.
@@ -99,7 +103,7 @@ def state_shardings(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """NamedShardings of the state that `init_opt_state` makes.
+    """Returns NamedShardings of the state that `init_opt_state` makes.
 
     Arguments and errors are those of `state_specs`.
 
@@ -114,11 +118,13 @@ def state_shardings(
 
 
 _LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""For each ``tx.update`` its layouts; to compute one, the update is traced."""
+"""The layouts of each ``tx.update``."""
 
 
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
-    """The layout for arrays or shapes of the whole parameters, traced once for each optimizer.
+    """Returns the layout for arrays or shapes of the whole parameters.
+
+    The update is traced once for each optimizer.
 
     Raises:
       ValueError: the updates differ between workers, because ``tx`` does not exchange.
@@ -138,15 +144,16 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
 def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
     shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    inner, tx = unboxed(specs), boxed_inside(tx, specs)
+    inner = unboxed(specs)
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
-    worker_state_shapes = axes.shapes_of_worker(tx.init, mesh.shape, parts)
-    state_axes, update_axes, sent = _varying_axes(
-        tx, parts, worker_state_shapes, inner, mesh.shape, axis_name
+    update = _traced_once(tx, specs)
+    init = boxed_inside(tx, specs).init
+    program, state_shapes, state_axes, update_axes = _trace_update(
+        init, update, parts, inner, mesh, axis_name
     )
     worker_axes = set(axes.names(axis_name))
     varies_over_workers = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
-    state = _state_specs(state_axes, worker_state_shapes, inner, mesh, axis_name)
+    state = _state_specs(state_axes, state_shapes, inner, mesh, axis_name)
 
     def copied_axes(names, spec):
         return names - set(axes_of(spec)) - worker_axes
@@ -154,66 +161,103 @@ def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLa
     return StateLayout(
         mesh=mesh,
         axis_name=axis_name,
+        update=update,
         params=specs,
         state=state,
-        worker_state_shapes=worker_state_shapes,
+        worker_state_shapes=state_shapes,
         varies_over_workers=varies_over_workers,
         state_replicated_axes=jax.tree.map(copied_axes, state_axes, state),
         update_replicated_axes=jax.tree.map(copied_axes, update_axes, inner),
-        frozen=_frozen_updates(
-            tx,
-            parts,
-            inner,
-            worker_state_shapes,
-            varies_over_workers,
-            update_axes,
-            mesh,
-            axis_name,
-        ),
-        sent=sent,
+        frozen=_frozen_updates(program.jaxpr, update_axes, varies_over_workers, axis_name),
+        sent=axes.bytes_handed_over(program, axis_name),
     )
 
 
-def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: AxisName):
-    """The axes over which leaves of the state and of the updates differ, and the bytes sent.
+def update_with_specs(tx, specs) -> Callable:
+    """Returns ``update(gradient, state, params, extra_args)``, which tells ``tx`` the specs."""
+    tx, inner = boxed_inside(tx, specs), unboxed(specs)
+
+    def update(gradient, state, params, extra_args):
+        return tx.update(gradient, state, params, **{**extra_args, PARAM_SPECS: inner})
+
+    return update
+
+
+def _traced_once(tx, specs) -> Callable:
+    """Jits `update_with_specs`, without a reference that would keep ``tx`` in `_LAYOUTS`."""
+    if not isinstance(tx, optax.GradientTransformation):  # but has methods, as optax.MultiSteps
+        return jax.jit(update_with_specs(tx, specs))
+    kind, init, reference = type(tx), tx.init, weakref.ref(tx.update)
+
+    @jax.jit
+    def update(*args):
+        return update_with_specs(kind(init, reference()), specs)(*args)  # type: ignore[arg-type]
+
+    return update
+
+
+def known_update(tx, layout: StateLayout) -> Callable:
+    """Returns ``layout.update`` if the layout is that of ``tx``, else an update without a trace."""
+    is_own = layout in _LAYOUTS.get(tx.update, {}).values()
+    return layout.update if is_own else update_with_specs(tx, layout.params)
+
+
+def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
+    """Traces an update, without computing anything.
+
+    The program takes gradient, state, parameters and extra arguments, and returns updates and
+    state. Beside it come the shapes of one worker's state, and the axes over which each leaf of the
+    state and of the updates varies.
 
     The gradients vary over ``axis_name`` and the axes of their parameter's spec. The trace is
     repeated until the varying axes of the state stop changing.
     """
-    outcome = []
 
-    def probe(varying_axes):
-        def zeros(x, spec):
-            return axes.as_varying(jnp.zeros(x.shape, x.dtype), axes_of(spec))
+    def zeros(x, names):
+        return axes.as_varying(jnp.empty(x.shape, x.dtype), tuple(names))
 
-        def vary(x, names):
-            return axes.as_varying(x, tuple(names))
+    def values():
+        return jax.tree.map(lambda x, spec: zeros(x, axes_of(spec)), parts, specs)
 
-        def update():
-            values = jax.tree.map(zeros, parts, specs)
-            old = jax.tree.map(vary, tx.init(values), varying_axes)
-            gradient = axes.as_varying(values, axis_name)
-            known = {**TRACING_ARGUMENTS, PARAM_SPECS: specs}
-            updates, state = tx.update(gradient, old, values, **known)
-            state = shards.merge_shard_metrics(state, old, sharded_axes(specs))
-            outcome.append(jax.tree.map(axes.varying, (old, state, updates)))
+    def updated(gradient, old, params, extra_args):
+        updates, state = update(gradient, old, params, extra_args)
+        return updates, shards.merge_shard_metrics(state, old, sharded_axes(specs))
 
-        program = axes.trace_worker(update, mesh_shape)
-        old, state, updates = outcome[-1]
-        state = jax.tree.map(frozenset.union, old, state)
-        return old, state, updates, axes.bytes_handed_over(program, axis_name)
+    def trace(fn):
+        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        return axes.trace_worker(fn, abstract)[1]
 
+    def until_settled(state_axes, extra_args):
+        def probe():
+            gradient, participates = axes.as_varying((values(), jnp.array(True)), axis_name)
+            old = jax.tree.map(zeros, shapes, state_axes)
+            args = gradient, old, values(), {PARTICIPATES: participates, **extra_args}
+            return jax.make_jaxpr(updated, return_shape=True)(*args)
+
+        program, types = trace(probe)
+        update_axes, new_axes = jax.tree.map(axes.varying, types)
+        new_axes = jax.tree.map(frozenset.union, state_axes, new_axes)
+        if jax.tree.leaves(new_axes) != jax.tree.leaves(state_axes):
+            return until_settled(new_axes, extra_args)
+        return program, shapes, state_axes, update_axes
+
+    types = trace(lambda: jax.eval_shape(init, values()))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    state_axes = jax.tree.map(axes.varying, types)
     try:
-        old, state, updates, sent = probe(jax.tree.map(lambda _: frozenset(), worker_state_shapes))
-        while jax.tree.leaves(old) != jax.tree.leaves(state):
-            old, state, updates, sent = probe(state)
+        try:
+            return until_settled(state_axes, {})
+        except TypeError as error:
+            if _NEEDS_ARGUMENT not in str(error):
+                raise
+            return until_settled(state_axes, TRACING_ARGUMENTS)
     except (TypeError, ValueError) as error:
-        if "required keyword-only argument" in str(error):
+        if _NEEDS_ARGUMENT in str(error):
             raise TypeError(
                 f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
                 f"{', '.join(TRACING_ARGUMENTS)} is known then: give the others a default."
             ) from error
-        if not (kind := _decides_alone(worker_state_shapes)):
+        if not (kind := _decides_alone(shapes)):
             raise
         raise type(error)(
             f"{error}\n\n{kind} lets each worker decide alone whether it takes part in a step: "
@@ -221,8 +265,9 @@ def _varying_axes(tx, parts, worker_state_shapes, specs, mesh_shape, axis_name: 
             "and leave conditions on the gradient out; workers whose gradient is not finite are "
             "left out already."
         ) from error
-    return state, updates, sent
 
+
+_NEEDS_ARGUMENT = "required keyword-only argument"
 
 _ALONE = {
     optax.MultiStepsState: "optax.MultiSteps",
@@ -233,57 +278,32 @@ _ALONE = {
 
 
 def _decides_alone(state) -> str:
-    """The name of a wrapper that lets a worker decide alone, from its state; "" without one."""
+    """Returns the name of a wrapper that lets a worker decide alone, or ""."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in _ALONE)
     return next((_ALONE[type(node)] for node in nodes if type(node) in _ALONE), "")
 
 
-def _frozen_updates(
-    tx,
-    parts,
-    specs,
-    worker_state_shapes,
-    varies_over_workers,
-    update_axes,
-    mesh,
-    axis_name: AxisName,
-):
-    """Bools, which updates are zero although their type says that they differ between workers.
+def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName):
+    """Tells which updates are zero although their type says that they differ between workers.
 
-    An update is taken for zero if it depends on no gradient, no parameter and no local state, as
-    with ``optax.set_to_zero``.
+    An update is taken for zero if it depends on no argument that differs between workers and on no
+    parameter, as with ``optax.set_to_zero``.
 
     Raises:
       ValueError: an update that is not zero differs between workers.
     """
     worker_axes = axes.names(axis_name)
     differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)
-    if not any(jax.tree.leaves(differs)):
-        return differs
+    local = jax.tree.leaves((jax.tree.map(lambda _: True, differs), varies_over_workers))
+    local += [True] * (len(jaxpr.invars) - len(local))
 
-    def update(gradient, state, params):
-        known = {**TRACING_ARGUMENTS, PARAM_SPECS: specs}
-        return tx.update(gradient, state, params, **known)[0]
-
-    on_devices = jax.shard_map(
-        update,
-        mesh=AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape)),
-        in_specs=P(),
-        out_specs=P(),
-        check_vma=False,
-    )
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        program = jax.make_jaxpr(on_devices)(parts, worker_state_shapes, parts)
-    all_true = jax.tree.map(lambda _: True, parts)
-    local = jax.tree.leaves((all_true, varies_over_workers, all_true))
-
-    def depends(number: int) -> bool:
-        wanted = [i == number for i in range(len(program.jaxpr.outvars))]
-        _, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+    def is_local(number: int) -> bool:
+        wanted = [i == number for i in range(len(jaxpr.outvars))]
+        _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
         return any(a and b for a, b in zip(used, local, strict=True))
 
     for number, (path, varies) in enumerate(jax.tree.leaves_with_path(differs)):
-        if varies and depends(number):
+        if varies and is_local(number):
             raise ValueError(
                 f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
                 f"parameter{keystr(path)}), so their parameters would drift apart "
@@ -296,7 +316,7 @@ def _frozen_updates(
 
 
 def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: AxisName):
-    """A PartitionSpec for each leaf of the state."""
+    """Makes a PartitionSpec for each leaf of the state."""
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
     device_paths = _device_paths(worker_state_shapes)
@@ -328,7 +348,7 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
 
 
 def _device_paths(state) -> list[tuple]:
-    """Paths of the leaves that each device has, without a parameter that they belong to."""
+    """Returns the paths of leaves that belong to a device, and to no parameter."""
     return [
         (*path, GetAttrKey("exchange"), *inside)
         for path, node in jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)
@@ -341,12 +361,6 @@ class Stacked(optax.GradientTransformationExtraArgs):
     """A transformation that `stack_workers` made."""
 
     state_shardings: Callable
-
-    @classmethod
-    def make(cls, init: Callable, update: Callable, state_shardings: Callable) -> "Stacked":
-        made = cls(init, update)
-        made.state_shardings = state_shardings
-        return made
 
     def __iter__(self):
         raise TypeError(

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +51,22 @@ def _require_signature(loss_fn: Callable, given: tuple, stateful: bool) -> None:
         ) from error
 
 
-def require_batch(args: tuple, stateful: bool) -> None:
-    """Refuses a call without a batch, or with too many arguments."""
-    if not 1 + stateful <= len(args) <= 2 + stateful:
-        names = f"params, {'state, ' * stateful}batch"
+def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: Collection[int]):
+    """Returns model state, batch and key, the arguments after those that are named ``first``.
+
+    ``keys`` are the numbers of keys that may be given.
+    """
+    if len(args) - 1 - stateful not in keys:
+        names = [*first, *["state"] * stateful, "batch", *["key"] * min(keys)]
+        optional = "[, key]" * (max(keys) - min(keys))
         raise TypeError(
-            f"the gradients of worker_gradients take ({names}) or ({names}, key), but "
-            f"{1 + len(args)} arguments were given. A batch is one pytree: pass several arrays as "
-            "a tuple or dict, and take a model state with worker_gradients(stateful=True)."
+            f"the arguments must be ({', '.join(names)}{optional}), but {len(first) + len(args)} "
+            "arguments were given. A batch is one pytree: pass several arrays as a tuple or dict, "
+            "as in (x, y). A step takes a key with make_train_step(random_key=True), and a model "
+            "state is taken with stateful=True."
         )
+    state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
+    return state, batch, tuple(key)
 
 
 def require_differentiable(params) -> None:
@@ -95,7 +102,7 @@ def explain_varying_types(axis_name: AxisName) -> Iterator[None]:
                 "The types of values that differ between workers name the workers' axis, and JAX "
                 "compares types in loops, branches and custom derivatives, so that a loop that "
                 "starts from zeros fails. Give make_train_step either check_vma=False, which "
-                "SwarmWorker and jax.shard_map take too, or manual_axes=(). See "
+                "SwarmWorker and jax.shard_map take too, or sharding='auto'. See "
                 "docs/how_to/troubleshoot.md for what they cost."
             )
         raise

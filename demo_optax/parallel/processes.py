@@ -1,4 +1,4 @@
-"""What the first process alone does, told to all: its result, or whatever it raised."""
+"""Runs a function in the first process alone; all processes get its result or its error."""
 
 import contextlib
 import pickle
@@ -17,7 +17,7 @@ _SMALLEST, _LARGEST = 2**10, 2**28  # bytes at a time; each size is a program of
 
 
 def is_lead() -> bool:
-    """Whether this is the first process."""
+    """Tells whether this is the first process."""
     return jax.process_index() == 0
 
 
@@ -45,7 +45,7 @@ def by_lead(fn: Callable[[], T]) -> T:
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """The error if pickle restores it as it is, or else one with its text.
+    """Returns the error if pickle restores it as it is, or else one with its text.
 
     Whatever its methods raise, an interrupt included, the other processes hear of the error.
     """
@@ -61,7 +61,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 @no_context_mesh()
 def _from_lead(data: bytes) -> bytes:
-    """The first process's bytes, in all processes."""
+    """Returns the first process's bytes in all processes."""
     words = np.array(divmod(len(data), 2**32), np.uint32)
     high, low = map(int, multihost_utils.broadcast_one_to_all(words))
     size = high * 2**32 + low
@@ -69,7 +69,7 @@ def _from_lead(data: bytes) -> bytes:
 
 
 def _broadcast(data: bytes, at: int, size: int) -> bytes:
-    """A piece of the first process's data; sizes are rounded up, so that few programs do."""
+    """Sends a piece of the first process's data, in one of a few sizes, so that few programs do."""
     length = min(_LARGEST, size - at)
     sent = np.zeros(max(1 << (length - 1).bit_length(), _SMALLEST), np.uint8)
     if is_lead():

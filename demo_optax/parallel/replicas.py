@@ -140,7 +140,7 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
 
 
 def _differences(tree, mesh, axis_name) -> list[_Difference]:
-    """The leaves whose copies differ."""
+    """Returns the leaves whose copies differ."""
     shards.num_workers(mesh, axis_name)
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
     specs = [_spec(name, x, mesh) for name, x in leaves]
@@ -161,7 +161,7 @@ def _differences(tree, mesh, axis_name) -> list[_Difference]:
 
 
 def _drifts(difference: _Difference, mesh, axis_name):
-    """A `Drift` for each copy of a leaf that is not in the majority."""
+    """Yields a `Drift` for each copy of a leaf that is not in the majority."""
     worker_axes = axes.names(axis_name)
     for devices, in_majority in zip(difference.holders, difference.in_majority, strict=True):
         for device in devices[~in_majority]:
@@ -194,7 +194,7 @@ def _require_majorities(differences, mesh, axis_name) -> None:
 
 
 def _spec(name, x, mesh) -> P:
-    """The PartitionSpec of a leaf, which must be an array on the mesh."""
+    """Returns the PartitionSpec of a leaf, which must be an array on the mesh."""
     concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     sharding = x.sharding if concrete else None
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
@@ -208,7 +208,7 @@ def _spec(name, x, mesh) -> P:
 
 
 def _holders(mesh, spec) -> np.ndarray:
-    """``(parts, copies)``, the devices that hold a copy of each part of an array."""
+    """Returns ``(parts, copies)``, the devices that hold a copy of each part of an array."""
     dividing = [i for i, name in enumerate(mesh.axis_names) if name in axes_of(spec)]
     parts = int(np.prod([mesh.devices.shape[i] for i in dividing]))
     devices = np.arange(mesh.size).reshape(mesh.devices.shape)
@@ -217,7 +217,7 @@ def _holders(mesh, spec) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _checksums(leaves, mesh, specs):
-    """uint32 ``(devices, leaves)``, the checksums of each device's copies, on all devices."""
+    """Gathers the checksums of each device's copies, uint32 ``(devices, leaves)``."""
 
     def device(*leaves):
         sums = axes.as_varying([checksum(to_words(x)) for x in leaves], mesh.axis_names)

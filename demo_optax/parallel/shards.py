@@ -7,9 +7,8 @@ FlexDeMo). Copies that several devices of a worker hold must stay equal.
 """
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ def no_context_mesh() -> Iterator[None]:
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
-    """Workers along ``axis_name``: the product of the sizes of its axes."""
+    """Returns the number of workers, the product of the sizes of their axes."""
     names = axes.names(axis_name)
     if axis_name is None or any(name not in mesh.shape for name in names):
         raise ValueError(
@@ -47,12 +46,12 @@ def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
 
 
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
-    """The mesh's axes inside a worker."""
+    """Returns the mesh's axes inside a worker."""
     return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
 
 
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """A PartitionSpec for every parameter, from a tree of these or of NamedShardings.
+    """Returns a PartitionSpec for every parameter, from a tree of these or of NamedShardings.
 
     A prefix of a tree is enough; None is ``P()``.
 
@@ -74,24 +73,24 @@ def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisNa
 
 
 def stacked_specs(specs, axis_name: AxisName):
-    """The specs of arrays that have an axis of workers in front."""
+    """Returns the specs of arrays that have an axis of workers in front."""
     return jax.tree.map(lambda spec: P(axis_name, *spec), specs)
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):
-    """The NamedShardings of these specs on the mesh's devices."""
+    """Returns the NamedShardings of these specs on the mesh's devices."""
     concrete = with_devices(mesh)
     return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
 
 
 def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The number of shards into which a spec divides each dimension."""
+    """Returns the number of shards into which a spec divides each dimension."""
     divided = [math.prod(mesh.shape[name] for name in axes.names(entry)) for entry in spec]
     return (*divided, *[1] * (len(shape) - len(divided)))
 
 
 def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
-    """Shapes and dtypes of one device's shards; ValueError where a dimension does not divide."""
+    """Returns shapes and dtypes of one device's shards; ValueError if a dimension cannot be cut."""
 
     def shard(x, spec):
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
@@ -100,32 +99,13 @@ def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
 
 
 def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
-    """Shapes and dtypes of whole arrays, from those of one device's shards."""
+    """Returns shapes and dtypes of whole arrays, from those of one device's shards."""
 
     def whole(x, spec):
         shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     return jax.tree.map(whole, parts, specs)
-
-
-def once_per_shapes(fn: Callable) -> Callable:
-    """Caches a function of trees by their structure, shapes and dtypes."""
-
-    @functools.lru_cache(maxsize=8)
-    def evaluate_shapes(structure, shapes):
-        return fn(*structure.unflatten([jax.ShapeDtypeStruct(*x) for x in shapes]))
-
-    def evaluate(*trees):
-        leaves, structure = jax.tree.flatten(trees)
-        try:
-            shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
-        except TypeError:
-            checks.shapes_of("argument", trees)
-            raise
-        return evaluate_shapes(structure, shapes)
-
-    return evaluate
 
 
 def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
@@ -141,7 +121,7 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
 
 
 def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
-    """A copy of the parameters for each worker, ``(workers, *shape)``.
+    """Copies the parameters for each worker, ``(workers, *shape)``.
 
     Otherwise XLA may fetch a part of the replicated parameters from a different worker. Simulated
     workers need no copies.
@@ -182,7 +162,7 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
 
 
 def share_threads(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether several devices of this process are virtual ones, which share a CPU's threads.
+    """Tells whether several devices of this process are virtual ones, which share a CPU's threads.
 
     Programs with collectives wait there for each other for ever, if several of them are under way.
     """
@@ -192,7 +172,7 @@ def share_threads(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def signature(mesh: Mesh | AbstractMesh, tree):
-    """The devices of the mesh, and the structure, types and shardings of distinct, live arrays.
+    """Returns the mesh's devices, and structure, types and shardings of distinct, live arrays.
 
     Comparing it is cheap. It is None if a leaf is traced or no array of JAX.
     """
@@ -212,13 +192,14 @@ def _has_sharding(x, wanted: NamedSharding) -> bool:
 
 
 def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """A PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
+    """Returns a PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
 
     Without specs, the first dimension is divided among all devices, worker by worker.
 
     Raises:
       ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided like that.
     """
+    checks.shapes_of("batch", batch)
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
     given = all_axes if batch_specs is None else batch_specs
@@ -285,7 +266,7 @@ def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
 
 
 def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
-    """The new state with metrics merged over a worker's shards; old metrics without an exchange."""
+    """Merges new metrics over a worker's shards; without an exchange the old ones stay."""
 
     def combine(new, old):
         if not is_momentum(new):
@@ -299,5 +280,5 @@ def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
 
 
 def is_momentum(x) -> bool:
-    """Whether a node of a state is that of decoupled momentum."""
+    """Tells whether a node of a state is that of decoupled momentum."""
     return isinstance(x, DecoupledMomentumState)

@@ -14,7 +14,7 @@ from demo_optax.axes import AxisName
 
 
 def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
-    """Whether a mesh has no devices: its workers are simulated, and share one device.
+    """Tells whether a mesh has no devices, so that its workers are simulated on one device.
 
     Raises:
       ValueError: the mesh is the abstract form of one with devices, or has other axes than the
@@ -38,7 +38,7 @@ def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
 
 
 def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
-    """The mesh itself; for simulated workers, a mesh of JAX's default device.
+    """Returns the mesh itself, or for simulated workers a mesh of JAX's default device.
 
     Raises:
       ValueError: the workers are simulated, but a mesh is set by ``jax.set_mesh``.
@@ -64,7 +64,7 @@ def _mesh_of_device(device, axis_names: tuple[str, ...]) -> Mesh:
 def map_workers(
     fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
 ) -> Callable:
-    """``jax.shard_map`` of a function of one device; ``jax.vmap`` where workers are simulated.
+    """Maps a function of one device by ``jax.shard_map``, for simulated workers by ``jax.vmap``.
 
     ``jax.vmap`` computes only once what is the same on all workers.
     """

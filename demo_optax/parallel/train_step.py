@@ -1,25 +1,26 @@
 """A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
 
 import functools
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import axes
+from demo_optax import checks
 from demo_optax._rounds import has_exchanged, local_parameters
 from demo_optax.axes import AxisName
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
-from demo_optax.parallel import batches, shards, worker_axis
-from demo_optax.parallel.gradients import stacked_gradients
+from demo_optax.parallel import batches, gradients, losses, shards, worker_axis, worker_gradient
 from demo_optax.parallel.layout import StateLayout, find_layout, require_unwrapped
 from demo_optax.parallel.simulated import is_simulated
 from demo_optax.participation import PARTICIPATES
+
+Sharding = Literal["manual", "auto"]
 
 
 @jax.tree_util.register_static
@@ -34,8 +35,8 @@ class TrainMetrics(NamedTuple):
       loss: float ``(workers,)``, loss of each worker where it takes its gradient.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
-        the step handles several devices per worker itself (see ``manual_axes``). With
-        ``microbatches`` above 1, aux has an axis of microbatches behind it.
+        ``sharding`` is ``"manual"`` and a worker has several. With ``microbatches`` above 1, aux
+        has an axis of microbatches behind it.
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
@@ -78,10 +79,10 @@ def make_train_step(
     param_specs=None,
     batch_specs=None,
     metrics_fn: Callable | None = None,
-    manual_axes: Collection[str] | None = None,
+    sharding: Sharding = "manual",
     donate: bool = True,
 ) -> Callable:
-    """A jitted step that trains with one DeMo worker on each device along ``axis_name``.
+    """Makes a jitted step that trains with one DeMo worker on each device along ``axis_name``.
 
     Further axes of the mesh lie inside the workers (FlexDeMo). The devices along them share the
     worker's batch, and average their gradients in the parameters' dtype. ``param_specs`` say how
@@ -106,7 +107,7 @@ def make_train_step(
         on a step whose gradient is not finite.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
         are local and parameters replicated. Loops that start from zeros, such as those of RNNs,
-        need False, or ``manual_axes=()``.
+        need False, or ``sharding="auto"``.
       param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
         a tree or a prefix of one. By default each device holds all parameters.
       batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
@@ -116,16 +117,14 @@ def make_train_step(
       metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
         worker's clipped gradients, the updates and the parameters before the step. All have the
         shapes of the whole parameters, and their sharding. ``metrics.custom`` holds the results.
-      manual_axes: the mesh axes that the step handles itself, in a ``jax.shard_map``; the compiler
-        handles the others. There are three choices:
+      sharding: who divides the work of ``loss_fn`` among the devices of a worker.
 
-        * None, all axes: ``loss_fn`` sees one device's part of the batch and whole parameters. The
-          step gathers the parameters and scatters the gradients.
-        * The workers' axis or axes: ``loss_fn`` is a program for a whole worker, with sharding
-          constraints in the form of PartitionSpecs. The mesh may have one other axis, whose
-          ``jax.sharding.AxisType`` must be ``Auto``.
-        * ``()``, none: ``loss_fn`` is mapped over the workers (`worker_gradients`). It may hold any
-          sharding constraints, and a ``jax.shard_map`` of its own.
+        * ``"manual"``, the step: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the mesh.
+          It sees one device's part of the batch and whole parameters. The step gathers the
+          parameters and scatters the gradients.
+        * ``"auto"``, the compiler: ``loss_fn`` is mapped over the workers, as by
+          `worker_gradients`. It may hold any sharding constraints, and a ``jax.shard_map`` of its
+          own.
       donate: whether parameters and state are donated to the step, so that it needs less memory.
 
     Returns:
@@ -158,31 +157,67 @@ def make_train_step(
       Array([64.], dtype=float32)
     """
     require_unwrapped(tx)
+    checks.one_of("sharding", sharding, get_args(Sharding))
     workers = shards.num_workers(mesh, axis_name)
-    gradients_of = stacked_gradients(
+    settings: Any = dict(microbatches=microbatches, clip_norm=clip_norm, stateful=stateful)
+    manual = sharding == "manual" and not is_simulated(mesh, axis_name)
+    inner = shards.inner_axes(mesh, axis_name)
+    gradients_on_device = worker_gradient.gradients_on_device(loss_fn, axis_name, inner, **settings)
+    gradients_of = gradients.stacked_gradients(
         loss_fn,
         mesh,
         axis_name,
-        manual=resolve_manual_axes(manual_axes, mesh, axis_name),
-        microbatches=microbatches,
-        clip_norm=clip_norm,
-        stateful=stateful,
+        manual=manual,
         param_specs=param_specs,
         batch_specs=batch_specs,
         check_vma=check_vma,
+        **settings,
     )
 
-    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
-    def placed_step(layout, params, opt_state, state, batch, key, extra_args):
+    def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
+        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
         copies = shards.copies(params, mesh, axis_name, layout.params)
         local_params = local_parameters(copies, opt_state)
         results = gradients_of(
             local_params, state, batch, *key, params_are_replicated=local_params is params
         )
         participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
-        updates, opt_state = worker_axis.update_stacked(
+        return results, *worker_axis.update_stacked(
             tx, layout, results.gradients, opt_state, params, extra_args, participates
         )
+
+    def mapped_once(layout, params, opt_state, state, batch, key, extra_args):
+        """Computes gradient and update of each device in one ``jax.shard_map``."""
+        losses.require_differentiable(params)
+        batch = jax.tree.map(jnp.asarray, batch)
+        leaf_batch_specs = specs_of_batch(batch)
+        rows = batches.row_dimensions(leaf_batch_specs, axis_name)
+
+        def on_device(params, opt_state, state, batch, key, extra_args):
+            old = worker_axis.own_entries(opt_state, layout)
+            local_params = local_parameters(params, old)
+            state = jax.tree.map(lambda x: x[0], state)
+            results = gradients_on_device(local_params, state, batch, key, layout.params, rows)
+            args = results.gradients, old, params, extra_args, jnp.isfinite(results.gradient_norm)
+            updates, new = worker_axis.update_on_device(layout.update, layout, *args)
+            results = results._replace(gradients=results.gradients if metrics_fn else None)
+            return worker_gradient.stack(results), updates, worker_axis.stack_entries(new, layout)
+
+        specs = worker_gradient.stacked_results_specs(layout.params, mesh, axis_name)
+        specs = specs._replace(gradients=specs.gradients if metrics_fn else None)
+        return jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(layout.params, layout.state, P(axis_name), leaf_batch_specs, P(), P()),
+            out_specs=(specs, layout.params, layout.state),
+        )(params, opt_state, state, batch, key, extra_args)
+
+    # The update needs types with VMA information, also where the loss does without.
+    gradient_and_update = mapped_once if manual and check_vma else mapped_twice
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
+    def placed_step(layout, params, *args):
+        results, updates, opt_state = gradient_and_update(layout, params, *args)
         custom = None
         if metrics_fn is not None:
             over = None if is_simulated(mesh, axis_name) else axis_name
@@ -203,28 +238,24 @@ def make_train_step(
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
 
-    @shards.once_per_shapes
     def layout_for(params, opt_state) -> StateLayout:
-        """The layout of parameters and state, traced and checked once for each tree of shapes."""
         layout = find_layout(tx, params, mesh, axis_name, param_specs)
-        init = functools.partial(worker_axis.init_stacked, tx, layout)
-        worker_axis.require_state(opt_state, jax.eval_shape(init, params), workers)
+        worker_axis.require_state(opt_state, layout)
         return layout
 
-    @shards.once_per_shapes
     def specs_of_batch(batch):
         return shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
 
+    signature = ("params", "opt_state"), stateful, (random_key,)
     accepted: Any = (None, None)  # the signature of parameters and states as placed, their layout
 
     def step(params, opt_state, *args, **extra_args):
         nonlocal accepted
-        state, batch, key = split_arguments(args, stateful, random_key)
+        state, batch, key = losses.split_arguments(args, *signature)
         carried, others = (params, opt_state, state), (batch, key, extra_args)
-        signature, (known, layout) = shards.signature(mesh, carried), accepted
-        if signature is None or signature != known:
+        placed, (known, layout) = shards.signature(mesh, carried), accepted
+        if placed is None or placed != known:
             require_not_donated(*carried)
-            require_in_order(params, opt_state)
             worker_axis.require_stacked(state, workers, "model state", "init_model_state")
             layout = layout_for(params, opt_state)
             specs = layout.params, layout.state, P(axis_name)
@@ -241,7 +272,7 @@ def make_train_step(
         return results
 
     def lower(params, opt_state, *args, **extra_args):
-        state, batch, key = split_arguments(args, stateful, random_key)
+        state, batch, key = losses.split_arguments(args, *signature)
         given = params, opt_state, state, batch, key, extra_args
         shapes = jax.eval_shape(lambda *given: given, *given)
         layout = layout_for(*shapes[:2])
@@ -257,51 +288,6 @@ def make_train_step(
     return step
 
 
-def resolve_manual_axes(
-    manual_axes: Collection[str] | None, mesh: Mesh | AbstractMesh, axis_name: AxisName
-) -> set[str]:
-    """The axes that a step handles itself: all axes, the workers' axes, or none."""
-    if is_simulated(mesh, axis_name):
-        return set()
-    given = mesh.axis_names if manual_axes is None else manual_axes
-    manual = {given} if isinstance(given, str) else set(given)
-    worker_axes = axes.names(axis_name)
-    if manual not in (set(mesh.axis_names), set(worker_axes), set()):
-        raise ValueError(
-            f"manual_axes must be all axes of the mesh {tuple(mesh.axis_names)}, the workers' axes "
-            f"{worker_axes} alone, or (), with the others left to the compiler, not "
-            f"{manual_axes!r}."
-        )
-    left = [name for name in mesh.axis_names if manual and name not in manual]
-    if len(left) > 1:
-        raise ValueError(
-            f"manual_axes={tuple(manual)} leaves the axes {tuple(left)} to the compiler, but with "
-            "more than one XLA may abort the process: use manual_axes=()."
-        )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(kinds[name] == AxisType.Explicit for name in left):
-        raise ValueError(
-            f"the axes {left} are left to the compiler, but their type is Explicit, as "
-            "jax.make_mesh makes them by default: use manual_axes=(), or make the mesh with "
-            "jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(names))."
-        )
-    return manual
-
-
-def split_arguments(args, stateful: bool, random_key: bool):
-    """Model state, batch and key of a step, from its arguments after the optimizer state."""
-    if len(args) != stateful + 1 + random_key:
-        raise TypeError(
-            f"the step takes params, opt_state, {'state, ' * stateful}batch"
-            f"{', key' * random_key}, but {2 + len(args)} arguments were given. "
-            "A batch is one pytree: pass several arrays as a tuple or dict, "
-            "step(params, opt_state, (x, y)), a key with make_train_step(random_key=True), and "
-            "a model state with make_train_step(stateful=True)."
-        )
-    state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
-    return state, batch, tuple(key)
-
-
 def require_not_donated(*trees) -> None:
     """Refuses arrays that were donated: used again, they end the process on several devices."""
     for path, x in jax.tree.leaves_with_path(trees):
@@ -311,12 +297,3 @@ def require_not_donated(*trees) -> None:
                 f"{x.shape}, was given away to an earlier step and is deleted: go on with the "
                 "parameters and states that the step returned, or make the step with donate=False."
             )
-
-
-def require_in_order(params, opt_state) -> None:
-    """Refuses an optimizer state in the place of the parameters."""
-    if exchange_metrics(params) is not None and exchange_metrics(opt_state) is None:
-        raise TypeError(
-            "the step takes params, opt_state, batch, but the optimizer state came first: call "
-            "step(params, opt_state, batch)."
-        )

@@ -23,10 +23,16 @@ from demo_optax.arrays import IntScalar, boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.settings import Compression, MomentumFormat, TensorShapes
 from demo_optax.parallel import shards
-from demo_optax.parallel.layout import Stacked, StateLayout, find_layout, require_unwrapped
+from demo_optax.parallel.layout import (
+    Stacked,
+    StateLayout,
+    find_layout,
+    known_update,
+    update_with_specs,
+)
 from demo_optax.parallel.simulated import map_workers
 from demo_optax.participation import PARTICIPATES
-from demo_optax.specs import PARAM_SPECS, sharded_axes
+from demo_optax.specs import sharded_axes
 
 
 def stack_workers(
@@ -35,7 +41,7 @@ def stack_workers(
     axis_name: AxisName = "data",
     param_specs=None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``tx`` with a state whose worker-local leaves carry a leading worker axis.
+    """Gives ``tx`` a state whose worker-local leaves carry a leading worker axis.
 
     The result must be the outermost transformation. Call ``init`` outside ``jax.shard_map``; it
     places the state on the mesh. Call ``update`` in one of two places:
@@ -62,7 +68,7 @@ def stack_workers(
       >>> tx.state_shardings({"w": jnp.ones((128, 64))})[0].momentum["w"].spec
       P('data',)
     """
-    require_unwrapped(tx)
+    checks.require_unwrapped(tx)
     workers = shards.num_workers(mesh, axis_name)
     worker_axes = set(axes.names(axis_name))
 
@@ -86,7 +92,7 @@ def stack_workers(
             require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
             layout = layout_for(one)
-            require_structure(state, layout.state)
+            require_state(state, layout)
             return update_stacked(tx, layout, updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
             raise ValueError(
@@ -96,22 +102,26 @@ def stack_workers(
             )
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
-        require_structure(state, layout.state)
-        return _update_on_device(tx, layout, updates, state, params, extra_args)
+        require_state(state, layout, on_device=True)
+        update, old = update_with_specs(tx, layout.params), own_entries(state, layout)
+        updates, new = update_on_device(update, layout, updates, old, params, extra_args)
+        return updates, stack_entries(new, layout)
 
     def shardings_of(params):
         return shards.shardings(mesh, layout_for(params).state)
 
-    return Stacked.make(init_fn, update_fn, shardings_of)
+    stacked = Stacked(init_fn, update_fn)
+    stacked.state_shardings = shardings_of
+    return stacked
 
 
 def init_stacked(tx, layout: StateLayout, params):
-    """The state of ``tx`` for all workers, placed on the mesh."""
+    """Makes the state of ``tx`` for all workers, and places it on the mesh."""
     mesh, specs = layout.mesh, unboxed(layout.params)
     tx = boxed_inside(tx, layout.params)
 
     def init(params):
-        return _stack(tx.init(params), layout)
+        return stack_entries(tx.init(params), layout)
 
     placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
     on_workers = map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
@@ -121,11 +131,12 @@ def init_stacked(tx, layout: StateLayout, params):
 def update_stacked(
     tx, layout: StateLayout, gradients, state, params, extra_args, stacked_args=None
 ):
-    """Updates from stacked gradients, by the optimizer inside a ``jax.shard_map``.
+    """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
 
     Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
+    Whether a worker participates follows from its gradient, unless ``stacked_args`` say it.
     """
-    mesh = layout.mesh
+    mesh, update = layout.mesh, known_update(tx, layout)
     specs = (
         shards.stacked_specs(layout.params, layout.axis_name),
         layout.state,
@@ -133,30 +144,34 @@ def update_stacked(
         P(layout.axis_name),
     )
 
-    def update(gradients, state, params, stacked_args, extra_args):
+    def on_device(gradients, state, params, stacked_args, extra_args):
         gradient, own_args = jax.tree.map(lambda x: x[0], (gradients, stacked_args))
-        if {PARTICIPATES} <= extra_args.keys() & own_args.keys():
-            own_args[PARTICIPATES] &= extra_args[PARTICIPATES]
-        own_args = {**extra_args, **own_args}
-        return _update_on_device(tx, layout, gradient, state, params, own_args)
+        old, participates = own_entries(state, layout), own_args.pop(PARTICIPATES, None)
+        args = gradient, old, params, {**extra_args, **own_args}, participates
+        updates, new = update_on_device(update, layout, *args)
+        return updates, stack_entries(new, layout)
 
     args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
     results = layout.params, layout.state
-    on_workers = map_workers(update, mesh, layout.axis_name, (*specs, P()), results)
+    on_workers = map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
     return on_workers(*args, extra_args)
 
 
-def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_args):
-    """Updates of one device, from the gradient of its worker and the worker's state entries."""
+def update_on_device(
+    update, layout: StateLayout, gradient, old, params, extra_args, participates=None
+):
+    """Computes updates and state of one device, from gradient and state of its worker.
+
+    ``participates`` says whether the worker's gradient is finite, if that is known already.
+    """
     structure: Any = jax.tree.structure(gradient)
-    old = jax.tree.map(_own_entry, state, layout.worker_state_shapes, layout.varies_over_workers)
     gradient, params = unboxed(gradient), unboxed(params)
-    specs = unboxed(layout.params)
-    sharded = sharded_axes(specs)
-    participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
-    known = {PARTICIPATES: participates, PARAM_SPECS: specs}
-    tx = boxed_inside(tx, layout.params)
-    updates, new = tx.update(gradient, old, params, **{**extra_args, **known})
+    sharded = sharded_axes(unboxed(layout.params))
+    if participates is None:
+        participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
+    else:
+        participates &= extra_args.get(PARTICIPATES, True)
+    updates, new = update(gradient, old, params, {**extra_args, PARTICIPATES: participates})
 
     def zero_if_frozen(x, frozen):
         return jnp.zeros(x.shape, x.dtype) if frozen else x
@@ -169,11 +184,11 @@ def _update_on_device(tx, layout: StateLayout, gradient, state, params, extra_ar
         new, old, layout.varies_over_workers, participates, layout.axis_name, sharded
     )
     updates = _zero_updates_of_nobody(updates, new)
-    return structure.unflatten(jax.tree.leaves(updates)), _stack(new, layout)
+    return structure.unflatten(jax.tree.leaves(updates)), new
 
 
 def _zero_updates_of_nobody(updates, state):
-    """The updates, but zeros for parameters that nobody took part in an exchange of.
+    """Sets to zero the updates of parameters that nobody took part in an exchange of.
 
     So no link that follows the exchange, such as a weight decay, moves them either.
     """
@@ -191,7 +206,7 @@ def _zero_updates_of_nobody(updates, state):
 
 
 def _exchanges(state) -> list[tuple[list, IntScalar]]:
-    """For each exchange the paths of its parameters, and its participants on this step.
+    """Returns, for each exchange, the paths of its parameters and its participants on this step.
 
     A dense mean names no paths. On a step inside a round nobody takes part.
     """
@@ -210,12 +225,10 @@ def _exchanges(state) -> list[tuple[list, IntScalar]]:
     return found
 
 
-def _stack(state, layout: StateLayout):
-    """One worker's state, with a leading worker axis on each leaf that differs between workers."""
+def stack_entries(state, layout: StateLayout):
+    """Gives each leaf that differs between workers a leading axis of length 1."""
     return jax.tree.map(
-        lambda x, varies_over_workers: x[None] if varies_over_workers else x,
-        state,
-        layout.varies_over_workers,
+        lambda x, varies: x[None] if varies else x, state, layout.varies_over_workers
     )
 
 
@@ -226,7 +239,7 @@ def init_opt_state(
     axis_name: AxisName = "data",
     param_specs=None,
 ):
-    """The state of ``tx`` for all workers of a mesh, placed on it.
+    """Makes the state of ``tx`` for all workers of a mesh, and places it there.
 
     Arguments are those of `state_specs`, with the arrays of the parameters.
 
@@ -262,7 +275,7 @@ def _require_outermost(updates) -> None:
 
 
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
-    """A model's state for all workers, placed on the mesh: each leaf ``(workers, *shape)``.
+    """Makes a model's state for all workers, each leaf ``(workers, *shape)`` on the mesh.
 
     All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
     of the worker is folded in. So no two workers drop the same units. Keys of the old kind, of
@@ -321,10 +334,9 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
             )
 
 
-def require_structure(opt_state, expected) -> None:
+def _require_structure(opt_state, expected) -> None:
     """Refuses a state made for a different model or different settings."""
-    given: Any = jax.tree.structure(opt_state)
-    wanted: Any = jax.tree.structure(expected)
+    given, wanted = map(jax.tree.structure, (opt_state, expected))
     if given == wanted:
         return
     has, needs = (
@@ -348,22 +360,33 @@ def require_structure(opt_state, expected) -> None:
     )
 
 
-def require_state(opt_state, expected, workers: int) -> None:
-    """Refuses a state made for a different number of workers, too."""
-    require_structure(opt_state, expected)
+def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) -> None:
+    """Refuses a state made for a different model, different settings or other workers.
+
+    It is the state of all workers, or of one of them with its leading axis of length 1.
+    """
+    _require_structure(opt_state, layout.state)
+    expected = jax.tree.map(
+        lambda x, varies: jax.ShapeDtypeStruct((1,) * varies + x.shape, x.dtype),
+        layout.worker_state_shapes,
+        layout.varies_over_workers,
+    )
+    if not on_device:
+        expected = shards.whole_shapes(expected, layout.state, layout.mesh)
     leaves = jax.tree.leaves_with_path(opt_state)
-    for (path, leaf), expected_leaf in zip(leaves, jax.tree.leaves(expected), strict=True):
-        if leaf.shape != expected_leaf.shape:
+    for (path, x), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if np.shape(x) != wanted.shape:
+            where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
             raise ValueError(
-                f"the optimizer state{keystr(path)} has shape {leaf.shape}, but "
-                f"{workers} workers need {expected_leaf.shape}: it was made for another number of "
-                "workers or another model, or by tx.init alone. Make it with "
-                "demo_optax.init_opt_state on the mesh that it is used on."
+                f"the optimizer state{keystr(path)} has shape {np.shape(x)}, but {wanted.shape} is "
+                f"expected {where}: it was made for another number of workers or another model, or "
+                "by tx.init alone. Make it with demo_optax.init_opt_state on the mesh that it is "
+                "used on, and pass it with the specs of demo_optax.state_specs."
             )
 
 
 def _static_nodes(tree) -> list:
-    """The settings that states of decoupled momentum in a tree were made for."""
+    """Returns the settings that states of decoupled momentum in a tree were made for."""
 
     def is_static(x) -> bool:
         return isinstance(x, (MomentumFormat, TensorShapes, Compression))
@@ -371,15 +394,6 @@ def _static_nodes(tree) -> list:
     return list(filter(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
 
 
-def _own_entry(x, expected, stacked):
-    """One worker's entry of a leaf, checked against the shape for one worker."""
-    wanted = (1, *expected.shape) if stacked else expected.shape
-    if x.shape == wanted:
-        return x[0] if stacked else x
-    raise ValueError(
-        f"a leaf of the optimizer state has shape {x.shape} inside the step, but {wanted} is "
-        f"expected ({expected.shape} for one worker, after an axis of length 1 where workers "
-        "differ). The state was made for another number of workers, another model, or without "
-        "the worker axis: make it with demo_optax.init_opt_state on the mesh that it is used on, "
-        "and pass it with the specs of demo_optax.state_specs."
-    )
+def own_entries(state, layout: StateLayout):
+    """Removes the leading axis from each leaf that differs between workers."""
+    return jax.tree.map(lambda x, varies: x[0] if varies else x, state, layout.varies_over_workers)

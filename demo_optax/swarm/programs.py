@@ -127,7 +127,7 @@ def compile_programs(
         loss_fn,
         mesh,
         axis_name,
-        manual=set(mesh.axis_names),
+        manual=True,
         stateful=False,
         param_specs=param_specs,
         batch_specs=batch_specs,

@@ -18,7 +18,7 @@ from tests.sweeps import sweep
 
 WORKERS, INNER = 4, 2
 TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
-MODES = {"manual": None, "the workers alone": ("data",), "mapped": ()}
+MODES = {"manual": "manual", "mapped": "auto"}
 
 
 MESH = workers.mesh_of(WORKERS, INNER, kind=AxisType.Auto)
@@ -50,13 +50,13 @@ def test_shared_leaves_reach_every_worker_whole(mode, microbatches, plain):
         loss=loss,
         batch=lambda i: (model.batch(i), weights, 1.0),
         batch_specs=(P(("data", "fsdp")), P(), P()),
-        manual_axes=MODES[mode],
+        sharding=MODES[mode],
         microbatches=microbatches,
     )
     assert_same(found, plain)
 
 
-@sweep(("the workers alone", 2), mode=MODES, microbatches=[1, 2])
+@sweep(("mapped", 2), mode=MODES, microbatches=[1, 2])
 def test_rows_may_stand_behind_another_dimension(mode, microbatches, plain):
     def loss(params, batch):
         return model.loss(params, jax.tree.map(jnp.transpose, batch))
@@ -66,7 +66,7 @@ def test_rows_may_stand_behind_another_dimension(mode, microbatches, plain):
         loss=loss,
         batch=lambda i: jax.tree.map(jnp.transpose, model.batch(i)),
         batch_specs=P(None, ("data", "fsdp")),
-        manual_axes=MODES[mode],
+        sharding=MODES[mode],
         microbatches=microbatches,
     )
     assert_same(found, plain)
@@ -79,10 +79,10 @@ def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(mode):
 
     alone = workers.mesh_of(WORKERS, 1, kind=AxisType.Auto)
     expected = train(range(3), batch=rows, mesh=alone)
-    found = train(range(3), batch=rows, batch_specs=P("data"), manual_axes=MODES[mode])
+    found = train(range(3), batch=rows, batch_specs=P("data"), sharding=MODES[mode])
     assert_same(found, expected)
     with pytest.raises(ValueError, match="cannot be divided among 8 devices"):
-        train(range(1), batch=rows, manual_axes=MODES[mode])
+        train(range(1), batch=rows, sharding=MODES[mode])
 
 
 @sweep("manual", mode=MODES)
@@ -95,7 +95,7 @@ def test_custom_metrics_see_whole_gradients_of_one_worker(mode):
         return {"gradient": optax.tree.norm(gradients), "out": updates["out"], "was": params["out"]}
 
     start, batch = model.init(), model.batch(0)
-    options = dict(manual_axes=MODES[mode], metrics_fn=measure)
+    options = dict(sharding=MODES[mode], metrics_fn=measure)
     params, _, [metrics] = train(range(1), param_specs=P(), **options)
     *_, [sharded] = train(range(1), param_specs=specs, **options)
     parts = [
@@ -165,9 +165,9 @@ def test_a_batch_that_modes_would_divide_otherwise_is_refused(spec):
     mesh = workers.mesh_of(2, 2, 2, names=("a", "b", "c"), kind=AxisType.Auto)
     tx = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), axis_name=("a", "b"))
     state = demo_optax.init_opt_state(tx, model.init(), mesh, ("a", "b"))
-    for manual_axes in (None, ()):
+    for sharding in ("manual", "auto"):
         step = demo_optax.make_train_step(
-            model.loss, tx, mesh, ("a", "b"), batch_specs=spec, manual_axes=manual_axes
+            model.loss, tx, mesh, ("a", "b"), batch_specs=spec, sharding=sharding
         )
         with pytest.raises(ValueError, match="in this order and before any other"):
             step(model.init(), state, model.batch(0))

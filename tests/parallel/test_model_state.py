@@ -14,8 +14,7 @@ from tests.sweeps import sweep
 
 MODES = {
     "manual": {},
-    "the workers alone": dict(manual_axes=("data",)),
-    "mapped": dict(manual_axes=()),
+    "mapped": dict(sharding="auto"),
 }
 WORKERS, INNER = 4, 2
 TX = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
@@ -62,7 +61,7 @@ def trained(steps=3, mode="manual", inner=INNER, batch_of=model.batch, **options
     return masks, states, metrics
 
 
-@sweep("the workers alone", mode=MODES)
+@sweep("mapped", mode=MODES)
 def test_masks_differ_between_workers_and_steps(mode):
     masks, _, _ = trained(mode=mode, inner=1)
     assert len(np.unique(np.concatenate(masks), axis=0)) == 3 * WORKERS

@@ -25,9 +25,7 @@ SPECS = {"hidden": P(None, "fsdp"), "bias": P(), "out": P("fsdp")}
 WAYS = {
     "manual": {},
     "manual, unchecked": dict(check_vma=False),
-    "compiler": dict(manual_axes=("replica",)),
-    "compiler, unchecked": dict(manual_axes=("replica",), check_vma=False),
-    "mapped": dict(manual_axes=()),
+    "mapped": dict(sharding="auto"),
 }
 SMALL = demo_optax.Compression(4, 8)
 
@@ -154,7 +152,7 @@ def lower_step(mesh, specs, way, tx=SGD):
     ("scaled", "mapped"),
     ("muon", "manual"),
     name=["sgd", "scaled", "muon"],
-    way=["manual", "compiler", "mapped"],
+    way=["manual", "mapped"],
 )
 def test_only_the_packet_crosses_between_workers(name, way):
     optimizers = {
@@ -174,7 +172,7 @@ def test_only_the_packet_crosses_between_workers(name, way):
     assert {one.groups for one in inside} == {((0, 1), (2, 3))}
 
 
-@sweep("compiler", way=["manual", "compiler"])
+@sweep("manual", way=["manual", "mapped"])
 def test_packets_of_whole_parameters_cross_in_parts(way):
     mesh = mesh_of(2, 4, names=("local",))
     sent = hlo.collectives(lower_step(mesh, None, way).as_text())
@@ -210,7 +208,7 @@ def test_the_optimizer_gathers_no_momentum():
     assert sum(one.operand_bytes for one in within) <= bias + bias + numbers
 
 
-@sweep("mapped", way=["manual", "compiler", "mapped"])
+@sweep("mapped", way=["manual", "mapped"])
 def test_memory_of_a_device_halves(way):
     def held(fsdp):
         specs = {"hidden": P(None, "fsdp"), "out": P("fsdp"), "bias": P("fsdp")}
@@ -229,7 +227,7 @@ def test_memory_of_a_device_halves(way):
     assert [2 * size for size in held(2)] == held(1)
 
 
-@sweep("compiler", way=WAYS)
+@sweep("mapped", way=WAYS)
 def test_a_worker_is_left_out_with_all_its_shards(way):
     """The gradient of one row is infinite: no shard of that worker may take part."""
     mesh, specs = mesh_of(2, 2), {"hidden": P("fsdp"), "bias": P(), "out": P()}
@@ -270,8 +268,6 @@ def test_one_damaged_packet_leaves_no_shards_apart(way, monkeypatch):
 
     def damaged(packet, axis_name):
         packets = gather(packet, axis_name)
-        if "fsdp" not in jax.sharding.get_abstract_mesh().manual_axes:
-            return packets
         hit = jax.lax.axis_index("fsdp") == 1
         return packets.at[1, 7].add(hit.astype(packets.dtype))
 
@@ -321,7 +317,7 @@ def test_a_sharded_model_trains_in_a_loop_of_ones_own():
     chex.assert_trees_all_close(values, theirs, rtol=2e-4, atol=2e-6)
 
 
-@sweep("manual", way=["manual", "compiler"])
+@sweep("manual", way=["manual", "mapped"])
 def test_sharded_steps_compile_once(way, compiled):
     mesh = mesh_of(2, 2)
     values, state = workers.initial(SGD, mesh, params, "replica", SPECS)
@@ -346,16 +342,3 @@ def test_sharded_steps_compile_once(way, compiled):
 def test_specs_that_cannot_be_are_refused(specs, message):
     with pytest.raises(ValueError, match=message):
         demo_optax.init_opt_state(SGD, params(), mesh_of(2, 2), "replica", specs)
-
-
-def test_axes_of_explicit_type_cannot_be_left_to_the_compiler():
-    mesh = workers.mesh_of(2, 2, names=("replica", "fsdp"))
-    with pytest.raises(ValueError, match="their type is Explicit"):
-        demo_optax.make_train_step(model.loss, SGD, mesh, "replica", manual_axes=("replica",))
-
-
-def test_axes_that_are_neither_all_nor_the_workers_are_refused():
-    with pytest.raises(ValueError, match="all axes of the mesh"):
-        demo_optax.make_train_step(
-            model.loss, SGD, mesh_of(2, 2, 2), "replica", manual_axes=("replica", "fsdp")
-        )

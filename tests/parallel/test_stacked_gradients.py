@@ -80,7 +80,7 @@ MODELS = {
 def test_models_with_shardings_of_their_own_train_as_in_the_manual_step(name, manual):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
-        params, losses = train(MODELS[name](mesh), mesh, manual_axes=())
+        params, losses = train(MODELS[name](mesh), mesh, sharding="auto")
     np.testing.assert_allclose(losses, manual[1], rtol=1e-4)
     chex.assert_trees_all_close(params, manual[0], rtol=2e-4, atol=2e-6)
 
@@ -96,7 +96,7 @@ def test_an_explicit_mesh_trains_alike(manual):
         return jnp.mean(jnp.square(error))
 
     with jax.set_mesh(mesh):
-        _, losses = train(loss, mesh, manual_axes=())
+        _, losses = train(loss, mesh, sharding="auto")
     np.testing.assert_allclose(losses, manual[1], rtol=1e-4)
 
 
@@ -141,7 +141,7 @@ def test_each_worker_has_a_key_of_its_own(kind):
 def test_only_the_packet_crosses_between_workers(name):
     mesh = mesh_of()
     with jax.set_mesh(mesh):
-        step = workers.step_of(TX, mesh, MODELS[name](mesh), manual_axes=(), **OPTIONS)
+        step = workers.step_of(TX, mesh, MODELS[name](mesh), sharding="auto", **OPTIONS)
         _, state = workers.initial(TX, mesh, axis_name="replica", param_specs=SPECS)
         program = step.lower(model.init(), state, model.batch(0)).compile().as_text()
     sent = hlo.collectives(program)
@@ -184,11 +184,6 @@ def test_the_optimizer_gathers_no_momentum():
     in_common = 4 * sum(x.size for n, x in model.init().items() if n != "hidden")
     numbers = 4 * 10
     assert sum(one.operand_bytes for one in within) <= in_common + numbers
-
-
-def test_what_leaves_several_axes_to_the_compiler_names_the_mode_that_works():
-    with pytest.raises(ValueError, match=r"use manual_axes=\(\)"):
-        train(model.loss, mesh_of(), manual_axes=("replica",))
 
 
 def test_a_train_state_in_a_plain_jit(manual):

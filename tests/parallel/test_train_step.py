@@ -99,16 +99,15 @@ def test_each_worker_and_microbatch_has_its_own_key():
 
 
 @pytest.mark.parametrize(
-    "mesh, manual_axes",
+    "mesh, sharding",
     [
-        (workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto), None),
-        (workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto), ("data",)),
-        (workers.mesh_of(2, kind=jax.sharding.AxisType.Auto), ()),
-        (jax.sharding.AbstractMesh((2,), ("data",)), None),
+        (workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto), "manual"),
+        (workers.mesh_of(2, kind=jax.sharding.AxisType.Auto), "auto"),
+        (jax.sharding.AbstractMesh((2,), ("data",)), "manual"),
     ],
 )
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_no_key_is_used_twice(mesh, manual_axes, microbatches):
+def test_no_key_is_used_twice(mesh, sharding, microbatches):
     def loss_fn(params, state, batch, key):
         later, now = jax.random.split(state)
         noise = jax.random.normal(key) + jax.random.normal(now)
@@ -121,7 +120,7 @@ def test_no_key_is_used_twice(mesh, manual_axes, microbatches):
 
     noise = optax.GradientTransformation(lambda params: jax.random.key(1), draw)
     tx = optax.chain(noise, PLAIN_SGD, noise)
-    options = dict(microbatches=microbatches, manual_axes=manual_axes)
+    options = dict(microbatches=microbatches, sharding=sharding)
     step = demo_optax.make_train_step(
         loss_fn, tx, mesh, random_key=True, stateful=True, donate=False, **options
     )
@@ -131,6 +130,19 @@ def test_no_key_is_used_twice(mesh, manual_axes, microbatches):
     with jax.debug_key_reuse(True):
         *_, metrics = step(params, state, keys, model.batch(0), jax.random.key(0))
     assert np.isfinite(metrics.loss).all()
+
+
+def test_an_update_is_traced_once_for_the_state_and_the_step():
+    traces = []
+
+    def update(updates, state, params=None):
+        del params
+        traces.append(updates)
+        return updates, state
+
+    tx = optax.chain(optax.GradientTransformation(optax.init_empty_state, update), PLAIN_SGD)
+    workers.train(tx, range(2))
+    assert len(traces) == 1
 
 
 def test_aux_has_an_axis_of_workers():
