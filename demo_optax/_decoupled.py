@@ -122,7 +122,7 @@ def decoupled(
         sent = momentum.send(updates, state[0], params, worker, extra_args)
         if look_ahead is None:
             return sent.outbox, (sent.state, state[1])
-        ahead = displaced(sent, *state[1:], params, extra_args)
+        ahead = displaced(sent, state[1], state[2], params, extra_args)
         ahead = participation.choose(sent.outbox.step == REFUSED, state[2], ahead)
         return sent.outbox, (sent.state, state[1], ahead)
 

@@ -126,9 +126,11 @@ class Delayed:
         return self.inner.traffic(plan, workers)._replace(overlaps=True)
 
     def _keep(self, plan: Plan, outbox: Outbox, inner) -> DelayedState:
-        positions, values = map(_flat, outbox.message, (jnp.int32, jnp.float32))
-        own = axes.as_varying((outbox.packets, positions, values, outbox.factor), self.axis_name)
-        return DelayedState(*own, inner, plan.compression)
+        flat = map(_flat, outbox.message, (jnp.int32, jnp.float32))
+        packets, positions, values, factor = axes.as_varying(
+            (outbox.packets, *flat, outbox.factor), self.axis_name
+        )
+        return DelayedState(packets, positions, values, factor, inner, plan.compression)
 
 
 def message_of(plan: Plan, positions: Int32[Array, "_"], values: Float32[Array, "_"]) -> Message:

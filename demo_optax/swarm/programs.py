@@ -122,7 +122,7 @@ def compile_programs(
     sharded = sharded_axes(unboxed(layout.params))
     shard_axes = tuple(name for name in mesh.axis_names if name in sharded)
     over_shards = P(shard_axes or None)
-    outbox_specs = Outbox(over_shards, over_shards, P(), P())
+    outbox_specs: Any = Outbox._make((over_shards, over_shards, P(), P()))
     gradients_of = stacked_gradients(
         loss_fn,
         mesh,
@@ -139,7 +139,7 @@ def compile_programs(
         return gradients_of(local, (), batch, params_are_replicated=False)
 
     def send(contribution: Contribution, opt_state, params):
-        gradient = jax.tree.map(lambda x: x[0], contribution.gradients)
+        gradient = _first(contribution.gradients)
         options = {
             "worker": contribution.slot,
             PARTICIPATES: jnp.isfinite(contribution.gradient_norm[0]),
@@ -148,7 +148,7 @@ def compile_programs(
 
         def on_device(gradient, opt_state, params, options):
             outbox, new = _on_device(tx, tx.send, layout, gradient, opt_state, params, **options)
-            packets, message = jax.tree.map(lambda x: x[None], outbox[:2])
+            packets, message = jax.tree.map(lambda x: x[None], (outbox.packets, outbox.message))
             return outbox._replace(packets=packets, message=message), new
 
         specs = layout.params, layout.state, layout.params, P()
@@ -158,7 +158,7 @@ def compile_programs(
 
     def apply(params, opt_state, outbox, packets):
         def on_device(params, opt_state, outbox, packets):
-            own, message = jax.tree.map(lambda x: x[0], outbox[:2])
+            own, message = _first((outbox.packets, outbox.message))
             outbox = outbox._replace(packets=own, message=message)
 
             def half(like, state, params, **options):
@@ -210,7 +210,7 @@ def compile_programs(
         send, (contribution, *shared[::-1]), (contribution_specs, *shared_specs[::-1]), (1,)
     )
     computing = lowered(gradients, (*shared, batch), (*shared_specs, batch_leaf_specs), ())
-    empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
+    empty: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
     return Programs(
         layout,
         shape,
@@ -223,13 +223,20 @@ def compile_programs(
     )
 
 
-def _on_device(tx, half: Callable, layout: StateLayout, gradient, state, params, **options):
+def _on_device(
+    tx, half: Callable, layout: StateLayout, gradient, state, params, **options
+) -> tuple[Any, Any]:
     """A half of an update on one device, whose parameters may be in Flax's boxes."""
     specs = unboxed(layout.params)
     inside = boxed_inside(optax.GradientTransformationExtraArgs(tx.init, half), layout.params)
     gradient, params = unboxed((gradient, params))
+    result: Any
     result, new = inside.update(gradient, state, params, **options, **{PARAM_SPECS: specs})
     return result, jax.tree.map(shards.from_first, new, layout.state_replicated_axes)
+
+
+def _first(stacked) -> Any:
+    return jax.tree.map(lambda x: x[0], stacked)
 
 
 def shapes_of(tree) -> Any:

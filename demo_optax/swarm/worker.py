@@ -230,14 +230,14 @@ class SwarmWorker:
             if round_ is None or not round_.swept:
                 break
             params, opt_state, _ = self._go_on(round_, params, opt_state)  # others are far ahead
+        waited = time.monotonic() - ready
         if self.delay:
-            waited = time.monotonic() - ready
             params, opt_state, exchange = self._apply(round_, params, opt_state)
-        self._outbox, opt_state = programs.send(own, opt_state, params)
-        packet = self._packet()
-        if self.delay:
-            self._send(number, packet)
+            opt_state, packet = self._send(own, params, opt_state)
+            if self._member is not None:
+                self._sent = self._exchanging.submit(self._member.exchange, number, packet)
         else:
+            opt_state, packet = self._send(own, params, opt_state)
             round_ = by_lead(lambda: self.member.exchange(number, packet))
             waited = round_.waited
             params, opt_state, exchange = self._apply(round_, params, opt_state)
@@ -284,9 +284,10 @@ class SwarmWorker:
             return bytes(4 * number * words)
         return to_host(self._outbox.packets).tobytes()
 
-    def _send(self, number: int, packet: bytes) -> None:
-        if self._member is not None:
-            self._sent = self._exchanging.submit(self._member.exchange, number, packet)
+    def _send(self, own: Contribution, params, opt_state) -> tuple[Any, bytes]:
+        """Returns the state that the message has left, and the packet that holds the message."""
+        self._outbox, opt_state = self._require_begun().send(own, opt_state, params)
+        return opt_state, self._packet()
 
     def _apply(self, found: Round | None, params, opt_state) -> Stepped:
         """Applies what arrived, and gives back to the momentum what did not count.

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 import jax
 import numpy as np
@@ -111,7 +111,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
     assert isinstance(run.mesh, Mesh)  # validation refuses --simulate
     worker = SwarmWorker(
         run.loss_fn,
-        run.tx,
+        cast(demo_optax.SplitTransformation, run.tx),
         run.mesh,
         member,
         delay=config.delay,
