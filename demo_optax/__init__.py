@@ -8,10 +8,10 @@ from demo_optax._decoupled_momentum import decoupled_momentum as decoupled_momen
 from demo_optax._halves import SplitTransformation as SplitTransformation
 from demo_optax._mean_over_workers import mean_over_workers as mean_over_workers
 from demo_optax._momentum import DecoupledMomentumState as DecoupledMomentumState
+from demo_optax._multi_steps import multi_steps as multi_steps
 from demo_optax._rounds import LocalStepsState as LocalStepsState
 from demo_optax._rounds import local_parameters as local_parameters
 from demo_optax._rounds import local_steps as local_steps
-from demo_optax._rounds import multi_steps as multi_steps
 from demo_optax._signed_root import scale_by_signed_root as scale_by_signed_root
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes

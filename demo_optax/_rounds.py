@@ -1,4 +1,4 @@
-"""Rounds of several gradients with one exchange: local steps, and accumulation."""
+"""Rounds of local steps with one exchange at their end."""
 
 import functools
 from typing import Any, NamedTuple
@@ -139,7 +139,7 @@ def local_steps(
         return LocalStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             stepped=axes.as_varying(jnp.zeros((), bool), axis_name),
-            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), axis_name),
+            displacement=axes.as_varying(zeros_to_sum(unboxed(params)), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
             outer=outer_state,
         )
@@ -189,7 +189,7 @@ def local_steps(
 
         is_last = state.mini_step >= every - 1
         args = stepped, displacement, inner_state, state.outer
-        return _step_or_skip(is_last, end_round, go_on, *args)
+        return step_or_skip(is_last, end_round, go_on, *args)
 
     def update_fn(updates, state, params=None, **extra_args):
         return take_step(outer.update, updates, state, params, extra_args)
@@ -295,74 +295,7 @@ def has_exchanged(opt_state) -> BoolScalar:
     return jnp.all(jnp.array([x.mini_step == 0 for x in counting], bool))
 
 
-def multi_steps(
-    tx: optax.GradientTransformation, every: int
-) -> optax.GradientTransformationExtraArgs:
-    """``optax.MultiSteps`` for optimizers that exchange: local means, then one step of all workers.
-
-    For loops that call the optimizer once for each microbatch. Each worker accumulates its own
-    gradients, and only the last of ``every`` calls exchanges. `demo_optax.make_train_step` with
-    ``microbatches`` needs less memory.
-
-    Args:
-      tx: any optax transformation that exchanges.
-      every: number of calls that make one step of ``tx``.
-
-    Returns:
-      An ``optax.GradientTransformationExtraArgs`` with the state of ``optax.MultiSteps``. Updates
-      are zero on all calls but the last. Gradients are averaged in float32 or wider.
-
-    Example:
-      >>> tx = multi_steps(optax.sgd(1.0), every=2)
-      >>> state = tx.init(jnp.zeros(()))
-      >>> first, state = tx.update(jnp.float32(1.0), state)
-      >>> second, state = tx.update(jnp.float32(3.0), state)
-      >>> float(first), float(second)
-      (0.0, -2.0)
-    """
-    checks.static_integer("every", every, at_least=1)
-    checks.require_unwrapped(tx)
-    tx = optax.with_extra_args_support(tx)
-
-    def init_fn(params):
-        zero = jnp.zeros((), jnp.int32)
-        return optax.MultiStepsState(zero, zero, tx.init(params), _zeros_to_sum(params), ())
-
-    def update_fn(updates, state, params=None, **extra_args):
-        checks.real_leaves("gradient", updates)
-        participates = extra_args.pop(PARTICIPATES, True)
-        calls = (state.mini_step + 1).astype(jnp.float32)
-
-        def add(m, g):
-            # NaN marks a worker that sends nothing at the end of this round.
-            change = jnp.where(participates, g.astype(m.dtype) - m, jnp.nan)
-            return m + change / calls.astype(m.dtype)
-
-        def step(mean, inner):
-            def finite_or_zero(m, g):  # leaf by leaf: not all vary over the same axes
-                return in_dtype_of(jnp.where(all_finite(m), m, 0), g)
-
-            gradient = jax.tree.map(finite_or_zero, mean, updates)
-            extra = {**extra_args, PARTICIPATES: all_finite(mean)}
-            return tx.update(gradient, inner, params, **extra)
-
-        mean = jax.tree.map(add, state.acc_grads, updates)
-        is_last = state.mini_step >= every - 1
-        new, inner = _step_or_skip(
-            is_last, step, lambda _, inner: inner, mean, state.inner_opt_state
-        )
-        return new, optax.MultiStepsState(
-            mini_step=jnp.where(is_last, 0, state.mini_step + 1),
-            gradient_step=state.gradient_step + is_last.astype(jnp.int32),
-            inner_opt_state=inner,
-            acc_grads=jax.tree.map(lambda m: jnp.where(is_last, jnp.zeros_like(m), m), mean),
-            skip_state=(),
-        )
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _step_or_skip(is_last: BoolScalar, step, skip, *args):
+def step_or_skip(is_last: BoolScalar, step, skip, *args):
     """``step(*args)`` if this call is the last of its round, else zeros and ``skip(*args)``."""
     shapes, _ = jax.eval_shape(step, *args)
 
@@ -372,7 +305,7 @@ def _step_or_skip(is_last: BoolScalar, step, skip, *args):
     return jax.lax.cond(is_last, *axes.branches_of_one_type(step, zeros_and_skip, *args), *args)
 
 
-def _zeros_to_sum(params):
+def zeros_to_sum(params):
     """Zeros in which updates of the parameters are summed: float32 or wider."""
     checks.real_leaves("parameter", params)
     return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
