@@ -20,7 +20,7 @@ from tests import model
 from tests.causes_in_common import DEMO, LIBRARY, state_of, two, without
 
 OWED = {"[0].exchange.residual[0]": np.ones((2, 1, 4))}
-LEAF = {"name": "[0].exchange.residual[0]", "axes": []}
+LEAF = {"name": "[0].exchange.residual[0]", "shape": [2, 1, 4], "axes": []}
 BY_OWNERS = {"states": {"[0]": {"momenta": [], "kept": {".residual[0]": LEAF}}}}
 
 
