@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from demo_optax import axes, checks, metrics
+from demo_optax import axes, metrics
 from demo_optax._momentum import DecoupledMomentumState
 from demo_optax.arrays import is_key, unboxed, unwrap_keys, wrap_keys
 from demo_optax.axes import AxisName
@@ -199,7 +199,6 @@ def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: A
     Raises:
       ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided like that.
     """
-    checks.shapes_of("batch", batch)
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
     given = all_axes if batch_specs is None else batch_specs

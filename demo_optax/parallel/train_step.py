@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
@@ -243,8 +244,14 @@ def make_train_step(
         worker_axis.require_state(opt_state, layout)
         return layout
 
+    @functools.lru_cache(8)
+    def specs_of_shapes(structure, shapes):
+        leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return shards.batch_leaf_specs(structure.unflatten(leaves), batch_specs, mesh, axis_name)
+
     def specs_of_batch(batch):
-        return shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
+        leaves, structure = jax.tree.flatten(batch)
+        return specs_of_shapes(structure, tuple(map(np.shape, leaves)))
 
     signature = ("params", "opt_state"), stateful, (random_key,)
     accepted: Any = (None, None)  # the signature of parameters and states as placed, their layout
