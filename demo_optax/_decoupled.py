@@ -73,10 +73,10 @@ def decoupled(
     take them at `demo_optax.local_parameters`. The whole step must be in ``base``: what follows in
     a chain does not act on the place of the gradient. A third entry of the state, a
     `LookAheadState`, holds the displacement. It costs one more inverse transform, one more step of
-    the base, and as much memory as the parameters for each worker. Send few coefficients with it:
-    if all are sent, the momentum contains only rounding errors, which a sign-based optimizer turns
-    into full-size steps. DisTrO looks ahead by the own momentum as well; the equation is ours. It
-    has nothing to do with ``optax.lookahead``.
+    the base, and as much memory as the parameters for each worker; ``send`` and ``apply`` each do
+    it once. Send few coefficients with it: if all are sent, the momentum contains only rounding
+    errors, which a sign-based optimizer turns into full-size steps. DisTrO looks ahead by the own
+    momentum as well; the equation is ours. It has nothing to do with ``optax.lookahead``.
 
     Args:
       base: any optax optimizer.

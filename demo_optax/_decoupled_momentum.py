@@ -256,8 +256,14 @@ def split_momentum(
         plan = checked_plan(params, state)
         _halves.require_packets(packets, exchange.layout(plan).words)
         _halves.require_outbox(outbox, state, plan)
-        if worker is not None:
-            _halves.require_worker(worker, len(packets))
-        return _momentum.apply(settings, plan, jnp.asarray(packets), outbox, state, params)
+        if worker is None and axis_name is None and len(packets) > 1:
+            raise ValueError(
+                f"there are packets of {len(packets)} workers, but worker is None: give send() and "
+                "apply() the number of this worker's row."
+            )
+        worker = axes.index(axis_name) if worker is None else worker
+        _halves.require_worker(worker, len(packets))
+        packets, row = jnp.asarray(packets), jnp.asarray(worker, jnp.int32)
+        return _momentum.apply(settings, plan, packets, outbox, state, params, row)
 
     return SplitMomentum(init, update, send, apply)

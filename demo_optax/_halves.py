@@ -39,8 +39,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         for its number on the optimizer's axis.
       apply: ``apply(packets, outbox, state, params, *, worker=None, **extra_args)`` returns the
         updates, in the dtypes of ``params``, and the new state. ``packets`` are uint32
-        ``(workers, words)``, where a row of zeros stands for a packet that did not come. The row
-        of this worker is found by its packet; ``worker`` is only checked.
+        ``(workers, words)``, where a row of zeros stands for a packet that did not come. This
+        worker's message counts if its packet is in its row.
       empty_outbox: ``empty_outbox(params, **extra_args)`` returns the outbox of a worker that does
         not call ``send`` in a step, and only applies what the others sent.
       compression: the `demo_optax.Compression` of the packets.

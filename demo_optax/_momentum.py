@@ -156,7 +156,15 @@ def send(
     return Sent(participation.choose(again, none, outbox), new, outbox.factor > 0, own)
 
 
-def apply(settings: Settings, plan: Plan, packets: Packets, outbox: Outbox, state, like) -> Applied:
+def apply(
+    settings: Settings,
+    plan: Plan,
+    packets: Packets,
+    outbox: Outbox,
+    state,
+    like,
+    worker: IntScalar,
+) -> Applied:
     """The second half: the mean of all packets, and what did not count back into the momentum.
 
     Nothing changes unless the outbox is that of the last `send`, which was called in this step, or
@@ -164,12 +172,11 @@ def apply(settings: Settings, plan: Plan, packets: Packets, outbox: Outbox, stat
     """
     step, has_sent = state.count, state.sent == state.count
     is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
-    is_own = jnp.all(packets == outbox.packets, axis=1)  # in another worker's row it is rejected
-    counts = jnp.where(jnp.any(is_own), outbox.factor, 0.0)
+    is_there = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
+    counts = jnp.where(is_there, outbox.factor, 0.0)
     delivered = outbox._replace(step=step, factor=counts)
     exchange: Any = settings.exchange
-    row = jnp.argmax(is_own)
-    aggregate = exchange.average(plan, packets, delivered, row, state.metrics, settings.mean)
+    aggregate = exchange.average(plan, packets, delivered, worker, state.metrics, settings.mean)
     (accepted,) = aggregate.subtractions
     rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
 
@@ -180,7 +187,7 @@ def apply(settings: Settings, plan: Plan, packets: Packets, outbox: Outbox, stat
 
     momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
     # Random numbers of its own: those of `send` have decided how what is stored was rounded.
-    key = jax.random.fold_in(_rounding_key(settings, state, row), 2**31)
+    key = jax.random.fold_in(_rounding_key(settings, state, worker), 2**31)
     new = _finish(settings, plan, momenta, rest, state, like, key, outbox.factor > 0)
     applied = new.state._replace(sent=jnp.full_like(state.sent, NEVER))
     return new._replace(

@@ -179,6 +179,7 @@ def has_no_place():
     made.member.leave()
 
 
+DELAYED = demo_optax.Delayed(demo_optax.AllGather())
 RANDOM_BASIS = demo_optax.demo(1e-3, demo_optax.Compression(4, transform="random"))
 EVERY_SECOND = demo_optax.local_steps(optax.sgd(1e-3), swarms.DEMO_SCALED, 2)
 
@@ -225,6 +226,7 @@ RAISED = [
     lambda: with_worker(another_batch),
     lambda: with_worker(swarms.begin, lambda exchange: swarms.DEMO_SCALED),
     lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, axis_name="data")),
+    lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, exchange=DELAYED)),
     lambda: with_worker(swarms.begin, RANDOM_BASIS),
     lambda: with_worker(swarms.begin, EVERY_SECOND),
     two_workers_along_the_axis,

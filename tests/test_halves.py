@@ -470,6 +470,17 @@ def test_a_row_that_holds_another_packet_does_not_deliver_this_one():
     assert_bit_equal(after[0].momentum, missed[0].momentum)
 
 
+def test_a_copy_in_the_row_of_another_worker_does_not_bring_a_message_back():
+    tx, params = split("demo"), initial()
+    outbox, state = tx.send(gradient(params, 0), tx.init(params), params, worker=1)
+    packet, none = outbox.packet, jnp.zeros_like(outbox.packet)
+    honest, copied = (
+        tx.apply(jnp.stack(rows), outbox, state, params, worker=1)
+        for rows in [(none, packet), (packet, packet)]
+    )
+    assert_bit_equal(honest, copied)
+
+
 def test_a_gradient_that_is_not_finite_sends_nothing():
     tx, params = split("demo"), initial()
     bad = jax.tree.map(lambda x: x * jnp.nan, gradient(params, 0))

@@ -46,6 +46,7 @@ class AllGather:
         axes.names(self.axis_name)
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
+            object.__setattr__(self, "norm_limit", float(self.norm_limit))
 
     def packets_per_worker(self) -> int:
         """One packet holds the whole message."""

@@ -64,7 +64,7 @@ def _require_equal(store: Store, key: str, own: dict[str, str]) -> None:
     except Damaged as error:
         raise SwarmError(f"{key}: {error}") from error
     different = [
-        f"{name} is {run.get(name)} there and {own.get(name)} here"
+        f"{name} is {run.get(name, 'missing')} there and {own.get(name, 'missing')} here"
         for name in sorted(run.keys() | own.keys())
         if run.get(name) != own.get(name)
     ]

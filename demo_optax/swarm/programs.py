@@ -23,7 +23,7 @@ from demo_optax._rounds import LocalStepsState, local_parameters
 from demo_optax.arrays import boxed_inside, unboxed
 from demo_optax.axes import AxisName
 from demo_optax.compression.transforms import is_redrawn
-from demo_optax.exchange import Outbox
+from demo_optax.exchange import Delayed, Outbox
 from demo_optax.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax.parallel import shards, worker_axis
 from demo_optax.parallel.gradients import WorkerGradients, stacked_gradients
@@ -59,12 +59,12 @@ class Stepped(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """Identifies the program that applies the packets.
+    """Identifies the programs that build and apply the packets.
 
     Attributes:
       device: the kind of device, JAX's version and the mesh: what may differ in a swarm, and
-        changes the program's text.
-      program: SHA-256 of its text.
+        changes the programs' text.
+      program: SHA-256 of their text.
     """
 
     device: str
@@ -81,9 +81,9 @@ class Programs(NamedTuple):
         packet that does not count.
       gradients: ``gradients(params, opt_state, batch) -> WorkerGradients``.
       send: ``send(contribution, opt_state, params) -> (outbox, opt_state)``.
-      apply: ``apply(params, opt_state, outbox, packets) -> Stepped``.
+      apply: ``apply(params, opt_state, outbox, packets, slot) -> Stepped``.
       empty_outbox: the outbox of a worker that sent nothing.
-      fingerprint: of ``apply``.
+      fingerprint: of ``send`` and ``apply``.
       batch: shapes and dtypes of a batch.
     """
 
@@ -116,8 +116,8 @@ def compile_programs(
     state = jax.eval_shape(functools.partial(worker_axis.init_stacked, tx, layout), params)
     if isinstance(state, LocalStepsState):
         raise ValueError(
-            "local_steps exchanges on some steps only, but a step of a swarm is one exchange: pass "
-            "its outer optimizer alone, and use microbatches=... or a larger batch."
+            "local_steps(...) exchanges on some steps only, but a step of a swarm is one exchange: "
+            "pass its outer optimizer alone, and use microbatches=... or a larger batch."
         )
     sharded = sharded_axes(unboxed(layout.params))
     shard_axes = tuple(name for name in mesh.axis_names if name in sharded)
@@ -156,14 +156,14 @@ def compile_programs(
             on_device, mesh=mesh, in_specs=specs, out_specs=(outbox_specs, layout.state)
         )(gradient, opt_state, params, options)
 
-    def apply(params, opt_state, outbox, packets):
-        def on_device(params, opt_state, outbox, packets):
+    def apply(params, opt_state, outbox, packets, slot):
+        def on_device(params, opt_state, outbox, packets, slot):
             own, message = _first((outbox.packets, outbox.message))
             outbox = outbox._replace(packets=own, message=message)
 
             def half(like, state, params, **options):
                 del like
-                return tx.apply(packets[0], outbox, state, params, **options)
+                return tx.apply(packets[0], outbox, state, params, worker=slot, **options)
 
             updates, new = _on_device(tx, half, layout, params, opt_state, params)
             updates = jax.tree.map(shards.from_first, updates, layout.update_replicated_axes)
@@ -174,9 +174,9 @@ def compile_programs(
         updates, opt_state = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(layout.params, layout.state, outbox_specs, over_shards),
+            in_specs=(layout.params, layout.state, outbox_specs, over_shards, P()),
             out_specs=(layout.params, layout.state),
-        )(params, opt_state, outbox, packets)
+        )(params, opt_state, outbox, packets, slot)
         params = optax.apply_updates(params, updates)
         metrics = exchange_metrics(opt_state)
         assert metrics is not None
@@ -193,9 +193,9 @@ def compile_programs(
         program = program.compile()
         return lambda *args: program(*to_devices(args, placed))
 
-    own, words = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    own, slot = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     found = jax.eval_shape(gradients, params, state, batch)
-    contribution = Contribution(found.gradients, own, own, words)
+    contribution = Contribution(found.gradients, own, own, slot)
     stacked = shards.stacked_specs(layout.params, axis_name)
     contribution_specs = Contribution(stacked, P(axis_name), P(axis_name), P())
     outbox, _ = jax.eval_shape(send, contribution, state, params)
@@ -204,13 +204,17 @@ def compile_programs(
     batch_leaf_specs = shards.batch_leaf_specs(batch, batch_specs, mesh, axis_name)
     shared, shared_specs = (params, state), (layout.params, layout.state)
     applying = lowered(
-        apply, (*shared, outbox, packets), (*shared_specs, outbox_specs, over_shards), (0, 1)
+        apply,
+        (*shared, outbox, packets, slot),
+        (*shared_specs, outbox_specs, over_shards, P()),
+        (0, 1),
     )
     sending = lowered(
         send, (contribution, *shared[::-1]), (contribution_specs, *shared_specs[::-1]), (1,)
     )
     computing = lowered(gradients, (*shared, batch), (*shared_specs, batch_leaf_specs), ())
     empty: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
+    text = sending[0].as_text() + applying[0].as_text()
     return Programs(
         layout,
         shape,
@@ -218,7 +222,7 @@ def compile_programs(
         compiled(*sending),
         compiled(*applying),
         empty._replace(step=np.array(EMPTY, np.int32)),
-        Fingerprint(_device(mesh), records.sha256(applying[0].as_text().encode())),
+        Fingerprint(_device(mesh), records.sha256(text.encode())),
         shapes_of(batch),
     )
 
@@ -248,25 +252,30 @@ def require_optimizer(tx) -> None:
     """Refuses optimizers that cannot train in a swarm.
 
     Raises:
-      TypeError: ``tx`` has no `send` and `apply`.
-      ValueError: it exchanges over an axis, or in rounds; or its momentum has another basis in each
-        step, so that a worker that jumps to a snapshot could not go on with its own.
+      ValueError: ``tx`` has no `send` and `apply`; it exchanges over an axis, or with a delay of
+        its own; or its momentum has another basis in each step, so that a worker that jumps to a
+        snapshot could not go on with its own.
     """
     if not isinstance(tx, SplitTransformation):
         is_wrapper = isinstance(tx, optax.GradientTransformation)
         given = "optax.chain or another wrapper" if is_wrapper else repr(tx)
-        raise TypeError(
+        raise ValueError(
             f"a swarm needs an optimizer with send and apply, but {given} was given: pass one of "
             "this library itself, as in SwarmWorker(loss_fn, demo_optax.demo_scaled(3e-3), mesh, "
             "member), and no function that makes it. Links in front of the exchange go into "
             "precondition=, those behind it into decoupled(base, ...), where base is any optax "
             "chain."
         )
+    if isinstance(tx.exchange, Delayed):
+        raise ValueError(
+            f"the optimizer has the exchange {tx.exchange}, but a swarm delays by itself: give "
+            "SwarmWorker(..., delay=1), and leave Delayed out."
+        )
     require_halves(tx.exchange)
     if tx.exchange.axis_name is not None:
         raise ValueError(
             f"the optimizer exchanges over {tx.exchange.axis_name!r}, but the packets of a "
-            "swarm travel over the host: make it without axis_name."
+            "swarm travel over the host: leave the axis out, as in AllGather(norm_limit=10)."
         )
     if is_redrawn(tx.compression.transform):
         raise ValueError(

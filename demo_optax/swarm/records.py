@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-FORMAT = 1  # of the store's objects and of packets; workers of different ones do not mix
+FORMAT = 2  # of the store's objects and of packets; workers of different ones do not mix
 
 
 class Damaged(ValueError):

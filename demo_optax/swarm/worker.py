@@ -107,7 +107,7 @@ class SwarmWorker:
         self.delay, self.every, self.number = bool(delay), snapshot_every, 0
         self.seconds_compiling = 0.0
         self._tx, self._slot = tx, np.array(slot, np.int32)
-        self._weight = np.array([weight], np.float32)
+        self._weight = np.array([by_lead(lambda: weight)], np.float32)
         self._compile = functools.partial(
             compile_programs,
             loss_fn,
@@ -160,7 +160,7 @@ class SwarmWorker:
             params = to_devices(params, shards.shardings(self.mesh, layout.params))
             opt_state = worker_axis.init_stacked(self._tx, layout, params)
             facts = agreement.facts_of(self._tx, params, opt_state, programs.shape[-1])
-            facts |= self._facts
+            facts = self._facts | facts
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
             params, opt_state = self._jump(params, opt_state)
             params, opt_state, _ = self._catch_up(params, opt_state)
@@ -224,7 +224,7 @@ class SwarmWorker:
             found = programs.gradients(params, opt_state, batch)
             norm = to_host(found.gradient_norm)
             own = Contribution(found.gradients, norm, self._weight, self._slot)
-            was_sent = not self.delay or self._sent is not None
+            was_sent = not self.delay or self._outbox is not None
             ready = time.monotonic()
             round_ = self._pending_round() if self.delay else None
             if round_ is None or not round_.swept:
@@ -278,16 +278,14 @@ class SwarmWorker:
         """Asks the others to wait for this worker."""
         by_lead(lambda: self.member.announce(self.number))
 
-    def _packet(self) -> bytes:
-        if self._outbox is None:
-            number, _, words = self._require_begun().shape
-            return bytes(4 * number * words)
-        return to_host(self._outbox.packets).tobytes()
+    def _no_packet(self) -> bytes:
+        number, _, words = self._require_begun().shape
+        return bytes(4 * number * words)
 
     def _send(self, own: Contribution, params, opt_state) -> tuple[Any, bytes]:
         """Returns the state that the message has left, and the packet that holds the message."""
         self._outbox, opt_state = self._require_begun().send(own, opt_state, params)
-        return opt_state, self._packet()
+        return opt_state, to_host(self._outbox.packets).tobytes()
 
     def _apply(self, found: Round | None, params, opt_state) -> Stepped:
         """Applies what arrived, and gives back to the momentum what did not count.
@@ -304,7 +302,7 @@ class SwarmWorker:
             if len(data) == 4 * number * words:
                 packets[:, slot] = np.frombuffer(data, np.uint32).reshape(number, words)
         outbox, self._outbox = self._outbox or programs.empty_outbox, None
-        return programs.apply(params, opt_state, outbox, packets)
+        return programs.apply(params, opt_state, outbox, packets, self._slot)
 
     def _names(self, found: Round | None) -> tuple[str, ...]:
         if found is None:
@@ -348,14 +346,14 @@ class SwarmWorker:
         """
         if self.number == 0:
             return None
-        (sent, self._sent), packet = (self._sent, None), self._packet()
+        sent, self._sent = self._sent, None
 
         def ask() -> Round:
             before = self.number - 1
             if sent is not None:
                 return sent.result()
             if self.member.manifest(before) is None:
-                return self.member.exchange(before, packet)
+                return self.member.exchange(before, self._no_packet())
             return self.member.receive(before)
 
         return by_lead(ask)

@@ -1,13 +1,15 @@
 """One process of a worker of a swarm; prints the digest of its parameters after each step.
 
-python swarm_worker.py STORE NAME DELAY STEPS [ADDRESS PROCESS]
+python swarm_worker.py STORE NAME DELAY STEPS [ADDRESS PROCESS [PAUSES]]
 
-With an address the worker has two processes, each with half of its parameters.
+With an address the worker has two processes, each with half of its parameters. The pauses, as in
+"0.1,0.1,5", are seconds before its first exchanges; the last one comes before all that follow.
 """
 
 import hashlib
 import json
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 SHAPES = {"w": (32, 48), "v": (48, 8)}
 
 
-def main(url, name, delay, steps, address=None, process="0"):
+def main(url, name, delay, steps, address=None, process="0", pauses=None):
     jax.config.update("jax_platforms", "cpu")
     if address:
         jax.distributed.initialize(address, num_processes=2, process_id=int(process))
@@ -33,7 +35,15 @@ def main(url, name, delay, steps, address=None, process="0"):
 
     member = None
     if process == "0":
-        member = Member(ObjectStore(url), name, slots=4, min_workers=2, deadline=60.0)
+        few, deadline = (1, 1.5) if pauses else (2, 60.0)
+        member = Member(ObjectStore(url), name, slots=4, min_workers=few, deadline=deadline)
+        exchange, seconds = member.exchange, [float(x) for x in (pauses or "0").split(",")]
+
+        def exchange_late(step, packet):
+            time.sleep(seconds.pop(0) if len(seconds) > 1 else seconds[0])
+            return exchange(step, packet)
+
+        member.exchange = exchange_late
     worker = SwarmWorker(
         loss_fn,
         demo_optax.demo_scaled(1e-2),
@@ -54,12 +64,13 @@ def main(url, name, delay, steps, address=None, process="0"):
 
     with worker:
         params, opt_state = worker.begin(params, batch_of(0))
-        found = {}
+        found, replayed = {}, 0
         while worker.number < int(steps):
             params, opt_state, metrics = worker.step(params, opt_state, batch_of(worker.number))
+            replayed += metrics.replayed
             whole = b"".join(to_host(x).tobytes() for x in jax.tree.leaves(params))
             found[worker.number] = hashlib.sha256(whole).hexdigest()
-    print(json.dumps({"digests": found, "members": metrics.members, "loss": metrics.loss}))
+    print(json.dumps({"digests": found, "members": metrics.members, "replayed": replayed}))
 
 
 if __name__ == "__main__":

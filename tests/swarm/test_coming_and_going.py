@@ -245,6 +245,10 @@ def with_rate(rate):
     return demo_optax.demo_scaled(rate)
 
 
+def with_decay(decay):
+    return demo_optax.demo_scaled(1e-2, decay=decay)
+
+
 def with_topk(topk):
     return demo_optax.demo(1e-3, Compression(topk=topk))
 
@@ -258,9 +262,10 @@ LIMITED = demo_optax.demo_scaled(1e-2, exchange=demo_optax.AllGather(norm_limit=
         (with_rate(1e-2), with_rate(2e-2), {}, "optimizer is"),
         (with_topk(4), with_topk(8), {}, r"compression is Compression\(topk=4"),
         (with_rate(1e-2), LIMITED, {}, r"exchange is AllGather.*norm_limit=None\) there"),
+        (with_decay(0.95), with_decay(0.5), {}, "optimizer is"),
         (with_rate(1e-2), with_rate(1e-2), {"snapshot_every": 7}, "snapshot_every is 100 there"),
         (with_rate(1e-2), with_rate(1e-2), {"slots": 5}, "slots is 4 there and 5 here"),
-        (with_rate(1e-2), with_rate(1e-2), {"facts": {"--seed": 2}}, "--seed is None there"),
+        (with_rate(1e-2), with_rate(1e-2), {"facts": {"--seed": 2}}, "--seed is missing there"),
     ],
 )
 def test_another_run_in_the_same_place_is_refused(store, tx, other, settings, message):

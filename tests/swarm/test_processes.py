@@ -12,23 +12,56 @@ from tests.ports import free_port
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "swarm_worker.py"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", ["0", "1"])
-def test_two_workers_of_two_processes_each(tmp_path, delay):
-    places = {name: f"127.0.0.1:{free_port()}" for name in ("paris", "saigon")}
+def run_together(*options):
+    """The results of processes with these options, each a list of strings."""
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(tmp_path), name, delay, "12", address, process],
+            [sys.executable, str(PROGRAM), *given],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for name, address in places.items()
-        for process in ("0", "1")
+        for given in options
     ]
-    outputs = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, outputs
-    results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    try:
+        outputs = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(options), outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", ["0", "1"])
+def test_two_workers_of_two_processes_each(tmp_path, delay):
+    places = {name: f"127.0.0.1:{free_port()}" for name in ("paris", "saigon")}
+    results = run_together(
+        *[
+            (str(tmp_path), name, delay, "12", address, process)
+            for name, address in places.items()
+            for process in ("0", "1")
+        ]
+    )
     assert all(x["digests"] == results[0]["digests"] for x in results)
     assert len(results[0]["digests"]) == 12
     assert all(sorted(x["members"]) == ["paris", "saigon"] for x in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", ["0", "1"])
+def test_all_processes_of_a_worker_that_was_late_catch_up(tmp_path, delay):
+    pauses = {"paris": "0.3", "saigon": "0.1,0.1,0.1,5,0"}
+    places = {name: f"127.0.0.1:{free_port()}" for name in pauses}
+    first, second, *late = run_together(
+        *[
+            (str(tmp_path), name, delay, "120", places[name], process, pauses[name])
+            for name in pauses
+            for process in ("0", "1")
+        ]
+    )
+    assert first == second and late[0] == late[1]
+    assert late[0]["replayed"] > 5
+    steps = first["digests"].keys() & late[0]["digests"].keys()
+    assert len(steps) > 10
+    assert all(first["digests"][step] == late[0]["digests"][step] for step in steps)
