@@ -51,7 +51,7 @@ def test_two_workers_of_two_processes_each(tmp_path, delay):
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", ["0", "1"])
 def test_all_processes_of_a_worker_that_was_late_catch_up(tmp_path, delay):
-    pauses = {"paris": "0.3", "saigon": "0.1,0.1,0.1,5,0"}
+    pauses = {"paris": "0.3", "saigon": "0.1,0.1,0.1,8,0"}
     places = {name: f"127.0.0.1:{free_port()}" for name in pauses}
     first, second, *late = run_together(
         *[
@@ -61,7 +61,8 @@ def test_all_processes_of_a_worker_that_was_late_catch_up(tmp_path, delay):
         ]
     )
     assert first == second and late[0] == late[1]
-    assert late[0]["replayed"] > 5
+    taken = sorted(map(int, late[0]["digests"]))
+    assert len(taken) < taken[-1] - taken[0]  # it caught up with some
     steps = first["digests"].keys() & late[0]["digests"].keys()
     assert len(steps) > 10
     assert all(first["digests"][step] == late[0]["digests"][step] for step in steps)
