@@ -39,7 +39,8 @@ def own_message(settings: Settings, state, params):
     packets = jnp.zeros((workers, packet.size), jnp.uint32).at[worker].set(packet)
     follower = demo_optax.decoupled_momentum(0.0, settings.compression)
     start = follower.init(params)._replace(count=state.count - 1)
-    return follower.apply(packets, follower.empty_outbox(params), start, params)[0]
+    nothing = follower.empty_outbox(params)
+    return follower.apply(packets, nothing, start, params, worker=-1)[0]
 
 
 def stale_adamw(settings: Settings) -> optax.GradientTransformation:
