@@ -214,7 +214,7 @@ def split_momentum(
             precondition=axes.as_varying(settings.precondition.init(params), axis_name),
             metrics=metrics.init_metrics(),
             exchange=exchange.init(plan),
-            sent=axes.as_varying(jnp.int32(NEVER), axis_name),
+            sent=jnp.int32(NEVER),
             momentum_format=momentum_format,
             shapes=TensorShapes(x.shape for x in jax.tree.leaves(params)),
         )

@@ -57,7 +57,7 @@ class DecoupledMomentumState(NamedTuple):
       metrics: what the last exchange reported; the same on all workers.
       exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
       sent: int32 scalar, the step whose message has left the momentum by ``send`` and waits for
-        ``apply``; -1 if there is none, and wherever only ``update`` is called. Each worker its own.
+        ``apply``; -1 if there is none. It differs between workers only where ``send`` is called.
       momentum_format: static, the transform and the blocks in which the momentum is stored.
       shapes: static, the shape of each parameter.
 
