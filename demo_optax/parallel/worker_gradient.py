@@ -82,8 +82,10 @@ class WorkerGradients(NamedTuple):
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
 
     Example:
+      >>> import demo_optax
       >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-      >>> results = jax.jit(worker_gradients(lambda w, x: w * x.sum(), mesh))(2.0, jnp.ones(3))
+      >>> gradients_of = demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh)
+      >>> results = jax.jit(gradients_of)(2.0, jnp.ones(3))
       >>> results.loss, results.gradient_norm
       (Array([6.], dtype=float32), Array([3.], dtype=float32))
     """
