@@ -137,7 +137,8 @@ def outcome(read: Callable, folder: pathlib.Path, states: dict) -> str:
         except Exception as error:
             text = str(error)
             return f"{type(error).__name__} of {len(text.splitlines())} lines, {text[:100]}"
-    told = [str(one.message) for one in caught]
+    # Python's own, of resources that Orbax leaves to the garbage collector, are not meant here.
+    told = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
     if any("\n" in text for text in told):
         return "a warning of several lines"
     if steps == [NEWEST]:
