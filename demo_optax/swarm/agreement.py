@@ -30,8 +30,8 @@ def jax_settings() -> dict[str, str]:
 def facts_of(tx: SplitTransformation, params, opt_state, words: int) -> dict[str, Any]:
     """Returns what is compared on every kind of device.
 
-    These are trees, shapes, dtypes, the compression, the format, and `jax_settings`: links behind
-    the exchange, such as ``optax.add_noise``, may draw random numbers of their own.
+    These are trees, shapes, dtypes, the compression, the exchange, the format, and `jax_settings`:
+    links behind the exchange, such as ``optax.add_noise``, may draw random numbers of their own.
     """
     return {
         "parameters": _description(params),
@@ -46,8 +46,8 @@ def facts_of(tx: SplitTransformation, params, opt_state, words: int) -> dict[str
 def require(store: Store, facts: Mapping[str, Any], fingerprint: Fingerprint) -> None:
     """Compares with the workers that joined before; the first of all writes what the others read.
 
-    Workers with the same kind of device and JAX must have the same program to the letter: it holds
-    the learning rate and all else that facts leave out.
+    Workers with the same kind of device and JAX must have the same programs of `send` and `apply`
+    to the letter: they hold the learning rate and all else of the optimizer that facts leave out.
 
     Raises:
       SwarmError: something differs.

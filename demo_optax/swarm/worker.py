@@ -60,7 +60,7 @@ class SwarmWorker:
       weight: of this worker's messages in the mean, such as the tokens of its batch. By default
         all workers count the same.
       facts: what else all workers must have in common, compared when one joins. On one kind of
-        device the whole program is compared; on unlike ones only these, trees and packets are.
+        device its whole optimizer is compared; on unlike ones only these, trees and packets are.
 
     Example:
       See ``docs/how_to/swarm.md``, or ``examples/train_lm.py --swarm``.
