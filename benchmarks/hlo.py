@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from demo_optax import axes
-from demo_optax.axes import AxisName
+from demo_optax._src import axes
+from demo_optax._src.axes import AxisName
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(rf"= (?P<result>\(.*?\)|\S+) (?P<kind>{_KINDS})(?P<start>-start)?\(")

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax.checkpoint import Checkpointer, storage
-from demo_optax.checkpoint.description import by_path
+from demo_optax._src.checkpoint import storage
+from demo_optax._src.checkpoint.description import by_path
+from demo_optax.checkpoint import Checkpointer
 
 
 def main():

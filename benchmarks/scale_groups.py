@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax.compression import values as codings
-from demo_optax.compression.top_k import TopK
+from demo_optax._src.compression import values as codings
+from demo_optax._src.compression.top_k import TopK
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm.config import Config

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from step_cost import transformer_params
 
 import demo_optax
-from demo_optax import metrics
-from demo_optax.compression import make_plan, packet
-from demo_optax.exchange import Outbox, collectives
+from demo_optax._src import metrics
+from demo_optax._src.compression import make_plan, packet
+from demo_optax._src.exchange import Outbox, collectives
 
 PACKETS = 64, 96  # of which the difference tells what one more costs
 

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import demo_optax
-from demo_optax.compression.values import VALUE_CODINGS, ValueCoding
+from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm.config import Config

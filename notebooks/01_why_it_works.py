@@ -47,7 +47,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
-from demo_optax.compression import transforms
+from demo_optax._src.compression import transforms
 from lm.config import Config
 from lm.setup import batches_of, prepare
 

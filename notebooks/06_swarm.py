@@ -54,8 +54,7 @@ import numpy as np
 from IPython.display import Image
 from jax.sharding import AxisType
 
-from demo_optax.swarm import Member, ObjectStore, SwarmWorker
-from demo_optax.swarm.history import draw, read_history, status
+from demo_optax.swarm import Member, ObjectStore, SwarmWorker, draw, read_history, status
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
 COLOURS = {"paris": "k", "rome": "#1b6ca8", "oslo": "#c8553d"}

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import matrices
+from demo_optax._src import matrices
 from demo_optax.accounting import __main__ as command
 from tests import causes_of_checkpoints, causes_of_halves, causes_of_swarms, model, workers
 from tests.causes_in_common import DEMO, state_of, two

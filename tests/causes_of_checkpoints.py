@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import checkpoint
-from demo_optax.checkpoint import description, elastic, reading, storage
+from demo_optax._src.checkpoint import description, elastic, reading, storage
 from tests import model
 from tests.causes_in_common import DEMO, LIBRARY, state_of, two, without
 
@@ -144,7 +144,7 @@ def load_params_of_no_run():
 
 
 def import_checkpoint():
-    path = LIBRARY / "checkpoint" / "reading.py"
+    path = LIBRARY / "_src" / "checkpoint" / "reading.py"
     spec = importlib.util.spec_from_file_location("without_orbax", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

@@ -12,18 +12,9 @@ import numpy as np
 import optax
 
 import demo_optax
-from demo_optax.swarm import (
-    Member,
-    ObjectStore,
-    agreement,
-    history,
-    lead,
-    programs,
-    records,
-    slots,
-    snapshots,
-)
-from demo_optax.swarm.records import Manifest, Packet
+from demo_optax._src.swarm import agreement, history, lead, programs, records, slots, snapshots
+from demo_optax._src.swarm.records import Manifest, Packet
+from demo_optax.swarm import Member, ObjectStore
 from tests import swarms
 
 HASH = "0" * 64
@@ -49,11 +40,11 @@ def without_import(name, action):
 
 
 def import_without_obstore():
-    kept = sys.modules.pop("demo_optax.swarm.store")
+    kept = sys.modules.pop("demo_optax._src.swarm.store")
     try:
-        without_import("obstore", lambda: importlib.import_module("demo_optax.swarm.store"))
+        without_import("obstore", lambda: importlib.import_module("demo_optax._src.swarm.store"))
     finally:
-        sys.modules["demo_optax.swarm.store"] = kept
+        sys.modules["demo_optax._src.swarm.store"] = kept
 
 
 def draw_without_matplotlib():
@@ -172,8 +163,8 @@ def another_batch(made):
 
 def has_no_place():
     with (
-        mock.patch("demo_optax.swarm.worker.is_lead", return_value=False),
-        mock.patch("demo_optax.swarm.worker.by_lead", return_value=(2, 0)),
+        mock.patch("demo_optax._src.swarm.worker.is_lead", return_value=False),
+        mock.patch("demo_optax._src.swarm.worker.by_lead", return_value=(2, 0)),
     ):
         made = swarms.make_worker(swarms.DEMO_SCALED, None, 0)
     made.member.leave()

@@ -10,11 +10,11 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax._src.compression import make_plan
+from demo_optax._src.compression.packet import Message, Origin, merge_rows, parse_headers
+from demo_optax._src.exchange.averaging import decode_accepted
+from demo_optax._src.exchange.protocol import Subtraction, packet_ids
 from demo_optax.checkpoint import Checkpointer
-from demo_optax.compression import make_plan
-from demo_optax.compression.packet import Message, Origin, merge_rows, parse_headers
-from demo_optax.exchange.averaging import decode_accepted
-from demo_optax.exchange.protocol import Subtraction, packet_ids
 from tests import workers
 
 SHAPES = {"v": (30,), "w": (32, 24)}

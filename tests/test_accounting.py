@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from benchmarks import hlo
-from demo_optax import Compression, axes
-from demo_optax.accounting import index_cost
-from demo_optax.accounting.models import preset_shapes
+from demo_optax import Compression
+from demo_optax._src import axes
+from demo_optax.accounting import index_cost, preset_shapes
 from tests.sweeps import slow, sweep
 from tests.workers import mesh_of
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from demo_optax.compression import bits, sparse
-from demo_optax.compression.top_k import TopK
+from demo_optax._src.compression import bits, sparse
+from demo_optax._src.compression.top_k import TopK
 
 BLOCKS, POSITIONS, VALUES = jnp.ones((2, 8)), jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3))
 

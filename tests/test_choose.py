@@ -8,7 +8,7 @@ import pytest
 
 import demo_optax
 from demo_optax import accounting
-from demo_optax.accounting.models import preset_shapes
+from demo_optax.accounting import preset_shapes
 
 PAGE = (Path(__file__).parents[1] / "docs/how_to/choose.md").read_text()
 UNITS = {"Gbit/s": 1e9, "Mbit/s": 1e6}

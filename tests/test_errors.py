@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import matrices
+from demo_optax._src import matrices
 from tests import model, raising, workers
 from tests.sweeps import sweep
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from demo_optax import checkpoint
-from demo_optax.swarm import ObjectStore
-from demo_optax.swarm.history import read_history
+from demo_optax.swarm import ObjectStore, read_history
 from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import demo_optax
-from demo_optax.arrays import round_stochastically
+from demo_optax._src.arrays import round_stochastically
 
 STEPS = 1000
 NOTHING_SENT = 1e-30  # of what is selected leaves the momentum

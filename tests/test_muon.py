@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import axes, matrices
+from demo_optax._src import axes, matrices
 
 AUTO = AxisType.Auto
 SHAPES = {"embed": (128, 128), "in": (128, 256), "in2": (128, 256), "out": (256, 128), "b": (128,)}

@@ -85,4 +85,4 @@ def test_workflows_run_what_make_knows():
 
 def test_the_doctests_of_one_module_pass_alone():
     """Imported a second time, it would have classes of its own."""
-    assert "3 passed" in run("-m", "pytest", "-n", "0", "-q", "demo_optax/metrics.py")
+    assert "3 passed" in run("-m", "pytest", "-n", "0", "-q", "demo_optax/_src/metrics.py")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import demo_optax
-from demo_optax.compression.known_positions import SharedSet, SharedSlice
-from demo_optax.swarm import agreement
+from demo_optax._src.compression.known_positions import SharedSet, SharedSlice
+from demo_optax._src.swarm import agreement
 
 RANDOM_NUMBERS = {
     "jax_default_prng_impl": "rbg",

@@ -8,8 +8,8 @@ import pytest
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
+from demo_optax._src.parallel.layout import find_layout
 from demo_optax.checkpoint import Checkpointer
-from demo_optax.parallel.layout import find_layout
 from tests import workers
 from tests.sweeps import sweep
 

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.torture import byzantine, outcomes, packets
 from benchmarks.torture.__main__ import KINDS
-from demo_optax.compression import packet
-from demo_optax.compression.bits import checksum
-from demo_optax.exchange import averaging
+from demo_optax._src.compression import packet
+from demo_optax._src.compression.bits import checksum
+from demo_optax._src.exchange import averaging
 
 TRIES = {
     "packets": 100,

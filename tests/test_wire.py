@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import demo_optax
-from demo_optax.compression import make_plan
+from demo_optax._src.compression import make_plan
 from tests import model, workers
 from tests.sweeps import sweep
 

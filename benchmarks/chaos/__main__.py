@@ -25,8 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from demo_optax.swarm import ObjectStore
-from demo_optax.swarm.history import History, draw, read_history
+from demo_optax.swarm import History, ObjectStore, draw, read_history
 
 from . import faults as kinds
 from .fleet import ROOT, Worker, compare_steps, lag

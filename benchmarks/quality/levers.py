@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 
 import demo_optax
-from demo_optax._momentum import DecoupledMomentumState
-from demo_optax._rounds import LocalStepsState
-from demo_optax.compression import Compression, Plan, make_plan
+from demo_optax._src.compression import Compression, Plan, make_plan
+from demo_optax._src.momentum import DecoupledMomentumState
+from demo_optax._src.rounds import LocalStepsState
 from lm import recipes
 from lm.recipes import Settings, muon_with
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax.compression import packet
+from demo_optax._src.compression import packet
 
 from .outcomes import Try
 from .workers import AXIS, DECAY, PARAMS, WORKERS, aggregate_bound, finite, gradients, norms, start

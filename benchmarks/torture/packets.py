@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import demo_optax
-from demo_optax.compression import make_plan, packet
-from demo_optax.compression.packet import Origin
-from demo_optax.exchange import collectives
+from demo_optax._src.compression import make_plan, packet
+from demo_optax._src.compression.packet import Origin
+from demo_optax._src.exchange import collectives
 
 from .outcomes import Try
 from .workers import AXIS, DECAY, PARAMS, WORKERS, aggregate_bound, gradients, norms, start

@@ -12,12 +12,12 @@ import sys
 import jax
 
 from demo_optax import accounting
-from demo_optax.accounting.models import PRESETS, preset_shapes
-from demo_optax.compression import Compression
-from demo_optax.compression.blocks import BLOCK_RULES
-from demo_optax.compression.selection import SELECTIONS
-from demo_optax.compression.values import VALUE_CODINGS
-from demo_optax.exchange import AllGather, Delayed, TwoPhase
+from demo_optax._src.accounting.models import PRESETS, preset_shapes
+from demo_optax._src.compression import Compression
+from demo_optax._src.compression.blocks import BLOCK_RULES
+from demo_optax._src.compression.selection import SELECTIONS
+from demo_optax._src.compression.values import VALUE_CODINGS
+from demo_optax._src.exchange import AllGather, Delayed, TwoPhase
 
 TOPKS = (1, 2, 4, 8, 16, 32, 64)
 UNITS = {

@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from demo_optax.swarm.history import draw, read_history, status
-from demo_optax.swarm.store import ObjectStore, StoreError
+from demo_optax._src.swarm.history import draw, read_history, status
+from demo_optax._src.swarm.store import ObjectStore, StoreError
 
 
 def main() -> None:

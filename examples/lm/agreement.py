@@ -13,7 +13,7 @@ from importlib import metadata
 import jax
 from jax._src.distributed import global_state  # the service has no public interface
 
-from demo_optax.swarm.agreement import jax_settings
+from demo_optax._src.swarm.agreement import jax_settings
 
 from . import hosts
 from .config import Config

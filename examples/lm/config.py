@@ -14,9 +14,9 @@ import yaml
 from pydantic import Field
 from rich.console import Console
 
-from demo_optax.compression.selection import Selection
-from demo_optax.compression.transforms import TransformName
-from demo_optax.compression.values import ValueCoding
+from demo_optax._src.compression.selection import Selection
+from demo_optax._src.compression.transforms import TransformName
+from demo_optax._src.compression.values import ValueCoding
 
 from .model import PresetName
 from .recipes import OptimizerName

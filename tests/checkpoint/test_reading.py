@@ -16,8 +16,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import checkpoint
-from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint, reading
-from demo_optax.checkpoint.digests import digests
+from demo_optax._src.checkpoint import reading
+from demo_optax._src.checkpoint.digests import digests
+from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
 from tests import model, workers
 from tests.saved_runs import EXTRA, RUNS, TX, is_run, restored, saves
 from tests.sweeps import sweep

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from demo_optax.compression import bits as packing
+from demo_optax._src.compression import bits as packing
 
 
 @pytest.mark.parametrize("bits", range(33))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import demo_optax
-from demo_optax.compression import make_plan
-from demo_optax.compression.known_positions import SharedSlice
+from demo_optax._src.compression import make_plan
+from demo_optax._src.compression.known_positions import SharedSlice
 from tests import model, workers
 from tests.sweeps import sweep
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import demo_optax
 from benchmarks.hlo import collectives
-from demo_optax import Compression, exchange
-from demo_optax.compression import make_plan
-from demo_optax.compression import packet as packets
-from demo_optax.compression.bins import Bins
-from demo_optax.compression.packet import PacketLayout
-from demo_optax.compression.values import VALUE_CODINGS
+from demo_optax import Compression
+from demo_optax._src import exchange
+from demo_optax._src.compression import make_plan
+from demo_optax._src.compression import packet as packets
+from demo_optax._src.compression.bins import Bins
+from demo_optax._src.compression.packet import PacketLayout
+from demo_optax._src.compression.values import VALUE_CODINGS
 from tests import model, oracles, workers
 from tests.sweeps import sweep
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
-from demo_optax.compression import sparse
-from demo_optax.compression.bins import Bins
-from demo_optax.compression.packet import (
+from demo_optax._src.compression import sparse
+from demo_optax._src.compression.bins import Bins
+from demo_optax._src.compression.packet import (
     Header,
     Message,
     Origin,
@@ -22,9 +22,9 @@ from demo_optax.compression.packet import (
     encode,
     parse_headers,
 )
-from demo_optax.compression.top_k import TopK
-from demo_optax.exchange import averaging
-from demo_optax.exchange.protocol import MEANS
+from demo_optax._src.compression.top_k import TopK
+from demo_optax._src.exchange import averaging
+from demo_optax._src.exchange.protocol import MEANS
 from tests import draws, workers
 from tests.sweeps import sweep
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demo_optax._src.compression import top_k as codings
+from demo_optax._src.compression.bins import Bins
+from demo_optax._src.compression.top_k import TopK
 from demo_optax.accounting import index_cost
-from demo_optax.compression import top_k as codings
-from demo_optax.compression.bins import Bins
-from demo_optax.compression.top_k import TopK
 
 
 @st.composite

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from demo_optax.compression import values as codings
+from demo_optax._src.compression import values as codings
 from tests.sweeps import sweep
 
 QUANTISED = [c for c in codings.VALUE_CODINGS if c not in ("float32", "bfloat16")]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import demo_optax
 from benchmarks import hlo
 from demo_optax import AllGather, Delayed, TwoPhase, accounting
-from demo_optax.exchange import collectives, two_phase
+from demo_optax._src.exchange import collectives, two_phase
 from tests import draws, workers
 from tests.sweeps import sweep
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.compression import packet
-from demo_optax.exchange import averaging, collectives
+from demo_optax._src.compression import packet
+from demo_optax._src.exchange import averaging, collectives
 from tests import workers
 from tests.sweeps import sweep
 

@@ -8,8 +8,8 @@ from flax import linen as nn
 from flax import nnx
 
 import demo_optax
-from demo_optax import matrices
-from demo_optax.arrays import unboxed
+from demo_optax._src import matrices
+from demo_optax._src.arrays import unboxed
 from tests import model, workers
 from tests.sweeps import sweep
 

@@ -6,8 +6,8 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from demo_optax.checkpoint import reading
-from demo_optax.parallel.processes import by_lead
+from demo_optax._src.checkpoint import reading
+from demo_optax._src.parallel.processes import by_lead
 
 
 class Holds(Exception):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from benchmarks import hlo
-from demo_optax.parallel.replicas import Drift, _checksums, check_replicas, repair_replicas
+from demo_optax._src.parallel.replicas import Drift, _checksums, check_replicas, repair_replicas
 from tests import model, workers
 from tests.ports import free_port
 from tests.workers import mesh_of
@@ -304,7 +304,7 @@ import sys, jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-from demo_optax.parallel.replicas import check_replicas, repair_replicas
+from demo_optax._src.parallel.replicas import check_replicas, repair_replicas
 
 mesh = jax.make_mesh((4,), ("data",))
 right, wrong = np.float32([1, 2, 3]), np.float32([1, -2, 3])

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from benchmarks import hlo
-from demo_optax.exchange import collectives
-from demo_optax.exchange.collectives import gather
+from demo_optax._src.exchange import collectives
+from demo_optax._src.exchange.collectives import gather
 from tests import model, workers
 from tests.sweeps import sweep
 

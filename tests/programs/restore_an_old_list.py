@@ -14,7 +14,8 @@ def main(address, process, folder):
     jax.config.update("jax_platforms", "cpu")
     jax.distributed.initialize(address, num_processes=2, process_id=int(process))
     import demo_optax
-    from demo_optax.checkpoint import Checkpointer, reading
+    from demo_optax._src.checkpoint import reading
+    from demo_optax.checkpoint import Checkpointer
 
     mesh = jax.make_mesh((2,), ("data",))
     everywhere = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())

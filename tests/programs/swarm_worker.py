@@ -25,8 +25,8 @@ def main(url, name, delay, steps, address=None, process="0", pauses=None):
     if address:
         jax.distributed.initialize(address, num_processes=2, process_id=int(process))
     import demo_optax
+    from demo_optax._src.swarm.lead import to_host
     from demo_optax.swarm import Member, ObjectStore, SwarmWorker
-    from demo_optax.swarm.lead import to_host
 
     mesh = jax.make_mesh((1, jax.device_count()), ("data", "fsdp"))
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
+from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
 from demo_optax.swarm import Member, ObjectStore, SwarmError
-from demo_optax.swarm.snapshot_turns import SnapshotTurns
 from tests import swarms
 from tests.sweeps import sweep
 
@@ -127,8 +127,8 @@ def test_all_processes_hear_of_a_store_that_fails(store, monkeypatch):
         monkeypatch.setattr(kind, name, ask)
 
     swarms.take_steps(make(store, 0, snapshot_every=6), 5)  # for another one to replay
-    monkeypatch.setattr("demo_optax.swarm.worker.by_lead", by_lead)
-    monkeypatch.setattr("demo_optax.swarm.worker.READ_AT_ONCE", 2)
+    monkeypatch.setattr("demo_optax._src.swarm.worker.by_lead", by_lead)
+    monkeypatch.setattr("demo_optax._src.swarm.worker.READ_AT_ONCE", 2)
     names = {"announce", "exchange", "manifest", "read_ahead", "receive", "name_of"}
     for name in names:
         watched(Member, name)

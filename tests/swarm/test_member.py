@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 
-from demo_optax.swarm import Left, Member, ObjectStore, SwarmError, records, slots
-from demo_optax.swarm.records import Manifest
+from demo_optax._src.swarm import records, slots
+from demo_optax._src.swarm.records import Manifest
+from demo_optax.swarm import Left, Member, ObjectStore, SwarmError
 from tests.swarms import together
 
 
@@ -100,7 +101,7 @@ def test_a_wait_ends_when_the_worker_leaves(store):
 
 def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
     said = []
-    monkeypatch.setattr("demo_optax.swarm.member.TOLD_EVERY", 0.1)
+    monkeypatch.setattr("demo_optax._src.swarm.member.TOLD_EVERY", 0.1)
     first = Member(store, "first", min_workers=2, deadline=0.1, tell=said.append)
     second = Member(store, "second", min_workers=2, deadline=0.1)
     waiting = threading.Timer(0.6, exchange, (second, 0))

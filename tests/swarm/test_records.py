@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from demo_optax.swarm import ObjectStore, records, snapshots
-from demo_optax.swarm.records import Claim, Damaged, Manifest, Packet, SnapshotIndex
+from demo_optax._src.swarm import records, snapshots
+from demo_optax._src.swarm.records import Claim, Damaged, Manifest, Packet, SnapshotIndex
+from demo_optax.swarm import ObjectStore
 
 HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)
 COUNTS = st.integers(0, 2**31 - 1)

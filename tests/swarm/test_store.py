@@ -31,7 +31,7 @@ def test_a_folder_is_a_store(store):
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 30])
 def test_large_objects_are_read_in_parts(store, monkeypatch, size):
-    monkeypatch.setattr("demo_optax.swarm.store.PART", 8)
+    monkeypatch.setattr("demo_optax._src.swarm.store.PART", 8)
     data = random.Random(0).randbytes(size)
     store.put("x", data)
     assert store.get("x") == data
@@ -96,7 +96,7 @@ def test_a_refusal_counts_only_where_there_is_an_object(store, monkeypatch, refu
 
 def test_seconds_of_work_before_the_first_failure_are_not_counted(tmp_path, monkeypatch):
     clock = itertools.count(step=100.0)
-    monkeypatch.setattr("demo_optax.swarm.store.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("demo_optax._src.swarm.store.time.monotonic", lambda: next(clock))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     store, answers = ObjectStore(str(tmp_path), patience=150.0), iter([ConnectionError(), None])
 

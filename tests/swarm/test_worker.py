@@ -10,7 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.swarm import Member, ObjectStore, SwarmWorker, lead
+from demo_optax._src.swarm import lead
+from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 from tests import swarms
 from tests.sweeps import sweep
 
@@ -34,7 +35,7 @@ def over_shard_map(make_optimizer, exchange, steps: int, shards: int = 1, param_
     types = (AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((WORKERS, shards), ("data", "fsdp"), types, devices=devices)
     tx = make_optimizer(exchange=exchange)
-    placed = demo_optax.parallel.shards.shardings(mesh, param_specs or P())
+    placed = demo_optax._src.parallel.shards.shardings(mesh, param_specs or P())
     params = jax.device_put(swarms.initial_params(), placed)
     opt_state = demo_optax.init_opt_state(tx, params, mesh, param_specs=param_specs)
     step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh, param_specs=param_specs)

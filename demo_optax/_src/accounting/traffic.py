@@ -1,0 +1,277 @@
+"""Bytes on the wire and seconds per step, from shapes alone."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from demo_optax._src import axes, checks
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression import Compression, make_plan
+from demo_optax._src.compression.blocks import block_geometry
+from demo_optax._src.compression.top_k import TopK
+from demo_optax._src.decoupled_momentum import decoupled_momentum
+from demo_optax._src.exchange import AllGather, Exchange
+from demo_optax._src.exchange.protocol import Traffic
+from demo_optax._src.parallel import shards
+from demo_optax._src.parallel.layout import find_layout, require_unwrapped
+
+
+def packet_bytes(
+    tx_or_compression: optax.GradientTransformation | Compression,
+    params,
+    axis_name: AxisName = "data",
+    mesh: Mesh | AbstractMesh | None = None,
+    param_specs=None,
+    workers: int = 1,
+    exchange: Exchange | None = None,
+) -> int:
+    """Bytes that each worker hands to the collectives of one update.
+
+    With local steps it is the last update of a round. The bytes are read from the traced update, so
+    any optax chain will do. Nothing is computed. They are those of the operands of all collectives,
+    on every pass of a scan and in the largest branch of a condition.
+
+    Args:
+      tx_or_compression: an optax transformation, or a compression alone. `stack_workers` wraps the
+        transformation only afterwards.
+      params: arrays or shapes of the parameters.
+      axis_name: the axis that the transformation exchanges over.
+      mesh: the mesh, if workers have several devices.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker. Each device
+        sends a packet of its own shards; devices with the same shards send parts of one packet.
+      workers: their number, if no mesh is given; `demo_optax.TwoPhase` depends on it.
+      exchange: exchange for a compression alone; `demo_optax.AllGather` by default.
+
+    Returns:
+      Bytes, summed over the worker's devices. For `decoupled_momentum` they are the packet's, for
+      `mean_over_workers` the dense gradient's. 0 for a single worker (``axis_name=None``).
+
+    Raises:
+      ValueError: a collective stands in a ``while`` loop, whose number of passes nobody knows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> params = {"w": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
+      >>> packet_bytes(Compression(topk=8, value_coding="bfloat16"), params)
+      27648
+    """
+    require_unwrapped(tx_or_compression)
+    if mesh is None and param_specs is not None:
+        raise ValueError(
+            f"param_specs={param_specs} say how a worker's devices share its parameters, but only "
+            "the mesh says how many devices there are: give mesh as well."
+        )
+    params = checks.shapes_of("parameter", params)
+    if isinstance(tx_or_compression, Compression):
+        exchange = exchange or AllGather(axis_name)
+        if exchange.axis_name is None:
+            return 0
+        if mesh is None:
+            return _traffic(tx_or_compression, params, workers, exchange).sent
+        tx_or_compression = decoupled_momentum(compression=tx_or_compression, exchange=exchange)
+    if mesh is not None:
+        sent = _counted(find_layout(tx_or_compression, params, mesh, axis_name, param_specs).sent)
+        return sent * mesh.size // shards.num_workers(mesh, axis_name)
+    tx = optax.with_extra_args_support(tx_or_compression)
+
+    def update():
+        values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+        gradient = axes.as_varying(values, axis_name)
+        tx.update(gradient, tx.init(values), values, **axes.TRACING_ARGUMENTS)
+
+    first, *others = axes.names(axis_name) or (None,)
+    sizes = workers, *[1 for _ in others]
+    workers_mesh = None if first is None else AbstractMesh(sizes, (first, *others))
+    program, _ = axes.trace_worker(update, workers_mesh)
+    return _counted(axes.bytes_handed_over(program, axis_name))
+
+
+def _counted(sent: int | None) -> int:
+    if sent is None:
+        raise ValueError(
+            "the optimizer exchanges in a jax.lax.while_loop(...), whose passes nobody knows: "
+            "its bytes cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop from one Python "
+            "integer to another."
+        )
+    return sent
+
+
+def received_bytes(
+    compression: Compression, params, workers: int, exchange: Exchange | None = None
+) -> float:
+    """Bytes that each worker gets from the others in one exchange.
+
+    The arguments are those of `packet_bytes`.
+
+    Example:
+      >>> import demo_optax, jax, jax.numpy as jnp
+      >>> params = jax.ShapeDtypeStruct((4096, 16384), jnp.float32)
+      >>> compression = Compression(topk=8, value_coding="int4")
+      >>> exchanges = demo_optax.AllGather("data"), demo_optax.TwoPhase("data")
+      >>> [round(received_bytes(compression, params, 64, e) / 1e6, 1) for e in exchanges]
+      [16.7, 1.1]
+    """
+    return _traffic(compression, params, workers, exchange or AllGather()).received
+
+
+def _traffic(compression: Compression, params, workers: int, exchange: Exchange) -> Traffic:
+    checks.real_leaves("parameter", params)
+    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
+    plan = make_plan(compression, tuple(x.shape for x in shapes))
+    return exchange.traffic(plan, workers)
+
+
+def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
+    """Bytes per step and worker as the published code counts them: 12 for each coefficient.
+
+    A coefficient is an int64 index and a float32 value. Blocks follow the rule ``"divisor"``. The
+    byte table of Peng et al., version 2, has these counts.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> reference_bytes(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), topk=8)
+      98304
+    """
+    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
+    blocks = [block_geometry(x.shape, block_side, "divisor") for x in shapes]
+    return sum(12 * b.num_blocks * min(topk, b.block_size) for b in blocks)
+
+
+def dense_bytes(params, bytes_per_value: int = 4) -> int:
+    """Bytes of the whole gradient, which ordinary data parallelism hands to an all-reduce.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> dense_bytes({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, bytes_per_value=2)
+      144
+    """
+    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
+    return bytes_per_value * sum(math.prod(x.shape) for x in shapes)
+
+
+class IndexCost(NamedTuple):
+    """Bits per position by the cheapest coding, and their lower bound ``log2(C(n, k)) / k``."""
+
+    coding: str
+    bits: float
+    bound: float
+
+
+def index_cost(n: int, k: int) -> IndexCost:
+    """Bits per position for ``k`` of ``n`` coefficients.
+
+    Example:
+      >>> cost = index_cost(4096, 8)
+      >>> cost.coding, cost.bits, round(cost.bound, 2)
+      ('elias-fano', 10.875, 10.09)
+    """
+    selector = TopK(n, k)
+    bits, bound = selector.position_bits(selector.coding), math.log2(math.comb(n, k))
+    return IndexCost(selector.coding, bits / k, bound / k)
+
+
+class StepTime(NamedTuple):
+    """One step of all workers over one kind of link; with local steps the mean over a round.
+
+    Attributes:
+      packet: bytes that each worker contributes to an exchange.
+      wire: bytes that cross each worker's link, in each direction.
+      transfer: seconds that they take at the link's bandwidth.
+      waiting: seconds of latency.
+      step: seconds of compute, transfer and waiting. If the exchange is delayed, the longer of
+        compute and exchange.
+      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute.
+        From there on an exchange that overlaps with the compute costs nothing. Infinite if the
+        latency alone takes longer.
+    """
+
+    packet: int
+    wire: int
+    transfer: float
+    waiting: float
+    step: float
+    hiding_bandwidth: float
+
+
+Setting = Compression | tuple[Compression, Exchange]
+
+
+def step_times(
+    params,
+    compression: Setting | Mapping[str, Setting],
+    workers: int,
+    bandwidth: float,
+    latency: float = 0.0,
+    compute_time: float = 0.0,
+    local_steps: int = 1,
+) -> dict[str, StepTime]:
+    """Seconds per step of ordinary data parallelism and of DeMo, over the same link.
+
+    All collectives are rings of ``N`` workers. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N``
+    over each link in ``2 (N-1)`` rounds. An all-gather of packets of ``B`` bytes sends ``B (N-1)``
+    in ``N-1`` rounds. Each of two phases sends ``B (N-1)/N``. A delayed exchange overlaps with the
+    compute of the next step, but not after local steps.
+
+    Args:
+      params: arrays or shapes of the parameters.
+      compression: one setting, or several by name: a compression, or a pair of a compression and
+        an exchange; `demo_optax.AllGather` by default.
+      workers: ``N``.
+      bandwidth: bits per second of each worker's link.
+      latency: seconds per round.
+      compute_time: seconds of a step without any exchange.
+      local_steps: steps of a round, which ends with one exchange (`demo_optax.local_steps`).
+
+    Returns:
+      A `StepTime` for each setting, and for a dense all-reduce of the gradient in two dtypes:
+      ``"AdamW, float32"`` and ``"AdamW, bfloat16"``. With ``local_steps > 1`` their names begin
+      with ``"DiLoCo"``.
+
+    Raises:
+      ValueError: a number is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+      >>> small = Compression(topk=8, value_coding="int4")
+      >>> times = step_times(params, small, 16, 1e9, compute_time=0.1)
+      >>> {name: round(time.step, 3) for name, time in times.items()}
+      {'AdamW, float32': 0.352, 'AdamW, bfloat16': 0.226, 'DeMo': 0.102}
+    """
+    if workers < 1 or bandwidth <= 0 or latency < 0 or compute_time < 0:
+        raise ValueError(
+            "Give step_times workers >= 1, bandwidth > 0 (bits per second), latency >= 0 and "
+            f"compute_time >= 0 (seconds), not {workers}, {bandwidth}, {latency}, {compute_time}."
+        )
+    checks.static_integer("local_steps", local_steps, at_least=1)
+
+    settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
+
+    def dense_traffic(bytes_per_value: int) -> Traffic:
+        dense = dense_bytes(params, bytes_per_value)
+        return Traffic(dense, 2 * dense * (workers - 1) / workers, 2 * (workers - 1))
+
+    def time(traffic: Traffic, steps: int) -> StepTime:
+        wire = traffic.received / steps
+        transfer, waiting = 8 * wire / bandwidth, traffic.rounds * latency / steps
+        spare = compute_time - waiting
+        hiding = 8 * wire / spare if spare > 0 else math.inf
+        exchange = transfer + waiting
+        overlaps = traffic.overlaps and steps == 1
+        step = max(compute_time, exchange) if overlaps else compute_time + exchange
+        return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
+
+    times = {}
+    for method, steps in {"AdamW": 1, "DiLoCo": local_steps}.items():
+        if method == "AdamW" or steps > 1:
+            times[f"{method}, float32"] = time(dense_traffic(4), steps)
+            times[f"{method}, bfloat16"] = time(dense_traffic(2), steps)
+    for name, setting in settings.items():
+        setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
+        times[name] = time(_traffic(setting, params, workers, exchange), local_steps)
+    return times

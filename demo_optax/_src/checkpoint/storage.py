@@ -1,0 +1,315 @@
+"""Saving and restoring a whole run with Orbax.
+
+A checkpoint holds each worker's own momentum, the parameters, the rest of the optimizer state and
+whatever else the run needs. `elastic` fits it to other workers or settings.
+"""
+
+import contextlib
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from demo_optax._src import checks
+from demo_optax._src.axes import AxisName
+from demo_optax._src.checkpoint import description, reading
+from demo_optax._src.checkpoint.digests import digests, seal
+from demo_optax._src.checkpoint.elastic import convert
+from demo_optax._src.checkpoint.reading import epath, orbax
+from demo_optax._src.parallel import layout, shards, worker_axis
+from demo_optax._src.parallel.processes import is_lead
+
+
+class Checkpoint(NamedTuple):
+    """What `Checkpointer.restore` gives back.
+
+    Attributes:
+      step: int, updates that were done when it was saved.
+      params: the parameters, on the mesh.
+      opt_state: the optimizer state for this mesh's workers.
+      extra: the tree that was saved with them.
+
+    Example:
+      >>> Checkpoint(step=7, params={}, opt_state=(), extra={"seed": 1}).extra["seed"]
+      1
+    """
+
+    step: int
+    params: Any
+    opt_state: optax.OptState
+    extra: Any
+
+
+class Checkpointer:
+    """Saves and restores one run in a folder.
+
+    With several processes every method, and `latest`, is called by all of them together, from their
+    main thread.
+
+    Args:
+      directory: the run's folder, made if it does not exist, or a URL such as ``gs://...``. All
+        hosts must see it.
+      tx: the run's optimizer, not wrapped by `demo_optax.stack_workers`.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+      param_specs: PartitionSpecs of the parameters inside a worker.
+      keep: how many of the latest checkpoints to keep; at least one.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, demo_optax
+      >>> from demo_optax.checkpoint import Checkpointer
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> params = {"w": jnp.ones((4, 4))}
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
+      ...     opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      ...     checkpointer.save(7, params, opt_state, extra={"key": jax.random.key(0)})
+      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
+      ...     checkpointer.restore(params, extra={"key": jax.random.key(0)}).step
+      7
+      >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        tx: optax.GradientTransformation,
+        mesh: Mesh | AbstractMesh,
+        axis_name: AxisName = "data",
+        param_specs=None,
+        *,
+        keep: int = 3,
+    ):
+        layout.require_unwrapped(tx)
+        checks.static_integer("keep", keep, at_least=1)
+        shards.num_workers(mesh, axis_name)  # refuses unknown axes
+        self._tx, self._where = tx, (mesh, axis_name, param_specs)
+        self._directory, self._keep = reading.absolute(directory), keep
+        self._damaged: set[int] = set()
+        self._orbax: orbax.training.Checkpointer | None = None
+        self._pending: int | None = None
+        self._last: int | None = None
+        try:
+            epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
+            reading.listed_steps(self._directory)
+        except OSError as error:
+            raise OSError(
+                f"checkpoints cannot be kept in {self._directory}: {reading.in_a_line(error)}. "
+                "Give a folder that every process can read and write."
+            ) from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            self.close()
+        except OSError as error:
+            if kind is None:
+                raise
+            warnings.warn(str(error), stacklevel=2)
+
+    def close(self) -> None:
+        """Waits until everything is on disk.
+
+        Raises:
+          OSError: the last save failed.
+        """
+        try:
+            _raise([self._finish()])
+        finally:
+            writer, self._orbax = self._orbax, None
+            if writer is not None:
+                writer.close()
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the latest checkpoint that is not known to be damaged, None without any.
+
+        The first process looks, and tells the others.
+        """
+
+        def own_latest() -> int | None:
+            if self._pending is not None:
+                return self._pending
+            steps = set(reading.listed_steps(self._directory)) - self._damaged
+            return max(steps, default=None)
+
+        return reading.on_first(f"list {self._directory}", own_latest)
+
+    @shards.no_context_mesh()
+    def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
+        """Saves in the background. The arrays may be donated to the next step at once.
+
+        Args:
+          step: updates done so far, which numbers the checkpoint. The step that was saved or
+            restored last is not saved again.
+          params: the parameters, as the train step returned them.
+          opt_state: the optimizer state, likewise, with its worker axis.
+          extra: a tree of arrays, random keys, numbers, strings and bytes, the same on all
+            processes. For example the position in the data, a generator's state, what was logged.
+          wait: whether to return only when the checkpoint is on disk.
+
+        Raises:
+          ValueError: the folder holds a checkpoint of this step or a later one, which would stay
+            the latest; or ``step`` is no integer from 0 on.
+          TypeError: a leaf is nothing that can be stored.
+          OSError: this step, or the one before it in the background, could not be written. The
+            run can go on and save later steps. If only the one before failed, this one is still
+            being written.
+        """
+        step, reasons = reading.step_number(step), []
+        if self._last != step:
+            leaves = description.storable_leaves(step, params, opt_state, extra)
+            reasons.append(self._finish())
+            latest = self.latest
+            if latest is not None and latest >= step:
+                raise ValueError(
+                    f"{self._directory} holds a checkpoint of step {latest} already, so that one "
+                    f"of step {step} would never be the latest: save this run to another folder, "
+                    "or remove the later checkpoints."
+                )
+            reasons.append(self._begin(step, params, opt_state, leaves))
+        if wait:
+            reasons.append(self._finish())
+        _raise(reasons)
+
+    def _begin(self, step, params, opt_state, leaves) -> str:
+        """Starts to write in the background; returns why it cannot, or nothing."""
+        placement = layout.find_layout(self._tx, params, *self._where)
+        meaning = description.describe(placement, opt_state)
+        meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
+        meaning["seal"] = seal(meaning)
+        stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
+        try:
+            self._orbax = self._orbax or self._writer()
+            self._orbax.save_checkpointables_async(
+                step, stored, force=True, custom_metadata=meaning
+            )
+        except Exception as error:
+            return self._failed(step, error)
+        self._last = self._pending = step
+        return ""
+
+    def _writer(self) -> orbax.training.Checkpointer:
+        """Makes Orbax's writer, in a folder without damaged steps and remains of failed saves."""
+        reading.clear_up(self._directory, self._damaged)
+        self._damaged.clear()
+        latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
+        return orbax.training.Checkpointer(
+            self._directory, preservation_policy=latest, cleanup_tmp_directories=True
+        )
+
+    def _finish(self) -> str:
+        """Waits for what is being written; returns why it could not be, or nothing."""
+        step, self._pending = self._pending, None
+        if self._orbax is None or step is None:
+            return ""
+        try:
+            self._orbax.wait()
+            # The first process gives the folder its last name; others may not see that yet.
+            if is_lead() and step not in reading.listed_steps(self._directory):
+                return self._failed(step, Exception("it is not in the folder"))
+        except Exception as error:
+            return self._failed(step, error)
+        return ""
+
+    def _failed(self, step: int, error: Exception) -> str:
+        """Forgets a save, so that it can be tried again."""
+        writer, self._orbax, self._last = self._orbax, None, None
+        with contextlib.suppress(Exception):
+            if writer is not None:
+                writer.close()
+        reason, advice = reading.in_a_line(error), ""
+        if reading.is_of_files(error):
+            advice = " Make room there, or let this process write there."
+        return (
+            f"step {step} could not be saved in {self._directory}: {reason}.{advice} The run can "
+            "go on: until a save succeeds, a restart begins from the one before."
+        )
+
+    @shards.no_context_mesh()
+    def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
+        """Reads the latest checkpoint, or that of a step; None if there are no checkpoints.
+
+        Args:
+          params: arrays or shapes of the parameters, as a tree of the same structure.
+          extra: a tree like the one that was saved.
+          step: which checkpoint; the latest that is intact by default.
+
+        Returns:
+          A `Checkpoint`, placed on the mesh. With the workers and the settings that saved it, it
+          is equal to the last bit. On a different number of workers, what differs between workers
+          keeps its mean (see `redistribute`).
+
+        Raises:
+          ValueError: the checkpoint has a different model, optimizer or ``extra``, or momenta in
+            other blocks; there are checkpoints, but none of this step.
+          DamagedCheckpoint: the step's checkpoint is damaged, or all are. A ValueError.
+          OSError: a process could not read it, for want of memory, permission or connection.
+          UserWarning: newer checkpoints are damaged; the next save renames them to
+            ``<step>.damaged``.
+        """
+        _raise([self._finish()])
+        step = None if step is None else reading.step_number(step)
+        steps = reading.steps_in(self._directory)
+        if not steps:
+            return None
+        if step is not None and step not in steps:
+            raise ValueError(
+                f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
+                "step to restore the latest."
+            )
+        checkpoint, damaged = reading.newest_intact(
+            self._directory,
+            steps if step is None else [step],
+            lambda step: self._read(step, params, extra),
+        )
+        self._damaged |= set(damaged)
+        if damaged:
+            self.close()  # the next writer renames them
+        self._last = checkpoint.step
+        return checkpoint
+
+    def _read(self, step, params, extra) -> Checkpoint:
+        """Reads and verifies one checkpoint, and converts it to what this mesh needs."""
+        mesh, axis_name, _ = self._where
+        saved = reading.description_of(self._directory, step)
+        held = saved["leaves"]
+        description.require_same("parameters", description.by_path(params), held["params"])
+        description.require_same("extra", description.extra_by_path(step, extra), held["extra"])
+
+        placement = layout.find_layout(self._tx, params, *self._where)
+        state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
+        meaning = description.describe(placement, state)
+        params = description.with_shardings(params, shards.shardings(mesh, placement.params))
+        state = description.with_shardings(state, shards.shardings(mesh, placement.state))
+        exact = all(saved[key] == value for key, value in meaning.items())
+        kept = set() if exact else description.names_kept(saved) | description.names_kept(meaning)
+        needed, there = (
+            {name: x for name, x in leaves.items() if name not in kept}
+            for leaves in (description.by_path(state), held["opt_state"])
+        )
+        description.require_same("optimizer state", needed, there, shapes=exact)
+
+        placed = {"params": description.by_path(params), "extra": {}}
+        placed["opt_state"] = needed if exact else {}  # to be converted in the host's memory
+        loaded = reading.load(self._directory, step, held, **placed)
+        leaves = loaded["opt_state"]
+        if not exact:
+            leaves = convert(leaves, saved, description.by_path(state), meaning, axis_name)
+        return Checkpoint(
+            step,
+            description.from_paths(loaded["params"], params),
+            description.from_paths(leaves, state),
+            description.from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
+        )
+
+
+def _raise(reasons: list[str]) -> None:
+    if any(reasons):
+        raise OSError(" ".join(filter(None, reasons)))

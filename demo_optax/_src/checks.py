@@ -1,0 +1,256 @@
+"""Checks of settings, parameters, gradients and states.
+
+Each message says what was given, what is expected and what to change.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from demo_optax._src import axes
+from demo_optax._src.arrays import unboxed
+from demo_optax._src.axes import AxisName
+
+LARGEST_RATE = 1e9
+"""The largest learning rate or weight: with larger ones sums of squares overflow float32."""
+
+
+def static_integer(name: str, value: Any, *, at_least: int) -> None:
+    """Requires a Python integer: it decides shapes, so it cannot be traced."""
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} must be a Python integer, because it decides the shapes of what is sent, but "
+            f"it is an array ({value}): give an int."
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer of at least {at_least}, not {value!r}.")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {value}.")
+
+
+def static_dtype(name: str, value: Any) -> None:
+    """Requires a floating dtype, which ``optax.inject_hyperparams`` would call as a schedule."""
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls whatever can be "
+            f"called, jnp.float32 included: give the dtype's name, as in {name}='float32'."
+        )
+    if not jnp.issubdtype(value, jnp.floating) or jnp.finfo(value).bits < 16:
+        raise TypeError(f"{name} must be a floating-point dtype of 16 bits or more, not {value!r}.")
+
+
+def in_interval(name: str, value: Any, interval: str) -> None:
+    """Requires a number in an interval such as ``"[0, 1)"``; traced values pass."""
+    dtype = getattr(value, "dtype", None)
+    if dtype in (jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"{name} has dtype {dtype}, in which 0.999 is 1. optax.inject_hyperparams takes the "
+            "parameters' dtype: pass it hyperparam_dtype=jnp.float32."
+        )
+    if isinstance(value, Tracer):
+        return
+    if not isinstance(value, (int, float, np.number, jax.Array, np.ndarray)) or np.ndim(value):
+        raise TypeError(f"{name} must be a number in {interval}, not {value!r}.")
+    value = float(value)
+    low, high = map(float, interval[1:-1].split(","))
+    at_limit = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+    if not (low < value < high or at_limit):
+        raise ValueError(f"{name} must lie in {interval}, not {value}.")
+
+
+def one_of(name: str, value: object, choices: Collection[Any]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def require_rate(name: str, value: Any) -> None:
+    """Requires a number from 0 to `LARGEST_RATE`, or a schedule; traced values pass."""
+    if callable(value) or isinstance(value, Tracer):
+        return
+    is_array = isinstance(value, (jax.Array, np.ndarray)) and not np.ndim(value)
+    in_interval(name, float(value) if is_array else value, f"[0, {LARGEST_RATE:g}]")
+
+
+def evaluate_schedule(name: str, value: Any, step: jax.Array) -> Any:
+    """The value of a number or a schedule at a step; it must be a scalar."""
+    value = value(step) if callable(value) else value
+    if np.ndim(value):
+        raise ValueError(
+            f"{name} must be one number at each step, but its schedule returns an array of shape "
+            f"{np.shape(value)}: return a scalar. For rates of their own use optax.partition."
+        )
+    return value
+
+
+SPLIT = (
+    "pass arrays of floating-point numbers alone. Split a model first, graph, params, state = "
+    "flax.nnx.split(model, flax.nnx.Param, ...), or params, rest = equinox.partition(model, "
+    "equinox.is_inexact_array), and let the loss take the rest from its closure, or as a model "
+    "state, by stateful=True."
+)
+"""Advice for leaves that are no parameters."""
+
+
+def require_unwrapped(tx) -> None:
+    """Refuses an optimizer that `demo_optax.stack_workers` made."""
+    if hasattr(tx, "state_shardings"):
+        raise TypeError(
+            "tx was made by demo_optax.stack_workers(...), which must be the outermost "
+            "transformation: pass the optimizer that was wrapped."
+        )
+
+
+def shapes_of(what: str, tree) -> Any:
+    """Shapes and dtypes of arrays; TypeError with the path of a leaf that is no array."""
+
+    def shape_of(path, x):
+        try:
+            x = jax.typeof(x)
+        except TypeError:
+            name, kind = f"{what}{jax.tree_util.keystr(path)}", type(x).__name__
+            raise TypeError(f"{name} is of type {kind}, which is no array: {SPLIT}") from None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map_with_path(shape_of, tree)
+
+
+def floating_leaves(params) -> None:
+    """Refuses leaves other than arrays of real floating-point numbers."""
+    real_leaves("parameter", params)
+    shapes = jax.tree.leaves(shapes_of("parameter", params))
+    for (path, leaf), x in zip(jax.tree.leaves_with_path(params), shapes, strict=True):
+        if not hasattr(leaf, "shape") or not jnp.issubdtype(x.dtype, jnp.floating):
+            given = f"the dtype {x.dtype}" if hasattr(leaf, "shape") else "no shape"
+            raise TypeError(
+                f"parameter{jax.tree_util.keystr(path)} has {given}, but only arrays "
+                f"of real floating-point numbers are exchanged: {SPLIT}"
+            )
+
+
+def real_leaves(what: str, tree) -> None:
+    """Refuses complex numbers, whose imaginary parts would be lost in norms and sums."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if np.iscomplexobj(leaf):
+            raise TypeError(
+                f"{what}{jax.tree_util.keystr(path)} has the complex dtype "
+                f"{jnp.result_type(leaf)}, but demo_optax takes real numbers only: give the real "
+                "and the imaginary part as two parameters, and put them together inside the loss "
+                "with jax.lax.complex."
+            )
+
+
+def warn_of_several_devices(is_meant: bool) -> Callable[[str, Any], None]:
+    """A check that warns once of arrays on several devices, unless one worker on them is meant.
+
+    Concrete arrays show their devices, traced ones only the Explicit axes of their mesh.
+    """
+    is_done = is_meant
+
+    def check(what: str, tree) -> None:
+        nonlocal is_done
+        devices = 1 if is_done else max(map(_devices_of, jax.tree.leaves(tree)), default=1)
+        if devices == 1:
+            return
+        is_done = True
+        warnings.warn(
+            f"{what} lie on {devices} devices, but decoupled momentum has no axis_name: all "
+            "devices together are one worker, the compiler sums their gradients in full, and no "
+            "packet is exchanged. For several workers give axis_name, and use "
+            "demo_optax.make_train_step, or demo_optax.stack_workers with "
+            "demo_optax.worker_gradients. For one worker on several devices, axis_name=None is "
+            "right: say so with exchange=demo_optax.AllGather(None), and this warning ends.",
+            stacklevel=3,
+        )
+
+    return check
+
+
+def _devices_of(x) -> int:
+    if isinstance(x, Tracer):
+        mesh = jax.typeof(x).sharding.mesh
+        return math.prod(mesh.shape[name] for name in mesh.explicit_axes)
+    return len(x.sharding.device_set) if isinstance(x, jax.Array) else 1
+
+
+def require_local_gradient(updates, axis_name: AxisName) -> None:
+    """Refuses gradients that are the same on all workers, where types have VMA information."""
+    axes.size(axis_name)
+    if axis_name is None or not axes.types_are_tracked(axis_name):
+        return
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        if missing := [name for name in axes.names(axis_name) if name not in axes.varying(leaf)]:
+            raise ValueError(
+                f"the gradient{jax.tree_util.keystr(path)} is not local: its type "
+                f"{jax.typeof(leaf)} says that it is the same on all workers of axis "
+                f"{missing[0]!r}, so it was summed over them already. jax.grad does so by "
+                "itself inside jax.shard_map for parameters that are replicated. Take gradients "
+                f"with demo_optax.local_value_and_grad(loss_fn, {missing[0]!r}), or call "
+                f"jax.lax.pcast(params, {missing[0]!r}, to='varying') before jax.grad."
+            )
+
+
+def gradient_fits_state(updates, state, momentum_format, geometries, exchange_state_shapes) -> None:
+    """Requires a `demo_optax.DecoupledMomentumState` made for this gradient and these settings.
+
+    Args:
+      updates: the gradient.
+      state: the optimizer's state.
+      momentum_format: transform and blocks in which the optimizer stores momenta.
+      geometries: blocks of each leaf of the gradient.
+      exchange_state_shapes: shapes of the exchange's state.
+    """
+    given: Any = jax.tree.structure(unboxed(updates))
+    expected: Any = jax.tree.structure(state.momentum)
+    if given != expected:
+        raise ValueError(
+            f"the gradient's tree is not the one that the state was made for: {given} was given, "
+            f"the state has {expected}. Make the state anew from the parameters that are trained "
+            "now, or pass the gradient of those that it was made for."
+        )
+    if state.momentum_format != momentum_format:
+        raise ValueError(
+            f"the state's momentum is stored as {state.momentum_format}, but the optimizer was "
+            f"made for {momentum_format}: go back to the old settings, or make the state "
+            "anew."
+        )
+    leaves = zip(
+        jax.tree.leaves_with_path(updates),
+        jax.tree.leaves(state.momentum),
+        geometries,
+        state.shapes or [x.shape for x in geometries],
+        strict=True,
+    )
+    for (path, gradient), stored, geometry, made_for in leaves:
+        name, shape = jax.tree_util.keystr(path), geometry.stored_shape
+        if stored.shape == shape and made_for == geometry.shape:
+            continue
+        if stored.shape[1:] == shape:
+            raise ValueError(
+                f"the momentum of gradient{name} has shape {stored.shape}: {shape} after an "
+                f"axis of {stored.shape[0]} workers. One worker's own momentum is expected here. "
+                "Wrap the optimizer with demo_optax.stack_workers, which takes the worker axis "
+                "off inside the step, or use demo_optax.make_train_step."
+            )
+        raise ValueError(
+            f"the state does not match: gradient{name} of shape {gradient.shape} is compressed in "
+            f"blocks of {geometry.sides} and needs a momentum of shape {shape}, but the state "
+            f"has {stored.shape}, of a parameter of shape {made_for}. The parameters or the "
+            "settings changed since the state was made: go back to the old ones, or make the state "
+            "anew."
+        )
+    has, needs = (
+        jax.tree.map(lambda x: x.shape, tree) for tree in (state.exchange, exchange_state_shapes)
+    )
+    if jax.tree.flatten(has) != jax.tree.flatten(needs):
+        raise ValueError(
+            f"the state's exchange holds {has}, but this exchange needs {needs}: the exchange, the "
+            "compression or the number of workers changed since the state was made. Go back to the "
+            "old ones, make the state anew, or restore the run with demo_optax.checkpoint, which "
+            "puts pending messages back into the momentum."
+        )

@@ -1,0 +1,157 @@
+"""The largest coefficient of each of ``k`` bins.
+
+Bin ``b`` holds the elements b, b+k, b+2k, … of a block. A maximum and a comparison find its
+largest, while an exact top-k needs a sort. A place in a bin has fewer bits than a position in a
+block. TPU-KNN's approximate top-k begins in this way (Chern et al., arXiv 2206.14286).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from demo_optax._src.arrays import BoolScalar
+from demo_optax._src.compression import sparse
+from demo_optax._src.compression.bits import pack_bits, unpack_bits, words_of
+from demo_optax._src.compression.top_k import STRIDED_GROUP_SIZE, largest_by_strided_groups
+
+Places = Int32[Array, "blocks k"]
+AllPlaces = Int32[Array, "workers blocks k"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bins:
+    """Sends the largest coefficient of each of the ``k`` bins of a block of ``n``.
+
+    Its positions are places in the bins, from 0 to ``ceil(n / k) - 1``.
+    """
+
+    n: int
+    k: int
+    sends_positions = True
+    workers_at_once = 16  # whose values are added in one unrolled loop
+
+    @property
+    def place_bits(self) -> int:
+        """Bits of a place.
+
+        Example:
+          >>> Bins(4096, 64).place_bits
+          6
+        """
+        return (self._depth - 1).bit_length()
+
+    def position_words(self, num_blocks: int) -> int:
+        """Words that the places of ``num_blocks`` blocks take."""
+        return words_of(num_blocks * self.k, self.place_bits)
+
+    def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
+        """The places of the largest magnitudes; any one of equal magnitudes."""
+        magnitudes = jnp.abs(coefficients.astype(jnp.float32))
+        if self.n % (STRIDED_GROUP_SIZE * self.k):  # a group would belong to several bins
+            return self._largest(magnitudes)
+
+        # The stride of the groups is a multiple of k, so a position is k * place + bin.
+        def by_strided_groups(magnitudes: Float32[Array, "blocks n"]) -> Places:
+            def largest(x: Float32[Array, "_blocks _n"]) -> Int32[Array, "_blocks _k"]:
+                inner = Bins(x.shape[1], self.k)
+                return inner.in_block(inner._largest(x))
+
+            return largest_by_strided_groups(magnitudes, largest) // self.k
+
+        return jax.lax.platform_dependent(magnitudes, cpu=by_strided_groups, default=self._largest)
+
+    def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
+        """One element of each bin."""
+
+        def by_comparison(blocks: Array, places: Places) -> Array:
+            binned = self._binned(blocks, 0)
+            return jnp.sum(jnp.where(self._here(places), binned, 0), axis=0).T
+
+        def by_gather(blocks: Array, places: Places) -> Array:
+            return sparse.take(blocks, self.in_block(places))
+
+        return jax.lax.platform_dependent(blocks, places, tpu=by_comparison, default=by_gather)
+
+    def add(
+        self, blocks: Float[Array, "blocks n"], places: Places, values: Float[Array, "blocks k"]
+    ) -> Float[Array, "blocks n"]:
+        """Adds a value to one element of each bin."""
+        return self.add_all(blocks, places[None], values[None])
+
+    def add_all(
+        self,
+        blocks: Float[Array, "blocks n"],
+        places: AllPlaces,
+        values: Float[Array, "workers blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds the values of several workers, one worker after the other."""
+
+        def by_scatter(blocks: Array, places: AllPlaces, values: Array) -> Array:
+            return sparse.scatter_all(blocks, self.in_block(places), values)
+
+        values = values.astype(blocks.dtype)
+        return jax.lax.platform_dependent(
+            blocks, places, values, cpu=by_scatter, default=self._add_by_comparison
+        )
+
+    def sender_weight_sums(
+        self, places: AllPlaces, weights: Float32[Array, "workers 1 1"]
+    ) -> Float32[Array, "workers blocks k"]:
+        """For each of these coefficients, the sum of the weights of the workers that sent it."""
+        equal = places[:, None] == places[None]
+        return jnp.sum(jnp.where(equal, weights[:, None], 0.0), axis=0)
+
+    def encode(self, places: Places) -> Array:
+        """Packs places into words."""
+        return pack_bits(places.astype(jnp.uint32), self.place_bits)
+
+    def decode(self, words: Array, num_blocks: int) -> tuple[Places, BoolScalar]:
+        """Unpacks untrusted words: places, and whether all lie in the block."""
+        places = unpack_bits(words, self.place_bits, num_blocks * self.k)
+        places = places.reshape(num_blocks, self.k).astype(jnp.int32)
+        return places, jnp.all(self.in_block(places) < self.n)
+
+    def placeholder(self) -> Int32[Array, "k"]:
+        """Valid places, used for a rejected packet."""
+        return jnp.zeros(self.k, jnp.int32)
+
+    def in_block(
+        self, places: Int32[Array, "*workers blocks k"]
+    ) -> Int32[Array, "*workers blocks k"]:
+        """Positions in the block."""
+        first = jnp.arange(self.k, dtype=jnp.int32)
+        return places * self.k + first.reshape((1,) * (places.ndim - 1) + (self.k,))
+
+    @property
+    def _depth(self) -> int:
+        """Places in a bin; if ``k`` does not divide ``n``, the last bins have one less."""
+        return -(-self.n // self.k)
+
+    def _largest(self, magnitudes: Float32[Array, "blocks n"]) -> Places:
+        return jnp.argmax(self._binned(magnitudes, -1.0), axis=0).T.astype(jnp.int32)
+
+    def _add_by_comparison(
+        self,
+        blocks: Float[Array, "blocks n"],
+        places: AllPlaces,
+        values: Float[Array, "workers blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        total = self._binned(blocks, 0)
+        for place, value in zip(places, values, strict=True):
+            total += jnp.where(self._here(place), value.T[None], 0)
+        # Without a barrier XLA adds in two dimensions, and keeps every comparison in memory.
+        total = jax.lax.optimization_barrier(total)
+        return total.reshape(-1, len(blocks))[: self.n].T
+
+    def _binned(
+        self, blocks: Shaped[Array, "blocks n"], filling: float
+    ) -> Shaped[Array, "places k blocks"]:
+        """The blocks along the last dimension: TPUs are fastest if it is the longest."""
+        missing = self._depth * self.k - self.n
+        padded = jnp.pad(blocks.T, ((0, missing), (0, 0)), constant_values=filling)
+        return padded.reshape(self._depth, self.k, len(blocks))
+
+    def _here(self, places: Places) -> Bool[Array, "places k blocks"]:
+        return places.T[None] == jnp.arange(self._depth, dtype=jnp.int32)[:, None, None]

@@ -1,0 +1,154 @@
+"""Positions that every worker knows from the step alone, so that none are sent (FlexDeMo).
+
+All workers send the same coefficients: the mean over the senders is the mean over all workers (From
+et al., arXiv 2502.06728). A set has different positions in each block, and needs gathers and
+scatters. A contiguous slice is the same in all blocks, and needs only slices.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Shaped
+
+from demo_optax._src.arrays import IntScalar
+from demo_optax._src.compression import sparse
+from demo_optax._src.compression.transforms import POSITIONS_STREAM, key_of
+
+_slice = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
+_put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSet:
+    """Sends ``k`` of ``n`` coefficients at positions that follow from the step.
+
+    Attributes:
+      n: coefficients of a block.
+      k: how many of them are sent.
+      rule: ``"random"`` draws ``k`` positions, shifted by a different random offset in each block;
+        ``"striding"`` takes every ``n / k``-th and moves on by one each step.
+      seed: random seed for the positions.
+      stream: number of the section, so that each draws different positions.
+    """
+
+    n: int
+    k: int
+    rule: str
+    seed: int
+    stream: int
+    sends_positions = False
+    take = staticmethod(sparse.take)
+    add = staticmethod(sparse.add)
+
+    @jax.threefry_partitionable(True)
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} k"]:
+        """The positions of a step, unique in each block."""
+        if self.rule == "striding":
+            places = jnp.asarray(np.arange(self.k) * self.n // self.k, jnp.int32)
+            return jnp.broadcast_to((places + step % self.n) % self.n, (num_blocks, self.k))
+        draw, shift = jax.random.split(_key(self, step))
+        chosen = jax.random.permutation(draw, self.n)[: self.k]
+        offsets = jax.random.randint(shift, (num_blocks, 1), 0, self.n, jnp.int32)
+        return (chosen[None] + offsets).astype(jnp.int32) % self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSlice:
+    """Sends a contiguous slice of ``k`` of ``n`` coefficients, the same in all blocks.
+
+    Its positions are the slice's start, once for each block.
+
+    Attributes:
+      n: coefficients of a block.
+      k: how many of them are sent.
+      rule: ``"random-slicing"`` starts anywhere; ``"slicing"`` moves on by ``k`` each step, so that
+        it visits every coefficient within ``ceil(n / k)`` steps.
+      seed: random seed for the start.
+      stream: number of the section, so that each draws a different start.
+    """
+
+    n: int
+    k: int
+    rule: str
+    seed: int
+    stream: int
+    sends_positions = False
+
+    @jax.threefry_partitionable(True)
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 1"]:
+        """The start of a step's slice, which wraps around at the block's end."""
+        if self.rule == "slicing":  # step * k modulo n, without overflow
+            start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
+        else:
+            start = jax.random.randint(_key(self, step), (), 0, self.n, jnp.int32)
+        return jnp.broadcast_to(start.astype(jnp.int32), (num_blocks, 1))
+
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], starts: Int32[Array, "blocks 1"]
+    ) -> Shaped[Array, "blocks k"]:
+        """The elements of the slice in each block."""
+        last, beyond = self._ends(starts)
+        both = jnp.concatenate([_slice(blocks, last, self.k), blocks[:, : self.k]], axis=1)
+        return _slice(both, beyond, self.k)
+
+    def add(
+        self,
+        blocks: Float[Array, "blocks n"],
+        starts: Int32[Array, "blocks 1"],
+        values: Float[Array, "blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds values to the slice in each block."""
+        values = values.astype(blocks.dtype)
+        last, beyond = self._ends(starts)
+        both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=1)
+        at_last, at_front = jnp.split(_put(both, values, beyond), 2, axis=1)
+        blocks = _put(blocks, _slice(blocks, last, self.k) + at_last, last)
+        return _put(blocks, blocks[:, : self.k] + at_front, 0)
+
+    def _ends(self, starts: Int32[Array, "blocks 1"]) -> tuple[IntScalar, IntScalar]:
+        """The start, moved back so that ``k`` elements fit, and how many elements wrap around."""
+        start = starts[0, 0]
+        last = jnp.minimum(start, self.n - self.k)
+        return last, start - last
+
+
+@dataclasses.dataclass(frozen=True)
+class AllCoefficients:
+    """Sends all ``n`` coefficients of a block."""
+
+    n: int
+    sends_positions = False
+
+    @property
+    def k(self) -> int:
+        return self.n
+
+    def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 0"]:
+        """None are needed."""
+        del step
+        return jnp.zeros((num_blocks, 0), jnp.int32)
+
+    def take(
+        self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]
+    ) -> Shaped[Array, "blocks n"]:
+        """All elements."""
+        del positions
+        return blocks
+
+    def add(
+        self,
+        blocks: Float[Array, "blocks n"],
+        positions: Int32[Array, "blocks 0"],
+        values: Float[Array, "blocks n"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds a value to every element."""
+        del positions
+        return blocks + values.astype(blocks.dtype)
+
+
+def _key(selector: SharedSet | SharedSlice, step: IntScalar) -> jax.Array:
+    return jax.random.fold_in(key_of(selector.seed, step, POSITIONS_STREAM), selector.stream)

@@ -1,0 +1,151 @@
+"""Selectors: which coefficients of each block are sent. Each kind has its own file.
+
+To add one, write a frozen dataclass with the methods of `SharedSelector` or `ChoosingSelector`,
+or derive it from `TopK` with another choice. Enter it in `Selection` and in `SELECTORS`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, get_args
+
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
+
+from demo_optax._src.arrays import BoolScalar, Coefficients, IntScalar, Positions
+from demo_optax._src.compression.bins import Bins
+from demo_optax._src.compression.known_positions import AllCoefficients, SharedSet, SharedSlice
+from demo_optax._src.compression.packet import Message, Section
+from demo_optax._src.compression.top_k import TopK
+
+At = Int32[Array, "blocks places"]
+AtOfAll = Int32[Array, "workers blocks places"]
+
+
+class Selector(Protocol):
+    """Which ``k`` of the ``n`` coefficients of a block are sent.
+
+    Only the selector knows what its positions mean: an int32 array with a row for each block. It
+    may assume ``k < n``. Selectors are hashable, and their ``repr`` enters the checksum.
+    """
+
+    n: int
+    k: int
+    sends_positions: bool
+    """Whether positions are part of the packet; if not, all workers know them from the step."""
+
+    def take(self, blocks: Shaped[Array, "blocks n"], positions: At) -> Shaped[Array, "blocks k"]:
+        """The elements at these positions."""
+        ...
+
+    def add(
+        self, blocks: Float[Array, "blocks n"], positions: At, values: Float[Array, "blocks k"]
+    ) -> Float[Array, "blocks n"]:
+        """Adds values at these positions, which are unique in each block."""
+        ...
+
+
+class SharedSelector(Selector, Protocol):
+    """A selector whose positions every worker knows."""
+
+    def positions(self, num_blocks: int, step: IntScalar) -> At:
+        """The positions of a step, the same on all workers."""
+        ...
+
+
+class ChoosingSelector(Selector, Protocol):
+    """A selector whose positions each worker chooses and sends."""
+
+    workers_at_once: int
+    """Workers whose messages are decoded and averaged together."""
+
+    def select(self, coefficients: Float[Array, "blocks n"]) -> At:
+        """Chooses positions by the coefficients."""
+        ...
+
+    def add_all(
+        self,
+        blocks: Float[Array, "blocks n"],
+        positions: AtOfAll,
+        values: Float[Array, "workers blocks k"],
+    ) -> Float[Array, "blocks n"]:
+        """Adds the values of several workers, one worker after the other."""
+        ...
+
+    def sender_weight_sums(
+        self, positions: AtOfAll, weights: Float32[Array, "workers 1 1"]
+    ) -> Float32[Array, "workers blocks k"]:
+        """For each of these coefficients, the sum of the weights of the workers that sent it.
+
+        A rejected worker has the weight 0.
+        """
+        ...
+
+    def position_words(self, num_blocks: int) -> int:
+        """Words for the positions of ``num_blocks`` blocks in a packet."""
+        ...
+
+    def encode(self, positions: At) -> UInt32[Array, "words"]:
+        """Packs positions into ``position_words(num_blocks)`` words."""
+        ...
+
+    def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
+        """Unpacks untrusted words: positions, and whether they are valid arguments of `add`."""
+        ...
+
+    def placeholder(self) -> Int32[Array, "places"]:
+        """Valid positions of any block, used in place of a rejected packet's."""
+        ...
+
+
+Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "slicing"]
+SELECTIONS = get_args(Selection)
+
+AnySelector = Any
+"""A `SharedSelector` or a `ChoosingSelector`."""
+
+SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
+    "topk": lambda n, k, seed, stream: TopK(n, k),
+    "bins": lambda n, k, seed, stream: Bins(n, k),
+    "random": lambda n, k, seed, stream: SharedSet(n, k, "random", seed, stream),
+    "striding": lambda n, k, seed, stream: SharedSet(n, k, "striding", seed, stream),
+    "random-slicing": lambda n, k, seed, stream: SharedSlice(n, k, "random-slicing", seed, stream),
+    "slicing": lambda n, k, seed, stream: SharedSlice(n, k, "slicing", seed, stream),
+}
+
+
+def make_selector(selection: Selection, n: int, k: int, seed: int, stream: int) -> AnySelector:
+    """The selector of ``k`` of the ``n`` coefficients of a block, or of all if ``k >= n``.
+
+    Args:
+      selection: a key of `SELECTORS`.
+      n: coefficients of a block.
+      k: how many of them are sent.
+      seed: random seed for drawn positions.
+      stream: number of the section; each section draws different positions.
+    """
+    return AllCoefficients(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
+
+
+def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
+    """For each section the positions that all workers know; None where each sends its own."""
+    return [
+        None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
+        for s in sections
+    ]
+
+
+def select(
+    selectors: Sequence[AnySelector],
+    blocks: Sequence[Coefficients],
+    shared: Sequence[Positions | None],
+) -> Message:
+    """Selects the coefficients to send, of several arrays of blocks.
+
+    Args:
+      selectors: one for each array of blocks.
+      blocks: one array for each selector.
+      shared: the positions that all workers know; None where the selector chooses.
+    """
+    positions, values = [], []
+    for selector, x, at in zip(selectors, blocks, shared, strict=True):
+        positions.append(selector.select(x) if at is None else at)
+        values.append(selector.take(x, positions[-1]))
+    return Message(tuple(positions), tuple(values))

@@ -1,0 +1,112 @@
+"""Reads, adds and counts values at positions of each block.
+
+A scatter is the natural way to add. TPUs sort its indices and then loop, so there comparisons and
+matrix products are used instead. The order of additions is fixed on every device, so that all
+workers get the same bits.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
+
+from demo_optax._src import axes
+from demo_optax._src.compression.transforms import product
+
+Dense = Float[Array, "blocks n"]
+BlockPositions = Int[Array, "blocks k"]
+WorkerPositions = Int[Array, "workers blocks k"]
+WorkerValues = Float[Array, "workers blocks k"]
+
+_LANES = 128  # width of a TPU's vectors: narrower arrays are padded to it in memory
+_MOST_COMPARISONS = 16  # per element; beyond, a product costs less
+
+
+def take(blocks: Shaped[Array, "blocks n"], positions: BlockPositions) -> Shaped[Array, "blocks k"]:
+    """The elements at these positions of each block."""
+    return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
+
+
+def add(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
+    """Adds values to blocks, at positions unique in each."""
+    compare = positions.shape[1] <= _MOST_COMPARISONS
+    return jax.lax.platform_dependent(
+        blocks,
+        positions,
+        values.astype(blocks.dtype),
+        tpu=_add_by_comparison if compare else _add_by_product,
+        default=scatter,
+    )
+
+
+def add_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
+    """Adds the values of several workers, one worker after the other."""
+
+    def by_product(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
+        return _add_by_product(blocks, _blocks_last(positions).T, _blocks_last(values).T)
+
+    return jax.lax.platform_dependent(
+        blocks, positions, values, tpu=by_product, default=scatter_all
+    )
+
+
+def sender_weight_sums(
+    positions: Int32[Array, "workers blocks k"], weights: Float32[Array, "workers 1 1"]
+) -> Float32[Array, "workers blocks k"]:
+    """For each of these coefficients, the sum of the weights of the workers that sent it.
+
+    It compares all positions of a block with each other.
+    """
+    workers, blocks, k = positions.shape
+    all_positions, all_weights = _blocks_last(positions), jnp.repeat(weights[:, 0], k, axis=0)
+    equal = all_positions[:, None] == all_positions[None]
+    sums = jnp.sum(jnp.where(equal, all_weights[:, None], 0.0), axis=0)
+    return sums.reshape(workers, k, blocks).transpose(0, 2, 1)
+
+
+def scatter(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
+    """Adds by a scatter without collisions."""
+    rows = jnp.arange(len(blocks))[:, None]
+    return blocks.at[rows, positions].add(values, unique_indices=True, mode="promise_in_bounds")
+
+
+def scatter_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
+    """Adds by one scatter after the other."""
+
+    def add(
+        blocks: Dense, worker: tuple[BlockPositions, Float[Array, "blocks k"]]
+    ) -> tuple[Dense, None]:
+        return scatter(blocks, *worker), None
+
+    blocks = axes.varying_like(axes.varying_like(blocks, positions), values)
+    return jax.lax.scan(add, blocks, (positions, values))[0]
+
+
+def _add_by_comparison(
+    blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]
+) -> Dense:
+    # Blocks along the last dimension are how a TPU holds the coefficients that come from products.
+    place = jnp.arange(blocks.shape[1])[:, None]
+    total = blocks.T
+    for position, value in zip(positions.T, values.T, strict=True):
+        total += jnp.where(position[None] == place, value[None], 0)
+    return total.T
+
+
+def _add_by_product(
+    blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]
+) -> Dense:
+    """Adds values as sums of outer products of one-hot rows and one-hot columns."""
+    n = blocks.shape[1]
+    shift = min((n - 1).bit_length(), _LANES.bit_length() - 1)
+    columns, rows = 1 << shift, -(-n >> shift)
+
+    def one_hot(places: BlockPositions, size: int) -> Float[Array, "blocks {size} k"]:
+        return (places[:, None] == jnp.arange(size)[None, :, None]).astype(blocks.dtype)
+
+    row, column = one_hot(positions >> shift, rows), one_hot(positions & (columns - 1), columns)
+    dense = product("brj,bcj->brc", values[:, None] * row, column, exact=True)
+    return blocks + dense.reshape(len(blocks), rows * columns)[:, :n]
+
+
+def _blocks_last(x: Shaped[Array, "workers blocks k"]) -> Shaped[Array, "workers*k blocks"]:
+    return x.transpose(0, 2, 1).reshape(-1, x.shape[1])

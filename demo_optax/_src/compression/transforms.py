@@ -1,0 +1,180 @@
+"""Blockwise orthonormal transforms: a matrix product over the columns, one over the rows.
+
+All blocks of one shape are transformed together, whatever tensors they come from. A block's
+columns are its last side, its rows all others. The coefficients come out with rows and columns
+swapped, which saves a transpose in each direction.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from demo_optax._src.arrays import IntScalar
+
+Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
+
+BASIS_STREAM, POSITIONS_STREAM, ROUNDING_STREAM = range(3)
+"""Streams of random numbers: the redrawn basis, shared positions, rounding of stored momenta."""
+
+
+def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
+    """The random key of a step and a purpose (such a stream), the same on all workers.
+
+    JAX's settings decide what ``jax.random.key(seed)`` is, and they may differ between workers and
+    when a run resumes. This key depends on none. What is drawn from it must not either: draw under
+    ``jax.threefry_partitionable(True)``, and name the dtype.
+    """
+    words = jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, step), purpose)
+
+
+class Basis(NamedTuple):
+    """An orthonormal basis of every block.
+
+    Attributes:
+      matrix: function from a side to its matrix, with one basis vector per row.
+      randomized: whether a block's elements are first multiplied by fixed random signs.
+    """
+
+    matrix: Callable[[int], Matrix]
+    randomized: bool = False
+
+
+def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
+    """Orthonormal DCT-II matrix, one basis vector per row (``scipy.fft.dct``, "ortho")."""
+    frequency, position = np.arange(n)[:, None], np.arange(n)[None, :]
+    basis = np.sqrt(2 / n) * np.cos(np.pi * frequency * (2 * position + 1) / (2 * n))
+    basis[0] /= np.sqrt(2)
+    return basis
+
+
+@jax.threefry_partitionable(True)
+def random_basis(key: PRNGKeyArray, n: int) -> Float32[Array, "{n} {n}"]:
+    """An orthogonal matrix, the same on all workers."""
+    return jax.random.orthogonal(jax.random.fold_in(key, n), n, dtype=jnp.float32)
+
+
+TransformName = Literal["dct", "randomized-dct", "random", "identity"]
+
+TRANSFORMS: dict[str, Callable[[PRNGKeyArray], Basis | None]] = {
+    "dct": lambda key: Basis(dct_basis),
+    "randomized-dct": lambda key: Basis(dct_basis, randomized=True),
+    "random": lambda key: Basis(functools.partial(random_basis, key)),
+    "identity": lambda key: None,
+}
+"""The basis of each transform, from a key of the step that only ``"random"`` depends on."""
+
+
+def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
+    """Fixed random signs of a block's elements.
+
+    With them any set of coefficients, even neighbouring ones, has a component in every direction of
+    a block, as in the subsampled randomized transforms of Ailon and Chazelle (STOC 2006).
+    """
+    # The stream of RandomState is the same in all versions of NumPy.
+    return np.asarray(2 * np.random.RandomState(0).randint(2, size=tuple(sides)) - 1, np.float32)
+
+
+def is_redrawn(name: TransformName) -> bool:
+    """Whether the basis changes from step to step, so that momenta must change their basis."""
+    return name == "random"
+
+
+def forward(
+    blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
+) -> Float[Array, "blocks columns rows"]:
+    """Coefficients of blocks."""
+    x = _with_signs(blocks, sides, basis).reshape(len(blocks), -1, sides[-1])
+    if basis is None:
+        return x.swapaxes(1, 2)
+    columns, rows = _matrices(sides, basis.matrix)
+    return _matmul_middle_and_swap(_matmul_last(x, columns), rows)
+
+
+def inverse(
+    coefficients: Float[Array, "blocks n"], sides: Sequence[int], basis: Basis | None
+) -> Float[Array, "blocks *sides"]:
+    """Blocks of coefficients: the transpose of `forward`."""
+    x = coefficients.reshape(len(coefficients), sides[-1], -1)
+    if basis is None:
+        return x.swapaxes(1, 2).reshape(-1, *sides)
+    columns, rows = _matrices(sides, basis.matrix)
+    blocks = _matmul_middle_and_swap(_matmul_last(x, rows.T), columns.T)
+    return _with_signs(blocks.reshape(-1, *sides), sides, basis)
+
+
+def change_basis(
+    coefficients: Float[Array, "blocks n"],
+    sides: Sequence[int],
+    old: Basis | None,
+    new: Basis | None,
+) -> Float[Array, "blocks n"]:
+    """Coefficients of the same blocks in another basis, at one transform's cost."""
+    assert old is not None and new is not None
+
+    def between(n: int) -> Matrix:
+        matrices = new.matrix(n), old.matrix(n).T
+        return jnp.matmul(*matrices, precision=jax.lax.Precision.HIGHEST)
+
+    x = coefficients.reshape(len(coefficients), sides[-1], -1)
+    columns, rows = _matrices(sides, between)
+    swapped = _matmul_middle_and_swap(_matmul_last(x, rows, exact=True), columns, exact=True)
+    return swapped.swapaxes(1, 2).reshape(coefficients.shape)
+
+
+def _matmul_last(
+    x: Float[Array, "blocks i j"], matrix: Matrix, exact: bool = False
+) -> Float[Array, "blocks i j"]:
+    """Multiplies the last dimension by a matrix."""
+    if x.shape[2] == 1:
+        return x
+    return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype), exact=exact)
+
+
+def _matmul_middle_and_swap(
+    x: Float[Array, "blocks i j"], matrix: Matrix, exact: bool = False
+) -> Float[Array, "blocks j i"]:
+    """Multiplies the middle dimension by a matrix, and swaps the last two dimensions."""
+    if x.shape[1] == 1:
+        return x.swapaxes(1, 2)
+    return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype), exact=exact)
+
+
+def product(
+    subscripts: str, x: Float[Array, "..."], y: Float[Array, "..."], *, exact: bool = False
+) -> Float[Array, "..."]:
+    """``jnp.einsum`` in float32; unless ``exact``, in three products of bfloat16 on TPUs.
+
+    Three have errors of about ``2**-16``, at half the cost of float32's six. That is enough for
+    gradients and updates, whose errors do not accumulate; stored momenta take exact ones.
+    """
+    einsum = functools.partial(jnp.einsum, subscripts)
+    highest = functools.partial(einsum, precision=jax.lax.Precision.HIGHEST)
+    if exact:
+        return highest(x, y)
+    high = functools.partial(einsum, precision=jax.lax.Precision.HIGH)
+    return jax.lax.platform_dependent(x, y, tpu=high, default=highest)
+
+
+def _matrices(sides: Sequence[int], matrix: Callable[[int], Matrix]) -> tuple[Matrix, Matrix]:
+    """The matrices by which columns and rows are multiplied."""
+    rows = functools.reduce(_kronecker, map(matrix, sides[:-1]), np.ones((1, 1)))
+    return matrix(sides[-1]), rows
+
+
+def _with_signs(
+    blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
+) -> Float[Array, "blocks *sides"]:
+    if basis is None or not basis.randomized:
+        return blocks
+    return blocks * jnp.asarray(signs(sides), blocks.dtype)[None]
+
+
+def _kronecker(a: Matrix, b: Matrix) -> Matrix:
+    return (jnp if isinstance(b, jax.Array) else np).kron(a, b)

@@ -1,0 +1,129 @@
+"""The exchange by one all-gather: every worker averages all packets."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from demo_optax._src import axes, checks
+from demo_optax._src.arrays import IntScalar
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression import Plan
+from demo_optax._src.compression.packet import Origin, PacketLayout, Packets
+from demo_optax._src.exchange import collectives
+from demo_optax._src.exchange.averaging import average_all
+from demo_optax._src.exchange.protocol import (
+    Aggregate,
+    Exchange,
+    Mean,
+    Outbox,
+    Subtraction,
+    Traffic,
+)
+from demo_optax._src.metrics import ExchangeMetrics
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """Every worker receives all packets and averages them. Traffic grows with their number.
+
+    Attributes:
+      axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
+        tuple of names for workers along several axes; None for a single worker.
+      norm_limit: largest norm of a worker's message, as a multiple of the median norm of all
+        messages. The excess stays in the worker's momentum. The limit bounds what one broken or
+        malicious worker can do. With sharded parameters it holds for each shard. None sets no
+        limit.
+
+    Example:
+      >>> import demo_optax
+      >>> tx = demo_optax.demo(1e-3, exchange=AllGather("data", norm_limit=10.0))
+    """
+
+    axis_name: AxisName = None
+    norm_limit: float | None = None
+
+    def __post_init__(self):
+        axes.names(self.axis_name)
+        if self.norm_limit is not None:
+            checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
+            object.__setattr__(self, "norm_limit", float(self.norm_limit))
+
+    def packets_per_worker(self) -> int:
+        """One packet holds the whole message."""
+        return 1
+
+    def layout(self, plan: Plan) -> PacketLayout:
+        """The layout of a worker's packet."""
+        return PacketLayout(plan.sections)
+
+    def init(self, plan: Plan) -> tuple[()]:
+        """No state."""
+        del plan
+        return ()
+
+    def exchange(
+        self,
+        plan: Plan,
+        outbox: Outbox,
+        state: tuple[()],
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
+    ) -> Aggregate:
+        """Gathers all packets and averages them (see `Exchange.exchange`)."""
+        packets = collectives.gather(outbox.packets[0], self.axis_name)
+        worker = axes.index(self.axis_name)
+        average = self.average(plan, packets, outbox, worker, previous_metrics, mean)
+        return average._replace(state=state)
+
+    def average(
+        self,
+        plan: Plan,
+        packets: Packets,
+        outbox: Outbox,
+        worker: IntScalar,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
+    ) -> Aggregate:
+        """Averages packets, a row for each worker, whatever carried them.
+
+        Rows of zeros are rejected. The other arguments are those of `Exchange.exchange`, and this
+        worker's row.
+        """
+        layout, ids = self.layout(plan), jnp.arange(len(packets), dtype=jnp.int32)
+        average = average_all(
+            plan,
+            layout,
+            packets,
+            Origin(outbox.step, ids),
+            self.norm_limit,
+            previous_metrics,
+            mean,
+        )
+        factor = outbox.factor * average.clip_factors[worker]
+        return Aggregate(
+            mean=average.mean,
+            subtractions=[Subtraction.uniform(plan, outbox.message, factor)],
+            state=(),
+            metrics=average.metrics,
+        )
+
+    def traffic(self, plan: Plan, workers: int) -> Traffic:
+        """A packet to each of the others, and one from each of them."""
+        packet, others = 4 * self.layout(plan).words, workers - 1
+        return Traffic(packet, packet * others, others)
+
+
+def resolve_exchange(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
+    """The exchange of an optimizer that was given an axis name, an exchange or neither."""
+    if exchange is None:
+        return AllGather(axis_name)
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            f"exchange must be an exchange such as demo_optax.AllGather('data'), not {exchange!r}."
+        )
+    if axis_name is not None and axis_name != exchange.axis_name:
+        raise ValueError(
+            f"axis_name={axis_name!r} and exchange={exchange} name different axes: leave out "
+            "axis_name, which is short for exchange=AllGather(axis_name)."
+        )
+    return exchange

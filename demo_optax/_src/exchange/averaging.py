@@ -1,0 +1,284 @@
+r"""How several workers' packets become their mean. No packet is trusted.
+
+The mean of coefficient :math:`j` is taken over the workers :math:`S_j` that sent it, or over all
+workers whose packets are accepted:
+
+.. math::
+    \bar q_j = \sum_{i \in S_j} w_i\, a_i\, \hat q_{ij} \Big/ \sum_{i \in S_j} w_i
+
+:math:`w_i` is the weight in the header of worker :math:`i`, 1 unless its update was given a
+``message_weight``. :math:`a_i \le 1` is the accepted fraction of its decoded message
+:math:`\hat q_i`: below 1 if the message's norm exceeds the cap.
+
+Every worker averages the same packets in the same order with the same program, so that the mean is
+equal to the last bit on all of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32
+
+from demo_optax._src import axes
+from demo_optax._src.arrays import FloatScalar, Positions, clamp_to_float32
+from demo_optax._src.compression import Plan
+from demo_optax._src.compression.packet import (
+    Header,
+    Message,
+    Origin,
+    PacketLayout,
+    Packets,
+    Section,
+    decode,
+    parse_headers,
+)
+from demo_optax._src.compression.selection import AllCoefficients
+from demo_optax._src.exchange.protocol import Mean, SparseSum
+from demo_optax._src.metrics import ExchangeMetrics, summarise
+
+Shared = Sequence[Positions | None]
+"""For each section the positions that all workers know; None where each worker sends its own."""
+
+
+class Decoded(NamedTuple):
+    """Decoded packets; each array has an axis of packets in front.
+
+    Attributes:
+      message: valid positions, and values; the values of a rejected packet are zeros.
+      accepted: whether each packet is intact, well formed and finite.
+      norms: norm of each message.
+    """
+
+    message: Message
+    accepted: Bool[Array, "packets"]
+    norms: Float32[Array, "packets"]
+
+
+def decode_accepted(
+    layout: PacketLayout, packets: Packets, intact: Bool[Array, "packets"]
+) -> Decoded:
+    """Decodes packets, and rejects those that are not intact, well formed and finite.
+
+    The energy is checked per block: one bad block would not show in the norm of all blocks.
+    """
+    message, valid = decode(layout, packets)
+    accepted, total = intact & valid, jnp.zeros(len(intact), jnp.float32)
+    for values in message.values:
+        energies = jnp.sum(jnp.square(values), axis=2)
+        accepted &= jnp.isfinite(energies).all(axis=1)
+        total += jnp.sum(energies, axis=1)
+    keep = accepted[:, None, None]
+    positions = [
+        at if at is None else jnp.where(keep, at, section.selector.placeholder()[None, None])
+        for section, at in zip(layout.sections, message.positions, strict=True)
+    ]
+    values = [jnp.where(keep, v, 0.0) for v in message.values]
+    return Decoded(
+        Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(clamp_to_float32(total))
+    )
+
+
+class Average(NamedTuple):
+    """The mean of all workers' packets, the same on all workers.
+
+    Attributes:
+      mean: the mean of each section.
+      clip_factors: factor by which each worker's message was scaled down, at most 1; 0 if it was
+        rejected.
+      metrics: metrics of the step.
+    """
+
+    mean: list[SparseSum]
+    clip_factors: Float32[Array, "workers"]
+    metrics: ExchangeMetrics
+
+
+def average_all(
+    plan: Plan,
+    layout: PacketLayout,
+    packets: Packets,
+    origin: Origin,
+    norm_limit: float | None,
+    previous_metrics: ExchangeMetrics,
+    mean: Mean,
+) -> Average:
+    """Averages whole messages, one packet per worker.
+
+    Args:
+      plan: the plan of the tensors.
+      layout: the layout of each packet.
+      packets: one packet per worker.
+      origin: the origin of the packets.
+      norm_limit: as in `demo_optax.AllGather`: the cap as a multiple of the median norm.
+      previous_metrics: metrics of the previous exchange.
+      mean: as in `average`.
+    """
+    headers, _, intact = parse_headers(layout, packets, origin)
+    cap = norm_cap(headers, intact, norm_limit)
+    shared = plan.shared_positions(origin.step)
+    weights = capped_weights(headers, intact, norm_limit)
+    means, clip_factors = average(layout, packets, intact, shared, cap, weights, mean)
+    accepted = clip_factors > 0
+    checksums = jnp.where(accepted, packets[:, 0], 0)
+    return Average(means, clip_factors, summarise(headers, accepted, checksums, previous_metrics))
+
+
+def average(
+    layout: PacketLayout,
+    packets: Packets,
+    intact: Bool[Array, "workers"],
+    shared: Shared,
+    cap: FloatScalar,
+    weights: Float32[Array, "workers"],
+    mean: Mean,
+) -> tuple[list[SparseSum], Float32[Array, "workers"]]:
+    """Averages packets.
+
+    Args:
+      layout: the layout of each packet.
+      packets: one packet per worker.
+      intact: which packets are intact.
+      shared: positions that every worker knows.
+      cap: norm to which a larger message is scaled down.
+      weights: weights of the workers in the mean; a packet with the weight 0 is rejected.
+      mean: which workers each coefficient is averaged over: its ``"senders"``, or all ``"workers"``
+        whose packets are accepted.
+
+    Returns:
+      The mean of each section, and the factors by which the workers' messages were scaled down;
+      0 where one was rejected.
+    """
+
+    def weigh(packets, intact, weights):
+        decoded = decode_accepted(layout, packets, intact & (weights > 0))
+        factors = jnp.where(decoded.accepted, clip_factor(decoded.norms, cap), 0.0)
+        weights = jnp.where(decoded.accepted & (factors > 0), weights, 0.0)
+        scale = (factors * weights)[:, None, None]
+        values = tuple(v * scale for v in decoded.message.values)
+        return decoded.message._replace(values=values), weights, factors
+
+    workers, at_once = len(packets), _workers_at_once(layout)
+    if workers <= at_once:
+        message, weights, factors = weigh(packets, intact, weights)
+        sections = zip(layout.sections, shared, *message, strict=True)
+        return [_mean_of_few(*section, weights, mean) for section in sections], factors
+
+    def add(sums, group):
+        message, weights, factors = weigh(*group)
+        sections = zip(layout.sections, sums, *message, strict=True)
+        return [_add(*section, weights) for section in sections], (weights, factors)
+
+    missing = -workers % at_once
+    groups = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), (packets, intact, weights)
+    )
+    groups = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), groups)
+    zeros = axes.as_varying(list(map(_zeros, layout.sections)), tuple(axes.varying(packets)))
+    sums, (weights, factors) = jax.lax.scan(add, zeros, groups)
+    total_weight = jnp.sum(weights)
+    means = [
+        _mean_of_sums(section, at, *total, total_weight, mean)
+        for section, at, total in zip(layout.sections, shared, sums, strict=True)
+    ]
+    return means, factors.reshape(-1)[:workers]
+
+
+def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mean) -> SparseSum:
+    """The mean of messages that are decoded all at once."""
+    selector, total_weight = section.selector, jnp.sum(weights)
+    if not selector.sends_positions:
+        return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
+    divisor = total_weight
+    if mean == "senders" and len(values) > 1:
+        divisor = selector.sender_weight_sums(positions, weights[:, None, None])
+    return SparseSum(positions, values / _safe_divisor(divisor), selector)
+
+
+def _safe_divisor(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """The divisor; 1 where it is 0, because no worker sent anything."""
+    return jnp.where(divisor > 0, divisor, 1.0)
+
+
+def _zeros(section: Section) -> tuple[Array, Array]:
+    """Initial sums of values, and of the weights of their senders, for each coefficient."""
+    columns = section.selector.n if section.selector.sends_positions else section.selector.k
+    zeros = jnp.zeros((section.num_blocks, columns), jnp.float32)
+    return zeros, zeros
+
+
+def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Array]:
+    """Adds the messages of a group of workers to the sums."""
+    total, sender_weights = sums
+    if not section.selector.sends_positions:
+        return total + jnp.sum(values, axis=0), sender_weights
+    weights = jnp.broadcast_to(weights[:, None, None], values.shape)
+    add_all = section.selector.add_all
+    return add_all(total, positions, values), add_all(sender_weights, positions, weights)
+
+
+def _mean_of_sums(
+    section: Section, shared, total, sender_weights, total_weight, mean: Mean
+) -> SparseSum:
+    if not section.selector.sends_positions:
+        return _of_values(section.selector, shared, total, total_weight)
+    divisor = sender_weights if mean == "senders" else total_weight
+    no_positions = jnp.zeros((1, section.num_blocks, 0), jnp.int32)
+    dense = (total / _safe_divisor(divisor))[None]
+    return SparseSum(no_positions, dense, AllCoefficients(section.selector.n))
+
+
+def _of_values(selector, shared: Positions, total, divisor) -> SparseSum:
+    return SparseSum(shared[None], (total / _safe_divisor(divisor))[None], selector)
+
+
+def _workers_at_once(layout: PacketLayout) -> int:
+    """How many packets are decoded together: few if they hold positions.
+
+    Otherwise as many as have no more values together than there are coefficients.
+    """
+    selectors = [section.selector for section in layout.sections]
+    limits = [selector.workers_at_once for selector in selectors if selector.sends_positions]
+    if limits:
+        return min(limits)
+    dense = sum(s.num_blocks * s.selector.n for s in layout.sections)
+    return max(dense // max(sum(s.num_blocks * s.selector.k for s in layout.sections), 1), 1)
+
+
+def clip_factor(
+    norms: Float32[Array, "*shape"], cap: Float32[Array, "..."]
+) -> Float32[Array, "*shape"]:
+    """The factor that scales a message's norm down to the cap: in [0, 1], whatever it holds."""
+    cap = jnp.maximum(cap, 0.0)
+    return jnp.where(norms > cap, cap / norms, 1.0)
+
+
+def norm_cap(headers: Header, intact: Bool[Array, "packets"], limit: float | None) -> FloatScalar:
+    """The cap on the norm of a message: a multiple of the median of the norms in the headers."""
+    return _multiple_of_median(jnp.sqrt(headers.message_energy), intact, limit)
+
+
+def capped_weights(
+    headers: Header, intact: Bool[Array, "packets"], limit: float | None
+) -> Float32[Array, "packets"]:
+    """The weights in the headers, capped like the norms, divided by the largest weight."""
+    weights = jnp.where(intact, headers.weight, 0.0)
+    weights = jnp.minimum(weights, _multiple_of_median(weights, intact, limit))
+    return weights / _safe_divisor(jnp.max(weights))
+
+
+def _multiple_of_median(
+    numbers: Float32[Array, "packets"], intact: Bool[Array, "packets"], limit: float | None
+) -> FloatScalar:
+    """A multiple of the median of positive numbers.
+
+    For an even number of packets the lower of the two in the middle is taken. A wrong number in one
+    packet moves the median by one place at most.
+    """
+    largest = jnp.finfo(jnp.float32).max
+    if limit is None:
+        return jnp.array(largest, jnp.float32)
+    numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
+    middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
+    return jnp.minimum(limit * numbers[middle], largest)

@@ -1,0 +1,79 @@
+"""The collectives of a step. Data replicated over a worker's devices is sent once."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
+
+from demo_optax._src import axes
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression.packet import MULTIPLE
+
+
+def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
+    """All workers' packets. Under ``shard_map`` the type says that they are equal on all."""
+    if axis_name is None:
+        return packet[None]
+    if axes.manual_names(axis_name) != axes.names(axis_name):
+        return gather_along(packet, axis_name)
+    return split_across_devices(lambda x: gather_along(x, axis_name), packet, axis_name)
+
+
+def gather_along(
+    words: UInt32[Array, "words"], axis_name: AxisName
+) -> UInt32[Array, "devices words"]:
+    """The words of all devices along an axis; along other axes nothing is sent."""
+    manual = axes.manual_names(axis_name)
+    if manual != axes.names(axis_name):
+        gathered = words  # under vmap only the untiled form works, for one axis at a time
+        for name in reversed(axes.names(axis_name)):
+            to = "invarying" if name in manual else "varying"
+            gathered = jax.lax.all_gather(gathered, name, to=to)
+        return gathered.reshape(-1, words.size)
+
+    # As rows of a matrix, or fused with its producer, XLA makes it an all-reduce on 64 TPUs.
+    row = jax.lax.optimization_barrier(words[None])
+    row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
+    return row.reshape(-1, words.size)
+
+
+def all_to_all(
+    packets: UInt32[Array, "workers words"], axis_name: AxisName
+) -> UInt32[Array, "workers words"]:
+    """Gives worker ``i`` the ``i``-th packet of each worker."""
+    if axis_name is None:
+        return packets
+    all_names = axes.names(axis_name)
+    if axes.manual_names(axis_name) != all_names:
+        # Under vmap the shape is wrong for an array that does not vary: make it vary.
+        packets = packets + jnp.uint32(0) * axes.index(axis_name).astype(jnp.uint32)
+        exchanged = packets.reshape(*map(axes.size, all_names), -1)
+        for place, name in enumerate(all_names):
+            exchanged = jax.lax.all_to_all(exchanged, name, place, place, tiled=True)
+        return exchanged.reshape(packets.shape)
+    return split_across_devices(
+        lambda x: jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True), packets, axis_name
+    )
+
+
+def split_across_devices(
+    collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName
+):
+    """A collective between workers; each device of a worker sends a different part of the words.
+
+    The received parts are gathered inside the worker.
+    """
+    replicated = axes.replicated_axes(words, axis_name)
+    if not replicated:
+        return collective(words)
+    size = words.shape[-1]
+    padding = [(0, 0)] * (words.ndim - 1) + [(0, -size % (axes.size(replicated) * MULTIPLE))]
+    parts = jnp.pad(words, padding)
+    parts = parts.reshape(*words.shape[:-1], axes.size(replicated), -1)
+    part = jnp.take(parts, jax.lax.axis_index(replicated), axis=-2)
+    received = collective(part)
+    whole = jax.lax.all_gather(
+        received, replicated, axis=received.ndim - 1, tiled=True, to="invarying"
+    )
+    return whole[..., :size]

@@ -1,0 +1,278 @@
+"""The exchange in two phases, whose traffic does not grow with the number of workers.
+
+    worker ── a packet for each owner ──► owner ── its result ──► every worker
+
+Each worker owns an equal share of the blocks. It averages the messages of all workers for them,
+adds its residual, and sends the largest coefficients of the total to all workers. The rest is its
+new residual, which decays as a momentum does: error feedback on both sides, as in 1-bit Adam (Tang
+et al., arXiv 2102.02888) and DoubleSqueeze (Tang et al., arXiv 1905.05957).
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from demo_optax._src import axes, checks
+from demo_optax._src.arrays import Coefficients, IntScalar
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression import Plan
+from demo_optax._src.compression.bits import pack_bits, to_words, unpack_bits, words_of
+from demo_optax._src.compression.packet import (
+    Origin,
+    PacketLayout,
+    Section,
+    build,
+    divide_rows,
+    encode,
+    merge_rows,
+    parse_headers,
+)
+from demo_optax._src.compression.plan import advance_basis
+from demo_optax._src.compression.selection import make_selector, select, shared_positions
+from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
+from demo_optax._src.exchange import collectives
+from demo_optax._src.exchange.averaging import (
+    Shared,
+    average,
+    capped_weights,
+    clip_factor,
+    decode_accepted,
+    norm_cap,
+)
+from demo_optax._src.exchange.protocol import (
+    Aggregate,
+    Mean,
+    Outbox,
+    SparseSum,
+    Subtraction,
+    Traffic,
+    packet_ids,
+)
+from demo_optax._src.metrics import ExchangeMetrics, summarise
+from demo_optax._src.participation import reset_nonfinite_blocks
+
+
+class TwoPhaseState(NamedTuple):
+    """State of an owner of a share of the blocks.
+
+    Attributes:
+      residual: for each section, the part of the mean that the owner has not sent yet,
+        ``(blocks / workers, n)`` float32; each worker has its own.
+    """
+
+    residual: tuple[Coefficients, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPhase:
+    """Each worker averages its share of the blocks, and sends the mean back, compressed as well.
+
+    It is a compressed reduce-scatter followed by an all-gather. What the compression leaves out
+    stays with the owner for later steps, and decays by ``residual_decay`` on each. The bytes that a
+    worker sends and receives hardly grow with the number of workers.
+
+    Attributes:
+      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+      topk_back: coefficients of each block that an owner sends back; four times ``topk`` by
+        default; with shared positions the same coefficients come back.
+      value_coding_back: coding of the values that it sends back; that of the compression by
+        default.
+      norm_limit: largest norm of a worker's message, as in `AllGather`. It applies in the first
+        phase only. Each owner decides alone on its share of the blocks.
+      residual_decay: factor of the residual on each step, in [0, 1]. With 1 nothing is ever lost,
+        but what an owner sends is older, and the loss was higher in our runs.
+
+    Example:
+      >>> import demo_optax
+      >>> back = TwoPhase("data", topk_back=128, value_coding_back="int4")
+      >>> tx = demo_optax.demo_scaled(1e-3, exchange=back)
+    """
+
+    axis_name: AxisName = None
+    topk_back: int | None = None
+    value_coding_back: ValueCoding | None = None
+    norm_limit: float | None = None
+    residual_decay: float = 0.9
+
+    def __post_init__(self):
+        axes.names(self.axis_name)
+        checks.in_interval("residual_decay", self.residual_decay, "[0, 1]")
+        if self.topk_back is not None:
+            checks.static_integer("topk_back", self.topk_back, at_least=1)
+            object.__setattr__(self, "topk_back", int(self.topk_back))
+        if self.value_coding_back is not None:
+            checks.one_of("value_coding_back", self.value_coding_back, VALUE_CODINGS)
+        if self.norm_limit is not None:
+            checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
+
+    def packets_per_worker(self) -> int:
+        """Every worker owns a share of the blocks."""
+        return axes.size(self.axis_name)
+
+    def layout(self, plan: Plan) -> PacketLayout:
+        """The layout of the packet for one owner, without an all-gather's padding to 128 words."""
+        return _layout(plan, self.packets_per_worker())
+
+    def init(self, plan: Plan) -> TwoPhaseState:
+        """The residual starts at zero."""
+        self._result_sections(plan)  # raises for settings that do not fit together
+        zeros = [
+            jnp.zeros((s.num_blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
+        ]
+        return TwoPhaseState(axes.as_varying(tuple(zeros), self.axis_name))
+
+    def exchange(
+        self,
+        plan: Plan,
+        outbox: Outbox,
+        state: TwoPhaseState,
+        previous_metrics: ExchangeMetrics,
+        mean: Mean,
+    ) -> Aggregate:
+        """Exchanges in two phases (see `Exchange.exchange`).
+
+        The owner alone decides whether to accept a packet, and reports it to all workers. If an
+        owner's result is rejected, its residual does not change, and the messages to it stay in the
+        momenta. If no packet is accepted, nothing changes.
+        """
+        workers, own_id, step = len(outbox.packets), axes.index(self.axis_name), outbox.step
+        worker_ids = jnp.arange(workers, dtype=jnp.int32)
+        layout, result_layout = self.layout(plan), self._result_layout(plan, workers)
+
+        # Each owner averages its share of the blocks
+        packets = collectives.all_to_all(outbox.packets, self.axis_name)
+        headers, _, intact = parse_headers(
+            layout, packets, Origin(step, worker_ids * workers + own_id)
+        )
+        cap = norm_cap(headers, intact, self.norm_limit)
+        positions = _for_owner(plan.shared_positions(step), workers, own_id)
+        weights = capped_weights(headers, intact, self.norm_limit)
+        means, clip_factors = average(layout, packets, intact, positions, cap, weights, mean)
+
+        # It adds its residual, and selects and encodes like a worker
+        residual = self._residual(plan, state, step)
+        kept = [self.residual_decay * x for x in residual]
+        totals = [old + new.dense() for old, new in zip(kept, means, strict=True)]
+        sections = self._result_sections(plan)
+        shared = shared_positions(sections, step)
+        selectors = [section.selector for section in sections]
+        selected = select(selectors, totals, _for_owner(shared, workers, own_id))
+        coded, result = encode(result_layout.sections, selected)
+
+        # All workers get all results, each with the header of its owner's own packet
+        own_headers, _, _ = parse_headers(
+            layout, outbox.packets, Origin(step, packet_ids(workers, own_id))
+        )
+        extra = jnp.append(to_words(cap), pack_bits((clip_factors > 0).astype(jnp.uint32), 1))
+        header = jax.tree.map(lambda x: x[0], own_headers)
+        origin = Origin(step, own_id[None])
+        (packet,) = build(result_layout, header, coded, result, jnp.array(True), origin, extra)
+        packets = collectives.gather(packet, self.axis_name)
+        headers, extra, intact = parse_headers(result_layout, packets, Origin(step, worker_ids))
+        results = decode_accepted(result_layout, packets, intact)
+
+        # Which packets were accepted by which owner, and the accepted fraction
+        by_owner = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
+        by_owner = (by_owner > 0) & results.accepted[:, None]
+        # A worker is accepted if some owner accepted its packet, and its own result is accepted
+        accepted = by_owner.any(axis=0) & results.accepted
+        any_accepted = accepted.any()
+        caps = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
+        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
+        subtraction_factors = outbox.factor * jnp.where(
+            by_owner[:, own_id] & any_accepted, clipped, 0.0
+        )
+        return Aggregate(
+            mean=[
+                SparseSum(
+                    (merge_rows(at, s.num_blocks) if known is None else known)[None],
+                    jnp.where(any_accepted, merge_rows(v, s.num_blocks), 0.0)[None],
+                    s.selector,
+                )
+                for s, known, at, v in zip(sections, shared, *results.message, strict=True)
+            ],
+            subtractions=[Subtraction(outbox.message, _rows(subtraction_factors, layout, plan))],
+            state=TwoPhaseState(
+                tuple(
+                    jnp.where(
+                        results.accepted[own_id] & any_accepted, s.selector.add(total, at, -v), old
+                    )
+                    for s, total, at, v, old in zip(
+                        result_layout.sections, totals, *result, residual, strict=True
+                    )
+                )
+            ),
+            metrics=summarise(
+                headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), previous_metrics
+            ),
+        )
+
+    def traffic(self, plan: Plan, workers: int) -> Traffic:
+        """A packet to each owner, and each owner's result to all workers."""
+        packets = 4 * workers * _layout(plan, workers).words
+        result, others = 4 * self._result_layout(plan, workers).words, workers - 1
+        return Traffic(packets + result, (packets / workers + result) * others, 2 * others)
+
+    def _result_sections(self, plan: Plan) -> list[Section]:
+        """The sections of all owners' results together."""
+        settings = plan.compression
+        # A selector of an arbitrary block, only to see whether it sends its positions.
+        sends_positions = make_selector(
+            settings.selection, settings.topk + 1, settings.topk, settings.seed, 0
+        ).sends_positions
+        if self.topk_back is not None and not sends_positions:
+            raise ValueError(
+                f"topk_back={self.topk_back} is for selections that send their positions: with "
+                f"selection={settings.selection!r} and topk={settings.topk} owners send back the "
+                "very coefficients that were sent to them. Leave it out."
+            )
+        k = self.topk_back or 4 * settings.topk
+        coding = self.value_coding_back or settings.value_coding
+        return [
+            Section(
+                s.num_blocks,
+                make_selector(settings.selection, s.selector.n, k, settings.seed, number)
+                if s.selector.sends_positions
+                else s.selector,
+                coding,
+            )
+            for number, s in enumerate(plan.sections)
+        ]
+
+    def _result_layout(self, plan: Plan, workers: int) -> PacketLayout:
+        """The layout of an owner's result.
+
+        The header is followed by the cap on norms, and a bit for each worker: whether the owner
+        accepted its packet.
+        """
+        return PacketLayout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).per_owner(
+            workers
+        )
+
+    def _residual(self, plan: Plan, state: TwoPhaseState, step: IntScalar) -> list[Coefficients]:
+        """The owner's residual in the basis of a step; blocks that are not finite become zero."""
+        momentum_format = plan.compression.momentum_format
+        pairs = zip(state.residual, plan.sides, strict=True)
+        residual = [advance_basis(momentum_format, [x], sides, step)[0] for x, sides in pairs]
+        return reset_nonfinite_blocks(residual)[0]
+
+
+def _layout(plan: Plan, owners: int) -> PacketLayout:
+    return PacketLayout(plan.sections, multiple=1).per_owner(owners)
+
+
+def _for_owner(shared: Shared, owners: int, owner: IntScalar) -> Shared:
+    """The shared positions of one owner's blocks."""
+    return [None if at is None else divide_rows(at, owners, "edge")[owner] for at in shared]
+
+
+def _rows(
+    factors: Float32[Array, "owners"], layout: PacketLayout, plan: Plan
+) -> list[Float32[Array, "_blocks 1"]]:
+    """For each section, the factor of the owner of each of its blocks."""
+    shares = zip(plan.sections, layout.sections, strict=True)
+    return [jnp.repeat(factors, share.num_blocks)[: s.num_blocks, None] for s, share in shares]

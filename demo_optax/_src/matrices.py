@@ -1,0 +1,234 @@
+"""Muon's orthogonal step for whole matrices, which a worker's devices may hold in shards.
+
+Orthogonal shards do not make an orthogonal matrix. So matrices of one shape are stacked and dealt
+out over the devices that shard them: each device gets some of them whole, as in Dion (Ahn et al.,
+`arXiv 2504.05295 <https://arxiv.org/abs/2504.05295>`_). One all-to-all brings the shards together,
+another one brings the results back.
+
+    shards of all matrices ── all_to_all ──► some whole matrices ── fn ── all_to_all ──► shards
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
+from jaxtyping import Array, Float
+from numpy.lib.array_utils import normalize_axis_tuple
+
+from demo_optax._src import axes, checks, specs
+from demo_optax._src.arrays import in_dtype_of, unboxed, upcast
+from demo_optax._src.axes import AxisName
+
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
+
+Names = tuple[str, ...]
+
+
+def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
+    """For each leaf its dimension numbers, or None where it is not a matrix.
+
+    Args:
+      given: what ``optax.contrib.muon`` takes: a tree or a prefix of one, or a function of the
+        parameters that gives it; None for all leaves of two dimensions, except embeddings, whose
+        paths have "embed" in them.
+      tree: arrays or shapes.
+
+    Raises:
+      ValueError: a leaf of fewer than two dimensions has numbers; an axis is given twice or does
+        not exist.
+      UserWarning: a leaf has more than two dimensions, and ``given`` is None.
+
+    Example:
+      >>> dimension_numbers(None, {"b": jnp.ones(2), "w": jnp.ones((2, 3))})
+      [None, MuonDimensionNumbers(reduction_axis=0, output_axis=1)]
+    """
+    given = unboxed(given(tree) if callable(given) else given)
+    tree = unboxed(tree)
+    if given is None:
+        return [_usual(path, x) for path, x in jax.tree.leaves_with_path(tree)]
+    numbers = specs.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
+    for (path, x), own in zip(jax.tree.leaves_with_path(tree), numbers, strict=True):
+        if own is None:
+            continue
+        what = f"weight_dimension_numbers of parameter{keystr(path)} are {own}, but its shape"
+        if x.ndim < 2:
+            raise ValueError(f"{what} {x.shape} is not that of a matrix: give None for it.")
+        try:
+            _rows_and_columns(own, x.ndim)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{what} is {x.shape} ({error}): give integers, and each axis once."
+            ) from None
+    return numbers
+
+
+def _usual(path, x) -> DimensionNumbers | None:
+    if x.ndim > 2:
+        warnings.warn(
+            f"demo_muon takes parameter{keystr(path)} of shape {x.shape} for no matrix, as it "
+            "cannot know which axes are rows and columns: give weight_dimension_numbers, a "
+            "function of the parameters whose result has "
+            "optax.contrib.MuonDimensionNumbers(rows, columns) for each matrix and None for all "
+            "others. For layers in one array they are MuonDimensionNumbers(-2, -1).",
+            stacklevel=2,
+        )
+    is_embedding = "embed" in keystr(path).lower()
+    return DimensionNumbers() if x.ndim == 2 and not is_embedding else None
+
+
+def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+    """Sets all singular values of each matrix to about 1, by optax's Newton-Schulz steps.
+
+    Where the extra argument ``param_specs`` says that matrices are sharded, each device makes some
+    of them orthogonal whole. One after another is computed, so that the steps need the memory of
+    one.
+
+    Args:
+      given: which leaves are matrices, as in `dimension_numbers`. The others stay as they are.
+      axis_name: the workers' axis.
+
+    Raises:
+      ValueError: from the update, if a matrix is sharded and its spec does not say so. With
+        ``check_vma=False`` this cannot be seen: each shard is made orthogonal by itself then.
+    """
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        checks.real_leaves("gradient", updates)
+        leaves, structure = jax.tree.flatten(updates)
+        numbers = dimension_numbers(given, updates)
+        stacks: dict[tuple, list[int]] = {}
+        every = zip(leaves, specs.of_leaves(updates, extra_args), numbers, strict=True)
+        for i, (x, spec, own) in enumerate(every):
+            if own is not None:
+                _require_spec(x, spec, axis_name)
+                form = Form.of(x.shape, spec, own)
+                stacks.setdefault((x.dtype, form), []).append(i)
+        results = list(leaves)
+        for (_, form), members in stacks.items():
+            stack = jnp.concatenate([form.matrices(leaves[i]) for i in members])
+            stack = map_whole(form.orthogonal, stack, form.sharded)
+            for i, x in zip(members, jnp.split(stack, len(members)), strict=True):
+                results[i] = form.tensor(x)
+        return structure.unflatten(results), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+class Form(NamedTuple):
+    """How a tensor is a batch of matrices.
+
+    Attributes:
+      shape: of this device's shard.
+      order: its dimensions, those of the batch first, then the rows' and the columns'.
+      batch, rows: the numbers of dimensions of the batch and of the rows.
+      sharded: the axes that shard each dimension of the rows and columns.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    batch: int
+    rows: int
+    sharded: tuple[Names, ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], spec: P, numbers: DimensionNumbers) -> "Form":
+        """The form of a shard with this spec and these dimension numbers."""
+        rows, columns = _rows_and_columns(numbers, len(shape))
+        batch = tuple(i for i in range(len(shape)) if i not in rows + columns)
+        by_dimension = (*map(axes.names, spec), *[()] * len(shape))
+        sharded = tuple(by_dimension[i] for i in rows + columns)
+        return cls(shape, batch + rows + columns, len(batch), len(rows), sharded)
+
+    def matrices(self, x: Array) -> Array:
+        """The tensor's matrices ``(number, *rows, *columns)``, whose dimensions stay apart."""
+        moved = x.transpose(self.order)
+        number = math.prod(moved.shape[: self.batch])
+        return moved.reshape(number, *moved.shape[self.batch :])
+
+    def tensor(self, matrices: Array) -> Array:
+        """The inverse of `matrices`."""
+        moved = matrices.reshape([self.shape[i] for i in self.order])
+        return moved.transpose([self.order.index(i) for i in range(len(self.order))])
+
+    def orthogonal(self, whole: Array) -> Array:
+        """Newton-Schulz steps of whole matrices, one after another."""
+        muon: Any = optax.contrib.scale_by_muon(beta=0.0, nesterov=False)
+        rows, columns = whole.shape[1 : 1 + self.rows], whole.shape[1 + self.rows :]
+
+        def one(x):
+            flat = x.reshape(math.prod(rows), math.prod(columns))
+            flat = upcast(flat) if flat.dtype == jnp.float16 else flat  # its sums overflow
+            return in_dtype_of(muon.update(flat, muon.init(flat))[0].reshape(x.shape), x)
+
+        return jax.lax.map(one, whole) if whole.size else whole
+
+
+def map_whole(
+    fn: Callable[[Array], Array],
+    stack: Float[Array, "number *shard"],
+    sharded: tuple[Names, ...],
+) -> Float[Array, "number *shard"]:
+    """``fn`` of whole tensors, of which each device holds a stack of shards.
+
+    Args:
+      fn: maps some whole tensors, stacked; each device calls it with its own. Zeros fill up the
+        number of tensors to a multiple of the number of devices.
+      stack: this device's shards of all tensors.
+      sharded: the axes that shard each dimension of a tensor, bound where this is called.
+
+    Returns:
+      This device's shards of the results.
+
+    Example:
+      >>> map_whole(lambda whole: 2 * whole, jnp.ones((1, 2, 3)), ((), ())).shape
+      (1, 2, 3)
+    """
+    names = tuple(name for of_dimension in sharded for name in of_dimension)
+    if not names:
+        return fn(stack)
+    grid = [math.prod(map(axes.size, of_dimension)) for of_dimension in sharded]
+    devices, (number, *shard) = math.prod(grid), stack.shape
+    each, rank = -(-number // devices), len(shard)
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=names, split_axis=0, concat_axis=0)
+
+    # (devices, each, *shard): the first axis is that of the receivers, then that of the senders
+    filled = jnp.pad(stack, [(0, each * devices - number)] + [(0, 0)] * rank)
+    shards = exchange(filled.reshape(devices, each, *shard))
+    order = [rank, *(axis for i in range(rank) for axis in (i, rank + 1 + i))]
+    whole = shards.reshape(*grid, each, *shard).transpose(order)
+    result = fn(whole.reshape(each, *(n * size for n, size in zip(grid, shard, strict=True))))
+    pairs = [x for pair in zip(grid, shard, strict=True) for x in pair]
+    shards = result.reshape(each, *pairs).transpose([order.index(i) for i in range(2 * rank + 1)])
+    back = exchange(shards.reshape(devices, each, *shard))
+    return back.reshape(devices * each, *shard)[:number]
+
+
+def _rows_and_columns(
+    numbers: DimensionNumbers, ndim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Axes from 0 on, each of them once."""
+    rows = normalize_axis_tuple(numbers.reduction_axis, ndim)
+    columns = normalize_axis_tuple(numbers.output_axis, ndim)
+    normalize_axis_tuple(rows + columns, ndim)
+    return rows, columns
+
+
+def _require_spec(x: Array, spec: P, axis_name: AxisName) -> None:
+    named = {*specs.axes_of(spec), *axes.names(axis_name)}
+    if missing := sorted(axes.varying(x) - named):
+        raise ValueError(
+            f"a matrix of shape {x.shape} on each device is sharded over the axes {missing}, but "
+            f"its spec is {spec}, so that each shard would be made orthogonal by itself: update by "
+            "demo_optax.make_train_step or demo_optax.stack_workers with param_specs, or pass "
+            "update(..., param_specs=specs). If it is not sharded, an earlier link of the chain "
+            "gave each shard its own gradient, such as clip_by_global_norm: use "
+            "make_train_step(clip_norm=...) instead."
+        )

@@ -1,0 +1,58 @@
+"""The dense mean of gradients, the baseline that DeMo is compared with."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from demo_optax._src import axes, checks, participation
+from demo_optax._src.arrays import IntScalar, upcast
+from demo_optax._src.axes import AxisName
+from demo_optax._src.specs import sharded_axes_in
+
+
+class MeanOverWorkersState(NamedTuple):
+    """State of `mean_over_workers`.
+
+    Attributes:
+      participants: int32 scalar, workers whose gradient entered the last mean.
+    """
+
+    participants: IntScalar
+
+
+def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
+    """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
+
+    Before any optax optimizer it makes the baseline for DeMo, on the same train step. The mean is
+    over the workers whose gradient is finite; counting them takes four more bytes. It is zero if
+    there are none. The state holds their number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = optax.chain(mean_over_workers("data"), optax.sgd(1.0))
+      >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(jnp.array([1.0, 3.0]))
+      Array([-2., -2.], dtype=float32)
+    """
+
+    def init_fn(params):
+        checks.floating_leaves(params)
+        return MeanOverWorkersState(jnp.zeros((), jnp.int32))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        checks.require_local_gradient(updates, axis_name)
+        workers, sharded = axes.names(axis_name), sharded_axes_in(extra_args)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
+        # As float32 XLA adds it up together with the gradients.
+        participants = jax.lax.psum(participates.astype(jnp.float32), workers)
+
+        def mean(g):
+            total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), workers)
+            return (upcast(total) / jnp.maximum(participants, 1.0)).astype(g.dtype)
+
+        state = MeanOverWorkersState(participants.astype(jnp.int32))
+        return jax.tree.map(mean, updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,261 @@
+"""Metrics of a step: the header of each packet, the metrics made of all headers, and a check."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+
+from demo_optax._src.arrays import (
+    FloatScalar,
+    IntScalar,
+    WordScalar,
+    clamp_to_float32,
+    energy,
+    unboxed,
+)
+from demo_optax._src.compression.bits import checksum, hashes, to_words
+from demo_optax._src.compression.packet import Header, Message
+
+
+class ExchangeMetrics(NamedTuple):
+    """What the packets of a step report, the same on every worker.
+
+    Attributes:
+      participants: int32, workers whose packet was accepted.
+      agreed: bool, whether all of them had received the same packets up to the previous step. If
+        not, the replicas differ (see `demo_optax.check_replicas`, `demo_optax.repair_replicas`).
+      received: uint32, a digest of all packets that were accepted, which the next packet carries.
+      identical: bool, whether several workers had the very same gradient, which then is not local.
+      sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
+      restarted: int32, blocks of all workers whose momentum was not finite, or too large for
+        float32, and was reset to zero; and preconditioners whose state was not finite.
+      residual_norm: float32, norm of what stays in a worker's momentum, as the root mean square
+        over the workers. A tensor of which several shards of a worker hold copies counts once for
+        each copy.
+
+    Example:
+      >>> import demo_optax
+      >>> tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=4, block_side=4))
+      >>> gradient = jnp.eye(4)
+      >>> _, state = tx.update(gradient, tx.init(gradient), gradient)
+      >>> metrics = demo_optax.exchange_metrics(state)
+      >>> int(metrics.participants), round(float(metrics.sent_share), 3)
+      (1, 1.0)
+    """
+
+    participants: Int32[Array, "..."]
+    agreed: Bool[Array, "..."]
+    received: UInt32[Array, "..."]
+    identical: Bool[Array, "..."]
+    sent_share: Float32[Array, "..."]
+    restarted: Int32[Array, "..."]
+    residual_norm: Float32[Array, "..."]
+
+
+def init_metrics() -> ExchangeMetrics:
+    """Metrics of a state that has exchanged nothing yet."""
+    return ExchangeMetrics(
+        participants=jnp.int32(0),
+        agreed=jnp.array(True),
+        received=jnp.uint32(0),
+        identical=jnp.array(False),
+        sent_share=jnp.float32(0),
+        restarted=jnp.int32(0),
+        residual_norm=jnp.float32(0),
+    )
+
+
+def header_of(
+    gradient,
+    energies: Sequence[FloatScalar],
+    restarted: Sequence[IntScalar],
+    selected: Message,
+    message: Message,
+    factor: ArrayLike,
+    message_weight: ArrayLike,
+    previous_metrics: ExchangeMetrics,
+) -> Header:
+    """The header of a worker's packets, without the energy of their message.
+
+    Args:
+      gradient: the gradient that the update was given, before preconditioning. On a first step
+        preconditioned gradients are hardly more than signs, so that fingerprints could be equal.
+      energies: energy of each part of the momentum, before anything is subtracted.
+      restarted: for each part, how many blocks were reset to zero; and whether the preconditioner
+        was not finite.
+      selected: the coefficients that were chosen.
+      message: the same, with the values that the others decode.
+      factor: fraction of what is sent that leaves the momentum.
+      message_weight: weight of the message in the mean over workers.
+      previous_metrics: metrics of the worker's previous step.
+    """
+
+    def energy_left(factor):
+        pairs = zip(selected.values, message.values, strict=True)
+        return energy([chosen - factor * decoded for chosen, decoded in pairs])
+
+    momentum = clamp_to_float32(jnp.sum(jnp.stack(energies)))
+    chosen = clamp_to_float32(energy(selected.values))
+    return Header(
+        fingerprint=_fingerprint(gradient),
+        received=previous_metrics.received,
+        restarted=jnp.sum(jnp.stack(restarted)).astype(jnp.uint32),
+        momentum_energy=momentum,
+        sent_energy=chosen - energy_left(1.0),
+        residual_energy=jnp.maximum(momentum - chosen, 0.0) + energy_left(factor),
+        message_energy=jnp.zeros((), jnp.float32),
+        weight=jnp.asarray(message_weight, jnp.float32),
+    )
+
+
+def _fingerprint(gradient) -> WordScalar:
+    """A hash of the energy and of a projection of every leaf; 0 where all are zeros."""
+    leaves = jax.tree.leaves(gradient)
+    words = to_words(jnp.stack([energy(leaves), *map(_projection, leaves)]))
+    return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
+
+
+def _projection(x: Float[Array, "..."]) -> FloatScalar:
+    """The sum of all elements, each with a weight of its place. An energy knows no places."""
+    weights = jnp.ones((), jnp.float32)
+    for axis, size in enumerate(x.shape):
+        of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
+        weights = jnp.multiply.outer(weights, of_axis)
+    return jnp.sum(x.astype(jnp.float32) * weights)
+
+
+def summarise(
+    headers: Header,
+    accepted: Bool[Array, "workers"],
+    checksums: UInt32[Array, "workers"],
+    previous_metrics: ExchangeMetrics,
+) -> ExchangeMetrics:
+    """The metrics of a step.
+
+    Args:
+      headers: the headers of all workers' packets.
+      accepted: whether each worker's packet was accepted.
+      checksums: the first word of each packet; 0 where it was rejected.
+      previous_metrics: metrics of the step before.
+    """
+
+    def total(energies):
+        return jnp.sum(jnp.where(accepted, energies, 0.0))
+
+    def equal(digests):
+        """Whether all participants report one value, and that value."""
+        smallest = jnp.min(jnp.where(accepted, digests, jnp.uint32(0xFFFFFFFF)))
+        largest = jnp.max(jnp.where(accepted, digests, jnp.uint32(0)))
+        return smallest >= largest, largest
+
+    received = previous_metrics.received  # a single worker sends it to nobody
+    if len(checksums) > 1:
+        received = checksum(jnp.append(checksums, received))
+    participants = jnp.sum(accepted, dtype=jnp.int32)
+    divisor = jnp.maximum(participants, 1).astype(jnp.float32)
+    momentum, sent = total(headers.momentum_energy), total(headers.sent_energy)
+    same, fingerprint = equal(headers.fingerprint)
+    return ExchangeMetrics(
+        participants=participants,
+        agreed=equal(headers.received)[0],
+        received=received,
+        identical=same & (fingerprint != 0) & (participants > 1),
+        sent_share=jnp.clip(sent / jnp.where(momentum > 0, momentum, 1.0), 0.0, 1.0),
+        restarted=jnp.sum(jnp.where(accepted, headers.restarted, 0)).astype(jnp.int32),
+        residual_norm=jnp.sqrt(total(headers.residual_energy) / divisor),
+    )
+
+
+def exchange_metrics(opt_state) -> ExchangeMetrics | None:
+    """The metrics of the last exchange, from any optimizer state that holds them, else None.
+
+    Several decoupled momenta may exchange in one step (``optax.partition``). Then the metrics are
+    the fewest participants, the mean share sent, all blocks that were reset, and the norm of all
+    residuals. ``identical`` is True if it is True for any of them.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> exchange_metrics(demo_optax.demo(1e-3).init(jnp.ones(3))).participants
+      Array(0, dtype=int32)
+    """
+
+    def is_metrics(x) -> bool:
+        """In an ``nnx.State`` metrics are a mapping of their fields."""
+        fields = set(ExchangeMetrics._fields)
+        return isinstance(x, ExchangeMetrics) or (isinstance(x, Mapping) and set(x) == fields)
+
+    leaves = filter(is_metrics, jax.tree.leaves(opt_state, is_leaf=is_metrics))
+    per_momentum = [x if isinstance(x, ExchangeMetrics) else ExchangeMetrics(**x) for x in leaves]
+    per_momentum = list(map(unboxed, per_momentum))
+    if len(per_momentum) < 2:
+        return per_momentum[0] if per_momentum else None
+    each = ExchangeMetrics(*map(jnp.stack, zip(*per_momentum, strict=True)))
+    merge = jax.vmap(partial(merge_shards, sharded="momenta"), axis_name="momenta", out_axes=None)
+    return merge(each)._replace(identical=jnp.any(each.identical, axis=0))
+
+
+def merge_shards(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
+    """The metrics of a worker, merged from those of its shards along these axes."""
+    least, total = (partial(reduce, axis_name=sharded) for reduce in (jax.lax.pmin, jax.lax.psum))
+    return ExchangeMetrics(
+        participants=least(metrics.participants),
+        agreed=least(metrics.agreed.astype(jnp.int32)) > 0,
+        received=total(metrics.received.view(jnp.int32)).view(jnp.uint32),
+        identical=least(metrics.identical.astype(jnp.int32)) > 0,
+        sent_share=jax.lax.pmean(metrics.sent_share, sharded),
+        restarted=total(metrics.restarted),
+        residual_norm=jnp.sqrt(total(jnp.square(metrics.residual_norm))),
+    )
+
+
+def check_metrics(metrics: ExchangeMetrics | None) -> None:
+    """Raises where a step's metrics show that workers share a gradient, or that replicas differ.
+
+    Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show that a gradient is not
+    local. The packets can: they carry a fingerprint of it. Call this after the first exchange, and
+    now and then. With a delay that is the second step, with local steps the end of the first round.
+    In a million steps, fingerprints may be equal by chance. The call costs nothing on the device.
+
+    Args:
+      metrics: metrics of a step; under ``pmap`` and ``vmap`` with an axis of workers.
+
+    Raises:
+      ValueError: all workers had the same gradient; workers did not get the same packets, or
+        disagree on how many took part.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> state = demo_optax.demo(1e-3).init(jnp.ones(3))
+      >>> check_metrics(exchange_metrics(state))
+    """
+    if not isinstance(metrics, ExchangeMetrics):
+        raise TypeError(
+            f"check_metrics takes the metrics of an exchange, not {metrics!r}: pass "
+            "metrics.exchange of a train step, or demo_optax.exchange_metrics(opt_state). That is "
+            "None where the state holds no decoupled momentum."
+        )
+    if np.any(metrics.identical):
+        raise ValueError(
+            f"all {int(np.max(metrics.participants))} workers have the very same gradient: their "
+            "gradients are not local (summed or averaged over the workers already), or all saw "
+            "the same data. Take gradients with demo_optax.local_value_and_grad, leave out any "
+            "pmean or psum of gradient or loss, and give each worker its own part of the batch."
+        )
+    if not np.all(metrics.agreed):
+        raise ValueError(
+            "workers have not got the same packets (agreed is False), and the replicas differ: one "
+            "was damaged on its way into a single worker. Make them equal with "
+            "demo_optax.repair_replicas, or restore a checkpoint."
+        )
+    if len(counts := np.unique(metrics.participants)) > 1:
+        raise ValueError(
+            f"workers disagree on how many took part in a step, {counts.tolist()}: one of them "
+            "skipped a step that the others took, and the replicas differ. Leave out "
+            "optax.apply_if_finite and whatever else lets a worker decide alone: one whose "
+            "gradient is not finite is left out by itself."
+        )

@@ -1,0 +1,378 @@
+"""Decoupled momentum on one page: `send`, an exchange, `apply`.
+
+    gradient ─► precondition ─► transform ─► accumulate ─► select ─► encode        `send`
+                                                                        │ packet
+                                                                    EXCHANGE
+                                                                        │ all packets
+    update ◄─ inverse ◄─ subtract what was delivered ◄─ mean ◄─ decode             `apply`
+
+`send` and `apply` know no axis of workers. `update` runs both in one program, with the exchange
+between them, and subtracts once.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from demo_optax._src import axes, checks, metrics, participation
+from demo_optax._src.arrays import (
+    BoolScalar,
+    IntScalar,
+    in_dtype_of,
+    round_stochastically,
+    widest,
+)
+from demo_optax._src.compression import Compression, MomentumFormat, Plan, packet
+from demo_optax._src.compression.packet import Origin, Packets
+from demo_optax._src.compression.plan import Part, sequentially
+from demo_optax._src.compression.settings import TensorShapes
+from demo_optax._src.compression.transforms import ROUNDING_STREAM
+from demo_optax._src.exchange import Aggregate, Exchange, Outbox
+from demo_optax._src.exchange.protocol import Mean, Subtraction, packet_ids, rows_per_part
+from demo_optax._src.metrics import ExchangeMetrics
+from demo_optax._src.specs import sharded_axes_in
+
+MESSAGE_WEIGHT = "message_weight"
+NEVER = EMPTY = -1
+"""``sent`` of a state without a message under way; the step of an outbox of `empty_outbox`."""
+REFUSED, IN_ROUND = -2, -3
+"""Steps of outboxes with which `apply` does nothing: of a second `send`, and inside of a round."""
+
+
+class DecoupledMomentumState(NamedTuple):
+    """State of `demo_optax.decoupled_momentum`, as one worker sees it.
+
+    Attributes:
+      count: int32 scalar, updates so far; the same on all workers.
+      momentum: a tree like the parameters, without boxes of Flax's. A parameter has the
+        coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
+      precondition: state of the local preconditioner; each worker its own.
+      metrics: what the last exchange reported; the same on all workers.
+      exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
+      sent: int32 scalar, the step whose message has left the momentum by ``send`` and waits for
+        ``apply``; -1 if there is none. It differs between workers only where ``send`` is called.
+      momentum_format: static, the transform and the blocks in which the momentum is stored.
+      shapes: static, the shape of each parameter.
+
+    Example:
+      >>> import demo_optax
+      >>> state = demo_optax.decoupled_momentum(0.95).init({"w": jnp.ones((128, 192))})
+      >>> state.momentum["w"].shape
+      (2, 3, 4096)
+    """
+
+    count: IntScalar  # type: ignore[assignment]  # as in optax; hides tuple.count
+    momentum: optax.Updates
+    precondition: optax.OptState
+    metrics: ExchangeMetrics
+    exchange: Any
+    sent: IntScalar
+    momentum_format: MomentumFormat
+    shapes: TensorShapes
+
+    handles_nonfinite = True
+    local_fields = ("momentum", "precondition", "exchange", "sent")
+
+
+class Settings(NamedTuple):
+    """The arguments of `demo_optax.decoupled_momentum`."""
+
+    compression: Compression
+    decay: ArrayLike
+    gradient_weight: optax.ScalarOrSchedule | None
+    mean: Mean
+    subtraction_factor: ArrayLike
+    momentum_dtype: DTypeLike
+    precondition: optax.GradientTransformationExtraArgs
+    exchange: Exchange
+
+    def weight_at(self, step: IntScalar) -> Any:
+        """The weight of the gradient at a step."""
+        weight = 1 - self.decay if self.gradient_weight is None else self.gradient_weight
+        return checks.evaluate_schedule("gradient_weight", weight, step)
+
+
+class Applied(NamedTuple):
+    """Results of an update, or of `apply`.
+
+    Attributes:
+      updates: T^-1 of the mean message, a tree like the gradient.
+      state: the new state.
+      took_part: whether the worker's gradient of this step is in its momentum.
+      own: returns T^-1 of the momentum and of the message that is under way, a tree like the
+        gradient.
+    """
+
+    updates: Any
+    state: DecoupledMomentumState
+    took_part: BoolScalar
+    own: Callable[[], Any]
+
+
+class Sent(NamedTuple):
+    """Results of `send`.
+
+    Attributes:
+      outbox: the packet, and the message in it.
+      state: the new state, whose momentum the message has left.
+      took_part: as in `Applied`.
+      own: as in `Applied`.
+    """
+
+    outbox: Outbox
+    state: DecoupledMomentumState
+    took_part: BoolScalar
+    own: Callable[[], Any]
+
+
+def send(
+    settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
+) -> Sent:
+    """The first half of an update: the message leaves the momentum for the outbox.
+
+    A second call in the same step changes nothing, and its outbox is refused by `apply`. Otherwise
+    the message of the first call would be lost.
+    """
+    momenta, outbox, precondition = _accumulate_and_encode(
+        settings, plan, gradient, state, params, worker, extra_args
+    )
+    message = Subtraction.uniform(plan, outbox.message, outbox.factor, under_way=True)
+    key = _rounding_key(settings, state, worker)
+    momentum = _subtract(settings, plan, momenta, [message], state, key)
+    own = functools.partial(_own, plan, momentum, [message], state.count, gradient)
+    again = state.sent == state.count
+    none = jax.tree.map(jnp.zeros_like, outbox)._replace(step=jnp.int32(REFUSED))
+    old, new = (state.momentum, state.precondition), (momentum, precondition)
+    momentum, precondition = participation.choose(again, old, new)
+    sent = jnp.where(again, state.sent, state.count)
+    new = state._replace(momentum=momentum, precondition=precondition, sent=sent)
+    return Sent(participation.choose(again, none, outbox), new, outbox.factor > 0, own)
+
+
+def apply(
+    settings: Settings,
+    plan: Plan,
+    packets: Packets,
+    outbox: Outbox,
+    state,
+    like,
+    worker: IntScalar,
+) -> Applied:
+    """The second half: the mean of all packets, and what did not count back into the momentum.
+
+    Nothing changes unless the outbox is that of the last `send`, which was called in this step, or
+    is `EMPTY` in a step without one.
+    """
+    step, has_sent = state.count, state.sent == state.count
+    is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
+    is_there = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
+    counts = jnp.where(is_there, outbox.factor, 0.0)
+    delivered = outbox._replace(step=step, factor=counts)
+    exchange: Any = settings.exchange
+    aggregate = exchange.average(plan, packets, delivered, worker, state.metrics, settings.mean)
+    (accepted,) = aggregate.subtractions
+    rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
+
+    def in_basis_of_step(part: Part, stored):
+        momenta = part.unpack(stored)
+        advanced = part.advance_basis(momenta, step)  # which `send` did, where it was called
+        return jax.tree.map(lambda m, x: jnp.where(has_sent, m, x), momenta, advanced)
+
+    momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
+    # Random numbers of its own: those of `send` have decided how what is stored was rounded.
+    key = jax.random.fold_in(_rounding_key(settings, state, worker), 2**31)
+    new = _finish(settings, plan, momenta, rest, state, like, key, outbox.factor > 0)
+    applied = new.state._replace(sent=jnp.full_like(state.sent, NEVER))
+    return new._replace(
+        updates=jax.tree.map(lambda u: jnp.where(is_current, u, jnp.zeros_like(u)), new.updates),
+        state=participation.choose(is_current, applied, state),
+    )
+
+
+def update(settings: Settings, plan: Plan, gradient, state, params, extra_args) -> Applied:
+    """Both halves in one program, with the exchange between them."""
+    exchange, worker = settings.exchange, axes.index(settings.exchange.axis_name)
+    momenta, outbox, precondition = _accumulate_and_encode(
+        settings, plan, gradient, state, params, worker, extra_args
+    )
+    aggregate = exchange.exchange(plan, outbox, state.exchange, state.metrics, settings.mean)
+    state = state._replace(precondition=precondition)
+    key = _rounding_key(settings, state, worker)
+    return _finish(settings, plan, momenta, aggregate, state, gradient, key, outbox.factor > 0)
+
+
+def _accumulate_and_encode(
+    settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
+) -> tuple[list[Any], Outbox, Any]:
+    """The momenta with everything in them, the outbox, and the state of the preconditioner."""
+    exchange, step, given = settings.exchange, state.count, gradient
+    weight, sharded = settings.weight_at(step), sharded_axes_in(extra_args)
+    participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
+    participates &= participation.settings_are_finite(weight, settings.decay)
+
+    # Precondition: each worker's own second moment, or nothing
+    precondition = settings.precondition
+    initial_state = precondition.init(gradient if params is None else params)
+    intact = participation.is_intact(state.precondition, initial_state, exchange.axis_name, sharded)
+    old_state = participation.choose_state(intact, state.precondition, initial_state)
+    gradient, new_state = precondition.update(gradient, old_state, params, **extra_args)
+    usable = participation.decide(gradient, exchange.axis_name, sharded=sharded)
+    old_state = participation.choose_state(usable | ~participates, old_state, initial_state)
+    participates &= usable
+
+    # after_previous(x, y) returns x and y, and adds a dependency on the previous part, so that
+    # parts run one after another
+    def accumulate_and_select(part: Part, after_previous, tensors, stored, shared):
+        # Transform: c = T(g)
+        tensors, stored = after_previous(tensors, stored)
+        coefficients = part.split(part.transform(part.blocks(tensors), step))
+
+        # Accumulate: m <- beta m + w c
+        momenta = part.advance_basis(part.unpack(stored), step)
+        momenta = _accumulate(momenta, coefficients, participates, settings.decay, weight)
+        momenta, energy, restarted = participation.reset_nonfinite_blocks(momenta)
+        momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
+
+        # Select: q = top_k(m)
+        selected = part.select(momenta, shared)
+        return (momenta, selected, energy, restarted), selected.values
+
+    shared = plan.rows_per_part(plan.shared_positions(step))
+    tensors = plan.per_part(gradient), plan.per_part(state.momentum)
+    momenta, selected, energies, restarted = sequentially(
+        accumulate_and_select, plan.parts, *tensors, shared
+    )
+
+    # Encode: q_hat = decode(encode(q)), the `message`, and the packets that hold it
+    selected = plan.join(selected)
+    coded, message = packet.encode(plan.sections, selected)
+    factor = jnp.where(participates, jnp.asarray(settings.subtraction_factor, jnp.float32), 0)
+    header = metrics.header_of(
+        given,
+        energies,
+        [*restarted, (~intact).astype(jnp.int32)],
+        selected,
+        message,
+        factor,
+        extra_args.get(MESSAGE_WEIGHT, 1.0),
+        state.metrics,
+    )
+    origin = Origin(step, packet_ids(exchange.packets_per_worker(), worker))
+    packets = packet.build(exchange.layout(plan), header, coded, message, participates, origin)
+    outbox = Outbox(packets, message, factor, step)
+    return momenta, outbox, participation.choose(participates, new_state, old_state)
+
+
+def _accumulate(momenta, coefficients, participates: BoolScalar, decay, weight):
+    """``decay * m + weight * c``; the old momenta for a worker that skips the step.
+
+    It is computed in the shape of ``c``, where XLA fuses it with the transform, and returned in
+    that of ``m``.
+    """
+
+    def add(
+        m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]
+    ) -> Float[Array, "blocks n"]:
+        dtype = widest(m.dtype, c.dtype)
+        old = m.reshape(c.shape).astype(dtype)
+        new = decay * old + weight * c.astype(dtype)
+        return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
+
+    return jax.tree.map(add, momenta, coefficients)
+
+
+def _finish(
+    settings: Settings,
+    plan: Plan,
+    momenta: Sequence[Any],
+    aggregate: Aggregate,
+    state: DecoupledMomentumState,
+    like,
+    key: PRNGKeyArray,
+    took_part: BoolScalar,
+) -> Applied:
+    """Subtracts from the momenta what was delivered, and inverts the mean."""
+    step = state.count
+    momentum = _subtract(settings, plan, momenta, aggregate.subtractions, state, key)
+
+    def invert(part: Part, after_previous, averages):
+        # Inverse: u = T^-1(q_bar)
+        coefficients = [x.dense() for x in after_previous(averages)[0]]
+        tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
+        return (tensors,), tensors
+
+    averages = plan.rows_per_part(aggregate.mean, axis=1)
+    updates = _as_updates(sequentially(invert, plan.parts, averages), like)
+    new = state._replace(
+        count=jnp.asarray(optax.safe_increment(step)),
+        momentum=momentum,
+        metrics=aggregate.metrics,
+        exchange=aggregate.state,
+    )
+    under_way = [s for s in aggregate.subtractions if s.under_way]
+    own = functools.partial(_own, plan, momentum, under_way, step, like)
+    return Applied(updates, new, took_part, own)
+
+
+def _own(plan: Plan, momentum, under_way: Sequence[Subtraction], step: IntScalar, like):
+    """T^-1 of a stored momentum and of the messages under way, a tree like the gradient."""
+
+    def invert(part: Part, after_previous, stored, rows):
+        rows, stored = after_previous(rows, stored)
+        momenta = part.unpack(stored)
+        for message in rows:
+            momenta = part.subtract(momenta, message, step, delay=0)
+        tensors = part.to_tensors(part.inverse(list(map(jnp.concatenate, momenta)), step))
+        return (tensors,), tensors
+
+    rows = rows_per_part(plan, [message.undone() for message in under_way])
+    return _as_updates(sequentially(invert, plan.parts, plan.per_part(momentum), rows), like)
+
+
+def _as_updates(results, like):
+    (tensors,) = results
+    return _as_tree(like, map(in_dtype_of, _joined(tensors), jax.tree.leaves(like)))
+
+
+def _subtract(
+    settings: Settings,
+    plan: Plan,
+    momenta: Sequence[Any],
+    subtractions: Sequence[Subtraction],
+    state: DecoupledMomentumState,
+    key: PRNGKeyArray,
+):
+    """The momentum to store, a tree like that of the state, after ``m <- m - alpha q_hat``."""
+
+    def subtract(part: Part, after_previous, momenta, rows):
+        rows, momenta = after_previous(rows, momenta)
+        for subtraction, own in zip(subtractions, rows, strict=True):
+            momenta = part.subtract(momenta, own, state.count, subtraction.delay)
+        stored = part.pack(momenta)
+        return (stored,), stored
+
+    (stored,) = sequentially(subtract, plan.parts, momenta, rows_per_part(plan, subtractions))
+    rounded = [
+        round_stochastically(m, settings.momentum_dtype, jax.random.fold_in(key, number))
+        for number, m in enumerate(_joined(stored))
+    ]
+    return _as_tree(state.momentum, rounded)
+
+
+def _rounding_key(settings: Settings, state, worker: IntScalar) -> PRNGKeyArray:
+    return jax.random.fold_in(settings.compression.key(state.count, ROUNDING_STREAM), worker)
+
+
+def _as_tree(like, leaves):
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _joined(per_part):
+    return itertools.chain.from_iterable(per_part)

@@ -1,0 +1,337 @@
+"""Ready-made optimizers: decoupled momentum in front of bases of optax.
+
+The aggregate is a momentum already, so they keep no second one. Arguments that all of them share
+are described at `demo`. Each signature is spelled out, as in optax: ``optax.inject_hyperparams``
+reads names and defaults from it, and cannot hand on ``**options``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from demo_optax._src import checks
+from demo_optax._src.arrays import in_dtype_of, upcast
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression import Compression
+from demo_optax._src.decoupled import decoupled
+from demo_optax._src.exchange import Exchange
+from demo_optax._src.exchange.all_gather import resolve_exchange
+from demo_optax._src.halves import SplitTransformation
+from demo_optax._src.matrices import dimension_numbers, orthogonalize
+from demo_optax._src.signed_root import scale_by_signed_root
+
+Mask = Any | Callable[[optax.Params], Any] | None
+
+
+def demo(
+    learning_rate: optax.ScalarOrSchedule,
+    compression: Compression = Compression(),
+    *,
+    decay: chex.Numeric = 0.999,
+    weight_decay: chex.Numeric = 0.0,
+    mask: Mask = None,
+    precondition: optax.GradientTransformation | None = None,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+) -> SplitTransformation:
+    r"""DeMo as first published: the step is the sign of the aggregate.
+
+    .. math::
+        m_i &\leftarrow \beta m_i + \eta_t\, T(g_i) \\
+        q_i &= \mathrm{top}_k(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)) \\
+        \bar q &= \mathrm{mean}(\hat q_1, \dots, \hat q_N) \\
+        m_i &\leftarrow m_i - \hat q_i \quad \text{if the others accepted its packet} \\
+        x &\leftarrow x - \eta_t (\mathrm{sign}(T^{-1} \bar q) + \lambda x)
+
+    The learning rate :math:`\eta_t` is a factor inside the momentum too, as in the published code
+    (`arXiv 2411.19870v1 <https://arxiv.org/abs/2411.19870v1>`_). For the blocks of that code give
+    ``Compression(block_rule="divisor")``; both rules agree where 64 divides every dimension.
+
+    Args:
+      learning_rate: :math:`\eta`, a number or a schedule; both uses evaluate the schedule at the
+        same step.
+      compression: what is sent of the momentum, and how.
+      decay: momentum decay :math:`\beta` in [0, 1).
+      weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it applies to.
+      precondition: a transformation of the local gradient before the momentum; its state stays
+        with its worker.
+      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+      exchange: how the messages travel; ``AllGather(axis_name)`` by default.
+
+    Example:
+      >>> tx, params = demo(0.1, Compression(topk=4)), jax.numpy.ones(3)
+      >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
+      Array([-0.1, -0.1,  0.1], dtype=float32)
+    """
+    return decoupled(
+        _base(optax.scale_by_sign(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        gradient_weight=learning_rate,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
+
+
+def demo_scaled(
+    learning_rate: optax.ScalarOrSchedule,
+    compression: Compression = Compression(32, value_coding="sign", selection="bins"),
+    *,
+    b2: chex.Numeric = 0.99,
+    eps: chex.Numeric = 1e-8,
+    decay: chex.Numeric = 0.98,
+    weight_decay: chex.Numeric = 0.0,
+    mask: Mask = None,
+    look_ahead: chex.Numeric | None = None,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+) -> SplitTransformation:
+    r"""DeMo with gradients that each worker divides by the root of its second moment. Start here.
+
+    .. math::
+        v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
+        m_i &\leftarrow \beta m_i + \eta_t\, T(g_i / (\sqrt{\hat v_i} + \epsilon)) \\
+        q_i &= \mathrm{select}(m_i), \quad \hat q_i = \mathrm{decode}(\mathrm{encode}(q_i)) \\
+        u &= T^{-1}(\tfrac{1}{N} \textstyle\sum_i \hat q_i) \\
+        m_i &\leftarrow m_i - \hat q_i \quad \text{if the others accepted its packet} \\
+        x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
+        + \lambda x\big)
+
+    Without the scaling a few rows with large gradients take most of the packet. The second moment
+    :math:`v_i`, bias-corrected to :math:`\hat v_i`, is never sent. Each coefficient is averaged
+    over all workers; `demo` averages over its senders only. `demo` takes the sign; here the signed
+    root makes small elements move less (`scale_by_signed_root`). It does not depend on the scale of
+    :math:`u`, so that the sum and the mean over all workers give the same step.
+    ``docs/explanation/quality.md`` shows the effect of each change. Begin with the learning rate of
+    an AdamW that was tuned for the same model.
+
+    Args:
+      learning_rate: this and the arguments not named here are those of `demo`.
+      b2, eps: decay of the second moment in [0, 1); positive number that is added to its root.
+      look_ahead: as in `decoupled`. Give 1.5 with `demo_optax.Delayed`.
+
+    Example:
+      >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
+      >>> tx.update(jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params), params)[0].round(3)
+      Array([-0.1, -0.1,  0.1], dtype=float32)
+    """
+    return decoupled(
+        _base(scale_by_signed_root(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        gradient_weight=learning_rate,
+        mean="workers",
+        precondition=_scale_by_rms(b2, eps),
+        look_ahead=look_ahead,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
+
+
+def demo_sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    compression: Compression = Compression(),
+    *,
+    decay: chex.Numeric = 0.995,
+    weight_decay: chex.Numeric = 0.0,
+    mask: Mask = None,
+    precondition: optax.GradientTransformation | None = None,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+) -> SplitTransformation:
+    r"""Decoupled momentum instead of SGD's momentum: the step is the aggregate itself.
+
+    Section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_, :math:`\varphi` the
+    identity. The learning rate is about ``1 / (1 - decay)`` times that of SGD without momentum.
+    All arguments are those of `demo`.
+
+    Example:
+      >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jax.numpy.ones(3)
+      >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round()
+      Array([-1., -2.,  3.], dtype=float32)
+    """
+    return decoupled(
+        _base(optax.identity(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
+
+
+def demo_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    compression: Compression = Compression(),
+    *,
+    b2: chex.Numeric = 0.95,
+    eps: chex.Numeric = 1e-8,
+    decay: chex.Numeric = 0.995,
+    weight_decay: chex.Numeric = 1e-4,
+    mask: Mask = None,
+    precondition: optax.GradientTransformation | None = None,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+) -> SplitTransformation:
+    """Decoupled momentum instead of AdamW's first moment.
+
+    The second moment, with decay ``b2``, is that of the aggregate (From et al., `arXiv 2502.06728
+    <https://arxiv.org/abs/2502.06728>`_); ``eps`` is added to its root. `demo_scaled` scales
+    the local gradients instead. The other arguments are those of `demo`.
+
+    Example:
+      >>> tx = demo_adamw(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
+    """
+    return decoupled(
+        _base(_scale_by_rms(b2, eps), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
+
+
+def demo_signum(
+    learning_rate: optax.ScalarOrSchedule,
+    compression: Compression = Compression(),
+    *,
+    decay: chex.Numeric = 0.995,
+    weight_decay: chex.Numeric = 0.0,
+    mask: Mask = None,
+    precondition: optax.GradientTransformation | None = None,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+) -> SplitTransformation:
+    """The step is the sign of the aggregate, as in Signum (version 2 of the paper, section 3).
+
+    `demo` without the learning rate inside the momentum, so that a schedule acts only once. All
+    arguments are those of `demo`.
+
+    Example:
+      >>> tx = demo_signum(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
+    """
+    return decoupled(
+        _base(optax.scale_by_sign(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        precondition=precondition,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
+
+
+def demo_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    compression: Compression = Compression(32, value_coding="sign", selection="bins"),
+    *,
+    b1: chex.Numeric = 0.9,
+    b2: chex.Numeric = 0.99,
+    eps: chex.Numeric = 1e-8,
+    decay: chex.Numeric = 0.95,
+    weight_decay: chex.Numeric = 0.0,
+    mask: Mask = None,
+    weight_dimension_numbers: Any = None,
+    look_ahead: chex.Numeric | None = 1.0,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+) -> SplitTransformation:
+    r"""DeMo whose workers make a momentum of their own gradients orthogonal, before the exchange.
+
+    .. math::
+        h_i &\leftarrow \beta_1 h_i + (1 - \beta_1) g_i \\
+        o_i &= \mathrm{orthogonal}(\beta_1 h_i + (1 - \beta_1) g_i) \\
+        v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) o_i^2 \\
+        m_i &\leftarrow \beta m_i + \eta_t\, T(o_i / (\sqrt{\hat v_i} + \epsilon))
+
+    and on as in `demo_scaled`, which this is but for the first two lines. They are for matrices:
+    Muon's five Newton-Schulz steps set their singular values to about 1. Elements are scaled after
+    that, as in AdaMuon (Si et al., `arXiv 2507.11005 <https://arxiv.org/abs/2507.11005>`_).
+    Orthogonal steps of the sparse aggregate, as in version 2 of the paper, had a higher loss in our
+    runs.
+
+    Where ``param_specs`` of the train step say that matrices are sharded inside a worker, each
+    device makes some of them orthogonal whole: two all-to-alls for each shape of matrices.
+
+    Args:
+      learning_rate: this and the arguments not named here are those of `demo_scaled`.
+      b1: decay of the momentum :math:`h_i` of matrices, in [0, 1); it stays with its worker.
+      weight_dimension_numbers: which parameters are matrices, as in ``optax.contrib.muon``: a tree
+        of ``optax.contrib.MuonDimensionNumbers`` and None, or a function of the parameters that
+        gives one, which may meet ``optax.MaskedNode`` where others update some of them. By default
+        all those of two dimensions, except where the path has "embed" in it: embeddings do better
+        as None. Name it in the ``static_args`` of ``optax.inject_hyperparams``.
+      look_ahead: as in `decoupled`; most of the gain over `demo_scaled` needs it. Give 1.5 with
+        `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
+
+    Raises:
+      UserWarning: from ``init``, if a parameter has more than two dimensions and
+        ``weight_dimension_numbers`` is None. It is no matrix then.
+
+    Example:
+      >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
+      >>> updates, state = tx.update(jax.numpy.eye(4), tx.init(params), params)
+      >>> bool(abs(updates + jax.numpy.eye(4)).max() < 0.5)
+      True
+    """
+    checks.in_interval("b1", b1, "[0, 1)")
+    workers = resolve_exchange(axis_name, exchange).axis_name
+
+    def is_matrix(params):
+        numbers = dimension_numbers(weight_dimension_numbers, params)
+        structure: Any = jax.tree.structure(params)
+        return structure.unflatten([x is not None for x in numbers])
+
+    # A mean, not a sum: it has no overflow where the gradients have none.
+    momentum = optax.chain(optax.scale(1 - b1), optax.trace(b1, nesterov=True))
+    precondition = optax.chain(
+        optax.masked(_in_float32(momentum), is_matrix),
+        orthogonalize(weight_dimension_numbers, workers),
+        _scale_by_rms(b2, eps),
+    )
+    return decoupled(
+        _base(scale_by_signed_root(), learning_rate, weight_decay, mask),
+        compression,
+        decay=decay,
+        gradient_weight=learning_rate,
+        mean="workers",
+        precondition=precondition,
+        look_ahead=look_ahead,
+        axis_name=axis_name,
+        exchange=exchange,
+    )
+
+
+def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
+    checks.require_rate("learning_rate", learning_rate)
+    checks.require_rate("weight_decay", weight_decay)
+    none = isinstance(weight_decay, (int, float)) and weight_decay == 0  # which needs no parameters
+    decayed = optax.identity() if none else optax.add_decayed_weights(weight_decay, mask)
+    return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
+
+
+def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
+    checks.in_interval("b2", b2, "[0, 1)")
+    checks.in_interval("eps", eps, "[1.2e-38, inf)")  # smaller ones may be 0 in float32
+    return _in_float32(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True))
+
+
+def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation whose state is in float32 or wider.
+
+    In bfloat16 a second moment with a decay of 0.999 never decreases.
+    """
+
+    def update_fn(updates, state, params=None):
+        del params
+        new, state = tx.update(jax.tree.map(upcast, updates), state)
+        return jax.tree.map(in_dtype_of, new, updates), state
+
+    return optax.GradientTransformation(
+        lambda params: tx.init(jax.tree.map(lambda x: upcast(jnp.asarray(x)), params)), update_fn
+    )

@@ -1,0 +1,177 @@
+"""Stacked gradients: each worker takes that of its own loss, on its own part of a batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from demo_optax._src.axes import AxisName
+from demo_optax._src.parallel import batches, losses, shards, worker_axis
+from demo_optax._src.parallel.worker_gradient import WorkerGradients as WorkerGradients
+from demo_optax._src.parallel.worker_gradient import (
+    gradients_on_device,
+    stack,
+    stacked_results_specs,
+)
+from demo_optax._src.rounds import local_parameters
+
+
+def worker_gradients(
+    loss_fn: Callable,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName = "data",
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    stateful: bool = False,
+    param_specs=None,
+    batch_specs=None,
+) -> Callable:
+    """Computes stacked gradients for a program that leaves all shardings to the compiler.
+
+    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may hold
+    sharding constraints over the mesh's other axes, in any form, and a ``jax.shard_map`` of its
+    own. Nothing is averaged over the workers.
+
+    Arguments are those of `make_train_step`. Where the result is called with a key, so is
+    ``loss_fn(params, batch, key)``.
+
+    Returns:
+      ``fn(params, [state,] batch[, key], opt_state=None) -> WorkerGradients``, for use inside
+      ``jax.jit``. Each worker and microbatch gets a different key. Give it the ``opt_state`` of
+      local steps or of a look-ahead: gradients are then taken at `local_parameters`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+      >>> fn = worker_gradients(lambda w, x: w * x.sum(), mesh)
+      >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3)).gradients
+      Array([3.], dtype=float32)
+    """
+    workers = shards.num_workers(mesh, axis_name)
+    gradients_of = stacked_gradients(
+        loss_fn,
+        mesh,
+        axis_name,
+        manual=False,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        stateful=stateful,
+        param_specs=param_specs,
+        batch_specs=batch_specs,
+    )
+
+    def at_params(params, *args, opt_state=None):
+        losses.require_differentiable(params)
+        state, batch, key = losses.split_arguments(args, ("params",), stateful, (0, 1))
+        worker_axis.require_stacked(state, workers, "model state", "init_model_state")
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        copies = shards.copies(params, mesh, axis_name, specs)
+        own = local_parameters(copies, opt_state)
+        return gradients_of(own, state, batch, *key, params_are_replicated=own is params)
+
+    return at_params
+
+
+def stacked_gradients(
+    loss_fn: Callable,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName,
+    *,
+    manual: bool,
+    microbatches: int,
+    clip_norm: float | None,
+    stateful: bool,
+    param_specs,
+    batch_specs,
+    check_vma: bool = True,
+) -> Callable:
+    """Returns ``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
+
+    The model state is stacked over the workers. So are the parameters, unless
+    ``params_are_replicated``: then simulated workers have one copy of them together.
+
+    If ``manual``, the loss runs in a ``jax.shard_map`` over all axes. Each device gathers the
+    parameters and sees its own part of the batch; those of one worker average their gradients.
+    Otherwise the loss is mapped over the workers.
+    """
+    on_device = gradients_on_device(
+        loss_fn,
+        axis_name if manual else None,
+        shards.inner_axes(mesh, axis_name) if manual else (),
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        stateful=stateful,
+    )
+    if not manual and isinstance(mesh, Mesh):
+        _require_one_axis_type(mesh, microbatches)
+    workers = shards.num_workers(mesh, axis_name)
+
+    def in_shard_map(params, state, batch, key, specs, leaf_batch_specs, rows, _):
+        def compute(params, state, batch, key):
+            params, state = jax.tree.map(lambda x: x[0], (params, state))
+            return stack(on_device(params, state, batch, key, specs, rows))
+
+        stacked_specs = shards.stacked_specs(specs, axis_name)
+        return jax.shard_map(
+            compute,
+            mesh=mesh,
+            in_specs=(stacked_specs, P(axis_name), leaf_batch_specs, P()),
+            out_specs=stacked_results_specs(specs, mesh, axis_name),
+            check_vma=check_vma,
+        )(params, state, batch, key)
+
+    def mapped(params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated):
+        def compute_worker(params, state, batch, *key):
+            whole = jax.tree.map(lambda _: P(), params)
+            return on_device(params, state, batch, key, whole, rows)
+
+        batch = batches.split_workers(batch, leaf_batch_specs, rows, mesh, axis_name)
+        keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
+        keys = shards.constrain_sharding(keys, mesh, P(axis_name))
+        structure: Any = jax.tree.structure(batch)
+        batch_axes = structure.unflatten(rows)
+        compute_workers = jax.vmap(
+            compute_worker,
+            (None if params_are_replicated else 0, 0, batch_axes, *[0 for _ in key]),
+            spmd_axis_name=None if isinstance(mesh, AbstractMesh) else axis_name,
+        )
+        results = compute_workers(params, state, batch, *keys)
+        stacked_specs = shards.stacked_specs(specs, axis_name)
+        gradients = shards.constrain_sharding(results.gradients, mesh, stacked_specs)
+        return results._replace(gradients=gradients)
+
+    def compute(params, state, batch, *key, params_are_replicated):
+        losses.require_differentiable(params)
+        batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
+        if given is None and not manual:
+            given = batches.typed_batch_specs(batch, mesh, axis_name)
+        specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+        leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
+        rows = batches.row_dimensions(leaf_batch_specs, axis_name)
+        gradients_of = in_shard_map if manual else mapped
+        return gradients_of(
+            params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated
+        )
+
+    return compute
+
+
+def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
+    """Refuses a mesh on which the loss cannot be mapped over the workers."""
+    if len(set(mesh.axis_types)) > 1:
+        raise ValueError(
+            f"stacked gradients need a mesh whose axes are all Auto or all Explicit, not "
+            f"{mesh.axis_types}: make it with one kind, as in jax.make_mesh(shape, names, "
+            "(jax.sharding.AxisType.Auto,) * len(names))."
+        )
+    if microbatches > 1 and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"microbatches={microbatches} of stacked gradients need a mesh whose axes are Auto, "
+            f"not {mesh.axis_types}: make it with jax.make_mesh(shape, names, "
+            "(jax.sharding.AxisType.Auto,) * len(names)), or accumulate with "
+            "demo_optax.multi_steps."
+        )

@@ -1,0 +1,370 @@
+"""The sharding of parameters and optimizer state: which leaves differ between workers.
+
+JAX's types tell it. One update is traced under ``jax.shard_map`` without computing anything. A
+result whose type varies over an axis differs along that axis.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey, keystr
+
+from demo_optax._src import axes, checks
+from demo_optax._src.arrays import boxed_inside, is_key, unboxed
+from demo_optax._src.axes import TRACING_ARGUMENTS, AxisName
+from demo_optax._src.checks import require_unwrapped
+from demo_optax._src.parallel import shards
+from demo_optax._src.participation import PARTICIPATES
+from demo_optax._src.specs import PARAM_SPECS, axes_of, sharded_axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateLayout:
+    """The sharding of parameters and optimizer state on a mesh.
+
+    Attributes:
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+      update: ``update(gradient, state, params, extra_args)`` of a worker, which is not traced again
+        for the types that it was traced for here. It needs the optimizer, but does not keep it.
+      params: PartitionSpecs of the parameters.
+      state: PartitionSpecs of the state.
+      worker_state_shapes: shapes of one worker's state.
+      varies_over_workers: bools, whether each leaf of the state differs between workers.
+      state_replicated_axes: frozensets, for each leaf of the state the axes along which a worker's
+        devices hold copies of it that should be equal, though their types do not say so.
+      update_replicated_axes: the same for the updates.
+      frozen: bools, whether each update is zero whatever the gradient is.
+      sent: int, bytes that one device sends by collectives between workers; None if unknown.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axis_name: AxisName
+    update: Callable
+    params: Any
+    state: Any
+    worker_state_shapes: Any
+    varies_over_workers: Any
+    state_replicated_axes: Any
+    update_replicated_axes: Any
+    frozen: Any
+    sent: int | None
+
+
+def state_specs(
+    tx: optax.GradientTransformation,
+    params,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
+):
+    """Returns PartitionSpecs of the state that `init_opt_state` makes, for any optax chain.
+
+    Args:
+      tx: any optax transformation that exchanges over ``axis_name``.
+      params: arrays or shapes of the parameters.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+      param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker, a tree or a
+        prefix of one.
+
+    Returns:
+      A tree like the state. A leaf that differs between workers has a leading worker axis, so
+      its spec is ``P(axis_name, ...)``. If it also differs between the shards of a worker, the rest
+      of the spec is that of its parameter. The path of a leaf ends with the path of its parameter.
+
+    Raises:
+      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a leaf
+        differs between the shards of a worker, but cannot be sharded like its parameter.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo_adamw(1e-3, axis_name="data")
+      >>> momentum, (rms, *_) = state_specs(tx, {"w": jnp.ones((4, 4))}, mesh)
+      >>> momentum.momentum, rms.nu
+      ({'w': P('data',)}, {'w': P()})
+    """
+    return find_layout(tx, params, mesh, axis_name, param_specs).state
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params,
+    mesh: Mesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
+):
+    """Returns NamedShardings of the state that `init_opt_state` makes.
+
+    Arguments and errors are those of `state_specs`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> state_shardings(tx, {"w": jnp.ones((4, 4))}, mesh)[0].momentum["w"].spec
+      P('data',)
+    """
+    return shards.shardings(mesh, state_specs(tx, params, mesh, axis_name, param_specs))
+
+
+_LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""The layouts of each ``tx.update``."""
+
+
+def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
+    """Returns the layout for arrays or shapes of the whole parameters.
+
+    The update is traced once for each optimizer.
+
+    Raises:
+      ValueError: the updates differ between workers, because ``tx`` does not exchange.
+    """
+    require_unwrapped(tx)
+    checks.real_leaves("parameter", params)
+    params = checks.shapes_of("parameter", params)
+    leaves, structure = jax.tree.flatten((params, param_specs))
+    context = mesh, axis_name, axes.platform(), jnp.result_type(float)
+    key = tx.init, structure, tuple(leaves), context
+    layouts = _LAYOUTS.setdefault(tx.update, {})
+    if key not in layouts:
+        layouts[key] = _trace_layout(tx, params, mesh, axis_name, param_specs)
+    return layouts[key]
+
+
+def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
+    shards.num_workers(mesh, axis_name)
+    specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+    inner = unboxed(specs)
+    parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
+    update = _traced_once(tx, specs)
+    init = boxed_inside(tx, specs).init
+    program, state_shapes, state_axes, update_axes = _trace_update(
+        init, update, parts, inner, mesh, axis_name
+    )
+    worker_axes = set(axes.names(axis_name))
+    varies_over_workers = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
+    state = _state_specs(state_axes, state_shapes, inner, mesh, axis_name)
+
+    def copied_axes(names, spec):
+        return names - set(axes_of(spec)) - worker_axes
+
+    return StateLayout(
+        mesh=mesh,
+        axis_name=axis_name,
+        update=update,
+        params=specs,
+        state=state,
+        worker_state_shapes=state_shapes,
+        varies_over_workers=varies_over_workers,
+        state_replicated_axes=jax.tree.map(copied_axes, state_axes, state),
+        update_replicated_axes=jax.tree.map(copied_axes, update_axes, inner),
+        frozen=_frozen_updates(program.jaxpr, update_axes, varies_over_workers, axis_name),
+        sent=axes.bytes_handed_over(program, axis_name),
+    )
+
+
+def update_with_specs(tx, specs) -> Callable:
+    """Returns ``update(gradient, state, params, extra_args)``, which tells ``tx`` the specs."""
+    tx, inner = boxed_inside(tx, specs), unboxed(specs)
+
+    def update(gradient, state, params, extra_args):
+        return tx.update(gradient, state, params, **{**extra_args, PARAM_SPECS: inner})
+
+    return update
+
+
+def _traced_once(tx, specs) -> Callable:
+    """Jits `update_with_specs`, without a reference that would keep ``tx`` in `_LAYOUTS`."""
+    if not isinstance(tx, optax.GradientTransformation):  # but has methods, as optax.MultiSteps
+        return jax.jit(update_with_specs(tx, specs))
+    kind, init, reference = type(tx), tx.init, weakref.ref(tx.update)
+
+    @jax.jit
+    def update(*args):
+        return update_with_specs(kind(init, reference()), specs)(*args)  # type: ignore[arg-type]
+
+    return update
+
+
+def known_update(tx, layout: StateLayout) -> Callable:
+    """Returns ``layout.update`` if the layout is that of ``tx``, else an update without a trace."""
+    is_own = layout in _LAYOUTS.get(tx.update, {}).values()
+    return layout.update if is_own else update_with_specs(tx, layout.params)
+
+
+def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
+    """Traces an update, without computing anything.
+
+    The program takes gradient, state, parameters and extra arguments, and returns updates and
+    state. Beside it come the shapes of one worker's state, and the axes over which each leaf of the
+    state and of the updates varies.
+
+    The gradients vary over ``axis_name`` and the axes of their parameter's spec. The trace is
+    repeated until the varying axes of the state stop changing.
+    """
+
+    def zeros(x, names):
+        return axes.as_varying(jnp.empty(x.shape, x.dtype), tuple(names))
+
+    def values():
+        return jax.tree.map(lambda x, spec: zeros(x, axes_of(spec)), parts, specs)
+
+    def updated(gradient, old, params, extra_args):
+        updates, state = update(gradient, old, params, extra_args)
+        return updates, shards.merge_shard_metrics(state, old, sharded_axes(specs))
+
+    def trace(fn):
+        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+        return axes.trace_worker(fn, abstract)[1]
+
+    def until_settled(state_axes, extra_args):
+        def probe():
+            gradient, participates = axes.as_varying((values(), jnp.array(True)), axis_name)
+            old = jax.tree.map(zeros, shapes, state_axes)
+            args = gradient, old, values(), {PARTICIPATES: participates, **extra_args}
+            return jax.make_jaxpr(updated, return_shape=True)(*args)
+
+        program, types = trace(probe)
+        update_axes, new_axes = jax.tree.map(axes.varying, types)
+        new_axes = jax.tree.map(frozenset.union, state_axes, new_axes)
+        if jax.tree.leaves(new_axes) != jax.tree.leaves(state_axes):
+            return until_settled(new_axes, extra_args)
+        return program, shapes, state_axes, update_axes
+
+    types = trace(lambda: jax.eval_shape(init, values()))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    state_axes = jax.tree.map(axes.varying, types)
+    try:
+        try:
+            return until_settled(state_axes, {})
+        except TypeError as error:
+            if _NEEDS_ARGUMENT not in str(error):
+                raise
+            return until_settled(state_axes, TRACING_ARGUMENTS)
+    except (TypeError, ValueError) as error:
+        if _NEEDS_ARGUMENT in str(error):
+            raise TypeError(
+                f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
+                f"{', '.join(TRACING_ARGUMENTS)} is known then: give the others a default."
+            ) from error
+        if not (kind := _decides_alone(shapes)):
+            raise
+        raise type(error)(
+            f"{error}\n\n{kind} lets each worker decide alone whether it takes part in a step: "
+            "accumulate with make_train_step(microbatches=...) or demo_optax.multi_steps instead, "
+            "and leave conditions on the gradient out; workers whose gradient is not finite are "
+            "left out already."
+        ) from error
+
+
+_NEEDS_ARGUMENT = "required keyword-only argument"
+
+_ALONE = {
+    optax.MultiStepsState: "optax.MultiSteps",
+    optax.ApplyIfFiniteState: "optax.apply_if_finite",
+    optax.ConditionallyTransformState: "optax.conditionally_transform",
+    optax.ConditionallyMaskState: "optax.conditionally_mask",
+}
+
+
+def _decides_alone(state) -> str:
+    """Returns the name of a wrapper that lets a worker decide alone, or ""."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in _ALONE)
+    return next((_ALONE[type(node)] for node in nodes if type(node) in _ALONE), "")
+
+
+def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName):
+    """Tells which updates are zero although their type says that they differ between workers.
+
+    An update is taken for zero if it depends on no argument that differs between workers and on no
+    parameter, as with ``optax.set_to_zero``.
+
+    Raises:
+      ValueError: an update that is not zero differs between workers.
+    """
+    worker_axes = axes.names(axis_name)
+    differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)
+    local = jax.tree.leaves((jax.tree.map(lambda _: True, differs), varies_over_workers))
+    local += [True] * (len(jaxpr.invars) - len(local))
+
+    def is_local(number: int) -> bool:
+        wanted = [i == number for i in range(len(jaxpr.outvars))]
+        _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
+        return any(a and b for a, b in zip(used, local, strict=True))
+
+    for number, (path, varies) in enumerate(jax.tree.leaves_with_path(differs)):
+        if varies and is_local(number):
+            raise ValueError(
+                f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
+                f"parameter{keystr(path)}), so their parameters would drift apart "
+                "unseen. It must exchange over that axis: give demo_optax.decoupled_momentum (or "
+                f"demo_optax.demo, ...) axis_name={axis_name!r}, or put "
+                f"demo_optax.mean_over_workers({axis_name!r}) in front of an ordinary optimizer. "
+                "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
+            )
+    return differs
+
+
+def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: AxisName):
+    """Makes a PartitionSpec for each leaf of the state."""
+    worker_axes = set(axes.names(axis_name))
+    spec_at = dict(jax.tree.leaves_with_path(param_specs))
+    device_paths = _device_paths(worker_state_shapes)
+
+    def inner_spec(path, varying_axes, leaf) -> P:
+        if varying_axes <= worker_axes:
+            return P()
+        if path in device_paths:
+            inner = tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes)
+            return P(inner) if leaf.ndim else P()
+        for start in range(len(path) + 1):
+            spec = spec_at.get(path[start:])
+            if spec is not None and len(spec) <= leaf.ndim:
+                return spec
+        if leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf)):
+            return P()  # a counter or a random key is the same on all shards of a worker
+        raise ValueError(
+            f"the optimizer state{keystr(path)} of shape {leaf.shape} differs "
+            f"between the shards of a worker, over {sorted(varying_axes - worker_axes)}, but "
+            "cannot be sharded like a parameter. Leave its parameter whole (param_specs=P()), or "
+            "use an optimizer whose state has the shapes of the parameters."
+        )
+
+    def whole_spec(path, varying_axes, leaf) -> P:
+        spec = inner_spec(path, varying_axes, leaf)
+        return P(axis_name, *spec) if varying_axes & worker_axes else spec
+
+    return jax.tree.map_with_path(whole_spec, state_axes, worker_state_shapes)
+
+
+def _device_paths(state) -> list[tuple]:
+    """Returns the paths of leaves that belong to a device, and to no parameter."""
+    return [
+        (*path, GetAttrKey("exchange"), *inside)
+        for path, node in jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)
+        if shards.is_momentum(node)
+        for inside, _ in jax.tree.leaves_with_path(node.exchange)
+    ]
+
+
+class Stacked(optax.GradientTransformationExtraArgs):
+    """A transformation that `stack_workers` made."""
+
+    state_shardings: Callable
+
+    def __iter__(self):
+        raise TypeError(
+            "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
+            "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
+            "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
+        )

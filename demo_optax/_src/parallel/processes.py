@@ -1,0 +1,77 @@
+"""Runs a function in the first process alone; all processes get its result or its error."""
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from demo_optax._src.parallel.shards import no_context_mesh
+
+T = TypeVar("T")
+
+_SMALLEST, _LARGEST = 2**10, 2**28  # bytes at a time; each size is a program of its own
+
+
+def is_lead() -> bool:
+    """Tells whether this is the first process."""
+    return jax.process_index() == 0
+
+
+def by_lead(fn: Callable[[], T]) -> T:
+    """Returns or raises, in all processes, what a function does in the first.
+
+    All processes must call this. None of them waits for one that failed: whatever the function
+    raises, an interrupt included, is raised in the others too. There an error that cannot be
+    pickled becomes a RuntimeError of the same text.
+    """
+    if jax.process_count() == 1:
+        return fn()
+    data, raised = b"", None
+    if is_lead():
+        try:
+            data = pickle.dumps((fn(), None))
+        except BaseException as error:
+            raised, data = error, pickle.dumps((None, _picklable(error)))
+    # These bytes come from this job's own first process. Nothing from a store is unpickled.
+    found, told = pickle.loads(_from_lead(data))
+    error = told if raised is None else raised
+    if error is not None:
+        raise error
+    return found
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """Returns the error if pickle restores it as it is, or else one with its text.
+
+    Whatever its methods raise, an interrupt included, the other processes hear of the error.
+    """
+    name = type(error).__name__
+    with contextlib.suppress(BaseException):
+        restored = pickle.loads(pickle.dumps(error))
+        if (repr(restored), str(restored)) == (repr(error), str(error)):
+            return error
+    with contextlib.suppress(BaseException):
+        return RuntimeError(f"{name}: {error}")
+    return RuntimeError(f"{name}: <exception str() failed>")
+
+
+@no_context_mesh()
+def _from_lead(data: bytes) -> bytes:
+    """Returns the first process's bytes in all processes."""
+    words = np.array(divmod(len(data), 2**32), np.uint32)
+    high, low = map(int, multihost_utils.broadcast_one_to_all(words))
+    size = high * 2**32 + low
+    return b"".join(_broadcast(data, at, size) for at in range(0, size, _LARGEST))
+
+
+def _broadcast(data: bytes, at: int, size: int) -> bytes:
+    """Sends a piece of the first process's data, in one of a few sizes, so that few programs do."""
+    length = min(_LARGEST, size - at)
+    sent = np.zeros(max(1 << (length - 1).bit_length(), _SMALLEST), np.uint8)
+    if is_lead():
+        sent[:length] = np.frombuffer(data, np.uint8, length, at)
+    return np.asarray(multihost_utils.broadcast_one_to_all(sent))[:length].tobytes()

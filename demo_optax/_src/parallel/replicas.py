@@ -1,0 +1,239 @@
+"""Finds copies that differ although they should be equal, by checksums; repairs them by majority.
+
+A bit that flips in one device's memory stays: the workers exchange gradients, not parameters,
+so nothing makes its replica equal to the others again.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax._src import axes
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression.bits import checksum, from_words, to_words
+from demo_optax._src.parallel import shards
+from demo_optax._src.parallel.simulated import with_devices
+from demo_optax._src.specs import axes_of
+
+
+class Drift(NamedTuple):
+    """One device's copy of a leaf, if it differs from the majority or there is no majority.
+
+    Attributes:
+      leaf: str, the path of the leaf in the tree, such as ``"[0]['w']"``.
+      worker: int, index of the worker along ``axis_name``.
+      position: ints, the device's place on the mesh: it is ``mesh.devices[position]``.
+      repairable: bool, whether more than half of the copies are equal, and this one differs from
+        them. If False, the right copy is unknown, and every copy is listed.
+
+    Example:
+      >>> drift = Drift("['w']", worker=3, position=(3, 0), repairable=True)
+      >>> f"leaf {drift.leaf} of worker {drift.worker}"
+      "leaf ['w'] of worker 3"
+    """
+
+    leaf: str
+    worker: int
+    position: tuple[int, ...]
+    repairable: bool
+
+
+class _Difference(NamedTuple):
+    """A leaf whose copies differ.
+
+    Attributes:
+      number: its index in the tree.
+      leaf: its path.
+      holders: ``(parts, copies)``, the devices that hold each part, in the order of the mesh.
+      in_majority: bools ``(parts, copies)``, whether each copy equals more than half of the copies
+        of its part.
+    """
+
+    number: int
+    leaf: str
+    holders: np.ndarray
+    in_majority: np.ndarray
+
+
+def check_replicas(
+    tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"
+) -> tuple[Drift, ...]:
+    """Compares, bit by bit, what should be the same on several devices.
+
+    Each array's sharding says what should be the same. A leaf under ``P()`` is compared
+    between all devices, one under ``P("fsdp")`` between those that hold the same part of it. A leaf
+    that is divided among the workers, like a momentum, is compared only where the devices of one
+    worker hold copies of it.
+
+    Each device sends four bytes for each leaf in one all-gather: a checksum of the bits. NaNs,
+    signs of zeros and the order of elements change it. It always differs where one element does (of
+    64-bit numbers: one half), and misses any other difference with a chance of 2**-32. The
+    program compiles once for each tree of shapes and shardings. With several processes all call
+    this together, and all get the same answer.
+
+    Args:
+      tree: arrays on the mesh of any dtype, such as ``(params, opt_state)``.
+      mesh: the workers' mesh; it may have further axes, inside each replica.
+      axis_name: the workers' axis, or axes.
+
+    Returns:
+      A `Drift` for each copy that differs from the majority of its peers, in the order of the
+      leaves; ``()`` where all is well.
+
+    Raises:
+      ValueError: a leaf is not on the mesh; the mesh has no such axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> params = jax.device_put({"w": jnp.ones((8, 8))}, jax.NamedSharding(mesh, P()))
+      >>> check_replicas(params, mesh)
+      ()
+    """
+    mesh = with_devices(mesh)
+    differences = _differences(tree, mesh, axis_name)
+    return tuple(drift for each in differences for drift in _drifts(each, mesh, axis_name))
+
+
+def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
+    """Gives every device the copy that more than half of its peers hold.
+
+    What `check_replicas` compares becomes equal to the last bit. Leaves that belong to one worker
+    do not change. Its momentum may hold gradients at damaged parameters. No other worker has a copy
+    of it, and these gradients decay as training goes on.
+
+    Arguments are those of `check_replicas`.
+
+    Returns:
+      The tree, with the same shardings. Leaves that agree everywhere are the given arrays.
+
+    Raises:
+      ValueError: no copy has a majority, as when two workers differ; and as `check_replicas`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> params = jax.device_put({"w": jnp.ones((8, 8))}, jax.NamedSharding(mesh, P()))
+      >>> repair_replicas(params, mesh)["w"] is params["w"]
+      True
+    """
+    mesh = with_devices(mesh)
+    differences = _differences(tree, mesh, axis_name)
+    _require_majorities(differences, mesh, axis_name)
+    leaves, structure = jax.tree.flatten(tree)
+    for difference in differences:
+        first = np.argmax(difference.in_majority, axis=1)
+        source = np.zeros(mesh.devices.shape, bool)
+        source.flat[difference.holders[np.arange(len(first)), first]] = True
+        leaf = leaves[difference.number]
+        with shards.no_context_mesh():
+            repaired = _spread(leaf, source, mesh, leaf.sharding.spec)
+        # Explicit meshes write P() as P(None, None), for which a train step would compile again.
+        leaves[difference.number] = jax.device_put(repaired, leaf.sharding)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _differences(tree, mesh, axis_name) -> list[_Difference]:
+    """Returns the leaves whose copies differ."""
+    shards.num_workers(mesh, axis_name)
+    leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
+    specs = [_spec(name, x, mesh) for name, x in leaves]
+    holders = [_holders(mesh, spec) for spec in specs]
+    compared = [i for i, devices in enumerate(holders) if devices.shape[1] > 1]
+    if not compared:
+        return []
+    arrays, compared_specs = zip(*[(leaves[i][1], specs[i]) for i in compared], strict=True)
+    with shards.no_context_mesh():
+        sums = np.asarray(_checksums(arrays, mesh, compared_specs))
+    differences = []
+    for i, column in zip(compared, sums.T, strict=True):
+        held = column[holders[i]]
+        if (held != held[:, :1]).any():
+            equal = (held[:, :, None] == held[:, None]).sum(axis=-1)
+            differences.append(_Difference(i, leaves[i][0], holders[i], 2 * equal > held.shape[1]))
+    return differences
+
+
+def _drifts(difference: _Difference, mesh, axis_name):
+    """Yields a `Drift` for each copy of a leaf that is not in the majority."""
+    worker_axes = axes.names(axis_name)
+    for devices, in_majority in zip(difference.holders, difference.in_majority, strict=True):
+        for device in devices[~in_majority]:
+            position = tuple(int(i) for i in np.unravel_index(device, mesh.devices.shape))
+            places = dict(zip(mesh.axis_names, position, strict=True))
+            worker = np.ravel_multi_index(
+                [places[name] for name in worker_axes], [mesh.shape[name] for name in worker_axes]
+            )
+            yield Drift(difference.leaf, int(worker), position, repairable=bool(in_majority.any()))
+
+
+def _require_majorities(differences, mesh, axis_name) -> None:
+    """Refuses leaves for which no copy of some part is held by a majority."""
+    disputed: dict[str, set[int]] = {}
+    for difference in differences:
+        for drift in _drifts(difference, mesh, axis_name):
+            if not drift.repairable:
+                disputed.setdefault(drift.leaf, set()).add(drift.worker)
+    if disputed:
+        lines = [
+            f"leaf{leaf} differs between the workers {sorted(disputed[leaf])}" for leaf in disputed
+        ]
+        raise ValueError(
+            f"no copy is held by more than half of the devices that should agree: "
+            f"{'; '.join(lines[:3])}{f'; and {len(lines) - 3} more leaves' if lines[3:] else ''}"
+            ". Nobody can tell which is right: restore the last checkpoint from before the drift. "
+            "Checks in shorter intervals, and three workers or more, leave a majority to repair "
+            "from."
+        )
+
+
+def _spec(name, x, mesh) -> P:
+    """Returns the PartitionSpec of a leaf, which must be an array on the mesh."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    sharding = x.sharding if concrete else None
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return sharding.spec
+    raise ValueError(
+        f"leaf{name} must be an array on the mesh {mesh}, but it is of type {type(x).__name__} "
+        f"with sharding {sharding}, of which the devices hold no copies to compare. Put it there "
+        "with jax.device_put(x, jax.NamedSharding(mesh, spec)), pass the arrays that "
+        "demo_optax.make_train_step returned, and call this outside of jax.jit."
+    )
+
+
+def _holders(mesh, spec) -> np.ndarray:
+    """Returns ``(parts, copies)``, the devices that hold a copy of each part of an array."""
+    dividing = [i for i, name in enumerate(mesh.axis_names) if name in axes_of(spec)]
+    parts = int(np.prod([mesh.devices.shape[i] for i in dividing]))
+    devices = np.arange(mesh.size).reshape(mesh.devices.shape)
+    return np.moveaxis(devices, dividing, range(len(dividing))).reshape(parts, -1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _checksums(leaves, mesh, specs):
+    """Gathers the checksums of each device's copies, uint32 ``(devices, leaves)``."""
+
+    def device(*leaves):
+        sums = axes.as_varying([checksum(to_words(x)) for x in leaves], mesh.axis_names)
+        return jax.lax.all_gather(jnp.stack(sums), mesh.axis_names, to="invarying")
+
+    return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P())(*leaves)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _spread(leaf, source, mesh, spec):
+    """Copies the bits of each part from its ``source`` device to all devices that hold the part."""
+    copied = tuple(name for name in mesh.axis_names if name not in axes_of(spec))
+
+    def device(x, source):
+        is_source = source[tuple(jax.lax.axis_index(name) for name in mesh.axis_names)]
+        words = jnp.where(is_source, axes.as_varying(to_words(x), copied), jnp.uint32(0))
+        return from_words(jax.lax.psum(words, copied), x)
+
+    return jax.shard_map(device, mesh=mesh, in_specs=(spec, P()), out_specs=spec)(leaf, source)

@@ -1,0 +1,283 @@
+"""Sharding of the parameters inside a worker, and of the batch.
+
+A mesh may have further axes (``fsdp``, ``tensor``, ``local``). The devices along these inner axes
+are one worker. They hold its parameters as the PartitionSpecs say, and average their gradients.
+Each device compresses its own shard; blocks never cross shard borders (From et al., "DeToNATION",
+FlexDeMo). Copies that several devices of a worker hold must stay equal.
+"""
+
+import contextlib
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
+
+from demo_optax._src import axes, metrics
+from demo_optax._src.arrays import is_key, unboxed, unwrap_keys, wrap_keys
+from demo_optax._src.axes import AxisName
+from demo_optax._src.momentum import DecoupledMomentumState
+from demo_optax._src.parallel.simulated import with_devices
+from demo_optax._src.specs import axes_of, broadcast
+
+
+@contextlib.contextmanager
+def no_context_mesh() -> Iterator[None]:
+    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices. Also a decorator."""
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
+        yield
+
+
+def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
+    """Returns the number of workers, the product of the sizes of their axes."""
+    names = axes.names(axis_name)
+    if axis_name is None or any(name not in mesh.shape for name in names):
+        raise ValueError(
+            f"axis_name must be one or several of the mesh's axes {tuple(mesh.shape)}, not "
+            f"{axis_name!r}."
+        )
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the mesh's axes inside a worker."""
+    return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
+
+
+def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """Returns a PartitionSpec for every parameter, from a tree of these or of NamedShardings.
+
+    A prefix of a tree is enough; None is ``P()``.
+
+    Raises:
+      ValueError: a spec shards over the workers' axis, or over an axis that the mesh lacks.
+    """
+    specs = broadcast("param_specs", param_specs, unboxed(params))
+    inner = inner_axes(mesh, axis_name)
+    for path, spec in jax.tree.leaves_with_path(specs):
+        if wrong := [name for name in axes_of(spec) if name not in inner]:
+            what = "the workers' axis" if wrong[0] in axes.names(axis_name) else "not among them"
+            raise ValueError(
+                f"param_specs{keystr(path)} is {spec}, but parameters are sharded "
+                f"inside a worker only, over the axes {inner}: {wrong[0]!r} is {what}. Leave it "
+                "out, or name another axis."
+            )
+    structure: Any = jax.tree.structure(params)
+    return structure.unflatten(jax.tree.leaves(specs))
+
+
+def stacked_specs(specs, axis_name: AxisName):
+    """Returns the specs of arrays that have an axis of workers in front."""
+    return jax.tree.map(lambda spec: P(axis_name, *spec), specs)
+
+
+def shardings(mesh: Mesh | AbstractMesh, specs):
+    """Returns the NamedShardings of these specs on the mesh's devices."""
+    concrete = with_devices(mesh)
+    return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
+
+
+def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Returns the number of shards into which a spec divides each dimension."""
+    divided = [math.prod(mesh.shape[name] for name in axes.names(entry)) for entry in spec]
+    return (*divided, *[1] * (len(shape) - len(divided)))
+
+
+def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
+    """Returns shapes and dtypes of one device's shards; ValueError if a dimension cannot be cut."""
+
+    def shard(x, spec):
+        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
+
+    return jax.tree.map(shard, params, specs)
+
+
+def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
+    """Returns shapes and dtypes of whole arrays, from those of one device's shards."""
+
+    def whole(x, spec):
+        shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    return jax.tree.map(whole, parts, specs)
+
+
+def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
+    """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
+    if isinstance(mesh, AbstractMesh):
+        return tree
+    place = jax.device_put  # the only way where kinds of axes are mixed
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        place = jax.lax.with_sharding_constraint
+    elif set(mesh.axis_types) == {AxisType.Explicit}:
+        place = jax.sharding.reshard
+    return jax.tree.map(place, tree, jax.tree.broadcast(shardings(mesh, specs), tree))
+
+
+def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
+    """Copies the parameters for each worker, ``(workers, *shape)``.
+
+    Otherwise XLA may fetch a part of the replicated parameters from a different worker. Simulated
+    workers need no copies.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return params
+    workers = num_workers(mesh, axis_name)
+    copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), params)
+    return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
+
+
+def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
+    """Places each leaf as its spec says, or the spec of a prefix.
+
+    An array that already has the sharding is returned. What will be ``donated`` is copied if it has
+    not: it must not be a buffer that the caller keeps. An array that comes twice in what is
+    donated, or is in the donated trees ``beside``, is copied, too.
+    """
+    seen = set(map(id, jax.tree.leaves(beside)))
+
+    def place(x, wanted):
+        if isinstance(x, Tracer):
+            return jax.device_put(x, wanted)
+        is_taken = id(x) in seen
+        if donated:
+            seen.add(id(x))
+        if getattr(x, "weak_type", False):  # a step returns no weak types
+            x = jnp.asarray(x, x.dtype)
+        if not is_taken and _has_sharding(x, wanted):
+            return x
+        if not isinstance(x, jax.Array):
+            x = np.asarray(x)
+        elif donated or is_taken:
+            x = jnp.copy(x)
+        return jax.device_put(x, wanted)
+
+    return jax.tree.map(place, tree, shardings(mesh, jax.tree.broadcast(specs, tree)))
+
+
+def share_threads(mesh: Mesh | AbstractMesh) -> bool:
+    """Tells whether several devices of this process are virtual ones, which share a CPU's threads.
+
+    Programs with collectives wait there for each other for ever, if several of them are under way.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return False
+    return mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
+
+
+def signature(mesh: Mesh | AbstractMesh, tree):
+    """Returns the mesh's devices, and structure, types and shardings of distinct, live arrays.
+
+    Comparing it is cheap. It is None if a leaf is traced or no array of JAX.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    try:
+        types = [(x.aval, x.sharding) for x in leaves if not x.is_deleted()]
+    except (AttributeError, TypeError):
+        return None
+    return with_devices(mesh), structure, types, len(set(map(id, leaves)))
+
+
+def _has_sharding(x, wanted: NamedSharding) -> bool:
+    given = getattr(x, "sharding", None)
+    if not isinstance(given, NamedSharding) or given.mesh != wanted.mesh:
+        return False
+    return given.spec == wanted.spec or given.is_equivalent_to(wanted, np.ndim(x))
+
+
+def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """Returns a PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
+
+    Without specs, the first dimension is divided among all devices, worker by worker.
+
+    Raises:
+      ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided like that.
+    """
+    worker_axes = axes.names(axis_name)
+    all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
+    given = all_axes if batch_specs is None else batch_specs
+    specs = broadcast("batch_specs", given, batch)
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
+    for (path, x), spec in leaves:
+        _require_divisible(f"batch{keystr(path)}", np.shape(x), spec, mesh)
+        _require_rows(f"batch{keystr(path)}", spec, worker_axes)
+    return specs
+
+
+def _require_divisible(
+    what: str, shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh
+) -> None:
+    if missing := [name for name in axes_of(spec) if name not in mesh.shape]:
+        raise ValueError(
+            f"batch_specs names the axis {missing[0]!r} for {what}, but the mesh has the axes "
+            f"{tuple(mesh.shape)}."
+        )
+    parts = "workers" if isinstance(mesh, AbstractMesh) else "devices"
+    for dimension, devices in enumerate(counts(shape, spec, mesh)):
+        if dimension >= len(shape):
+            raise ValueError(
+                f"{what} of shape {shape} has no dimension {dimension} to divide among {devices} "
+                f"{parts}: give arrays of rows, or say with batch_specs that all workers share it, "
+                "P()."
+            )
+        if shape[dimension] % devices:
+            raise ValueError(
+                f"{what} has shape {shape}, whose dimension {dimension} cannot be divided among "
+                f"{devices} {parts}: choose a batch size that is a multiple of their number, or "
+                "say with batch_specs how the batch is divided; P() is for a leaf that all "
+                "workers share."
+            )
+
+
+def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
+    """Refuses a spec that divides rows among the workers in a way that no train step supports.
+
+    All workers' axes divide one dimension, before any inner axis does; or they divide none.
+    """
+    named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
+    if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):
+        raise ValueError(
+            f"{what} has the spec {spec}, but among the workers a batch is divided along one "
+            f"dimension, by all of their axes, {worker_axes}, in this order and before any other: "
+            f"give P({worker_axes}) for rows in front, and P() for what all workers share."
+        )
+
+
+def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
+    """Gives all devices along some axes the value of the first.
+
+    Each device of a worker exchanged its own copy of the state that all of them hold. If one of
+    their packets were rejected, the copies would differ from then on.
+    """
+    if not copied_axes:
+        return x
+    names = tuple(sorted(copied_axes))
+    number = x.astype(jnp.int32) if x.dtype == bool else unwrap_keys(x)
+    is_first = jax.lax.axis_index(names) == 0
+    first = jax.lax.psum(jnp.where(is_first, number, 0), names)
+    return wrap_keys(first, x) if is_key(x) else first.astype(x.dtype)
+
+
+def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
+    """Merges new metrics over a worker's shards; without an exchange the old ones stay."""
+
+    def combine(new, old):
+        if not is_momentum(new):
+            return new
+        exchanged = new.count != old.count
+        merged = metrics.merge_shards(new.metrics, sharded)
+        chosen = [jnp.where(exchanged, x, y) for x, y in zip(merged, old.metrics, strict=True)]
+        return new._replace(metrics=merged._make(chosen))
+
+    return jax.tree.map(combine, new, old, is_leaf=is_momentum) if sharded else new
+
+
+def is_momentum(x) -> bool:
+    """Tells whether a node of a state is that of decoupled momentum."""
+    return isinstance(x, DecoupledMomentumState)

@@ -1,0 +1,313 @@
+"""A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from demo_optax._src import checks
+from demo_optax._src.axes import AxisName
+from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
+from demo_optax._src.parallel import (
+    batches,
+    gradients,
+    losses,
+    shards,
+    worker_axis,
+    worker_gradient,
+)
+from demo_optax._src.parallel.layout import StateLayout, find_layout, require_unwrapped
+from demo_optax._src.parallel.simulated import is_simulated
+from demo_optax._src.participation import PARTICIPATES
+from demo_optax._src.rounds import has_exchanged, local_parameters
+
+Sharding = Literal["manual", "auto"]
+
+
+@jax.tree_util.register_static
+class StaticInt(int):
+    """An integer of any size that passes through ``jax.jit`` as it is, since it is no leaf."""
+
+
+class TrainMetrics(NamedTuple):
+    """Metrics of one step. They need no extra collective.
+
+    Attributes:
+      loss: float ``(workers,)``, loss of each worker where it takes its gradient.
+      gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
+      aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
+        ``sharding`` is ``"manual"`` and a worker has several. With ``microbatches`` above 1, aux
+        has an axis of microbatches behind it.
+      custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
+      exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
+        last step of a round.
+      exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
+      packet_bytes: int, bytes that all devices of a worker together send in an exchange. A Python
+        integer also inside ``jax.jit``; ``jax.lax.scan`` does not stack it. None if an exchange
+        stands in a ``while`` loop, whose number of passes nobody knows.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx, params = demo_optax.demo(1e-3, axis_name="data"), jnp.ones(8)
+      >>> step = make_train_step(lambda params, batch: jnp.mean(batch @ params), tx, mesh)
+      >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((4, 8)))
+      >>> metrics.loss, int(metrics.exchange.participants)
+      (Array([8.], dtype=float32), 1)
+    """
+
+    loss: jax.Array
+    gradient_norm: jax.Array
+    aux: Any
+    custom: Any
+    exchanged: jax.Array
+    exchange: ExchangeMetrics | None
+    packet_bytes: int
+
+
+def make_train_step(
+    loss_fn: Callable,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName = "data",
+    *,
+    microbatches: int = 1,
+    clip_norm: float | None = None,
+    random_key: bool = False,
+    stateful: bool = False,
+    check_vma: bool = True,
+    param_specs=None,
+    batch_specs=None,
+    metrics_fn: Callable | None = None,
+    sharding: Sharding = "manual",
+    donate: bool = True,
+) -> Callable:
+    """Makes a jitted step that trains with one DeMo worker on each device along ``axis_name``.
+
+    Further axes of the mesh lie inside the workers (FlexDeMo). The devices along them share the
+    worker's batch, and average their gradients in the parameters' dtype. ``param_specs`` say how
+    they shard its parameters. Only packets cross from one worker to another.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
+        or a tuple of a scalar and aux.
+      tx: any optax transformation that exchanges over ``axis_name``.
+      mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
+        then all workers are simulated on one device, by ``jax.vmap``.
+      axis_name: the workers' axis, or axes.
+      microbatches: parts into which each worker's batch is divided to save memory; gradients are
+        averaged over them, and there is one exchange. aux has an entry for each microbatch.
+      clip_norm: largest global norm of each worker's local gradient.
+      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
+        and microbatch gets its own.
+      stateful: whether the model has a state besides its parameters (statistics of BatchNorm, keys
+        of Dropout, caches): ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker
+        keeps its own, made by `init_model_state`, and sends nothing of it; the devices of one
+        worker average its floats. It passes from one microbatch to the next, and does not change
+        on a step whose gradient is not finite.
+      check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
+        are local and parameters replicated. Loops that start from zeros, such as those of RNNs,
+        need False, or ``sharding="auto"``.
+      param_specs: PartitionSpecs or NamedShardings of the parameters over the axes inside a worker:
+        a tree or a prefix of one. By default each device holds all parameters.
+      batch_specs: PartitionSpecs of the batch, a tree or a prefix of one. By default the first
+        dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
+        a worker the same rows. ``P(None, axis_name)`` is for batches whose first dimension is
+        time. ``P()`` is for leaves that are the same for all workers, such as scalars and masks.
+      metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
+        worker's clipped gradients, the updates and the parameters before the step. All have the
+        shapes of the whole parameters, and their sharding. ``metrics.custom`` holds the results.
+      sharding: who divides the work of ``loss_fn`` among the devices of a worker.
+
+        * ``"manual"``, the step: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the mesh.
+          It sees one device's part of the batch and whole parameters. The step gathers the
+          parameters and scatters the gradients.
+        * ``"auto"``, the compiler: ``loss_fn`` is mapped over the workers, as by
+          `worker_gradients`. It may hold any sharding constraints, and a ``jax.shard_map`` of its
+          own.
+      donate: whether parameters and state are donated to the step, so that it needs less memory.
+
+    Returns:
+      ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
+      where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
+      opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays, ``opt_state``
+      comes from `init_opt_state`, and ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the
+      transformation, the same for all workers. Arguments with a different sharding are moved. The
+      step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
+      ``jax.lax.scan``.
+
+      If nobody takes part in an exchange, since no gradient was finite, its parameters do not
+      change on this step; with a delay, on the next one. What follows the exchange in a chain gets
+      zeros then, and what it returns is ignored. Inside a round of `local_steps` or `multi_steps`
+      nothing changes either.
+
+    Raises:
+      ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made
+        for a different number of workers, or the batch cannot be divided.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-2, axis_name="data")
+      >>> params = {"w": jnp.ones((8, 8))}
+      >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      >>> step = make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx, mesh)
+      >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((4, 8)))
+      >>> metrics.loss
+      Array([64.], dtype=float32)
+    """
+    require_unwrapped(tx)
+    checks.one_of("sharding", sharding, get_args(Sharding))
+    workers = shards.num_workers(mesh, axis_name)
+    settings: Any = dict(microbatches=microbatches, clip_norm=clip_norm, stateful=stateful)
+    manual = sharding == "manual" and not is_simulated(mesh, axis_name)
+    inner = shards.inner_axes(mesh, axis_name)
+    gradients_on_device = worker_gradient.gradients_on_device(loss_fn, axis_name, inner, **settings)
+    gradients_of = gradients.stacked_gradients(
+        loss_fn,
+        mesh,
+        axis_name,
+        manual=manual,
+        param_specs=param_specs,
+        batch_specs=batch_specs,
+        check_vma=check_vma,
+        **settings,
+    )
+
+    def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
+        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
+        copies = shards.copies(params, mesh, axis_name, layout.params)
+        local_params = local_parameters(copies, opt_state)
+        results = gradients_of(
+            local_params, state, batch, *key, params_are_replicated=local_params is params
+        )
+        participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
+        return results, *worker_axis.update_stacked(
+            tx, layout, results.gradients, opt_state, params, extra_args, participates
+        )
+
+    def mapped_once(layout, params, opt_state, state, batch, key, extra_args):
+        """Computes gradient and update of each device in one ``jax.shard_map``."""
+        losses.require_differentiable(params)
+        batch = jax.tree.map(jnp.asarray, batch)
+        leaf_batch_specs = specs_of_batch(batch)
+        rows = batches.row_dimensions(leaf_batch_specs, axis_name)
+
+        def on_device(params, opt_state, state, batch, key, extra_args):
+            old = worker_axis.own_entries(opt_state, layout)
+            local_params = local_parameters(params, old)
+            state = jax.tree.map(lambda x: x[0], state)
+            results = gradients_on_device(local_params, state, batch, key, layout.params, rows)
+            args = results.gradients, old, params, extra_args, jnp.isfinite(results.gradient_norm)
+            updates, new = worker_axis.update_on_device(layout.update, layout, *args)
+            results = results._replace(gradients=results.gradients if metrics_fn else None)
+            return worker_gradient.stack(results), updates, worker_axis.stack_entries(new, layout)
+
+        specs = worker_gradient.stacked_results_specs(layout.params, mesh, axis_name)
+        specs = specs._replace(gradients=specs.gradients if metrics_fn else None)
+        return jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(layout.params, layout.state, P(axis_name), leaf_batch_specs, P(), P()),
+            out_specs=(specs, layout.params, layout.state),
+        )(params, opt_state, state, batch, key, extra_args)
+
+    # The update needs types with VMA information, also where the loss does without.
+    gradient_and_update = mapped_once if manual and check_vma else mapped_twice
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
+    def placed_step(layout, params, *args):
+        results, updates, opt_state = gradient_and_update(layout, params, *args)
+        custom = None
+        if metrics_fn is not None:
+            over = None if is_simulated(mesh, axis_name) else axis_name
+            measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
+            custom = measure(results.gradients, updates, params)
+        params = optax.apply_updates(params, updates)
+        sent: Any = layout.sent
+        sent = None if sent is None else StaticInt(sent * mesh.size // workers)
+        metrics = TrainMetrics(
+            loss=results.loss,
+            gradient_norm=results.gradient_norm,
+            aux=results.aux,
+            custom=custom,
+            exchanged=has_exchanged(opt_state),
+            exchange=exchange_metrics(opt_state),
+            packet_bytes=sent,
+        )
+        params = shards.constrain_sharding(params, mesh, layout.params)
+        return params, opt_state, *([results.state] if stateful else []), metrics
+
+    def layout_for(params, opt_state) -> StateLayout:
+        layout = find_layout(tx, params, mesh, axis_name, param_specs)
+        worker_axis.require_state(opt_state, layout)
+        return layout
+
+    @functools.lru_cache(8)
+    def specs_of_shapes(structure, shapes):
+        leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return shards.batch_leaf_specs(structure.unflatten(leaves), batch_specs, mesh, axis_name)
+
+    def specs_of_batch(batch):
+        leaves, structure = jax.tree.flatten(batch)
+        return specs_of_shapes(structure, tuple(map(np.shape, leaves)))
+
+    signature = ("params", "opt_state"), stateful, (random_key,)
+    accepted: Any = (None, None)  # the signature of parameters and states as placed, their layout
+
+    def step(params, opt_state, *args, **extra_args):
+        nonlocal accepted
+        state, batch, key = losses.split_arguments(args, *signature)
+        carried, others = (params, opt_state, state), (batch, key, extra_args)
+        placed, (known, layout) = shards.signature(mesh, carried), accepted
+        if placed is None or placed != known:
+            require_not_donated(*carried)
+            worker_axis.require_stacked(state, workers, "model state", "init_model_state")
+            layout = layout_for(params, opt_state)
+            specs = layout.params, layout.state, P(axis_name)
+            carried = shards.put(mesh, carried, specs, donated=donate)
+            accepted = shards.signature(mesh, carried), layout
+        leaf_batch_specs = specs_of_batch(batch)
+        if not is_simulated(mesh, axis_name):
+            batches.require_global(batch, leaf_batch_specs)
+        specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
+        others = shards.put(mesh, others, specs, donated=False, beside=beside)
+        results = tuple(placed_step(layout, *carried, *others))
+        if shards.share_threads(mesh) and not isinstance(results[-1].loss, Tracer):
+            jax.block_until_ready(results[-1].loss)
+        return results
+
+    def lower(params, opt_state, *args, **extra_args):
+        state, batch, key = losses.split_arguments(args, *signature)
+        given = params, opt_state, state, batch, key, extra_args
+        shapes = jax.eval_shape(lambda *given: given, *given)
+        layout = layout_for(*shapes[:2])
+        specs = layout.params, layout.state, P(axis_name), specs_of_batch(shapes[3]), P(), P()
+        shardings = shards.shardings(mesh, jax.tree.broadcast(specs, shapes))
+        placed = jax.tree.map(lambda x, y: x.update(sharding=y, weak_type=False), shapes, shardings)
+        lowered = placed_step.lower(layout, *placed)
+        called: Any = jax.tree.structure(((params, opt_state, *args), extra_args))
+        lowered.args_info = called.unflatten(jax.tree.leaves(lowered.args_info))
+        return lowered
+
+    step.lower = lower  # type: ignore[attr-defined]
+    return step
+
+
+def require_not_donated(*trees) -> None:
+    """Refuses arrays that were donated: used again, they end the process on several devices."""
+    for path, x in jax.tree.leaves_with_path(trees):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+            raise RuntimeError(
+                f"an array of the step's arguments{jax.tree_util.keystr(path[1:])}, of shape "
+                f"{x.shape}, was given away to an earlier step and is deleted: go on with the "
+                "parameters and states that the step returned, or make the step with donate=False."
+            )

@@ -1,0 +1,399 @@
+"""The worker axis: how state that differs between workers lives in global arrays.
+
+A momentum that differs between workers must not be typed as replicated: a checkpoint would then
+mix the parts of several workers. Outside the step such leaves have a leading axis with one entry
+per worker, sharded over the workers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
+
+from demo_optax._src import axes, checks, participation
+from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression.settings import Compression, MomentumFormat, TensorShapes
+from demo_optax._src.mean_over_workers import MeanOverWorkersState
+from demo_optax._src.momentum import DecoupledMomentumState
+from demo_optax._src.parallel import shards
+from demo_optax._src.parallel.layout import (
+    Stacked,
+    StateLayout,
+    find_layout,
+    known_update,
+    update_with_specs,
+)
+from demo_optax._src.parallel.simulated import map_workers
+from demo_optax._src.participation import PARTICIPATES
+from demo_optax._src.rounds import LocalStepsState
+from demo_optax._src.specs import sharded_axes
+
+
+def stack_workers(
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
+) -> optax.GradientTransformationExtraArgs:
+    """Gives ``tx`` a state whose worker-local leaves carry a leading worker axis.
+
+    The result must be the outermost transformation. Call ``init`` outside ``jax.shard_map``; it
+    places the state on the mesh. Call ``update`` in one of two places:
+
+    * In any ``jax.jit``, with *stacked* gradients ``(workers, *shape)`` from `worker_gradients`.
+      It runs the optimizer inside a ``jax.shard_map``, where each device has its own shards.
+    * Inside a ``jax.shard_map`` over all axes of the mesh, with one worker's gradient and state
+      entries.
+
+    A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
+    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since their
+    names lack the axis of workers. A worker whose gradient is not finite keeps its entries.
+
+    Arguments are those of `state_specs`. The result is an
+    ``optax.GradientTransformationExtraArgs``, whose method ``state_shardings(params)`` gives the
+    NamedShardings of its state, for arrays or shapes of the parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = stack_workers(demo_optax.demo(1e-3, axis_name="data"), mesh)
+      >>> tx.init({"w": jnp.ones((128, 64))})[0].momentum["w"].shape
+      (1, 2, 1, 4096)
+      >>> tx.state_shardings({"w": jnp.ones((128, 64))})[0].momentum["w"].spec
+      P('data',)
+    """
+    checks.require_unwrapped(tx)
+    workers = shards.num_workers(mesh, axis_name)
+    worker_axes = set(axes.names(axis_name))
+
+    def layout_for(params) -> StateLayout:
+        return find_layout(tx, params, mesh, axis_name, param_specs)
+
+    def init_fn(params):
+        if worker_axes & set(jax.sharding.get_abstract_mesh().manual_axes):
+            raise TypeError(
+                "demo_optax.stack_workers(...) stands inside another optimizer, such as "
+                "optax.MultiSteps or optax.apply_if_finite, or its init is called inside of "
+                "jax.shard_map: leave it outermost, and wrap inside of it, as in "
+                "stack_workers(demo_optax.multi_steps(tx, every), mesh)."
+            )
+        return init_stacked(tx, layout_for(params), params)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+        if not worker_axes & manual:
+            _require_outermost(updates)
+            require_stacked(updates, workers, "gradients", _MAKE_GRADIENTS, params)
+            one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
+            layout = layout_for(one)
+            require_state(state, layout)
+            return update_stacked(tx, layout, updates, state, params, extra_args)
+        if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
+            raise ValueError(
+                f"update is called inside of a shard_map that leaves the axes {left} to the "
+                "compiler: return its gradients from there, stacked (workers, *shape), and call "
+                "update outside, or make that shard_map over all axes of the mesh."
+            )
+        specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
+        layout = layout_for(shards.whole_shapes(updates, specs, mesh))
+        require_state(state, layout, on_device=True)
+        update, old = update_with_specs(tx, layout.params), own_entries(state, layout)
+        updates, new = update_on_device(update, layout, updates, old, params, extra_args)
+        return updates, stack_entries(new, layout)
+
+    def shardings_of(params):
+        return shards.shardings(mesh, layout_for(params).state)
+
+    stacked = Stacked(init_fn, update_fn)
+    stacked.state_shardings = shardings_of
+    return stacked
+
+
+def init_stacked(tx, layout: StateLayout, params):
+    """Makes the state of ``tx`` for all workers, and places it on the mesh."""
+    mesh, specs = layout.mesh, unboxed(layout.params)
+    tx = boxed_inside(tx, layout.params)
+
+    def init(params):
+        return stack_entries(tx.init(params), layout)
+
+    placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
+    on_workers = map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
+    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
+
+
+def update_stacked(
+    tx, layout: StateLayout, gradients, state, params, extra_args, stacked_args=None
+):
+    """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
+
+    Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
+    Whether a worker participates follows from its gradient, unless ``stacked_args`` say it.
+    """
+    mesh, update = layout.mesh, known_update(tx, layout)
+    specs = (
+        shards.stacked_specs(layout.params, layout.axis_name),
+        layout.state,
+        P() if params is None else layout.params,
+        P(layout.axis_name),
+    )
+
+    def on_device(gradients, state, params, stacked_args, extra_args):
+        gradient, own_args = jax.tree.map(lambda x: x[0], (gradients, stacked_args))
+        old, participates = own_entries(state, layout), own_args.pop(PARTICIPATES, None)
+        args = gradient, old, params, {**extra_args, **own_args}, participates
+        updates, new = update_on_device(update, layout, *args)
+        return updates, stack_entries(new, layout)
+
+    args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
+    results = layout.params, layout.state
+    on_workers = map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
+    return on_workers(*args, extra_args)
+
+
+def update_on_device(
+    update, layout: StateLayout, gradient, old, params, extra_args, participates=None
+):
+    """Computes updates and state of one device, from gradient and state of its worker.
+
+    ``participates`` says whether the worker's gradient is finite, if that is known already.
+    """
+    structure: Any = jax.tree.structure(gradient)
+    gradient, params = unboxed(gradient), unboxed(params)
+    sharded = sharded_axes(unboxed(layout.params))
+    if participates is None:
+        participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
+    else:
+        participates &= extra_args.get(PARTICIPATES, True)
+    updates, new = update(gradient, old, params, {**extra_args, PARTICIPATES: participates})
+
+    def zero_if_frozen(x, frozen):
+        return jnp.zeros(x.shape, x.dtype) if frozen else x
+
+    updates = jax.tree.map(zero_if_frozen, updates, layout.frozen)
+    updates = jax.tree.map(shards.from_first, updates, layout.update_replicated_axes)
+    new = shards.merge_shard_metrics(new, old, sharded)
+    new = jax.tree.map(shards.from_first, new, layout.state_replicated_axes)
+    new = participation.keep_local_state(
+        new, old, layout.varies_over_workers, participates, layout.axis_name, sharded
+    )
+    updates = _zero_updates_of_nobody(updates, new)
+    return structure.unflatten(jax.tree.leaves(updates)), new
+
+
+def _zero_updates_of_nobody(updates, state):
+    """Sets to zero the updates of parameters that nobody took part in an exchange of.
+
+    So no link that follows the exchange, such as a weight decay, moves them either.
+    """
+    exchanges = _exchanges(state)
+
+    def zero(path, update):
+        own = [n for paths, n in exchanges if path in paths or () in paths]
+        counts = own or [n for paths, n in exchanges if not paths]
+        if not counts:  # an exchange that is not ours
+            return update
+        participants = jnp.max(jnp.stack(counts))
+        return participation.zero_updates_if_no_participants(update, participants)
+
+    return jax.tree.map_with_path(zero, updates)
+
+
+def _exchanges(state) -> list[tuple[list, IntScalar]]:
+    """Returns, for each exchange, the paths of its parameters and its participants on this step.
+
+    A dense mean names no paths. On a step inside a round nobody takes part.
+    """
+    found, rounds = [], (LocalStepsState, optax.MultiStepsState)
+    kinds = *rounds, DecoupledMomentumState, MeanOverWorkersState
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(node, rounds):
+            inner = node.outer if isinstance(node, LocalStepsState) else node.inner_opt_state
+            ended = node.mini_step == 0
+            found += [(paths, jnp.where(ended, n, 0)) for paths, n in _exchanges(inner)]
+        elif isinstance(node, DecoupledMomentumState):
+            paths = [path for path, _ in jax.tree.leaves_with_path(node.momentum)]
+            found.append((paths, node.metrics.participants))
+        elif isinstance(node, MeanOverWorkersState):
+            found.append(([], node.participants))
+    return found
+
+
+def stack_entries(state, layout: StateLayout):
+    """Gives each leaf that differs between workers a leading axis of length 1."""
+    return jax.tree.map(
+        lambda x, varies: x[None] if varies else x, state, layout.varies_over_workers
+    )
+
+
+def init_opt_state(
+    tx: optax.GradientTransformation,
+    params,
+    mesh: Mesh | AbstractMesh,
+    axis_name: AxisName = "data",
+    param_specs=None,
+):
+    """Makes the state of ``tx`` for all workers of a mesh, and places it there.
+
+    Arguments are those of `state_specs`, with the arrays of the parameters.
+
+    Returns:
+      ``tx.init(params)``, where each leaf that differs between workers has a leading axis of
+      their number, sharded as `state_specs` says. Momenta are those of each device's shard of
+      its parameter.
+
+    Raises:
+      ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a
+        parameter cannot be divided as ``param_specs`` says.
+
+    Example:
+      >>> import jax.numpy as jnp, demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> tx = demo_optax.demo(1e-3, axis_name="data")
+      >>> state = init_opt_state(tx, {"w": jnp.ones((64, 64))}, mesh)
+      >>> state[0].momentum["w"].shape  # the number of workers comes first
+      (1, 1, 1, 4096)
+    """
+    return stack_workers(tx, mesh, axis_name, param_specs).init(params)
+
+
+def _require_outermost(updates) -> None:
+    """Refuses gradients with masked leaves: the other parts would see stacked gradients."""
+    nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if any(isinstance(node, optax.MaskedNode) for node in nodes):
+        raise ValueError(
+            "demo_optax.stack_workers(...) stands inside optax.masked or optax.partition, whose "
+            "other parts would see stacked gradients (workers, *shape): leave it outermost, and "
+            "mask, partition and clip inside of it."
+        )
+
+
+def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
+    """Makes a model's state for all workers, each leaf ``(workers, *shape)`` on the mesh.
+
+    All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
+    of the worker is folded in. So no two workers drop the same units. Keys of the old kind, of
+    uint32, are numbers like others: give ``jax.random.wrap_key_data(key)``. The devices of one
+    worker share its keys. To evaluate, average the floats over their first axis, or take those of
+    one worker.
+
+    Args:
+      state: arrays and random keys, of any shape, such as ``nnx.state(model, nnx.BatchStat)``.
+      mesh: the workers' mesh.
+      axis_name: the workers' axis, or axes.
+
+    Raises:
+      TypeError: a leaf is neither an array nor a number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> init_model_state({"mean": jnp.zeros(3)}, mesh)["mean"].shape
+      (1, 3)
+    """
+    workers = shards.num_workers(mesh, axis_name)
+
+    def stack(x):
+        x = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            numbers = jnp.arange(workers).reshape(-1, *[1] * x.ndim)
+            return jnp.vectorize(jax.random.fold_in)(x[None], numbers)
+        return jnp.broadcast_to(x, (workers, *x.shape))
+
+    checks.shapes_of("state", state)
+    stacked = jax.tree.map(stack, state)
+    return jax.device_put(stacked, shards.shardings(mesh, P(axis_name)))
+
+
+_MAKE_GRADIENTS = (
+    "worker_gradients. optax.MultiSteps and other wrappers around stack_workers hand on arrays of "
+    "their own: put them inside, as in stack_workers(demo_optax.multi_steps(tx, every), mesh)"
+)
+
+
+def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any = None) -> None:
+    """Refuses leaves that are not stacked, ``(workers, *shape)``.
+
+    The shapes are those of the leaves of ``one_worker``, if it is given.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    of_one = map(np.shape, jax.tree.leaves(one_worker))
+    wanted = [np.shape(x)[1:] for _, x in leaves] if one_worker is None else of_one
+    for (path, x), shape in zip(leaves, wanted, strict=False):
+        if np.shape(x) != (workers, *shape):
+            raise ValueError(
+                f"the {what} of {workers} workers are expected, stacked in front, but leaf"
+                f"{keystr(path)} has shape {np.shape(x)}: make them with "
+                f"demo_optax.{maker}."
+            )
+
+
+def _require_structure(opt_state, expected) -> None:
+    """Refuses a state made for a different model or different settings."""
+    given, wanted = map(jax.tree.structure, (opt_state, expected))
+    if given == wanted:
+        return
+    has, needs = (
+        {keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+        for tree in (opt_state, expected)
+    )
+    if has == needs:
+        pairs = zip(_static_nodes(opt_state), _static_nodes(expected), strict=False)
+        made, needed = next((pair for pair in pairs if pair[0] != pair[1]), (given, wanted))
+        raise ValueError(
+            f"the optimizer state was made for {made}, but this optimizer needs {needed}: the "
+            "compression, the exchange or the parameters' shapes changed since then. Go back to "
+            "the old ones, make the state anew with demo_optax.init_opt_state, or carry it over "
+            "with demo_optax.checkpoint, which puts pending messages back into the momentum."
+        )
+    raise ValueError(
+        "the optimizer state is not one of this optimizer and these parameters, or is stored "
+        f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
+        f"and holds {sorted(has - needs)[:3] or 'nothing'} besides. Make it with "
+        "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
+    )
+
+
+def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) -> None:
+    """Refuses a state made for a different model, different settings or other workers.
+
+    It is the state of all workers, or of one of them with its leading axis of length 1.
+    """
+    _require_structure(opt_state, layout.state)
+    expected = jax.tree.map(
+        lambda x, varies: jax.ShapeDtypeStruct((1,) * varies + x.shape, x.dtype),
+        layout.worker_state_shapes,
+        layout.varies_over_workers,
+    )
+    if not on_device:
+        expected = shards.whole_shapes(expected, layout.state, layout.mesh)
+    leaves = jax.tree.leaves_with_path(opt_state)
+    for (path, x), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if np.shape(x) != wanted.shape:
+            where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
+            raise ValueError(
+                f"the optimizer state{keystr(path)} has shape {np.shape(x)}, but {wanted.shape} is "
+                f"expected {where}: it was made for another number of workers or another model, or "
+                "by tx.init alone. Make it with demo_optax.init_opt_state on the mesh that it is "
+                "used on, and pass it with the specs of demo_optax.state_specs."
+            )
+
+
+def _static_nodes(tree) -> list:
+    """Returns the settings that states of decoupled momentum in a tree were made for."""
+
+    def is_static(x) -> bool:
+        return isinstance(x, (MomentumFormat, TensorShapes, Compression))
+
+    return list(filter(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
+
+
+def own_entries(state, layout: StateLayout):
+    """Removes the leading axis from each leaf that differs between workers."""
+    return jax.tree.map(lambda x, varies: x[0] if varies else x, state, layout.varies_over_workers)

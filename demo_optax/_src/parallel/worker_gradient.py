@@ -1,0 +1,262 @@
+"""The gradient of one worker's loss, on its own part of a batch; and its clipping."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from demo_optax._src import axes, checks, participation
+from demo_optax._src.arrays import energy, upcast
+from demo_optax._src.axes import AxisName
+from demo_optax._src.parallel import batches, losses, shards
+from demo_optax._src.specs import axes_of
+
+
+def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callable:
+    """``jax.value_and_grad`` whose gradients stay local to each worker of ``axis_name``.
+
+    Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the
+    axis by itself, which leaves nothing to exchange. Here the parameters are typed as
+    varying first. Under ``pmap`` and ``vmap`` gradients are local anyway.
+
+    Args:
+      fun: the worker's loss; its first argument is differentiated, or ``argnums``. It must not
+        average over ``axis_name`` itself.
+      axis_name: the workers' axis, or axes.
+      **kwargs: for ``jax.value_and_grad``, such as ``has_aux``.
+
+    Returns:
+      A function like that of ``jax.value_and_grad``. Value and gradient differ between workers.
+
+    Raises:
+      NameError: ``axis_name`` is not bound where the function is called.
+      TypeError: a differentiated argument was not given by position.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> def gradient(w, x):
+      ...     return local_value_and_grad(lambda w, x: w * x.sum(), "data")(w, x)[1][None]
+      >>> jax.jit(jax.shard_map(
+      ...     gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+      ... ))(jnp.float32(1), jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, P("data"))))
+      Array([3.], dtype=float32)
+    """
+    argnums = kwargs.get("argnums", 0)
+    if isinstance(argnums, Sequence):
+        kwargs["argnums"] = argnums = tuple(argnums)
+    value_and_grad = jax.value_and_grad(fun, **kwargs)
+    differentiated = argnums if isinstance(argnums, tuple) else (argnums,)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwds):
+        axes.size(axis_name)  # which raises where it is not bound
+        if max(differentiated) >= len(args):
+            raise TypeError(
+                f"argument {max(differentiated)} is differentiated, but only {len(args)} were "
+                f"given by position, and {sorted(kwds)} by name: pass it by position."
+            )
+        local = list(args)
+        for i in differentiated:
+            local[i] = axes.as_varying(local[i], axis_name)
+        with losses.explain_varying_types(axis_name):
+            return value_and_grad(*local, **kwds)
+
+    return wrapped
+
+
+class WorkerGradients(NamedTuple):
+    """Results of `worker_gradients`, stacked over the workers.
+
+    Attributes:
+      loss: ``(workers,)``, loss of each worker.
+      aux: the aux of the loss function, with a leading axis of workers. With ``microbatches`` above
+        1, aux has an axis of microbatches behind it.
+      state: each worker's model state, where the loss function has one.
+      gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
+      gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
+
+    Example:
+      >>> import demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+      >>> gradients_of = demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh)
+      >>> results = jax.jit(gradients_of)(2.0, jnp.ones(3))
+      >>> results.loss, results.gradient_norm
+      (Array([6.], dtype=float32), Array([3.], dtype=float32))
+    """
+
+    loss: jax.Array
+    aux: Any
+    state: Any
+    gradient_norm: jax.Array
+    gradients: Any
+
+
+def gradients_on_device(
+    loss_fn: Callable,
+    axis_name: AxisName,
+    inner: tuple[str, ...],
+    *,
+    microbatches: int,
+    clip_norm: float | None,
+    stateful: bool,
+) -> Callable:
+    """Returns ``fn(params, state, batch, key, specs, rows) -> WorkerGradients``, not stacked.
+
+    It runs on each device, inside a ``jax.shard_map`` over the workers' axis and the axes ``inner``
+    inside a worker, or without any axes on a whole worker. A device gathers the worker's parameters
+    and sees its own part of the batch.
+    """
+    checks.static_integer("microbatches", microbatches, at_least=1)
+    if clip_norm is not None:
+        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
+    loss_fn = losses.normalize_loss_fn(loss_fn, stateful)
+    device_axes = axes.names(axis_name) + inner
+
+    def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
+        def loss_of_shards(params, *args):
+            return loss_fn(_gather(params, specs), *args)
+
+        keys = key
+        if device_axes:
+            keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
+        loss, new, aux, gradient = _accumulate(
+            loss_of_shards, device_axes or None, microbatches, rows, params, state, batch, *keys
+        )
+        if inner:
+            gradient = _mean_gradient(gradient, specs, inner)
+            loss, new = jax.lax.pmean(loss, inner), _mean_state(new, inner)
+        return _finish(loss, aux, new, state, gradient, _norm(gradient, specs), clip_norm)
+
+    return on_device
+
+
+def stack(tree):
+    """Gives each leaf a leading axis of length 1, that of the workers."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """Returns the specs of stacked results: each device has its aux, and a worker all else."""
+    worker_spec = P(axis_name)
+    aux_spec = P((*axes.names(axis_name), *shards.inner_axes(mesh, axis_name)))
+    gradient_specs = shards.stacked_specs(specs, axis_name)
+    return WorkerGradients._make((worker_spec, aux_spec, worker_spec, worker_spec, gradient_specs))
+
+
+def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
+    """Computes loss, model state, aux and gradient of a worker's batch.
+
+    Loss and gradient are averaged over its microbatches. The model state passes from one to the
+    next.
+    """
+    differentiated = local_value_and_grad(loss_fn, axis_name, has_aux=True)
+
+    def value_and_grad(*args):
+        results = differentiated(*args)
+        losses.require_local_loss(results[0][0], axis_name)
+        return results
+
+    state = axes.as_varying(state, axis_name)
+    if microbatches == 1:
+        (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
+        return loss, state, aux, gradient
+
+    def of_part(state, part, number):
+        keys = [jax.random.fold_in(k, number) for k in key]
+        return value_and_grad(params, state, part, *keys)
+
+    def add(carry, args):
+        total, state = carry
+        (loss, (state, aux)), gradient = of_part(state, *args)
+        total = jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient))
+        return (total, axes.as_varying(state, axis_name)), aux
+
+    parts = batches.split_microbatches(batch, rows, microbatches), jnp.arange(microbatches)
+    (loss, _), gradient = jax.eval_shape(
+        lambda parts: of_part(state, *jax.tree.map(lambda x: x[0], parts)), parts
+    )
+    zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
+    (total, state), aux = jax.lax.scan(add, (axes.as_varying(zeros, axis_name), state), parts)
+    loss, gradient = jax.tree.map(
+        lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
+    )
+    return loss, state, aux, gradient
+
+
+def _gather(params, specs):
+    """Gathers whole parameters from a device's shards; its gradient sums over the shards."""
+
+    def gather(x, spec):
+        for dimension, entry in enumerate(spec):
+            if entry is not None:
+                x = jax.lax.all_gather(x, entry, axis=dimension, tiled=True)
+        return x
+
+    return jax.tree.map(gather, params, specs)
+
+
+def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
+    """Averages the gradients that a worker's devices take on their parts of its batch.
+
+    The dtype is that of the gradient: float32 for float32 parameters.
+    """
+
+    def mean(g, spec):
+        sharded = axes_of(spec)
+        rest = tuple(name for name in inner if name not in sharded)
+        g = jax.lax.pmean(g, rest) if rest else g
+        return (g / axes.size(sharded)).astype(g.dtype) if sharded else g
+
+    return jax.tree.map(mean, gradient, specs)
+
+
+def _mean_state(state, inner: tuple[str, ...]):
+    """Makes one model state of those of a worker's devices: means of floats, else the first's."""
+
+    def mean(x):
+        x = axes.as_varying(x, inner)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jax.lax.pmean(x, inner)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            numbers = shards.from_first(jax.random.key_data(x), inner)
+            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+        return shards.from_first(x, inner)
+
+    return jax.tree.map(mean, state)
+
+
+def _norm(gradient, specs) -> jax.Array:
+    """Computes the global norm of a worker's sharded gradient, float32."""
+    sharded: dict[tuple[str, ...], list[jax.Array]] = {}
+    for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
+        sharded.setdefault(axes_of(spec), []).append(x)
+    energies = [
+        jax.lax.psum(energy(x), names) if names else energy(x) for names, x in sharded.items()
+    ]
+    return jnp.sqrt(sum(energies))
+
+
+def _finish(loss, aux, new, old, gradient, norm, limit: float | None) -> WorkerGradients:
+    """Returns a worker's results, with its gradient clipped to a global norm of ``limit``.
+
+    If the gradient is not finite, the model state does not change.
+    """
+    given: Any = jax.tree.structure(new)
+    expected: Any = jax.tree.structure(old)
+    if given != expected:
+        raise ValueError(
+            f"the loss function must return a model state of the structure {expected}, as it was "
+            f"given, but returned {given}: return (loss, (state, aux)), where aux may be None."
+        )
+    state = participation.choose(jnp.isfinite(norm), new, old)
+    if limit is not None:
+        scale = jnp.where(norm > limit, limit / norm, 1.0)
+        scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)  # or it would be clipped to zeros
+        gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
+    return WorkerGradients(loss, aux, state, norm, gradient)

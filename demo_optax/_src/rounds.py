@@ -1,0 +1,335 @@
+"""Rounds of local steps with one exchange at their end."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.tree_util import keystr
+
+from demo_optax._src import axes, checks, participation
+from demo_optax._src.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, upcast
+from demo_optax._src.axes import AxisName
+from demo_optax._src.decoupled import LookAheadState
+from demo_optax._src.halves import SplitTransformation, require_unsent
+from demo_optax._src.momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
+from demo_optax._src.participation import PARTICIPATES, all_finite, choose
+from demo_optax._src.specs import sharded_axes_in
+
+
+class LocalStepsState(NamedTuple):
+    """State of `local_steps`, as one worker sees it.
+
+    Attributes:
+      mini_step: int32 scalar, inner steps of this round so far, in ``[0, every)``; the same on all
+        workers.
+      stepped: bool scalar, whether any gradient of this round was finite; each worker its own.
+      displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
+        the shared ones.
+      inner: state of the inner optimizer; each worker its own.
+      outer: state of the outer optimizer.
+
+    Example:
+      >>> state = local_steps(optax.adam(0.1), optax.sgd(1.0), every=4).init(jnp.ones(3))
+      >>> state.displacement
+      Array([0., 0., 0.], dtype=float32)
+    """
+
+    mini_step: IntScalar
+    stepped: BoolScalar
+    displacement: optax.Updates
+    inner: optax.OptState
+    outer: optax.OptState
+
+    handles_nonfinite = True
+    local_fields = ("mini_step", "stepped", "displacement", "inner")
+
+
+def local_steps(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    every: int,
+    *,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Steps that each worker takes by itself, with one exchange at the end of each round.
+
+    :math:`x` are the shared parameters. Worker :math:`i` has its own, :math:`x_i`, which start each
+    round at :math:`x`. After :math:`H` inner steps the outer optimizer takes their differences as
+    gradients:
+
+    .. math::
+        x_i &\leftarrow x_i + \mathrm{inner}(\nabla f_i(x_i)) \quad (H \text{ times}) \\
+        \Delta_i &= x - x_i \\
+        x &\leftarrow x + \mathrm{outer}(\Delta_1, \dots, \Delta_N)
+
+    DiLoCo and SparseLoCo, with the axis ``"data"``::
+
+        nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        diloco = optax.chain(mean_over_workers("data"), nesterov)
+        local_steps(optax.adamw(4e-4), diloco, every=500, axis_name="data")
+
+        compression = Compression(topk=64, value_coding="int2", transform="identity")
+        options = dict(decay=0.95, gradient_weight=1.0, mean="workers", axis_name="data")
+        sparseloco = decoupled(optax.sgd(1.0), compression, **options)
+        local_steps(optax.adamw(4e-4), sparseloco, every=30, axis_name="data")
+
+    `make_train_step` takes the gradients at each worker's own parameters. In a loop of your own
+    take them at `local_parameters`. Inside a round updates are zero and nothing is sent. Schedules
+    of ``inner`` count inner steps, those of ``outer`` rounds.
+
+    A worker skips an inner step whose gradient is not finite. If it skipped all steps of a round,
+    or its own parameters are not finite at the end, it sends nothing and continues from the shared
+    ones: ``outer`` gets zeros and ``participates=False``, which its links must hand on. An inner
+    state that is not finite then starts again, but for its schedules and injected hyperparameters.
+    Restored on a different number of workers, the workers' parameters and inner states keep their
+    mean, as momenta do.
+
+    Args:
+      inner: any optax optimizer that does not exchange. Norms inside it (``optax.lamb``) are those
+        of a shard where parameters are sharded: clip with ``make_train_step(clip_norm=...)``.
+      outer: any optax optimizer that exchanges over ``axis_name``.
+      every: inner steps of a round, :math:`H`.
+      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs``, whose ``update`` needs the shared parameters.
+      Extra arguments go to both optimizers.
+
+    Raises:
+      ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges,
+        or holds a decoupled momentum; the gradient is not local; there are no parameters.
+
+    References:
+      Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_; Sarfi et al.,
+      `SparseLoCo <https://arxiv.org/abs/2508.15706>`_.
+
+    Example:
+      >>> tx = local_steps(optax.sgd(0.5), optax.sgd(1.0), every=2)
+      >>> params, state = jnp.float32(8.0), tx.init(jnp.float32(8.0))
+      >>> for _ in range(2):
+      ...     gradient = local_parameters(params, state)  # of a parabola
+      ...     updates, state = tx.update(gradient, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params, local_parameters(params, state))
+      8.0 4.0
+      2.0 2.0
+    """
+    checks.static_integer("every", every, at_least=1)
+    checks.require_unwrapped(inner)
+    checks.require_unwrapped(outer)
+    inner, outer = map(optax.with_extra_args_support, (inner, outer))
+
+    def init_fn(params):
+        checks.floating_leaves(params)
+        inner_state, outer_state = inner.init(params), outer.init(params)
+        if _nodes(inner_state, DecoupledMomentumState):
+            raise ValueError(
+                "the state of inner holds a DecoupledMomentumState ('decoupled_momentum'), but "
+                "each worker takes its inner steps by itself: put it into outer, which exchanges, "
+                "and leave another optimizer in inner."
+            )
+        if _nodes(outer_state, LookAheadState):
+            raise ValueError(
+                "the state of outer holds a LookAheadState ('look_ahead'), but with local steps a "
+                "worker takes its gradients at its own parameters: give outer look_ahead=None."
+            )
+        return LocalStepsState(
+            mini_step=jnp.zeros((), jnp.int32),
+            stepped=axes.as_varying(jnp.zeros((), bool), axis_name),
+            displacement=axes.as_varying(zeros_to_sum(unboxed(params)), axis_name),
+            inner=axes.as_varying(inner_state, axis_name),
+            outer=outer_state,
+        )
+
+    def take_step(exchange, updates, state, params, extra_args):
+        """An inner step, and at the end of a round ``exchange``, which is called as an update."""
+        if params is None:
+            raise ValueError(
+                "local_steps needs the shared parameters, to which each worker's own are relative, "
+                "but params is None: call update(gradient, state, params)."
+            )
+        checks.require_local_gradient(updates, axis_name)
+        structure: Any = jax.tree.structure(updates)
+        sharded = sharded_axes_in(extra_args)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
+        local_params = local_parameters(params, state)
+        steps, inner_state = inner.update(updates, state.inner, local_params, **extra_args)
+        _require_no_exchange(steps, axis_name)
+        displacement = jax.tree.map(
+            lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
+        )
+        old = state.displacement, state.inner
+        displacement, inner_state = choose(participates, (displacement, inner_state), old)
+        stepped = state.stepped | participates
+
+        def end_round(stepped, displacement, inner_state, outer_state):
+            local_params = local_parameters(params, state._replace(displacement=displacement))
+            sends = axes.on_all_devices(all_finite(local_params), axis_name, sharded) & stepped
+            initial = inner.init(params)
+            intact = participation.is_intact(inner_state, initial, axis_name, sharded)
+            differences = jax.tree.map(
+                lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(updates)
+            )
+            gradient = structure.unflatten(jax.tree.leaves(differences))
+            extra = {**extra_args, PARTICIPATES: sends}
+            results, new = exchange(gradient, outer_state, params, **extra)
+            return results, LocalStepsState(
+                mini_step=jnp.zeros((), jnp.int32),
+                stepped=jnp.zeros_like(stepped),
+                displacement=jax.tree.map(jnp.zeros_like, displacement),
+                inner=participation.choose_state(intact, inner_state, initial),
+                outer=new,
+            )
+
+        def go_on(*state_of_round):
+            return LocalStepsState(state.mini_step + 1, *state_of_round)
+
+        is_last = state.mini_step >= every - 1
+        args = stepped, displacement, inner_state, state.outer
+        return step_or_skip(is_last, end_round, go_on, *args)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        return take_step(outer.update, updates, state, params, extra_args)
+
+    if not isinstance(outer, SplitTransformation):
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    split: SplitTransformation = outer
+
+    def send_fn(updates, state, params=None, *, worker=None, **extra_args):
+        ends_round = state.mini_step >= every - 1
+        if not isinstance(ends_round, Tracer) and ends_round:
+            require_unsent(*_nodes(state.outer, DecoupledMomentumState))
+        send = functools.partial(split.send, worker=worker)
+        outbox, new = take_step(send, updates, state, params, extra_args)
+        outbox = outbox._replace(step=jnp.where(ends_round, outbox.step, IN_ROUND))
+        return outbox, choose(outbox.step == REFUSED, state, new)
+
+    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args):
+        args = packets, outbox, state.outer, params
+        updates, outer_state = split.apply(*args, worker=worker, **extra_args)
+        # Who took no part in the round's last step begins the next one with the others.
+        mini_step = jnp.where(outbox.step == EMPTY, 0, state.mini_step)
+        return updates, state._replace(mini_step=mini_step, outer=outer_state)
+
+    settings = split.compression, split.exchange
+    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, *settings)
+
+
+def local_parameters(params, opt_state):
+    """The parameters at which a worker takes its gradient.
+
+    Args:
+      params: the shared parameters.
+      opt_state: an optimizer's state. That of `local_steps`, or of an optimizer with
+        ``look_ahead``, may be anywhere inside it.
+
+    Returns:
+      A tree like ``params``, in their dtypes. With local steps or a look-ahead these are the
+      worker's own parameters, with a leading worker axis where the state has one. Otherwise
+      ``params``.
+
+    Raises:
+      ValueError: `local_steps` covers only some of the parameters; the parameters are not those of
+        the state.
+
+    Example:
+      >>> params = jnp.float32(8.0)
+      >>> local_parameters(params, optax.sgd(1.0).init(params))
+      Array(8., dtype=float32)
+    """
+    states = _nodes(unboxed(opt_state), (LocalStepsState, LookAheadState))
+    if not states:
+        return params
+    wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
+    if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
+        raise ValueError(
+            f"local_steps must be that of all parameters, {list(map('/'.join, wanted))}, but the "
+            f"state has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
+            "outermost, and partition and mask inside of inner and outer."
+        )
+    displacements = {
+        path: d
+        for state, paths in zip(states, held, strict=True)
+        for path, d in zip(paths, jax.tree.leaves(state.displacement), strict=True)
+    }
+    if not displacements:
+        return params
+    if unknown := displacements.keys() - set(wanted):
+        raise ValueError(
+            f"the state has displacements of {sorted(map('/'.join, unknown))}, but the parameters "
+            f"are {list(map('/'.join, wanted))}: pass the "
+            "parameters that the optimizer was initialised with, and do not flatten them around an "
+            "optimizer that looks ahead."
+        )
+    leaves, structure = jax.tree.flatten(params)
+    pairs = [(x, displacements.get(path)) for path, x in zip(wanted, leaves, strict=True)]
+    for path, (x, d) in zip(wanted, pairs, strict=True):
+        if d is not None and d.shape[max(d.ndim - jnp.ndim(x), 0) :] != jnp.shape(x):
+            raise ValueError(
+                f"the state has a displacement of shape {d.shape} for the parameter "
+                f"{'/'.join(path)} of shape {jnp.shape(x)}: make the state by "
+                "demo_optax.init_opt_state, which gives it an axis of workers."
+            )
+    leading = next(d.shape[: d.ndim - jnp.ndim(x)] for x, d in pairs if d is not None)
+
+    def moved(x, d):
+        if d is None:
+            return jnp.broadcast_to(x, (*leading, *jnp.shape(x)))
+        return (jnp.expand_dims(x, tuple(range(len(leading)))) + d).astype(jnp.result_type(x))
+
+    return structure.unflatten([moved(x, d) for x, d in pairs])
+
+
+def has_exchanged(opt_state) -> BoolScalar:
+    """Whether the update that returned this state ended a round. Without rounds always True."""
+    rounds = _nodes(opt_state, LocalStepsState)
+    outside = jax.tree.map(
+        lambda x: x.outer if isinstance(x, LocalStepsState) else x,
+        opt_state,
+        is_leaf=lambda x: isinstance(x, LocalStepsState),
+    )
+    counting = rounds + _nodes(outside, optax.MultiStepsState)
+    return jnp.all(jnp.array([x.mini_step == 0 for x in counting], bool))
+
+
+def step_or_skip(is_last: BoolScalar, step, skip, *args):
+    """``step(*args)`` if this call is the last of its round, else zeros and ``skip(*args)``."""
+    shapes, _ = jax.eval_shape(step, *args)
+
+    def zeros_and_skip(*args):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), skip(*args)
+
+    return jax.lax.cond(is_last, *axes.branches_of_one_type(step, zeros_and_skip, *args), *args)
+
+
+def zeros_to_sum(params):
+    """Zeros in which updates of the parameters are summed: float32 or wider."""
+    checks.real_leaves("parameter", params)
+    return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
+
+
+def _nodes(tree, kind: type | tuple[type, ...]) -> list:
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def _paths(tree) -> list[tuple[str, ...]]:
+    """Paths of the leaves, whether their containers have keys or attributes."""
+    paths = (path for path, _ in jax.tree.leaves_with_path(tree))
+    return [tuple(keystr((key,), simple=True) for key in path) for path in paths]
+
+
+def _require_no_exchange(steps, axis_name: AxisName) -> None:
+    """Refuses inner steps that are the same on all workers, where types have VMA information."""
+    workers = set(axes.names(axis_name))
+    if axes.types_are_tracked(axis_name) and not any(
+        workers <= axes.varying(x) for x in jax.tree.leaves(steps)
+    ):
+        raise ValueError(
+            f"the inner optimizer of local_steps exchanges over {axis_name!r} on every step, so "
+            "that all workers have the same parameters: give inner an ordinary optimizer, such as "
+            "optax.adamw, and let outer exchange."
+        )

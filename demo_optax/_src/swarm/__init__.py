@@ -1,0 +1,1 @@
+"""Workers that come and go, without a collective, over any object store."""
