@@ -3,9 +3,7 @@
 Each message says what was given, what is expected and what to change.
 """
 
-import math
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,7 +12,6 @@ import numpy as np
 from jax.core import Tracer
 
 from demo_optax._src import axes
-from demo_optax._src.arrays import unboxed
 from demo_optax._src.axes import AxisName
 
 LARGEST_RATE = 1e9
@@ -145,39 +142,6 @@ def real_leaves(what: str, tree) -> None:
             )
 
 
-def warn_of_several_devices(is_meant: bool) -> Callable[[str, Any], None]:
-    """A check that warns once of arrays on several devices, unless one worker on them is meant.
-
-    Concrete arrays show their devices, traced ones only the Explicit axes of their mesh.
-    """
-    is_done = is_meant
-
-    def check(what: str, tree) -> None:
-        nonlocal is_done
-        devices = 1 if is_done else max(map(_devices_of, jax.tree.leaves(tree)), default=1)
-        if devices == 1:
-            return
-        is_done = True
-        warnings.warn(
-            f"{what} lie on {devices} devices, but decoupled momentum has no axis_name: all "
-            "devices together are one worker, the compiler sums their gradients in full, and no "
-            "packet is exchanged. For several workers give axis_name, and use "
-            "demo_optax.make_train_step, or demo_optax.stack_workers with "
-            "demo_optax.worker_gradients. For one worker on several devices, axis_name=None is "
-            "right: say so with exchange=demo_optax.AllGather(None), and this warning ends.",
-            stacklevel=3,
-        )
-
-    return check
-
-
-def _devices_of(x) -> int:
-    if isinstance(x, Tracer):
-        mesh = jax.typeof(x).sharding.mesh
-        return math.prod(mesh.shape[name] for name in mesh.explicit_axes)
-    return len(x.sharding.device_set) if isinstance(x, jax.Array) else 1
-
-
 def require_local_gradient(updates, axis_name: AxisName) -> None:
     """Refuses gradients that are the same on all workers, where types have VMA information."""
     axes.size(axis_name)
@@ -195,62 +159,49 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
             )
 
 
-def gradient_fits_state(updates, state, momentum_format, geometries, exchange_state_shapes) -> None:
-    """Requires a `demo_optax.DecoupledMomentumState` made for this gradient and these settings.
+def state_fits(what: str, given: Any, expected: Any, remedy: str) -> None:
+    """Refuses a state that was made for other parameters, settings or workers.
 
     Args:
-      updates: the gradient.
-      state: the optimizer's state.
-      momentum_format: transform and blocks in which the optimizer stores momenta.
-      geometries: blocks of each leaf of the gradient.
-      exchange_state_shapes: shapes of the exchange's state.
+      what: what the state is of, which begins the message.
+      given: arrays or shapes.
+      expected: a tree like it; an entry of None stands for a shape that may be any.
+      remedy: what to do instead, which ends the message.
+
+    Raises:
+      ValueError: paths, shapes or static settings differ.
     """
-    given: Any = jax.tree.structure(unboxed(updates))
-    expected: Any = jax.tree.structure(state.momentum)
-    if given != expected:
+
+    def shapes(tree) -> dict[str, tuple[int, ...]]:
+        return {jax.tree_util.keystr(p): np.shape(x) for p, x in jax.tree.leaves_with_path(tree)}
+
+    has, needs = shapes(given), shapes(expected)
+    if lacking := sorted(needs.keys() - has.keys()) + sorted(has.keys() - needs.keys()):
         raise ValueError(
-            f"the gradient's tree is not the one that the state was made for: {given} was given, "
-            f"the state has {expected}. Make the state anew from the parameters that are trained "
-            "now, or pass the gradient of those that it was made for."
+            f"{what} lacks {sorted(needs.keys() - has.keys())[:3] or 'nothing'} and holds "
+            f"{sorted(has.keys() - needs.keys())[:3] or 'nothing'} besides: it was made for other "
+            f"parameters or settings ({len(lacking)} leaves differ). {remedy}"
         )
-    if state.momentum_format != momentum_format:
-        raise ValueError(
-            f"the state's momentum is stored as {state.momentum_format}, but the optimizer was "
-            f"made for {momentum_format}: go back to the old settings, or make the state "
-            "anew."
-        )
-    leaves = zip(
-        jax.tree.leaves_with_path(updates),
-        jax.tree.leaves(state.momentum),
-        geometries,
-        state.shapes or [x.shape for x in geometries],
-        strict=True,
-    )
-    for (path, gradient), stored, geometry, made_for in leaves:
-        name, shape = jax.tree_util.keystr(path), geometry.stored_shape
-        if stored.shape == shape and made_for == geometry.shape:
-            continue
-        if stored.shape[1:] == shape:
+    for name, shape in needs.items():
+        if has[name] != shape:
             raise ValueError(
-                f"the momentum of gradient{name} has shape {stored.shape}: {shape} after an "
-                f"axis of {stored.shape[0]} workers. One worker's own momentum is expected here. "
-                "Wrap the optimizer with demo_optax.stack_workers, which takes the worker axis "
-                "off inside the step, or use demo_optax.make_train_step."
+                f"{what}{name} has shape {has[name]}, but {shape} is needed: the parameters, the "
+                f"settings or the number of workers changed since it was made. {remedy}"
             )
+    made, wanted = map(_settings, (given, expected))
+    if made != wanted or jax.tree.structure(given) != jax.tree.structure(expected):
+        pairs = [pair for pair in zip(made, wanted, strict=False) if pair[0] != pair[1]]
+        has, needs = pairs[0] if pairs else map(jax.tree.structure, (given, expected))
         raise ValueError(
-            f"the state does not match: gradient{name} of shape {gradient.shape} is compressed in "
-            f"blocks of {geometry.sides} and needs a momentum of shape {shape}, but the state "
-            f"has {stored.shape}, of a parameter of shape {made_for}. The parameters or the "
-            "settings changed since the state was made: go back to the old ones, or make the state "
-            "anew."
+            f"{what} was made for {has}, but {needs} is needed: go back to the old settings. "
+            f"{remedy}"
         )
-    has, needs = (
-        jax.tree.map(lambda x: x.shape, tree) for tree in (state.exchange, exchange_state_shapes)
-    )
-    if jax.tree.flatten(has) != jax.tree.flatten(needs):
-        raise ValueError(
-            f"the state's exchange holds {has}, but this exchange needs {needs}: the exchange, the "
-            "compression or the number of workers changed since the state was made. Go back to the "
-            "old ones, make the state anew, or restore the run with demo_optax.checkpoint, which "
-            "puts pending messages back into the momentum."
-        )
+
+
+def _settings(tree) -> list:
+    """Returns the static nodes of a tree: those that are no containers and hold no leaves."""
+
+    def is_static(x) -> bool:
+        return not (x is None or jax.tree.leaves(x) or type(x) in (tuple, list, dict))
+
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_static) if is_static(x)]

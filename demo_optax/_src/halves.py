@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,23 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from demo_optax._src.axes import TRACING_ARGUMENTS
-from demo_optax._src.compression import Compression, Plan
+from demo_optax._src import axes, checks, metrics, momentum
+from demo_optax._src.arrays import unboxed
+from demo_optax._src.compression import Compression, Plan, make_plan
+from demo_optax._src.compression.settings import TensorShapes
 from demo_optax._src.exchange import AllGather, Exchange, Outbox
-from demo_optax._src.momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
+from demo_optax._src.exchange.all_gather import resolve_exchange
+from demo_optax._src.exchange.protocol import MEANS
+from demo_optax._src.momentum import (
+    EMPTY,
+    IN_ROUND,
+    NEVER,
+    REFUSED,
+    Applied,
+    DecoupledMomentumState,
+    Sent,
+    Settings,
+)
 
 
 class SplitTransformation(optax.GradientTransformationExtraArgs):
@@ -70,20 +83,12 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     exchange: Exchange
 
     @classmethod
-    def make(
-        cls,
-        init: Callable,
-        update: Callable,
-        send: Callable,
-        apply: Callable,
-        compression: Compression,
-        exchange: Exchange,
-    ) -> "SplitTransformation":
-        """The transformation with these functions."""
+    def make(cls, init, update, send, apply, compression, exchange) -> "SplitTransformation":
+        """Makes the transformation of these functions."""
 
         def empty_outbox(params, **extra_args) -> Outbox:
-            known = TRACING_ARGUMENTS | extra_args
-            shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1, **known), params)
+            extra = axes.TRACING_ARGUMENTS | extra_args
+            shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1, **extra), params)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             return zeros._replace(step=jnp.int32(EMPTY))
 
@@ -96,6 +101,120 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         made.send, made.apply, made.empty_outbox = send, apply_to_arrays, empty_outbox
         made.compression, made.exchange = compression, exchange
         return made
+
+
+class SplitMomentum(NamedTuple):
+    """The functions of a decoupled momentum, as the wrappers around it call them."""
+
+    init: Callable[[Any], DecoupledMomentumState]
+    update: Callable[..., Applied]
+    send: Callable[..., Sent]
+    apply: Callable[..., Applied]
+    exchange: Exchange
+
+
+def split_momentum(
+    compression: Compression,
+    axis_name: axes.AxisName,
+    exchange: Exchange | None,
+    precondition: optax.GradientTransformation | None,
+    **options,
+) -> SplitMomentum:
+    """Returns decoupled momentum with these settings, which are checked here.
+
+    The options are the other arguments of `demo_optax.decoupled_momentum`.
+    """
+    if not isinstance(compression, Compression):
+        raise TypeError(
+            "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
+            f"{compression!r}."
+        )
+    exchange = resolve_exchange(axis_name, exchange)
+    axis_name = exchange.axis_name
+    checks.require_unwrapped(precondition)
+    precondition = optax.with_extra_args_support(precondition or optax.identity())
+    settings = Settings(
+        compression=compression, precondition=precondition, exchange=exchange, **options
+    )
+    checks.in_interval("decay", settings.decay, "[0, 1)")
+    checks.in_interval("subtraction_factor", settings.subtraction_factor, "(0, 1]")
+    if settings.gradient_weight is not None:
+        checks.require_rate("gradient_weight", settings.gradient_weight)
+    checks.one_of("mean", settings.mean, MEANS)
+    checks.static_dtype("momentum_dtype", settings.momentum_dtype)
+    momentum_format = compression.momentum_format
+
+    def plan_of(tree) -> Plan:
+        shapes = tuple(x.shape for x in jax.tree.leaves(tree))
+        return make_plan(compression, shapes, axes.platform())
+
+    def init(params) -> Any:  # optax's type for states knows no static nodes
+        checks.floating_leaves(params)
+
+        def zeros(param):
+            shape = momentum_format.geometry(param.shape).stored_shape
+            return axes.varying_like(jnp.zeros(shape, settings.momentum_dtype), param)
+
+        return DecoupledMomentumState(
+            count=jnp.zeros((), jnp.int32),
+            momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
+            precondition=axes.as_varying(precondition.init(params), axis_name),
+            metrics=metrics.init_metrics(),
+            exchange=exchange.init(plan_of(params)),
+            sent=jnp.int32(NEVER),
+            momentum_format=momentum_format,
+            shapes=TensorShapes(x.shape for x in jax.tree.leaves(params)),
+        )
+
+    def plan_for(tree, state) -> Plan:
+        """Returns the plan of tensors, for which the state must have been made."""
+        plan = plan_of(tree)
+        leaves = [jax.ShapeDtypeStruct(x.stored_shape, jnp.float32) for x in plan.geometries]
+        structure: Any = jax.tree.structure(unboxed(tree))
+        kept = jax.eval_shape(lambda: exchange.init(plan))
+        shapes = TensorShapes(x.shape for x in plan.geometries)
+        needed = {"momentum": structure.unflatten(leaves), "exchange": kept}
+        held = {name: getattr(state, name) for name in needed}
+        settings_held = {"format": state.momentum_format, "shapes": state.shapes}
+        checks.state_fits(
+            "the state of the decoupled momentum",
+            held | settings_held,
+            needed | {"format": momentum_format, "shapes": shapes},
+            "Make the state anew from the parameters that are trained now, or restore the run with "
+            "demo_optax.checkpoint, which puts pending messages back into the momentum. An axis of "
+            "workers in front belongs to demo_optax.make_train_step and stack_workers, which take "
+            "it off.",
+        )
+        return plan
+
+    def update(gradient, state, params, extra_args) -> Applied:
+        checks.require_local_gradient(gradient, axis_name)
+        plan = plan_for(gradient, state)
+        require_unsent(state)
+        return momentum.update(settings, plan, gradient, state, params, extra_args)
+
+    def send(gradient, state, params, worker, extra_args) -> Sent:
+        require_halves(exchange)
+        checks.require_local_gradient(gradient, axis_name)
+        plan = plan_for(gradient, state)
+        require_unsent(state)
+        row = _row(worker, axis_name)
+        return momentum.send(settings, plan, gradient, state, params, row, extra_args)
+
+    def apply(packets, outbox, state, params, worker) -> Applied:
+        require_halves(exchange)
+        if params is None:
+            raise ValueError(
+                "apply() needs the parameters, whose dtypes its updates have, but params is None: "
+                "call apply(packets, outbox, state, params)."
+            )
+        plan = plan_for(params, state)
+        _require_packets(packets, exchange.layout(plan).words)
+        _require_outbox(outbox, state, plan)
+        row, packets = _row(worker, axis_name, len(packets)), jnp.asarray(packets)
+        return momentum.apply(settings, plan, packets, outbox, state, params, row)
+
+    return SplitMomentum(init, update, send, apply, exchange)
 
 
 def require_halves(exchange: Exchange) -> None:
@@ -118,7 +237,7 @@ def require_unsent(state: DecoupledMomentumState) -> None:
         )
 
 
-def require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -> None:
+def _require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -> None:
     """Refuses an outbox of another optimizer; and of another step, where the steps are known."""
     has = [x.shape for x in outbox.message.values]
     needs = [(section.num_blocks, section.selector.k) for section in plan.sections]
@@ -142,7 +261,7 @@ def require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) ->
         raise ValueError(f"the outbox is {given}, but the state is at step {count}, and {needed}.")
 
 
-def require_packets(packets: Any, words: int) -> None:
+def _require_packets(packets: Any, words: int) -> None:
     """Refuses packets of another shape or dtype."""
     shape, dtype = np.shape(packets), getattr(packets, "dtype", type(packets).__name__)
     if len(shape) != 2 or shape[0] < 1 or shape[1] != words or dtype != jnp.uint32:
@@ -153,8 +272,14 @@ def require_packets(packets: Any, words: int) -> None:
         )
 
 
-def require_worker(worker: Any, rows: int | None = None) -> None:
-    """Refuses a worker that is no row of the packets, where that is known."""
+def _row(worker: Any, axis_name: axes.AxisName, rows: int | None = None) -> jax.Array:
+    """Returns this worker's row in the packets; refuses a number that is none where it is known."""
+    if worker is None and axis_name is None and (rows or 0) > 1:
+        raise ValueError(
+            f"there are packets of {rows} workers, but worker is None: give send() and apply() the "
+            "number of this worker's row."
+        )
+    worker = axes.index(axis_name) if worker is None else worker
     is_number = np.shape(worker) == () and jnp.issubdtype(jnp.result_type(worker), jnp.integer)
     number = _known(worker) if is_number else None
     if not is_number or (number is not None and not -1 <= number < (rows or number + 1)):
@@ -163,6 +288,7 @@ def require_worker(worker: Any, rows: int | None = None) -> None:
             f"worker must be {expected}, this worker's row in the packets, not {worker!r}: -1 "
             "stands for a worker whose packet is not among them."
         )
+    return jnp.asarray(worker, jnp.int32)
 
 
 def _known(number: Any) -> int | None:

@@ -22,7 +22,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Float
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from demo_optax._src import axes, checks, specs
+from demo_optax._src import axes, checks
 from demo_optax._src.arrays import in_dtype_of, unboxed, upcast
 from demo_optax._src.axes import AxisName
 
@@ -53,7 +53,7 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
     tree = unboxed(tree)
     if given is None:
         return [_usual(path, x) for path, x in jax.tree.leaves_with_path(tree)]
-    numbers = specs.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
+    numbers = axes.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
     for (path, x), own in zip(jax.tree.leaves_with_path(tree), numbers, strict=True):
         if own is None:
             continue
@@ -105,7 +105,7 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
         leaves, structure = jax.tree.flatten(updates)
         numbers = dimension_numbers(given, updates)
         stacks: dict[tuple, list[int]] = {}
-        every = zip(leaves, specs.of_leaves(updates, extra_args), numbers, strict=True)
+        every = zip(leaves, axes.specs_of_leaves(updates, extra_args), numbers, strict=True)
         for i, (x, spec, own) in enumerate(every):
             if own is not None:
                 _require_spec(x, spec, axis_name)
@@ -222,7 +222,7 @@ def _rows_and_columns(
 
 
 def _require_spec(x: Array, spec: P, axis_name: AxisName) -> None:
-    named = {*specs.axes_of(spec), *axes.names(axis_name)}
+    named = {*axes.axes_of(spec), *axes.names(axis_name)}
     if missing := sorted(axes.varying(x) - named):
         raise ValueError(
             f"a matrix of shape {x.shape} on each device is sharded over the axes {missing}, but "

@@ -9,7 +9,6 @@ import optax
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, upcast
 from demo_optax._src.axes import AxisName
-from demo_optax._src.specs import sharded_axes_in
 
 
 class MeanOverWorkersState(NamedTuple):
@@ -43,7 +42,10 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
     def update_fn(updates, state, params=None, **extra_args):
         del params
         checks.require_local_gradient(updates, axis_name)
-        workers, sharded = axes.names(axis_name), sharded_axes_in(extra_args)
+        workers, sharded = (
+            axes.names(axis_name),
+            axes.sharded_axes_in(extra_args),
+        )
         participates = participation.decide(updates, axis_name, extra_args, sharded)
         # As float32 XLA adds it up together with the gradients.
         participants = jax.lax.psum(participates.astype(jnp.float32), workers)

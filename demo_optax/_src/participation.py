@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
 
 from demo_optax._src import axes, checks
 from demo_optax._src.arrays import (
@@ -130,16 +129,14 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
       The momenta, the energy of all blocks, and how many blocks were reset.
     """
     leaves, structure = jax.tree.flatten(momenta)
-    energies = [jnp.sum(jnp.square(m.astype(jnp.float32)), axis=-1) for m in leaves]
-    finite = list(map(jnp.isfinite, energies))
-    total = jnp.zeros((), jnp.float32) + sum(map(jnp.sum, map(_or_zero, finite, energies)))
-    restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~f, dtype=jnp.int32) for f in finite)
-    new = [_or_zero(f[..., None], m) for f, m in zip(finite, leaves, strict=True)]
-    return jax.tree.unflatten(structure, new), total, restarted
-
-
-def _or_zero(condition: Bool[Array, "..."], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return jnp.where(condition, x, 0)
+    total, restarted, new = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), []
+    for m in leaves:
+        energies = jnp.sum(jnp.square(m.astype(jnp.float32)), axis=-1)
+        finite = jnp.isfinite(energies)
+        total += jnp.sum(jnp.where(finite, energies, 0))
+        restarted += jnp.sum(~finite, dtype=jnp.int32)
+        new.append(jnp.where(finite[..., None], m, 0))
+    return structure.unflatten(new), total, restarted
 
 
 @functools.cache
@@ -149,9 +146,9 @@ def _schedule_states() -> tuple[type, ...]:
     return optax.ScaleByScheduleState, type(decayed.init(()))
 
 
-def zero_updates_if_no_participants(updates, participants: IntScalar):
-    """Returns the updates, or zeros if no packet was accepted."""
-    return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)
+def zero_unless(condition: BoolScalar, updates):
+    """Returns the updates if the condition holds, else zeros."""
+    return jax.tree.map(lambda u: jnp.where(condition, u, jnp.zeros_like(u)), updates)
 
 
 def keep_local_state(

@@ -16,7 +16,6 @@ from demo_optax._src.decoupled import LookAheadState
 from demo_optax._src.halves import SplitTransformation, require_unsent
 from demo_optax._src.momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
 from demo_optax._src.participation import PARTICIPATES, all_finite, choose
-from demo_optax._src.specs import sharded_axes_in
 
 
 class LocalStepsState(NamedTuple):
@@ -153,7 +152,7 @@ def local_steps(
             )
         checks.require_local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
-        sharded = sharded_axes_in(extra_args)
+        sharded = axes.sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
         local_params = local_parameters(params, state)
         steps, inner_state = inner.update(updates, state.inner, local_params, **extra_args)

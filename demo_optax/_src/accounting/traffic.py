@@ -14,11 +14,11 @@ from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, make_plan
 from demo_optax._src.compression.blocks import block_geometry
 from demo_optax._src.compression.top_k import TopK
-from demo_optax._src.decoupled_momentum import decoupled_momentum
+from demo_optax._src.decoupled import decoupled_momentum
 from demo_optax._src.exchange import AllGather, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import find_layout, require_unwrapped
+from demo_optax._src.parallel.layout import find_layout
 
 
 def packet_bytes(
@@ -60,7 +60,7 @@ def packet_bytes(
       >>> packet_bytes(Compression(topk=8, value_coding="bfloat16"), params)
       27648
     """
-    require_unwrapped(tx_or_compression)
+    checks.require_unwrapped(tx_or_compression)
     if mesh is None and param_specs is not None:
         raise ValueError(
             f"param_specs={param_specs} say how a worker's devices share its parameters, but only "

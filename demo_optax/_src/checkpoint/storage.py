@@ -84,7 +84,7 @@ class Checkpointer:
         *,
         keep: int = 3,
     ):
-        layout.require_unwrapped(tx)
+        checks.require_unwrapped(tx)
         checks.static_integer("keep", keep, at_least=1)
         shards.num_workers(mesh, axis_name)  # refuses unknown axes
         self._tx, self._where = tx, (mesh, axis_name, param_specs)

@@ -15,11 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import axes
-from demo_optax._src.axes import AxisName
+from demo_optax._src.axes import AxisName, axes_of
 from demo_optax._src.compression.bits import checksum, from_words, to_words
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.simulated import with_devices
-from demo_optax._src.specs import axes_of
 
 
 class Drift(NamedTuple):
@@ -96,7 +94,7 @@ def check_replicas(
       >>> check_replicas(params, mesh)
       ()
     """
-    mesh = with_devices(mesh)
+    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     return tuple(drift for each in differences for drift in _drifts(each, mesh, axis_name))
 
@@ -123,7 +121,7 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
       >>> repair_replicas(params, mesh)["w"] is params["w"]
       True
     """
-    mesh = with_devices(mesh)
+    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)

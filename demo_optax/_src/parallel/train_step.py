@@ -15,16 +15,8 @@ from jax.sharding import PartitionSpec as P
 from demo_optax._src import checks
 from demo_optax._src.axes import AxisName
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
-from demo_optax._src.parallel import (
-    batches,
-    gradients,
-    losses,
-    shards,
-    worker_axis,
-    worker_gradient,
-)
-from demo_optax._src.parallel.layout import StateLayout, find_layout, require_unwrapped
-from demo_optax._src.parallel.simulated import is_simulated
+from demo_optax._src.parallel import gradients, shards, worker_axis, worker_gradient
+from demo_optax._src.parallel.layout import StateLayout, find_layout
 from demo_optax._src.participation import PARTICIPATES
 from demo_optax._src.rounds import has_exchanged, local_parameters
 
@@ -164,42 +156,19 @@ def make_train_step(
       >>> metrics.loss
       Array([64.], dtype=float32)
     """
-    require_unwrapped(tx)
+    checks.require_unwrapped(tx)
     checks.one_of("sharding", sharding, get_args(Sharding))
     workers = shards.num_workers(mesh, axis_name)
+    simulated = shards.is_simulated(mesh, axis_name)
+    manual = sharding == "manual" and not simulated
     settings: Any = dict(microbatches=microbatches, clip_norm=clip_norm, stateful=stateful)
-    manual = sharding == "manual" and not is_simulated(mesh, axis_name)
-    inner = shards.inner_axes(mesh, axis_name)
-    gradients_on_device = worker_gradient.gradients_on_device(loss_fn, axis_name, inner, **settings)
-    gradients_of = gradients.stacked_gradients(
-        loss_fn,
-        mesh,
-        axis_name,
-        manual=manual,
-        param_specs=param_specs,
-        batch_specs=batch_specs,
-        check_vma=check_vma,
-        **settings,
-    )
-
-    def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
-        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
-        copies = shards.copies(params, mesh, axis_name, layout.params)
-        local_params = local_parameters(copies, opt_state)
-        results = gradients_of(
-            local_params, state, batch, *key, params_are_replicated=local_params is params
-        )
-        participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
-        return results, *worker_axis.update_stacked(
-            tx, layout, results.gradients, opt_state, params, extra_args, participates
-        )
 
     def mapped_once(layout, params, opt_state, state, batch, key, extra_args):
         """Computes gradient and update of each device in one ``jax.shard_map``."""
-        losses.require_differentiable(params)
+        worker_gradient.require_differentiable(params)
         batch = jax.tree.map(jnp.asarray, batch)
         leaf_batch_specs = specs_of_batch(batch)
-        rows = batches.row_dimensions(leaf_batch_specs, axis_name)
+        rows = gradients.row_dimensions(leaf_batch_specs, axis_name)
 
         def on_device(params, opt_state, state, batch, key, extra_args):
             old = worker_axis.own_entries(opt_state, layout)
@@ -207,7 +176,7 @@ def make_train_step(
             state = jax.tree.map(lambda x: x[0], state)
             results = gradients_on_device(local_params, state, batch, key, layout.params, rows)
             args = results.gradients, old, params, extra_args, jnp.isfinite(results.gradient_norm)
-            updates, new = worker_axis.update_on_device(layout.update, layout, *args)
+            updates, new = worker_axis.update_on_device(layout, *args)
             results = results._replace(gradients=results.gradients if metrics_fn else None)
             return worker_gradient.stack(results), updates, worker_axis.stack_entries(new, layout)
 
@@ -220,15 +189,42 @@ def make_train_step(
             out_specs=(specs, layout.params, layout.state),
         )(params, opt_state, state, batch, key, extra_args)
 
+    def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
+        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
+        copies = shards.copies(params, mesh, axis_name, layout.params)
+        local_params = local_parameters(copies, opt_state)
+        results = gradients_of(
+            local_params, state, batch, *key, params_are_replicated=local_params is params
+        )
+        participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
+        args = results.gradients, opt_state, params, extra_args, participates
+        return results, *worker_axis.update_stacked(layout, *args)
+
     # The update needs types with VMA information, also where the loss does without.
-    gradient_and_update = mapped_once if manual and check_vma else mapped_twice
+    if manual and check_vma:
+        gradient_and_update, inner = mapped_once, shards.inner_axes(mesh, axis_name)
+        gradients_on_device = worker_gradient.gradients_on_device(
+            loss_fn, axis_name, inner, **settings
+        )
+    else:
+        gradient_and_update = mapped_twice
+        gradients_of = gradients.stacked_gradients(
+            loss_fn,
+            mesh,
+            axis_name,
+            manual=manual,
+            param_specs=param_specs,
+            batch_specs=batch_specs,
+            check_vma=check_vma,
+            **settings,
+        )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, *args):
         results, updates, opt_state = gradient_and_update(layout, params, *args)
         custom = None
         if metrics_fn is not None:
-            over = None if is_simulated(mesh, axis_name) else axis_name
+            over = None if simulated else axis_name
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
@@ -265,7 +261,7 @@ def make_train_step(
 
     def step(params, opt_state, *args, **extra_args):
         nonlocal accepted
-        state, batch, key = losses.split_arguments(args, *signature)
+        state, batch, key = worker_gradient.split_arguments(args, *signature)
         carried, others = (params, opt_state, state), (batch, key, extra_args)
         placed, (known, layout) = shards.signature(mesh, carried), accepted
         if placed is None or placed != known:
@@ -276,8 +272,8 @@ def make_train_step(
             carried = shards.put(mesh, carried, specs, donated=donate)
             accepted = shards.signature(mesh, carried), layout
         leaf_batch_specs = specs_of_batch(batch)
-        if not is_simulated(mesh, axis_name):
-            batches.require_global(batch, leaf_batch_specs)
+        if not simulated:
+            gradients.require_global(batch, leaf_batch_specs)
         specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
         others = shards.put(mesh, others, specs, donated=False, beside=beside)
         results = tuple(placed_step(layout, *carried, *others))
@@ -286,7 +282,7 @@ def make_train_step(
         return results
 
     def lower(params, opt_state, *args, **extra_args):
-        state, batch, key = losses.split_arguments(args, *signature)
+        state, batch, key = worker_gradient.split_arguments(args, *signature)
         given = params, opt_state, state, batch, key, extra_args
         shapes = jax.eval_shape(lambda *given: given, *given)
         layout = layout_for(*shapes[:2])

@@ -5,6 +5,7 @@ mix the parts of several workers. Outside the step such leaves have a leading ax
 per worker, sharded over the workers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,22 +18,26 @@ from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed
-from demo_optax._src.axes import AxisName
-from demo_optax._src.compression.settings import Compression, MomentumFormat, TensorShapes
+from demo_optax._src.axes import AxisName, sharded_axes
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import (
-    Stacked,
-    StateLayout,
-    find_layout,
-    known_update,
-    update_with_specs,
-)
-from demo_optax._src.parallel.simulated import map_workers
+from demo_optax._src.parallel.layout import StateLayout, find_layout
 from demo_optax._src.participation import PARTICIPATES
 from demo_optax._src.rounds import LocalStepsState
-from demo_optax._src.specs import sharded_axes
+
+
+class Stacked(optax.GradientTransformationExtraArgs):
+    """A transformation that `stack_workers` made."""
+
+    state_shardings: Callable
+
+    def __iter__(self):
+        raise TypeError(
+            "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
+            "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
+            "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
+        )
 
 
 def stack_workers(
@@ -83,7 +88,7 @@ def stack_workers(
                 "jax.shard_map: leave it outermost, and wrap inside of it, as in "
                 "stack_workers(demo_optax.multi_steps(tx, every), mesh)."
             )
-        return init_stacked(tx, layout_for(params), params)
+        return init_opt_state(tx, params, mesh, axis_name, param_specs)
 
     def update_fn(updates, state, params=None, **extra_args):
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -93,7 +98,7 @@ def stack_workers(
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
             layout = layout_for(one)
             require_state(state, layout)
-            return update_stacked(tx, layout, updates, state, params, extra_args)
+            return update_stacked(layout, updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
             raise ValueError(
                 f"update is called inside of a shard_map that leaves the axes {left} to the "
@@ -103,8 +108,8 @@ def stack_workers(
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
         require_state(state, layout, on_device=True)
-        update, old = update_with_specs(tx, layout.params), own_entries(state, layout)
-        updates, new = update_on_device(update, layout, updates, old, params, extra_args)
+        old = own_entries(state, layout)
+        updates, new = update_on_device(layout, updates, old, params, extra_args)
         return updates, stack_entries(new, layout)
 
     def shardings_of(params):
@@ -115,28 +120,13 @@ def stack_workers(
     return stacked
 
 
-def init_stacked(tx, layout: StateLayout, params):
-    """Makes the state of ``tx`` for all workers, and places it on the mesh."""
-    mesh, specs = layout.mesh, unboxed(layout.params)
-    tx = boxed_inside(tx, layout.params)
-
-    def init(params):
-        return stack_entries(tx.init(params), layout)
-
-    placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
-    on_workers = map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
-    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
-
-
-def update_stacked(
-    tx, layout: StateLayout, gradients, state, params, extra_args, stacked_args=None
-):
+def update_stacked(layout: StateLayout, gradients, state, params, extra_args, stacked_args=None):
     """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
 
     Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
     Whether a worker participates follows from its gradient, unless ``stacked_args`` say it.
     """
-    mesh, update = layout.mesh, known_update(tx, layout)
+    mesh = layout.mesh
     specs = (
         shards.stacked_specs(layout.params, layout.axis_name),
         layout.state,
@@ -148,18 +138,16 @@ def update_stacked(
         gradient, own_args = jax.tree.map(lambda x: x[0], (gradients, stacked_args))
         old, participates = own_entries(state, layout), own_args.pop(PARTICIPATES, None)
         args = gradient, old, params, {**extra_args, **own_args}, participates
-        updates, new = update_on_device(update, layout, *args)
+        updates, new = update_on_device(layout, *args)
         return updates, stack_entries(new, layout)
 
     args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
     results = layout.params, layout.state
-    on_workers = map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
+    on_workers = shards.map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
     return on_workers(*args, extra_args)
 
 
-def update_on_device(
-    update, layout: StateLayout, gradient, old, params, extra_args, participates=None
-):
+def update_on_device(layout: StateLayout, gradient, old, params, extra_args, participates=None):
     """Computes updates and state of one device, from gradient and state of its worker.
 
     ``participates`` says whether the worker's gradient is finite, if that is known already.
@@ -171,7 +159,7 @@ def update_on_device(
         participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
     else:
         participates &= extra_args.get(PARTICIPATES, True)
-    updates, new = update(gradient, old, params, {**extra_args, PARTICIPATES: participates})
+    updates, new = layout.update(gradient, old, params, {**extra_args, PARTICIPATES: participates})
 
     def zero_if_frozen(x, frozen):
         return jnp.zeros(x.shape, x.dtype) if frozen else x
@@ -200,7 +188,7 @@ def _zero_updates_of_nobody(updates, state):
         if not counts:  # an exchange that is not ours
             return update
         participants = jnp.max(jnp.stack(counts))
-        return participation.zero_updates_if_no_participants(update, participants)
+        return participation.zero_unless(participants > 0, update)
 
     return jax.tree.map_with_path(zero, updates)
 
@@ -260,7 +248,20 @@ def init_opt_state(
       >>> state[0].momentum["w"].shape  # the number of workers comes first
       (1, 1, 1, 4096)
     """
-    return stack_workers(tx, mesh, axis_name, param_specs).init(params)
+    return init_stacked(tx, find_layout(tx, params, mesh, axis_name, param_specs), params)
+
+
+def init_stacked(tx, layout: StateLayout, params):
+    """Makes the state of ``tx`` for all workers, and places it on the mesh."""
+    mesh, specs = layout.mesh, unboxed(layout.params)
+    tx = boxed_inside(tx, layout.params)
+
+    def init(params):
+        return stack_entries(tx.init(params), layout)
+
+    placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
+    on_workers = shards.map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
+    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
 
 def _require_outermost(updates) -> None:
@@ -334,38 +335,11 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
             )
 
 
-def _require_structure(opt_state, expected) -> None:
-    """Refuses a state made for a different model or different settings."""
-    given, wanted = map(jax.tree.structure, (opt_state, expected))
-    if given == wanted:
-        return
-    has, needs = (
-        {keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-        for tree in (opt_state, expected)
-    )
-    if has == needs:
-        pairs = zip(_static_nodes(opt_state), _static_nodes(expected), strict=False)
-        made, needed = next((pair for pair in pairs if pair[0] != pair[1]), (given, wanted))
-        raise ValueError(
-            f"the optimizer state was made for {made}, but this optimizer needs {needed}: the "
-            "compression, the exchange or the parameters' shapes changed since then. Go back to "
-            "the old ones, make the state anew with demo_optax.init_opt_state, or carry it over "
-            "with demo_optax.checkpoint, which puts pending messages back into the momentum."
-        )
-    raise ValueError(
-        "the optimizer state is not one of this optimizer and these parameters, or is stored "
-        f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
-        f"and holds {sorted(has - needs)[:3] or 'nothing'} besides. Make it with "
-        "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
-    )
-
-
 def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) -> None:
-    """Refuses a state made for a different model, different settings or other workers.
+    """Refuses a state that was made for another model, other settings or other workers.
 
     It is the state of all workers, or of one of them with its leading axis of length 1.
     """
-    _require_structure(opt_state, layout.state)
     expected = jax.tree.map(
         lambda x, varies: jax.ShapeDtypeStruct((1,) * varies + x.shape, x.dtype),
         layout.worker_state_shapes,
@@ -373,25 +347,15 @@ def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) ->
     )
     if not on_device:
         expected = shards.whole_shapes(expected, layout.state, layout.mesh)
-    leaves = jax.tree.leaves_with_path(opt_state)
-    for (path, x), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
-        if np.shape(x) != wanted.shape:
-            where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
-            raise ValueError(
-                f"the optimizer state{keystr(path)} has shape {np.shape(x)}, but {wanted.shape} is "
-                f"expected {where}: it was made for another number of workers or another model, or "
-                "by tx.init alone. Make it with demo_optax.init_opt_state on the mesh that it is "
-                "used on, and pass it with the specs of demo_optax.state_specs."
-            )
-
-
-def _static_nodes(tree) -> list:
-    """Returns the settings that states of decoupled momentum in a tree were made for."""
-
-    def is_static(x) -> bool:
-        return isinstance(x, (MomentumFormat, TensorShapes, Compression))
-
-    return list(filter(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
+    where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
+    checks.state_fits(
+        f"the optimizer state {where}",
+        opt_state,
+        expected,
+        "Make it with demo_optax.init_opt_state on the mesh that it is used on, and pass it with "
+        "the specs of demo_optax.state_specs; or carry it over with demo_optax.checkpoint, which "
+        "puts pending messages back into the momentum.",
+    )
 
 
 def own_entries(state, layout: StateLayout):
