@@ -159,14 +159,15 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
             )
 
 
-def state_fits(what: str, given: Any, expected: Any, remedy: str) -> None:
+def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[type, ...]) -> None:
     """Refuses a state that was made for other parameters, settings or workers.
 
     Args:
       what: what the state is of, which begins the message.
       given: arrays or shapes.
-      expected: a tree like it; an entry of None stands for a shape that may be any.
+      expected: a tree like it.
       remedy: what to do instead, which ends the message.
+      static: types of the static nodes that are compared.
 
     Raises:
       ValueError: paths, shapes or static settings differ.
@@ -188,20 +189,16 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str) -> None:
                 f"{what}{name} has shape {has[name]}, but {shape} is needed: the parameters, the "
                 f"settings or the number of workers changed since it was made. {remedy}"
             )
-    made, wanted = map(_settings, (given, expected))
-    if made != wanted or jax.tree.structure(given) != jax.tree.structure(expected):
-        pairs = [pair for pair in zip(made, wanted, strict=False) if pair[0] != pair[1]]
-        has, needs = pairs[0] if pairs else map(jax.tree.structure, (given, expected))
-        raise ValueError(
-            f"{what} was made for {has}, but {needs} is needed: go back to the old settings. "
-            f"{remedy}"
-        )
 
+    def settings(tree) -> list:
+        def is_setting(x) -> bool:
+            return isinstance(x, static)
 
-def _settings(tree) -> list:
-    """Returns the static nodes of a tree: those that are no containers and hold no leaves."""
+        return [x for x in jax.tree.leaves(tree, is_leaf=is_setting) if is_setting(x)]
 
-    def is_static(x) -> bool:
-        return not (x is None or jax.tree.leaves(x) or type(x) in (tuple, list, dict))
-
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_static) if is_static(x)]
+    for made, wanted in zip(settings(given), settings(expected), strict=True):
+        if made != wanted:
+            raise ValueError(
+                f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. "
+                f"{remedy}"
+            )

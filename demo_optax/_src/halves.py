@@ -13,7 +13,7 @@ from jax.core import Tracer
 from demo_optax._src import axes, checks, metrics, momentum
 from demo_optax._src.arrays import unboxed
 from demo_optax._src.compression import Compression, Plan, make_plan
-from demo_optax._src.compression.settings import TensorShapes
+from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
 from demo_optax._src.exchange import AllGather, Exchange, Outbox
 from demo_optax._src.exchange.all_gather import resolve_exchange
 from demo_optax._src.exchange.protocol import MEANS
@@ -184,6 +184,7 @@ def split_momentum(
             "demo_optax.checkpoint, which puts pending messages back into the momentum. An axis of "
             "workers in front belongs to demo_optax.make_train_step and stack_workers, which take "
             "it off.",
+            STATIC_NODES,
         )
         return plan
 

@@ -127,15 +127,18 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
     """
     checks.require_unwrapped(tx)
     checks.real_leaves("parameter", params)
+    shards.num_workers(mesh, axis_name)
     leaves, structure = jax.tree.flatten((checks.shapes_of("parameter", params), param_specs))
     context = axes.platform(), jnp.result_type(float)
     return _trace_layout(tx, structure, tuple(leaves), mesh, axis_name, context)
 
 
-@functools.lru_cache(16)
+KEPT = 16  # layouts, of the optimizers that were used last
+
+
+@functools.lru_cache(KEPT)
 def _trace_layout(tx, structure, leaves, mesh, axis_name: AxisName, _) -> StateLayout:
     params, param_specs = structure.unflatten(leaves)
-    shards.num_workers(mesh, axis_name)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     inner, tx = unboxed(specs), boxed_inside(tx, specs)
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
@@ -144,13 +147,9 @@ def _trace_layout(tx, structure, leaves, mesh, axis_name: AxisName, _) -> StateL
     def update(gradient, state, params, extra_args):
         return tx.update(gradient, state, params, **{**extra_args, PARAM_SPECS: inner})
 
-    try:
-        program, state_shapes, state_axes, update_axes = _trace_update(
-            tx.init, update, parts, inner, mesh, axis_name
-        )
-    except (TypeError, ValueError) as error:
-        error.add_note(_TRACED)
-        raise
+    program, state_shapes, state_axes, update_axes = _trace_update(
+        tx.init, update, parts, inner, mesh, axis_name
+    )
     worker_axes = set(axes.names(axis_name))
     varies_over_workers = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
     state = _state_specs(state_axes, state_shapes, inner, mesh, axis_name)
@@ -173,14 +172,17 @@ def _trace_layout(tx, structure, leaves, mesh, axis_name: AxisName, _) -> StateL
     )
 
 
-_TRACED = (
-    "An update of the optimizer was traced as a worker's, before any step, to find out which "
-    "leaves of its state differ between workers. optax.MultiSteps, apply_if_finite and the "
-    "conditional wrappers fail here, since they let each worker decide alone whether it takes part "
-    "in a step: accumulate with make_train_step(microbatches=...) or demo_optax.multi_steps "
-    "instead, and leave conditions on the gradient out; workers whose gradient is not finite are "
-    "left out already. Of "
-    f"extra arguments only {', '.join(TRACING_ARGUMENTS)} is known here: give the others a default."
+_DECIDE_ALONE = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
+_ALONE = (
+    "optax.MultiSteps, apply_if_finite, conditionally_transform and conditionally_mask let each "
+    "worker decide alone whether it takes part in a step: accumulate with "
+    "make_train_step(microbatches=...) or demo_optax.multi_steps instead, and leave conditions on "
+    "the gradient out; workers whose gradient is not finite are left out already."
 )
 
 
@@ -204,6 +206,9 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
         updates, state = update(gradient, old, params, extra_args)
         return updates, shards.merge_shard_metrics(state, old, sharded_axes(specs))
 
+    def is_alone(x) -> bool:
+        return isinstance(x, _DECIDE_ALONE)
+
     def trace(state_axes, extra_args):
         local = axes.as_varying((values(), jnp.array(True)), axis_name)
         old = jax.tree.map(empty, shapes, state_axes)
@@ -212,14 +217,19 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
 
     _, types = axes.trace_worker(lambda: jax.eval_shape(init, values()), abstract)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
-    new_axes, extra_args = jax.tree.map(axes.varying, types), {}
+    new_axes = jax.tree.map(axes.varying, types)
     while True:
         run = functools.partial(trace, state_axes := new_axes)
         try:
-            _, (program, types) = axes.trace_worker(functools.partial(run, extra_args), abstract)
-        except TypeError:  # for want of an argument, perhaps
-            extra_args = TRACING_ARGUMENTS
-            _, (program, types) = axes.trace_worker(functools.partial(run, extra_args), abstract)
+            try:
+                _, (program, types) = axes.trace_worker(functools.partial(run, {}), abstract)
+            except TypeError:  # for want of an argument, perhaps
+                with_value = functools.partial(run, TRACING_ARGUMENTS)
+                _, (program, types) = axes.trace_worker(with_value, abstract)
+        except (TypeError, ValueError) as error:
+            if any(map(is_alone, jax.tree.leaves(shapes, is_leaf=is_alone))):
+                error.add_note(_ALONE)
+            raise
         update_axes, new_axes = jax.tree.map(axes.varying, types)
         new_axes = jax.tree.map(frozenset.union, state_axes, new_axes)
         if jax.tree.leaves(new_axes) == jax.tree.leaves(state_axes):

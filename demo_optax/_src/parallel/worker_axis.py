@@ -19,6 +19,7 @@ from jax.tree_util import keystr
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed
 from demo_optax._src.axes import AxisName, sharded_axes
+from demo_optax._src.compression.settings import STATIC_NODES
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
@@ -355,6 +356,7 @@ def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) ->
         "Make it with demo_optax.init_opt_state on the mesh that it is used on, and pass it with "
         "the specs of demo_optax.state_specs; or carry it over with demo_optax.checkpoint, which "
         "puts pending messages back into the momentum.",
+        STATIC_NODES,
     )
 
 
