@@ -172,11 +172,10 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
     Raises:
       ValueError: paths, shapes or static settings differ.
     """
-
-    def shapes(tree) -> dict[str, tuple[int, ...]]:
-        return {jax.tree_util.keystr(p): np.shape(x) for p, x in jax.tree.leaves_with_path(tree)}
-
-    has, needs = shapes(given), shapes(expected)
+    has, needs = (
+        {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (given, expected)
+    )
     if lacking := sorted(needs.keys() - has.keys()) + sorted(has.keys() - needs.keys()):
         raise ValueError(
             f"{what} lacks {sorted(needs.keys() - has.keys())[:3] or 'nothing'} and holds "
@@ -190,13 +189,11 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
                 f"settings or the number of workers changed since it was made. {remedy}"
             )
 
-    def settings(tree) -> list:
-        def is_setting(x) -> bool:
-            return isinstance(x, static)
+    def is_static(x) -> bool:
+        return isinstance(x, static)
 
-        return [x for x in jax.tree.leaves(tree, is_leaf=is_setting) if is_setting(x)]
-
-    for made, wanted in zip(settings(given), settings(expected), strict=True):
+    nodes = [filter(is_static, jax.tree.leaves(x, is_leaf=is_static)) for x in (given, expected)]
+    for made, wanted in zip(*nodes, strict=True):
         if made != wanted:
             raise ValueError(
                 f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from demo_optax._src.arrays import (
     FloatScalar,
@@ -114,19 +114,17 @@ def header_of(
 
 
 def _fingerprint(gradient) -> WordScalar:
-    """A hash of the energy and of a projection of every leaf; 0 where all are zeros."""
+    """Returns a hash of the energy and of a projection of every leaf; 0 where all are zeros."""
     leaves = jax.tree.leaves(gradient)
-    words = to_words(jnp.stack([energy(leaves), *map(_projection, leaves)]))
+    projections = []
+    for x in leaves:  # with a weight for each place, since an energy knows no places
+        weights = jnp.ones((), jnp.float32)
+        for axis, size in enumerate(x.shape):
+            of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
+            weights = jnp.multiply.outer(weights, of_axis)
+        projections.append(jnp.sum(x.astype(jnp.float32) * weights))
+    words = to_words(jnp.stack([energy(leaves), *projections]))
     return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
-
-
-def _projection(x: Float[Array, "..."]) -> FloatScalar:
-    """The sum of all elements, each with a weight of its place. An energy knows no places."""
-    weights = jnp.ones((), jnp.float32)
-    for axis, size in enumerate(x.shape):
-        of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
-        weights = jnp.multiply.outer(weights, of_axis)
-    return jnp.sum(x.astype(jnp.float32) * weights)
 
 
 def summarise(

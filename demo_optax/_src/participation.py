@@ -17,7 +17,6 @@ before the exchange, or the preconditioner, may still make the gradient non-fini
 the worker; it is not included again in this step. Such a preconditioner starts again.
 """
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -78,11 +77,9 @@ def all_finite(tree: Any) -> BoolScalar:
 
 def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
     """Returns ``tree`` if the condition holds, else ``otherwise``; in the dtypes of the latter."""
-
-    def chosen(x, y):
-        return in_dtype_of(jnp.where(condition, x, reusable(y)), y)
-
-    return jax.tree.map(chosen, tree, otherwise)
+    return jax.tree.map(
+        lambda x, y: in_dtype_of(jnp.where(condition, x, reusable(y)), y), tree, otherwise
+    )
 
 
 def is_intact(
@@ -97,27 +94,30 @@ def is_intact(
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
     """Returns ``state`` if the condition holds, else ``otherwise``; in the dtypes of ``state``.
 
-    Counts of schedules and injected hyperparameters are those of ``state`` in both cases; but not
-    a hyperparameter that is infinite or NaN.
+    In both cases states that are no more than the count of a schedule, and injected
+    hyperparameters, are those of ``state``; but not a hyperparameter that is infinite or NaN.
     """
-    injected = optax.InjectStatefulHyperparamsState
 
-    def is_kept(x) -> bool:
-        return isinstance(x, (*_schedule_states(), injected))
+    def is_count(x) -> bool:
+        return getattr(x, "_fields", ()) == ("count",)
 
-    def keep_finite(x, other):
-        return in_dtype_of(jnp.where(condition | all_finite(x), x, other), x)
+    def is_injected(x) -> bool:
+        return isinstance(x, optax.InjectStatefulHyperparamsState)
 
     def chosen(x, other):
-        if isinstance(x, _schedule_states()):
+        if is_count(x):
             return x
-        if isinstance(x, injected):
+        if is_injected(x):
             inner = choose_state(condition, x.inner_state, other.inner_state)
-            given = jax.tree.map(keep_finite, x.hyperparams, other.hyperparams)
+            given = jax.tree.map(
+                lambda x, other: in_dtype_of(jnp.where(condition | all_finite(x), x, other), x),
+                x.hyperparams,
+                other.hyperparams,
+            )
             return x._replace(inner_state=inner, hyperparams=given)
         return in_dtype_of(jnp.where(condition, x, reusable(axes.varying_like(other, x))), x)
 
-    return jax.tree.map(chosen, state, otherwise, is_leaf=is_kept)
+    return jax.tree.map(chosen, state, otherwise, is_leaf=lambda x: is_count(x) or is_injected(x))
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
@@ -137,13 +137,6 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
         restarted += jnp.sum(~finite, dtype=jnp.int32)
         new.append(jnp.where(finite[..., None], m, 0))
     return structure.unflatten(new), total, restarted
-
-
-@functools.cache
-def _schedule_states() -> tuple[type, ...]:
-    """Returns the types of states that hold nothing but the count of a schedule."""
-    decayed = optax.add_decayed_weights(optax.constant_schedule(0.0))
-    return optax.ScaleByScheduleState, type(decayed.init(()))
 
 
 def zero_unless(condition: BoolScalar, updates):
