@@ -91,7 +91,6 @@ def unboxed(tree):
 
 
 def is_key(x) -> bool:
-    """Tells whether ``x`` is an array of random keys or the shape of one."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

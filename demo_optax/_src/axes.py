@@ -59,12 +59,11 @@ def manual_names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def varying(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset:
-    """Returns the axes over which ``x`` varies according to its type."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def as_varying(tree, axis_name: AxisName):
-    """Types every leaf as varying over ``axis_name`` without changing any value.
+    """Types every leaf as varying over ``axis_name``, without changing any value.
 
     Leaves that vary already are left alone, and so are all leaves if the types carry no
     varying-axes (VMA) information.
@@ -176,9 +175,9 @@ def trace_worker(fn: Callable[[], Any], mesh: AbstractMesh | None) -> tuple[Any,
 def bytes_handed_over(program, axis_name: AxisName) -> int | None:
     """Returns the bytes that one device hands to a traced program's collectives on ``axis_name``.
 
-    Each run of a collective counts: a collective in a scan counts once per iteration, and of a
-    conditional only the branch that hands over the most. The result is None if a collective stands
-    in a ``while`` loop, whose number of iterations is unknown.
+    A collective in a scan counts once per iteration, and a conditional counts as its branch that
+    hands over the most. The result is None if a collective stands in a ``while`` loop, whose number
+    of iterations is unknown.
     """
     worker_axes = set(names(axis_name))
 
@@ -223,10 +222,10 @@ def specs_of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
     Leaves that ``optax.masked`` or ``optax.partition`` left out of the tree have no spec.
     """
     specs = unboxed(extra_args.get(PARAM_SPECS, P()))
-    if not sharded_axes(specs):  # the tree may then differ, for example be flattened
+    if not sharded_axes(specs):  # the tree may have another structure then
         return [P()] * len(jax.tree.leaves(tree))
 
-    def is_masked(x) -> bool:  # it replaces a leaf or a whole subtree
+    def is_masked(x) -> bool:  # such a node may replace a whole subtree
         return isinstance(x, optax.MaskedNode)
 
     try:
@@ -247,10 +246,7 @@ def per_leaf(prefix: Any, tree: Any, is_value: Callable[[Any], bool]) -> list:
 
 
 def broadcast_specs(what: str, prefix: Any, tree: Any) -> Any:
-    """Returns a PartitionSpec for every leaf of a tree.
-
-    ``prefix`` is a tree of PartitionSpecs, NamedShardings and None, or a prefix of one.
-    """
+    """Returns a PartitionSpec for each leaf, from a prefix of specs, NamedShardings and None."""
 
     def spec_of(path, x) -> P:
         if x is None or isinstance(x, P):

@@ -35,8 +35,8 @@ def static_dtype(name: str, value: Any) -> None:
     """Requires a floating dtype, which ``optax.inject_hyperparams`` would call as a schedule."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls whatever can be "
-            f"called, jnp.float32 included: give the dtype's name, as in {name}='float32'."
+            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls every callable, "
+            f"including jnp.float32: give the dtype's name, as in {name}='float32'."
         )
     if not jnp.issubdtype(value, jnp.floating) or jnp.finfo(value).bits < 16:
         raise TypeError(f"{name} must be a floating-point dtype of 16 bits or more, not {value!r}.")

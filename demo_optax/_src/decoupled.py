@@ -68,7 +68,7 @@ def decoupled_momentum(
         in the second version of the paper; the first version uses the learning rate.
       mean: which workers each coefficient is averaged over: the ``"senders"`` that sent it (the
         published code), or all ``"workers"`` whose packets are accepted.
-      subtraction_factor: :math:`\alpha` in (0, 1], the fraction of what was sent that leaves the
+      subtraction_factor: :math:`\alpha` in (0, 1], the fraction of the sent message that leaves the
         momentum.
       momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. If it is
         narrower than float32, the momentum is computed in float32 and rounded stochastically, since
@@ -216,7 +216,7 @@ def decoupled(
     if look_ahead is not None:
         checks.in_interval("look_ahead", look_ahead, "[0, inf)")
 
-    def init_fn(params) -> Any:  # since optax's type for states has no static nodes
+    def init_fn(params) -> Any:  # optax's type for states has no static nodes
         state = momentum.init(params), base.init(params)
         if look_ahead is None:
             return state

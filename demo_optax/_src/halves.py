@@ -119,10 +119,7 @@ def split_momentum(
     precondition: optax.GradientTransformation | None,
     **options,
 ) -> SplitMomentum:
-    """Checks the settings, and returns the decoupled momentum that has them.
-
-    The options are the other arguments of `demo_optax.decoupled_momentum`.
-    """
+    """Checks the arguments of `demo_optax.decoupled_momentum`, and returns its functions."""
     if not isinstance(compression, Compression):
         raise TypeError(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
@@ -147,7 +144,7 @@ def split_momentum(
         shapes = tuple(x.shape for x in jax.tree.leaves(tree))
         return make_plan(compression, shapes, axes.platform())
 
-    def init(params) -> Any:  # since optax's type for states has no static nodes
+    def init(params) -> Any:  # optax's type for states has no static nodes
         checks.floating_leaves(params)
 
         def zeros(param):
@@ -181,8 +178,8 @@ def split_momentum(
             needed | {"format": momentum_format, "shapes": shapes},
             "Make the state anew from the parameters that are trained now, or restore the run with "
             "demo_optax.checkpoint, which puts pending messages back into the momentum. An axis of "
-            "workers in front belongs to demo_optax.make_train_step and stack_workers, which take "
-            "it off.",
+            "workers in front belongs to demo_optax.make_train_step and stack_workers, which "
+            "remove it.",
             STATIC_NODES,
         )
         return plan
@@ -227,7 +224,7 @@ def require_halves(exchange: Exchange) -> None:
 
 
 def require_unsent(state: DecoupledMomentumState) -> None:
-    """Refuses a second ``send``, or an ``update``, in one step, where the step is known."""
+    """Refuses a second ``send`` or an ``update`` in one step, if the step is known."""
     sent, count = _known(state.sent), _known(state.count)
     if sent is not None and sent == count:
         raise ValueError(

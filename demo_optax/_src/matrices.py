@@ -65,9 +65,9 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
 def _usual(path, x) -> DimensionNumbers | None:
     if x.ndim > 2:
         warnings.warn(
-            f"demo_muon takes parameter{keystr(path)} of shape {x.shape} for no matrix, as it "
-            "cannot know which axes are rows and columns: give weight_dimension_numbers, a "
-            "function of the parameters whose result has "
+            f"demo_muon takes parameter{keystr(path)} of shape {x.shape} to be no matrix, "
+            "because it cannot know which axes are rows and columns: give "
+            "weight_dimension_numbers, a function of the parameters that returns "
             "optax.contrib.MuonDimensionNumbers(rows, columns) for each matrix and None for all "
             "others. For layers in one array they are MuonDimensionNumbers(-2, -1).",
             stacklevel=2,

@@ -23,7 +23,7 @@ from demo_optax._src.compression.packet import Header, Message
 
 
 class ExchangeMetrics(NamedTuple):
-    """Holds what the packets of a step report, which is the same on every worker.
+    """Holds the metrics that the packets of a step report, the same on every worker.
 
     Attributes:
       participants: int32, number of workers whose packet was accepted.
@@ -111,7 +111,7 @@ def _fingerprint(gradient) -> WordScalar:
     """Returns a hash of the energy and a projection of every leaf, or 0 if all leaves are zeros."""
     leaves = jax.tree.leaves(gradient)
     projections = []
-    for x in leaves:  # weighted by position, to which an energy is blind
+    for x in leaves:  # an energy does not depend on positions, but this does
         weights = jnp.ones((), jnp.float32)
         for axis, size in enumerate(x.shape):
             of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
@@ -127,21 +127,18 @@ def summarise(
     checksums: UInt32[Array, "workers"],
     previous_metrics: ExchangeMetrics,
 ) -> ExchangeMetrics:
-    """Computes the metrics of a step from the headers of all workers' packets.
-
-    ``checksums`` are the first words of the packets, 0 for those that were rejected.
-    """
+    """Computes the metrics of a step; ``checksums`` are 0 for packets that were rejected."""
 
     def total(energies):
         return jnp.sum(jnp.where(accepted, energies, 0.0))
 
     def equal(digests):
-        """Tells whether all participants report one value, and returns that value."""
+        """Tells whether all participants report the same value, and returns that value."""
         smallest = jnp.min(jnp.where(accepted, digests, jnp.uint32(0xFFFFFFFF)))
         largest = jnp.max(jnp.where(accepted, digests, jnp.uint32(0)))
         return smallest >= largest, largest
 
-    received = previous_metrics.received  # unchanged for a single worker, which sends it to nobody
+    received = previous_metrics.received  # a single worker sends it to nobody
     if len(checksums) > 1:
         received = checksum(jnp.append(checksums, received))
     participants = jnp.sum(accepted, dtype=jnp.int32)
@@ -189,7 +186,6 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
 
 
 def merge_shards(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
-    """Merges the metrics of a worker's shards along these axes."""
     least, total = (partial(reduce, axis_name=sharded) for reduce in (jax.lax.pmin, jax.lax.psum))
     return ExchangeMetrics(
         participants=least(metrics.participants),
@@ -238,8 +234,8 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
         )
     if not np.all(metrics.agreed):
         raise ValueError(
-            "workers have not got the same packets (agreed is False), and the replicas differ: one "
-            "was damaged on its way into a single worker. Make them equal with "
+            "workers did not receive the same packets (agreed is False), and the replicas differ: "
+            "a packet was damaged on its way into a single worker. Make the replicas equal with "
             "demo_optax.repair_replicas, or restore a checkpoint."
         )
     if len(counts := np.unique(metrics.participants)) > 1:

@@ -54,7 +54,7 @@ def multi_steps(
             return m + change / calls.astype(m.dtype)
 
         def step(mean, inner):
-            def finite_or_zero(m, g):  # by leaf, since not all vary over the same axes
+            def finite_or_zero(m, g):  # not all leaves vary over the same axes
                 return in_dtype_of(jnp.where(all_finite(m), m, 0), g)
 
             gradient = jax.tree.map(finite_or_zero, mean, updates)

@@ -288,7 +288,7 @@ def demo_muon(
         structure: Any = jax.tree.structure(params)
         return structure.unflatten([x is not None for x in numbers])
 
-    # A mean, not a sum: it has no overflow where the gradients have none.
+    # A sum may overflow where the gradients do not, but a mean does not.
     momentum = optax.chain(optax.scale(1 - b1), optax.trace(b1, nesterov=True))
     precondition = optax.chain(
         optax.masked(_in_float32(momentum), is_matrix),

@@ -8,7 +8,7 @@ norms and weights in its header are capped.
 A worker decides once per step whether it participates, from its gradient; later stages can only
 clear the flag. It is False if the gradient is infinite or NaN, or so large that its squares
 overflow float32. The worker then skips the step: it sends packets with a deliberately wrong
-checksum, which every worker rejects, keeps its local state, and applies what the others sent.
+checksum, which every worker rejects, keeps its local state, and applies the packets of the others.
 
 The train step passes the flag on as the extra argument `PARTICIPATES`. A link of an optax chain
 before the exchange, or the preconditioner, may still make the gradient non-finite, which excludes
@@ -79,7 +79,7 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
 def is_intact(
     state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> BoolScalar:
-    """Tells whether all leaves of a state are finite that are finite in the initial state."""
+    """Tells whether every leaf that is finite in the initial state is finite in this one too."""
     each = jax.tree.map(lambda x, first: all_finite(x) | ~all_finite(first), state, initial)
     intact = jnp.array(jax.tree.leaves(each), bool).all()
     return axes.on_all_devices(intact, axis_name, sharded)

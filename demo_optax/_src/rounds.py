@@ -245,9 +245,9 @@ def local_parameters(params, opt_state):
     wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
     if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
         raise ValueError(
-            f"local_steps must be that of all parameters, {list(map('/'.join, wanted))}, but the "
-            f"state has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
-            "outermost, and partition and mask inside of inner and outer."
+            f"local_steps must cover all parameters, {list(map('/'.join, wanted))}, but the state "
+            f"has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
+            "outermost, and partition and mask inside inner and outer."
         )
     displacements = {
         path: d

@@ -165,7 +165,6 @@ def stacked_gradients(
 
 
 def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
-    """Refuses a mesh on which the loss cannot be mapped over the workers."""
     if len(set(mesh.axis_types)) > 1:
         raise ValueError(
             f"stacked gradients need a mesh whose axes are all Auto or all Explicit, not "
@@ -195,9 +194,9 @@ def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
 def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """Returns PartitionSpecs that divide the first dimension of a traced batch among the workers.
 
-    If a leaf's type says that a dimension is already divided among them, it is that dimension. On
-    an Explicit mesh, where a loss sees the sharding of its batch, the specs keep the sharding
-    inside a worker.
+    If a leaf's type already divides a dimension among them, they divide that dimension. On an
+    Explicit mesh, where a loss sees the sharding of its batch, they keep the sharding inside a
+    worker.
     """
     worker_axes = axes.names(axis_name)
     if AxisType.Explicit not in mesh.axis_types:
@@ -216,10 +215,7 @@ def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
 
 
 def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Adds an axis of workers before each leaf's rows, and leaves undivided leaves unchanged.
-
-    Leaves on a different mesh are put on this one.
-    """
+    """Adds an axis of workers before the rows of divided leaves, and puts all on the mesh."""
     workers, worker_axes = shards.num_workers(mesh, axis_name), axes.names(axis_name)
 
     def split(path, x, spec, row):

@@ -115,10 +115,7 @@ def state_shardings(
 
 
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
-    """Returns the layout for arrays or shapes of the whole parameters.
-
-    The update is traced once for each optimizer, and the last few layouts are cached.
-    """
+    """Returns the layout for arrays or shapes of the whole parameters, and caches the last few."""
     checks.require_unwrapped(tx)
     checks.real_leaves("parameter", params)
     shards.num_workers(mesh, axis_name)
@@ -127,7 +124,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
     return _trace_layout(tx, structure, tuple(leaves), mesh, axis_name, context)
 
 
-KEPT = 16  # the number of layouts in the cache
+KEPT = 16  # this many layouts are cached
 
 
 @functools.lru_cache(KEPT)
@@ -183,10 +180,9 @@ _ALONE = (
 def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
     """Traces an update until the axes that its state varies over stop changing.
 
-    Returns the program, which maps gradient, state, parameters and extra arguments to updates and
-    state; the shapes of one worker's state; and the axes over which each leaf of the state and of
-    the updates varies. The gradients vary over ``axis_name`` and the axes of their parameter's
-    spec.
+    The gradients vary over ``axis_name`` and the axes of their parameter's spec. The results are
+    the program, which maps gradient, state, parameters and extra arguments to updates and state,
+    the shapes of one worker's state, and the axes over which the leaves of state and updates vary.
     """
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
@@ -217,7 +213,7 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
         try:
             try:
                 _, (program, types) = axes.trace_worker(functools.partial(run, {}), abstract)
-            except TypeError:  # perhaps because an argument is missing
+            except TypeError:  # an argument may be missing
                 with_value = functools.partial(run, TRACING_ARGUMENTS)
                 _, (program, types) = axes.trace_worker(with_value, abstract)
         except (TypeError, ValueError) as error:
@@ -233,8 +229,8 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
 def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName):
     """Tells which updates are zero although their type says that they differ between workers.
 
-    An update is taken for zero if it depends on no argument that differs between workers and on no
-    parameter, as with ``optax.set_to_zero``. Any other that differs between workers is refused.
+    An update counts as zero if it depends on no parameter and on no argument that differs between
+    workers, as with ``optax.set_to_zero``. Any other that differs between workers is refused.
     """
     worker_axes = axes.names(axis_name)
     differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)

@@ -21,7 +21,7 @@ from demo_optax._src.parallel import shards
 
 
 class Drift(NamedTuple):
-    """Identifies one device's copy of a leaf that differs from the majority or has no majority.
+    """Identifies a copy of a leaf that differs from the majority, or for which there is none.
 
     Attributes:
       leaf: str, the path of the leaf in the tree, such as ``"[0]['w']"``.
@@ -155,7 +155,6 @@ def _differences(tree, mesh, axis_name) -> list[_Difference]:
 
 
 def _drifts(difference: _Difference, mesh, axis_name):
-    """Yields a `Drift` for each copy of a leaf that is not in the majority."""
     worker_axes = axes.names(axis_name)
     for devices, in_majority in zip(difference.holders, difference.in_majority, strict=True):
         for device in devices[~in_majority]:
@@ -168,7 +167,6 @@ def _drifts(difference: _Difference, mesh, axis_name):
 
 
 def _require_majorities(differences, mesh, axis_name) -> None:
-    """Refuses leaves for which no copy of some part is held by a majority."""
     disputed: dict[str, set[int]] = {}
     for difference in differences:
         for drift in _drifts(difference, mesh, axis_name):
@@ -181,7 +179,7 @@ def _require_majorities(differences, mesh, axis_name) -> None:
         raise ValueError(
             f"no copy is held by more than half of the devices that should agree: "
             f"{'; '.join(lines[:3])}{f'; and {len(lines) - 3} more leaves' if lines[3:] else ''}"
-            ". Nobody can tell which is right: restore the last checkpoint from before the drift. "
+            ". It is unknown which is right: restore the last checkpoint from before the drift. "
             "Checks in shorter intervals, and three workers or more, leave a majority to repair "
             "from."
         )

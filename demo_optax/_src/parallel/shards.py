@@ -47,15 +47,11 @@ def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
 
 
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the mesh's axes inside a worker."""
     return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
 
 
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns a PartitionSpec for every parameter, from a tree of specs or of NamedShardings.
-
-    A prefix of a tree is enough, and None stands for ``P()``.
-    """
+    """Returns a spec for each parameter, from a prefix of specs, NamedShardings and None."""
     specs = broadcast_specs("param_specs", param_specs, unboxed(params))
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
@@ -87,7 +83,6 @@ def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[
 
 
 def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
-    """Returns the shapes and dtypes of one device's shards."""
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(
             NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype
@@ -98,7 +93,7 @@ def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
 
 
 def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
-    """Returns the shapes and dtypes of whole arrays, from those of one device's shards."""
+    """Inverts `shard_shapes`."""
 
     def whole(x, spec):
         shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
@@ -111,7 +106,7 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
         return tree
-    place = jax.device_put  # this alone works if types of axes are mixed
+    place = jax.device_put  # only this works if axis types are mixed
     if set(mesh.axis_types) == {AxisType.Auto}:
         place = jax.lax.with_sharding_constraint
     elif set(mesh.axis_types) == {AxisType.Explicit}:
@@ -120,9 +115,9 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
 
 
 def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
-    """Copies the parameters for each real worker, ``(workers, *shape)``.
+    """Copies the parameters for each worker that is not simulated, ``(workers, *shape)``.
 
-    Otherwise XLA may fetch a part of the replicated parameters from a different worker.
+    Without copies XLA may fetch a part of the replicated parameters from a different worker.
     """
     if isinstance(mesh, AbstractMesh):
         return params
@@ -176,10 +171,7 @@ def share_threads(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def signature(mesh: Mesh | AbstractMesh, tree):
-    """Returns a summary of a mesh's devices and of live arrays that is cheap to compare.
-
-    It is None if a leaf is traced or is not an array of JAX.
-    """
+    """Returns a cheap summary of a mesh and live arrays, or None if any leaf is not an array."""
     leaves, structure = jax.tree.flatten(tree)
     try:
         types = [(x.aval, x.sharding) for x in leaves if not x.is_deleted()]

@@ -99,8 +99,8 @@ def make_train_step(
         gradients are averaged over the parts and exchanged once. aux has an entry for each
         microbatch.
       clip_norm: largest global norm of each worker's local gradient.
-      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
-        and microbatch gets its own.
+      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker and
+        microbatch gets its own key.
       stateful: whether the model has a state besides its parameters (statistics of BatchNorm, keys
         of Dropout, caches): ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker
         keeps its own state, made by `init_model_state`, and never sends it; the devices of one
@@ -138,7 +138,7 @@ def make_train_step(
       and ``jax.lax.scan``.
 
       If no worker takes part in an exchange, since no gradient was finite, its parameters do not
-      change on this step, or with a delay on the next one. Transformations behind the exchange in a
+      change on this step, or with a delay on the next one. Transformations after the exchange in a
       chain then get zeros, and their results are ignored. Inside a round of `local_steps` or
       `multi_steps` the parameters do not change either.
 
@@ -258,7 +258,7 @@ def make_train_step(
         return specs_of_shapes(structure, tuple(map(np.shape, leaves)))
 
     signature = ("params", "opt_state"), stateful, (random_key,)
-    accepted: Any = (None, None)  # signature of the last placed parameters and states; layout
+    accepted: Any = (None, None)  # the signature of the arrays placed last; their layout
 
     def step(params, opt_state, *args, **extra_args):
         nonlocal accepted

@@ -126,7 +126,7 @@ def update_stacked(layout: StateLayout, gradients, state, params, extra_args, st
 
     Each worker gets its own entries of ``stacked_args``, and all workers get the same
     ``extra_args``. Whether a worker participates follows from its gradient, unless ``stacked_args``
-    say it.
+    say so.
     """
     mesh = layout.mesh
     specs = (
@@ -320,10 +320,7 @@ _MAKE_GRADIENTS = (
 
 
 def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any = None) -> None:
-    """Refuses leaves that are not stacked, ``(workers, *shape)``.
-
-    The shapes are those of ``one_worker``, if it is given.
-    """
+    """Refuses leaves that are not ``(workers, *shape)``, by the shapes of ``one_worker`` if any."""
     leaves = jax.tree.leaves_with_path(tree)
     of_one = map(np.shape, jax.tree.leaves(one_worker))
     wanted = [np.shape(x)[1:] for _, x in leaves] if one_worker is None else of_one

@@ -140,8 +140,8 @@ def gradients_on_device(
                 return out, (state, None)
             if len(out) != 2:
                 raise TypeError(
-                    f"the loss function must return a loss, or (loss, aux), not {len(out)} things: "
-                    "put whatever else it gives into aux, as a tuple or dict."
+                    f"the loss function must return a loss, or (loss, aux), not {len(out)} values: "
+                    "put all further results into aux, as a tuple or dict."
                 )
             return out[0], (state, out[1])
 
@@ -186,10 +186,7 @@ def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName)
 
 
 def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: Collection[int]):
-    """Returns the model state, the batch and the keys, which follow the arguments named ``first``.
-
-    ``keys`` are the numbers of keys that may be given.
-    """
+    """Returns the model state, the batch and the keys, whose number must be one of ``keys``."""
     if len(args) - 1 - stateful not in keys:
         names = [*first, *["state"] * stateful, "batch", *["key"] * min(keys)]
         optional = "[, key]" * (max(keys) - min(keys))
@@ -317,7 +314,6 @@ def _mean_state(state, inner: tuple[str, ...]):
 
 
 def _norm(gradient, specs) -> jax.Array:
-    """Computes the global norm of a worker's sharded gradient in float32."""
     sharded: dict[tuple[str, ...], list[jax.Array]] = {}
     for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
         sharded.setdefault(axes_of(spec), []).append(x)
