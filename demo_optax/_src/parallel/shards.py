@@ -171,7 +171,7 @@ def share_threads(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def signature(mesh: Mesh | AbstractMesh, tree):
-    """Returns a cheap summary of a mesh and live arrays, or None if any leaf is not an array."""
+    """Returns a cheap summary of a mesh and live arrays, or None if a leaf is not concrete."""
     leaves, structure = jax.tree.flatten(tree)
     try:
         types = [(x.aval, x.sharding) for x in leaves if not x.is_deleted()]
