@@ -1,4 +1,4 @@
-"""DeMo, decoupled momentum, as an optax gradient transformation for JAX."""
+"""Provides DeMo (decoupled momentum) as an optax gradient transformation for JAX."""
 
 from importlib.metadata import version
 

@@ -1,8 +1,7 @@
-"""Named axes: what JAX's types say about them, and the PartitionSpecs that name them.
+"""Reads from JAX's types how values vary over named axes, and handles the specs of these axes.
 
-Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes it varies
-over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes (VMA)
-information.
+Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes over which it varies.
+Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes (VMA) information.
 """
 
 import math
@@ -24,19 +23,19 @@ from demo_optax._src.arrays import reusable, unboxed
 AxisName = str | tuple[str, ...] | None
 
 PARAM_SPECS = "param_specs"
-"""Extra argument of an update: the specs of the parameters, whose shards it sees."""
+"""This extra argument of an update holds the specs of the parameters whose shards it sees."""
 
 TRACING_ARGUMENTS = {"value": np.float32(0)}
-"""Extra arguments of a traced update; ``optax.contrib.reduce_on_plateau`` requires ``value``."""
+"""Updates are traced with these, since ``optax.contrib.reduce_on_plateau`` needs ``value``."""
 
 _SENDS_NOTHING = (
     "axis_index", "precv", "preduced", "pvary", "reduced_vary_cast", "vary_unreduced_cast",
 )  # fmt: skip
-"""Primitives of JAX that name an axis but are no collectives: casts of types, and a receipt."""
+"""These primitives of JAX name an axis but send nothing: they cast types or receive."""
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the axis names as a tuple: ``()`` for None, ``(name,)`` for a single name."""
+    """Returns the axis names as a tuple, which is empty for None."""
     if isinstance(axis_name, list):
         raise TypeError(
             f"axis_name is the list {axis_name}: several axes are named by a tuple, "
@@ -54,23 +53,19 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def manual_names(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the names among these that ``shard_map`` or ``pmap`` binds.
-
-    ``vmap`` leaves types alone.
-    """
+    """Returns the names that ``shard_map`` or ``pmap`` binds, since ``vmap`` leaves types alone."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(name for name in names(axis_name) if name in manual)
 
 
 def varying(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset:
-    """Returns the axes over which the type of ``x`` says that it differs between workers."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def as_varying(tree, axis_name: AxisName):
-    """Types every leaf as differing between the workers of ``axis_name``; values do not change.
+    """Types every leaf as varying over ``axis_name``, without changing any value.
 
-    Leaves that vary already are left alone, and so are all leaves where the types carry no
+    Leaves that vary already are left alone, and so are all leaves if the types carry no
     varying-axes (VMA) information.
 
     >>> import jax, jax.numpy as jnp
@@ -107,8 +102,8 @@ def on_all_devices(
 ) -> jax.Array:
     """Tells whether a condition holds on all devices of this worker.
 
-    The devices lie along the axes over which its type varies. ``sharded`` names them where types
-    carry no varying-axes (VMA) information.
+    These devices lie along the axes over which the condition's type varies, or along ``sharded`` if
+    the types carry no varying-axes (VMA) information.
     """
     inner = varying(condition) - set(names(axis_name))
     if not types_are_tracked(manual_names(sharded)):
@@ -119,17 +114,12 @@ def on_all_devices(
 
 
 def platform() -> str:
-    """Returns the platform of this trace: that of the mesh in context, else JAX's default."""
+    """Returns the platform of the mesh in context, or JAX's default without one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device and device.platform) or jax.default_backend()
 
 
 def size(axis_name: AxisName) -> int:
-    """Returns the number of workers on ``axis_name``, 1 for None.
-
-    Raises:
-      NameError: the axis is not bound.
-    """
     if axis_name is None:
         return 1
     try:
@@ -147,7 +137,6 @@ def size(axis_name: AxisName) -> int:
 
 
 def index(axis_name: AxisName) -> jax.Array:
-    """Returns this worker's number on ``axis_name``, 0 for None."""
     number = jnp.zeros((), jnp.int32)
     for name in names(axis_name):
         number = number * size(name) + jax.lax.axis_index(name)
@@ -186,9 +175,9 @@ def trace_worker(fn: Callable[[], Any], mesh: AbstractMesh | None) -> tuple[Any,
 def bytes_handed_over(program, axis_name: AxisName) -> int | None:
     """Returns the bytes that one device hands to a traced program's collectives on ``axis_name``.
 
-    The operands of a collective count each time that it runs: on every pass of a scan, and in the
-    branch of a condition that hands over the most. The result is None if a collective stands in a
-    ``while`` loop, whose number of passes nobody knows.
+    A collective in a scan counts once per iteration, and a conditional counts as its branch that
+    hands over the most. The result is None if a collective stands in a ``while`` loop, whose number
+    of iterations is unknown.
     """
     worker_axes = set(names(axis_name))
 
@@ -203,7 +192,7 @@ def bytes_handed_over(program, axis_name: AxisName) -> int | None:
             along = params.get("axes", params.get("axis_name", ()))
             along = along if isinstance(along, tuple) else (along,)
             if worker_axes & set(along) and not primitive.startswith(_SENDS_NOTHING):
-                # What comes after the operands of the results are offsets, or room for a result.
+                # Any further operands are offsets, or buffers for a result.
                 operands: list[Any] = [x.aval for x in equation.invars[: len(equation.outvars)]]
                 total += sum(math.prod(x.shape) * x.dtype.itemsize for x in operands)
         return total
@@ -213,7 +202,6 @@ def bytes_handed_over(program, axis_name: AxisName) -> int | None:
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
-    """Returns the axes that a PartitionSpec shards over."""
     return tuple(name for entry in spec for name in names(entry))
 
 
@@ -224,20 +212,20 @@ def sharded_axes(specs) -> tuple[str, ...]:
 
 
 def sharded_axes_in(extra_args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the axes that any parameter is sharded over, by the extra arguments of an update."""
+    """Returns the axes over which ``param_specs`` in the extra arguments shards any parameter."""
     return sharded_axes(extra_args.get(PARAM_SPECS, ()))
 
 
 def specs_of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
-    """Returns the spec of each leaf, by the extra arguments of an update; ``P()`` without them.
+    """Returns each leaf's spec according to the extra arguments, or ``P()`` if they name none.
 
-    Leaves that ``optax.masked`` or ``optax.partition`` left out of the tree have none.
+    Leaves that ``optax.masked`` or ``optax.partition`` left out of the tree have no spec.
     """
     specs = unboxed(extra_args.get(PARAM_SPECS, P()))
-    if not sharded_axes(specs):  # the tree may be another one then, such as a flattened one
+    if not sharded_axes(specs):  # the tree may have another structure then
         return [P()] * len(jax.tree.leaves(tree))
 
-    def is_masked(x) -> bool:  # instead of a leaf, or of a whole subtree
+    def is_masked(x) -> bool:  # such a node may replace a whole subtree
         return isinstance(x, optax.MaskedNode)
 
     try:
@@ -258,10 +246,7 @@ def per_leaf(prefix: Any, tree: Any, is_value: Callable[[Any], bool]) -> list:
 
 
 def broadcast_specs(what: str, prefix: Any, tree: Any) -> Any:
-    """Returns a PartitionSpec for every leaf of a tree.
-
-    ``prefix`` is such a tree, or a prefix of one, of PartitionSpecs, NamedShardings and None.
-    """
+    """Returns a PartitionSpec for each leaf, from a prefix of specs, NamedShardings and None."""
 
     def spec_of(path, x) -> P:
         if x is None or isinstance(x, P):

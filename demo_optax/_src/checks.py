@@ -1,6 +1,6 @@
-"""Checks of settings, parameters, gradients and states.
+"""Checks settings, parameters, gradients and states.
 
-Each message says what was given, what is expected and what to change.
+Each message tells what was given, what was expected and what to change.
 """
 
 from collections.abc import Collection
@@ -15,11 +15,11 @@ from demo_optax._src import axes
 from demo_optax._src.axes import AxisName
 
 LARGEST_RATE = 1e9
-"""The largest learning rate or weight: with larger ones sums of squares overflow float32."""
+"""Learning rates and weights above this would make sums of squares overflow float32."""
 
 
 def static_integer(name: str, value: Any, *, at_least: int) -> None:
-    """Requires a Python integer: it decides shapes, so it cannot be traced."""
+    """Requires a Python integer, since it decides shapes and so cannot be traced."""
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{name} must be a Python integer, because it decides the shapes of what is sent, but "
@@ -35,8 +35,8 @@ def static_dtype(name: str, value: Any) -> None:
     """Requires a floating dtype, which ``optax.inject_hyperparams`` would call as a schedule."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls whatever can be "
-            f"called, jnp.float32 included: give the dtype's name, as in {name}='float32'."
+            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls every callable, "
+            f"including jnp.float32: give the dtype's name, as in {name}='float32'."
         )
     if not jnp.issubdtype(value, jnp.floating) or jnp.finfo(value).bits < 16:
         raise TypeError(f"{name} must be a floating-point dtype of 16 bits or more, not {value!r}.")
@@ -75,7 +75,7 @@ def require_rate(name: str, value: Any) -> None:
 
 
 def evaluate_schedule(name: str, value: Any, step: jax.Array) -> Any:
-    """The value of a number or a schedule at a step; it must be a scalar."""
+    """Returns the value of a number or schedule at a step, which must be a scalar."""
     value = value(step) if callable(value) else value
     if np.ndim(value):
         raise ValueError(
@@ -91,11 +91,10 @@ SPLIT = (
     "equinox.is_inexact_array), and let the loss take the rest from its closure, or as a model "
     "state, by stateful=True."
 )
-"""Advice for leaves that are no parameters."""
+"""This advice ends the messages about leaves that are not parameters."""
 
 
 def require_unwrapped(tx) -> None:
-    """Refuses an optimizer that `demo_optax.stack_workers` made."""
     if hasattr(tx, "state_shardings"):
         raise TypeError(
             "tx was made by demo_optax.stack_workers(...), which must be the outermost "
@@ -104,7 +103,7 @@ def require_unwrapped(tx) -> None:
 
 
 def shapes_of(what: str, tree) -> Any:
-    """Shapes and dtypes of arrays; TypeError with the path of a leaf that is no array."""
+    """Returns the shapes and dtypes of arrays, and refuses leaves that are not arrays."""
 
     def shape_of(path, x):
         try:
@@ -118,7 +117,6 @@ def shapes_of(what: str, tree) -> Any:
 
 
 def floating_leaves(params) -> None:
-    """Refuses leaves other than arrays of real floating-point numbers."""
     real_leaves("parameter", params)
     shapes = jax.tree.leaves(shapes_of("parameter", params))
     for (path, leaf), x in zip(jax.tree.leaves_with_path(params), shapes, strict=True):
@@ -143,7 +141,7 @@ def real_leaves(what: str, tree) -> None:
 
 
 def require_local_gradient(updates, axis_name: AxisName) -> None:
-    """Refuses gradients that are the same on all workers, where types have VMA information."""
+    """Refuses gradients whose VMA types say that they are the same on all workers."""
     axes.size(axis_name)
     if axis_name is None or not axes.types_are_tracked(axis_name):
         return
@@ -160,17 +158,10 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
 
 
 def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[type, ...]) -> None:
-    """Refuses a state that was made for other parameters, settings or workers.
+    """Refuses a state whose paths, shapes or static nodes differ from the expected ones.
 
-    Args:
-      what: what the state is of, which begins the message.
-      given: arrays or shapes.
-      expected: a tree like it.
-      remedy: what to do instead, which ends the message.
-      static: types of the static nodes that are compared.
-
-    Raises:
-      ValueError: paths, shapes or static settings differ.
+    ``what`` begins the message and ``remedy`` ends it; ``static`` are the types of static nodes
+    that are compared.
     """
     has, needs = (
         {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}

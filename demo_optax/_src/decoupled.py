@@ -1,4 +1,4 @@
-"""Decoupled momentum (DeMo) by itself, and in front of any optax optimizer."""
+"""Provides decoupled momentum (DeMo) by itself, and in front of any optax optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -30,10 +30,10 @@ def decoupled_momentum(
     momentum_dtype: DTypeLike = "float32",
     precondition: optax.GradientTransformation | None = None,
 ) -> SplitTransformation:
-    r"""Momentum that stays with its worker; only its largest coefficients are exchanged.
+    r"""Keeps a momentum on each worker, and exchanges only its largest coefficients.
 
     With :math:`T` a blockwise orthonormal transform, worker :math:`i` keeps the coefficients
-    :math:`m_i` of its own momentum and on each step computes
+    :math:`m_i` of its own momentum. On each step it computes
 
     .. math::
         c_i &= T(g_i) \\
@@ -45,41 +45,41 @@ def decoupled_momentum(
         u &= T^{-1}(\bar q)
 
     A worker selects :math:`q_i` and sends it encoded; all workers decode :math:`\hat q_i`, whose
-    mean is :math:`\bar q`. What is subtracted is what the others decode: rounding by the value
-    coding stays in the momentum. All workers return the same :math:`u` to the last bit, in the
-    parameters' shapes, for the next transformation of the chain.
+    mean is :math:`\bar q`. Because a worker subtracts the decoded values, the rounding error of the
+    value coding stays in its momentum. All workers return the same :math:`u` to the last bit, in
+    the parameters' shapes, for the next transformation of the chain.
 
     A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
     preconditioner. Its momentum does not change then, nor does its preconditioner if the gradient
     itself is not finite. If no worker sends, the update is zero. All workers reject a damaged
-    packet, and its sender keeps all of it in the momentum. A block of the momentum that is not
-    finite is reset to zero. A preconditioner starts again if its state is not finite, or if it
-    makes a finite gradient infinite or NaN. Its schedules and injected hyperparameters stay.
+    packet, whose content stays in its sender's momentum. A block of the momentum that is not finite
+    is reset to zero. A preconditioner is reset, except for its schedules and injected
+    hyperparameters, if its state is not finite or if it makes a finite gradient infinite or NaN.
 
     Args:
       decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
       compression: transform, blocks, number of coefficients and their coding.
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
-        tuple of names for workers along several axes; None for a single worker. Short for
+        tuple of names for workers along several axes; None for a single worker. It is short for
         ``exchange=AllGather(axis_name)``.
       exchange: how the messages travel: `demo_optax.AllGather`, `demo_optax.TwoPhase` or
         `demo_optax.Delayed`.
-      gradient_weight: :math:`w`, a number or a schedule of the step. ``1 - decay`` by default
-        (the second version); the first version has the learning rate here.
+      gradient_weight: :math:`w`, a number or a schedule of the step. ``1 - decay`` by default, as
+        in the second version of the paper; the first version uses the learning rate.
       mean: which workers each coefficient is averaged over: the ``"senders"`` that sent it (the
         published code), or all ``"workers"`` whose packets are accepted.
-      subtraction_factor: :math:`\alpha` in (0, 1], the fraction of what was sent that leaves the
+      subtraction_factor: :math:`\alpha` in (0, 1], the fraction of the sent message that leaves the
         momentum.
-      momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. With a narrower
-        dtype than float32 the momentum is computed in float32 and rounded stochastically.
-        Otherwise small changes, such as the decay, would be rounded away.
+      momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. If it is
+        narrower than float32, the momentum is computed in float32 and rounded stochastically, since
+        rounding to nearest would lose small changes such as the decay.
       precondition: a transformation of the local gradient before it enters the momentum, such
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
 
     Returns:
       A `demo_optax.SplitTransformation`. Its ``update`` takes the worker's *local* gradient and
-      returns updates in the gradient's dtypes. An extra argument ``message_weight``, a positive
-      number such as the tokens of the worker's batch, weighs its message in the mean.
+      returns updates in the gradient's dtypes. The extra argument ``message_weight``, a positive
+      number such as the number of tokens in the worker's batch, weights its message in the mean.
 
     Raises:
       ValueError, TypeError: a setting is out of range; a leaf is not of a floating dtype; the
@@ -91,7 +91,7 @@ def decoupled_momentum(
       versions of 2024 and 2026.
 
     Example:
-      A chain for one worker; `demo_optax.make_train_step` runs it on many.
+      This chain is for one worker; `demo_optax.make_train_step` runs it on many.
 
       >>> import jax.numpy as jnp, optax
       >>> tx = optax.chain(
@@ -132,11 +132,11 @@ def decoupled_momentum(
 
 
 class LookAheadState(NamedTuple):
-    """Where a worker takes its gradient, in the state of an optimizer with ``look_ahead``.
+    """Says where a worker takes its gradient, in the state of an optimizer with ``look_ahead``.
 
     Attributes:
-      displacement: a tree like the parameters, in their dtypes: that place minus the shared
-        parameters; zero after a step that the worker skipped.
+      displacement: a tree like the parameters, in their dtypes: the point at which the gradient is
+        taken minus the shared parameters; zero after a step that the worker skipped.
 
     Example:
       >>> import demo_optax
@@ -165,34 +165,34 @@ def decoupled(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    r"""``optax.chain(decoupled_momentum(...), base)``, for any optax optimizer ``base``.
+    r"""Chains `decoupled_momentum` and ``base``, which may be any optax optimizer.
 
     The base optimizer uses the aggregate as its gradient. ``update`` takes the worker's local
-    gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. Give the base no
-    momentum of its own (``optax.adamw(..., b1=0.0)``): a second one made training much worse in our
-    runs. On a step without participants the updates are zero, and of the base's state only the
-    counts of its schedules change.
+    gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. The base should
+    have no momentum of its own (``optax.adamw(..., b1=0.0)``), since a second one made training
+    much worse in our runs. On a step without participants the updates are zero, and only the
+    schedule counts in the base's state change.
 
-    With ``look_ahead`` each worker takes its gradient where its own momentum would lead:
+    With ``look_ahead`` each worker takes its gradient at the point to which its own momentum leads:
 
     .. math::
         \tilde x_i &= x + \lambda\, \mathrm{base}(T^{-1}(m_i + \alpha q_i)) \\
         g_i &= \nabla f_i(\tilde x_i)
 
-    :math:`q_i` is the message that was sent and is not applied yet, with `demo_optax.Delayed`;
-    otherwise zero. `demo_optax.make_train_step` takes the gradients there; in a loop of your own
-    take them at `demo_optax.local_parameters`. The whole step must be in ``base``: what follows in
-    a chain does not act on the place of the gradient. A third entry of the state, a
+    With `demo_optax.Delayed`, :math:`q_i` is the message that was sent but is not applied yet;
+    otherwise it is zero. `demo_optax.make_train_step` takes the gradients at these points; a custom
+    loop takes them at `demo_optax.local_parameters`. ``base`` must hold the whole step, because
+    transformations that follow it in a chain do not move this point. A third entry of the state, a
     `LookAheadState`, holds the displacement. It costs one more inverse transform, one more step of
     the base, and as much memory as the parameters for each worker; ``send`` and ``apply`` each do
     it once. Send few coefficients with it: if all are sent, the momentum contains only rounding
-    errors, which a sign-based optimizer turns into full-size steps. DisTrO looks ahead by the own
-    momentum as well; the equation is ours. It has nothing to do with ``optax.lookahead``.
+    errors, which a sign-based optimizer turns into full-size steps. DisTrO also looks ahead along
+    the worker's own momentum, but this equation is our own. It is unrelated to ``optax.lookahead``.
 
     Args:
       base: any optax optimizer.
-      compression: what is sent of the momentum, and how.
-      decay: this and the other arguments are those of `decoupled_momentum`.
+      compression: selection and coding of the part of the momentum that is sent.
+      decay: momentum decay; this and the other arguments are those of `decoupled_momentum`.
       look_ahead: :math:`\lambda`, in [0, inf); None takes the gradients at the shared parameters.
 
     Example:
@@ -216,7 +216,7 @@ def decoupled(
     if look_ahead is not None:
         checks.in_interval("look_ahead", look_ahead, "[0, inf)")
 
-    def init_fn(params) -> Any:  # optax's type for states knows no static nodes
+    def init_fn(params) -> Any:  # optax's type for states has no static nodes
         state = momentum.init(params), base.init(params)
         if look_ahead is None:
             return state
@@ -244,7 +244,7 @@ def decoupled(
 
     def update_base(applied: Applied, state, params, extra_args) -> Any:
         steps, new = base.update(applied.updates, state[1], params, **extra_args)
-        # Without participants nothing moves but the counts of schedules, as that of the momentum.
+        # Without participants only the counts of schedules change, like that of the momentum.
         participants = applied.state.metrics.participants
         steps = participation.zero_unless(participants > 0, steps)
         new = participation.choose_state(participants > 0, new, state[1])

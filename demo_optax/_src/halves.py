@@ -1,4 +1,4 @@
-"""Optimizers in two halves, `send` and `apply`, for transports other than a collective."""
+"""Splits optimizers into `send` and `apply`, for transports other than a collective."""
 
 import functools
 from collections.abc import Callable
@@ -30,41 +30,42 @@ from demo_optax._src.momentum import (
 
 
 class SplitTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation whose ``update`` can be called in two halves.
+    """Splits the ``update`` of an optax transformation into two halves.
 
-    Every optimizer of this library is one. Between the halves any transport may carry the packets:
-    files, sockets, MPI, an object store. Neither half contains a collective over the workers::
+    Every optimizer of this library is of this type. Between the halves any transport may carry the
+    packets: files, sockets, MPI or an object store. Neither half contains a collective over the
+    workers::
 
         tx = demo_optax.demo_muon(3e-3)  # no axis of workers
         outbox, state = tx.send(gradient, state, params, worker=i)
         packets = my_transport(outbox.packet)  # uint32 (workers, words)
         updates, state = tx.apply(packets, outbox, state, params, worker=i)
 
-    After ``send`` the message is out of the momentum. ``apply`` puts back what did not count, with
-    one rounding, and returns the same updates for all workers that get the same packets. Extra
-    arguments of ``update`` go to both halves. The state between them can be saved, together with
-    the outbox.
+    ``send`` takes the message out of the momentum. ``apply`` puts back the part that was not
+    accepted, with one rounding, and returns the same updates to all workers that receive the same
+    packets. Both halves take the extra arguments of ``update``. Between them the state can be saved
+    together with the outbox.
 
     Attributes:
       send: ``send(gradient, state, params=None, *, worker=None, **extra_args)`` returns an
-        `demo_optax.Outbox` and the new state. ``worker`` is this worker's row in ``packets``,
-        an int or an int32 scalar. It is -1 for a worker whose packet is not among them, and None
-        for its number on the optimizer's axis.
+        `demo_optax.Outbox` and the new state. ``worker``, an int or an int32 scalar, is this
+        worker's row in ``packets``. It is -1 for a worker whose packet is not among them, and None
+        stands for its number on the optimizer's axis.
       apply: ``apply(packets, outbox, state, params, *, worker=None, **extra_args)`` returns the
         updates, in the dtypes of ``params``, and the new state. ``packets`` are uint32
-        ``(workers, words)``, where a row of zeros stands for a packet that did not come. This
-        worker's message counts if its packet is in its row.
+        ``(workers, words)``, where a row of zeros stands for a missing packet. This worker's
+        message counts if its packet is in its row.
       empty_outbox: ``empty_outbox(params, **extra_args)`` returns the outbox of a worker that does
-        not call ``send`` in a step, and only applies what the others sent.
+        not call ``send`` in a step and only applies the packets of the others.
       compression: the `demo_optax.Compression` of the packets.
       exchange: the exchange of ``update``.
 
     Raises:
-      ValueError: ``send`` is called twice in a step; ``apply`` gets another outbox than that of the
-        last ``send``, or packets of another shape or dtype; ``worker`` is no row of the packets.
-        Inside ``jax.jit``, where steps are not known, ``apply`` changes nothing for an outbox of
-        another step or of a second ``send``, and its updates are zero.
-      TypeError: the exchange has no halves, as `demo_optax.TwoPhase`.
+      ValueError: ``send`` is called twice in a step; ``apply`` gets an outbox other than that of
+        the last ``send``, or packets of a wrong shape or dtype; ``worker`` is not a row of the
+        packets. Inside ``jax.jit``, where steps are not known, ``apply`` changes nothing for an
+        outbox of a different step or of a second ``send``, and returns zero updates.
+      TypeError: the exchange has no halves, such as `demo_optax.TwoPhase`.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -84,8 +85,6 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def make(cls, init, update, send, apply, compression, exchange) -> "SplitTransformation":
-        """Makes the transformation of these functions."""
-
         def empty_outbox(params, **extra_args) -> Outbox:
             extra = axes.TRACING_ARGUMENTS | extra_args
             shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1, **extra), params)
@@ -104,7 +103,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
 
 
 class SplitMomentum(NamedTuple):
-    """The functions of a decoupled momentum, as the wrappers around it call them."""
+    """Holds the functions of a decoupled momentum, as the wrappers around it call them."""
 
     init: Callable[[Any], DecoupledMomentumState]
     update: Callable[..., Applied]
@@ -120,10 +119,7 @@ def split_momentum(
     precondition: optax.GradientTransformation | None,
     **options,
 ) -> SplitMomentum:
-    """Returns decoupled momentum with these settings, which are checked here.
-
-    The options are the other arguments of `demo_optax.decoupled_momentum`.
-    """
+    """Checks the arguments of `demo_optax.decoupled_momentum`, and returns its functions."""
     if not isinstance(compression, Compression):
         raise TypeError(
             "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
@@ -148,7 +144,7 @@ def split_momentum(
         shapes = tuple(x.shape for x in jax.tree.leaves(tree))
         return make_plan(compression, shapes, axes.platform())
 
-    def init(params) -> Any:  # optax's type for states knows no static nodes
+    def init(params) -> Any:  # optax's type for states has no static nodes
         checks.floating_leaves(params)
 
         def zeros(param):
@@ -167,7 +163,7 @@ def split_momentum(
         )
 
     def plan_for(tree, state) -> Plan:
-        """Returns the plan of tensors, for which the state must have been made."""
+        """Returns the plan of these tensors, for which the state must have been made."""
         plan = plan_of(tree)
         leaves = [jax.ShapeDtypeStruct(x.stored_shape, jnp.float32) for x in plan.geometries]
         structure: Any = jax.tree.structure(unboxed(tree))
@@ -182,8 +178,8 @@ def split_momentum(
             needed | {"format": momentum_format, "shapes": shapes},
             "Make the state anew from the parameters that are trained now, or restore the run with "
             "demo_optax.checkpoint, which puts pending messages back into the momentum. An axis of "
-            "workers in front belongs to demo_optax.make_train_step and stack_workers, which take "
-            "it off.",
+            "workers in front belongs to demo_optax.make_train_step and stack_workers, which "
+            "remove it.",
             STATIC_NODES,
         )
         return plan
@@ -219,7 +215,6 @@ def split_momentum(
 
 
 def require_halves(exchange: Exchange) -> None:
-    """Refuses exchanges that cannot be cut in two."""
     if not isinstance(exchange, AllGather):
         raise TypeError(
             f"{exchange} has no halves: send() and apply() carry one packet a worker, to all. "
@@ -229,7 +224,7 @@ def require_halves(exchange: Exchange) -> None:
 
 
 def require_unsent(state: DecoupledMomentumState) -> None:
-    """Refuses a second ``send``, or an ``update``, in one step, where the step is known."""
+    """Refuses a second ``send`` or an ``update`` in one step, if the step is known."""
     sent, count = _known(state.sent), _known(state.count)
     if sent is not None and sent == count:
         raise ValueError(
@@ -239,7 +234,7 @@ def require_unsent(state: DecoupledMomentumState) -> None:
 
 
 def _require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -> None:
-    """Refuses an outbox of another optimizer; and of another step, where the steps are known."""
+    """Refuses an outbox of a different optimizer, or of a different step if steps are known."""
     has = [x.shape for x in outbox.message.values]
     needs = [(section.num_blocks, section.selector.k) for section in plan.sections]
     if has != needs:
@@ -263,7 +258,6 @@ def _require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -
 
 
 def _require_packets(packets: Any, words: int) -> None:
-    """Refuses packets of another shape or dtype."""
     shape, dtype = np.shape(packets), getattr(packets, "dtype", type(packets).__name__)
     if len(shape) != 2 or shape[0] < 1 or shape[1] != words or dtype != jnp.uint32:
         raise ValueError(
@@ -274,7 +268,7 @@ def _require_packets(packets: Any, words: int) -> None:
 
 
 def _row(worker: Any, axis_name: axes.AxisName, rows: int | None = None) -> jax.Array:
-    """Returns this worker's row in the packets; refuses a number that is none where it is known."""
+    """Returns this worker's row in the packets; refuses an invalid number if it is known."""
     if worker is None and axis_name is None and (rows or 0) > 1:
         raise ValueError(
             f"there are packets of {rows} workers, but worker is None: give send() and apply() the "

@@ -1,20 +1,18 @@
-"""Which workers take part in a step, and which state stays unchanged for the others.
+"""Decides which workers take part in a step, and which state stays unchanged for the others.
 
-A worker *participates* if its own gradient is finite. A packet is *intact* if checksum and header
-are right where it arrives. It is *accepted*, and enters the mean, if everything else in it is
-usable too (`demo_optax._src.exchange.averaging.decode_accepted`). No packet is trusted: norms and
-weights in its header are capped.
+A worker *participates* if its own gradient is finite. A packet is *intact* if its checksum and
+header are right where it arrives. It is *accepted*, and enters the mean, if everything else in it
+is usable too (`demo_optax._src.exchange.averaging.decode_accepted`). No packet is trusted, so the
+norms and weights in its header are capped.
 
-A worker decides once per step whether it participates. The flag is computed from the gradient;
-later stages can only clear it. It is False where the gradient is infinite or NaN, or so large that
-its squares overflow float32. Then the worker skips the step:
-
-* It sends packets with a deliberately wrong checksum; every worker rejects them.
-* Its local state does not change, and it applies what the others sent.
+A worker decides once per step whether it participates, from its gradient; later stages can only
+clear the flag. It is False if the gradient is infinite or NaN, or so large that its squares
+overflow float32. The worker then skips the step: it sends packets with a deliberately wrong
+checksum, which every worker rejects, keeps its local state, and applies the packets of the others.
 
 The train step passes the flag on as the extra argument `PARTICIPATES`. A link of an optax chain
-before the exchange, or the preconditioner, may still make the gradient non-finite. That excludes
-the worker; it is not included again in this step. Such a preconditioner starts again.
+before the exchange, or the preconditioner, may still make the gradient non-finite, which excludes
+the worker for the rest of the step and resets such a preconditioner.
 """
 
 from collections.abc import Mapping
@@ -48,12 +46,9 @@ def decide(
 ) -> BoolScalar:
     """Tells whether this worker participates with a gradient, the same on all of its devices.
 
-    Args:
-      gradient: the worker's own gradient, or its device's shard of it.
-      axis_name: the workers' axis, or axes.
-      extra_args: extra arguments of the update, by which a train step may have excluded the worker.
-      sharded: axes along which the worker's devices hold shards; needed where the types carry no
-        varying-axes (VMA) information.
+    A train step may already have excluded the worker by ``extra_args``. ``sharded`` are the axes
+    along which the worker's devices hold shards; it is needed only where the types carry no
+    varying-axes (VMA) information.
     """
     checks.real_leaves("gradient", gradient)
     finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
@@ -65,7 +60,6 @@ def decide(
 
 
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
-    """Tells whether decay, weight and the weight's square are finite."""
     return jnp.isfinite(decay) & jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
 
 
@@ -76,7 +70,7 @@ def all_finite(tree: Any) -> BoolScalar:
 
 
 def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
-    """Returns ``tree`` if the condition holds, else ``otherwise``; in the dtypes of the latter."""
+    """Returns ``tree`` if the condition holds, else ``otherwise``, in the dtypes of the latter."""
     return jax.tree.map(
         lambda x, y: in_dtype_of(jnp.where(condition, x, reusable(y)), y), tree, otherwise
     )
@@ -85,17 +79,17 @@ def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
 def is_intact(
     state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> BoolScalar:
-    """Tells whether all leaves of a state are finite that are finite in the initial one."""
+    """Tells whether every leaf that is finite in the initial state is finite in this one too."""
     each = jax.tree.map(lambda x, first: all_finite(x) | ~all_finite(first), state, initial)
     intact = jnp.array(jax.tree.leaves(each), bool).all()
     return axes.on_all_devices(intact, axis_name, sharded)
 
 
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
-    """Returns ``state`` if the condition holds, else ``otherwise``; in the dtypes of ``state``.
+    """Returns ``state`` if the condition holds, else ``otherwise``, in the dtypes of ``state``.
 
-    In both cases states that are no more than the count of a schedule, and injected
-    hyperparameters, are those of ``state``; but not a hyperparameter that is infinite or NaN.
+    Schedule counts and injected hyperparameters are always those of ``state``, except for
+    hyperparameters that are infinite or NaN.
     """
 
     def is_count(x) -> bool:
@@ -123,10 +117,8 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
     """Sets to zero each block of momenta ``(..., n)`` whose energy is not finite.
 
-    One flipped bit of an exponent would otherwise exclude its worker for ever.
-
-    Returns:
-      The momenta, the energy of all blocks, and how many blocks were reset.
+    Otherwise a single flipped bit of an exponent would exclude its worker permanently. Returns the
+    momenta, the energy of all blocks, and the number of blocks that were reset.
     """
     leaves, structure = jax.tree.flatten(momenta)
     total, restarted, new = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), []
@@ -140,7 +132,6 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
 
 
 def zero_unless(condition: BoolScalar, updates):
-    """Returns the updates if the condition holds, else zeros."""
     return jax.tree.map(lambda u: jnp.where(condition, u, jnp.zeros_like(u)), updates)
 
 
@@ -154,7 +145,7 @@ def keep_local_state(
 ):
     """Keeps the old value of leaves that vary over workers, on a worker that skipped the step.
 
-    So no second moment is lost to one bad batch. States whose type says ``handles_nonfinite`` do
+    One bad batch thus destroys no second moment. States whose type says ``handles_nonfinite`` do
     this themselves.
     """
 

@@ -1,7 +1,4 @@
-"""Stacked gradients: each worker takes that of its own loss, on its own part of a batch.
-
-This is where a batch is divided among the workers.
-"""
+"""Divides a batch among the workers, and stacks the gradients of their own losses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,17 +37,17 @@ def worker_gradients(
 ) -> Callable:
     """Computes stacked gradients for a program that leaves all shardings to the compiler.
 
-    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may hold
-    sharding constraints over the mesh's other axes, in any form, and a ``jax.shard_map`` of its
-    own. Nothing is averaged over the workers.
+    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may contain
+    any sharding constraints over the mesh's other axes, and a ``jax.shard_map`` of its own. Nothing
+    is averaged over the workers.
 
-    Arguments are those of `make_train_step`. Where the result is called with a key, so is
+    The arguments are those of `make_train_step`. If the result is called with a key, it calls
     ``loss_fn(params, batch, key)``.
 
     Returns:
       ``fn(params, [state,] batch[, key], opt_state=None) -> WorkerGradients``, for use inside
-      ``jax.jit``. Each worker and microbatch gets a different key. Give it the ``opt_state`` of
-      local steps or of a look-ahead: gradients are then taken at `local_parameters`.
+      ``jax.jit``. Each worker and microbatch gets a different key. With the ``opt_state`` of local
+      steps or of a look-ahead, it takes gradients at `local_parameters`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -99,12 +96,11 @@ def stacked_gradients(
 ) -> Callable:
     """Returns ``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
 
-    The model state is stacked over the workers. So are the parameters, unless
-    ``params_are_replicated``: then simulated workers have one copy of them together.
-
-    If ``manual``, the loss runs in a ``jax.shard_map`` over all axes. Each device gathers the
-    parameters and sees its own part of the batch; those of one worker average their gradients.
-    Otherwise the loss is mapped over the workers.
+    The model state is stacked over the workers, and so are the parameters, unless simulated workers
+    share one copy of them (``params_are_replicated``). If ``manual``, the loss runs in a
+    ``jax.shard_map`` over all axes: each device gathers the parameters and sees its own part of the
+    batch, and the devices of a worker average their gradients. Otherwise the loss is mapped over
+    the workers.
     """
     on_device = gradients_on_device(
         loss_fn,
@@ -169,7 +165,6 @@ def stacked_gradients(
 
 
 def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
-    """Refuses a mesh on which the loss cannot be mapped over the workers."""
     if len(set(mesh.axis_types)) > 1:
         raise ValueError(
             f"stacked gradients need a mesh whose axes are all Auto or all Explicit, not "
@@ -186,7 +181,7 @@ def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None
 
 
 def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
-    """Returns the dimension of each leaf that is divided among the workers, or None."""
+    """Returns each leaf's dimension that is divided among the workers, or None."""
     worker_axes = set(axes.names(axis_name))
 
     divided = [
@@ -197,11 +192,11 @@ def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
 
 
 def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns PartitionSpecs of a traced batch whose first dimension is divided among the workers.
+    """Returns PartitionSpecs that divide the first dimension of a traced batch among the workers.
 
-    If the type of a leaf already has a dimension that is divided among them, it is that dimension.
-    On an Explicit mesh, where a loss sees the sharding of its batch, the specs keep the sharding
-    inside a worker.
+    If a leaf's type already divides a dimension among them, they divide that dimension. On an
+    Explicit mesh, where a loss sees the sharding of its batch, they keep the sharding inside a
+    worker.
     """
     worker_axes = axes.names(axis_name)
     if AxisType.Explicit not in mesh.axis_types:
@@ -220,13 +215,7 @@ def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
 
 
 def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Adds an axis of workers before each leaf's rows; undivided leaves are unchanged.
-
-    Leaves on a different mesh are put on this one.
-
-    Raises:
-      ValueError: that mesh has a different number of devices.
-    """
+    """Adds an axis of workers before the rows of divided leaves, and puts all on the mesh."""
     workers, worker_axes = shards.num_workers(mesh, axis_name), axes.names(axis_name)
 
     def split(path, x, spec, row):
@@ -261,7 +250,7 @@ def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: Axis
 def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
     """Tells whether a traced array must be put on a mesh with devices before it is used there.
 
-    Its type names no mesh or a different one, and one of the two meshes is Explicit.
+    It must if its type names no mesh or a different one, and one of the two meshes is Explicit.
     """
     given = jax.typeof(x).sharding.mesh
     same = (given.shape_tuple, given.axis_types) == (mesh.shape_tuple, mesh.axis_types)
@@ -271,7 +260,7 @@ def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def require_global(batch, specs) -> None:
-    """Refuses arrays that belong to one process alone, if there are several processes."""
+    """Refuses arrays that belong to one process alone if there are several processes."""
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, leaf), spec in leaves:
         if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):

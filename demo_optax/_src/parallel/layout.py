@@ -1,9 +1,9 @@
-"""The sharding of parameters and optimizer state: which leaves differ between workers.
+"""Finds the sharding of parameters and optimizer state, and which leaves differ between workers.
 
-JAX's types tell it. One update is traced under ``jax.shard_map`` without computing anything. A
-result whose type varies over an axis differs along that axis. Declarations of our own states would
-not be enough: in ``optax.chain(optax.ema(0.9), demo_optax.demo(...))`` the state of optax's link
-differs between workers as well.
+JAX's types tell which: one update is traced under ``jax.shard_map`` without computing anything, and
+a result whose type varies over an axis differs along that axis. Declarations of our own states
+would not be enough, because in ``optax.chain(optax.ema(0.9), demo_optax.demo(...))`` the state of
+optax's link differs between workers as well.
 """
 
 import dataclasses
@@ -28,15 +28,12 @@ from demo_optax._src.participation import PARTICIPATES
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateLayout:
-    """The sharding of parameters and optimizer state on a mesh.
+    """Holds the sharding of parameters and optimizer state on a mesh.
 
     Attributes:
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
       update: ``update(gradient, state, params, extra_args)`` of a worker, which is not traced again
         for the types that it was traced for here.
-      params: PartitionSpecs of the parameters.
-      state: PartitionSpecs of the state.
+      params, state: PartitionSpecs of the parameters and of the state.
       worker_state_shapes: shapes of one worker's state.
       varies_over_workers: bools, whether each leaf of the state differs between workers.
       state_replicated_axes: frozensets, for each leaf of the state the axes along which a worker's
@@ -118,13 +115,7 @@ def state_shardings(
 
 
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
-    """Returns the layout for arrays or shapes of the whole parameters.
-
-    The update is traced once for each optimizer; the last few layouts are kept.
-
-    Raises:
-      ValueError: the updates differ between workers, because ``tx`` does not exchange.
-    """
+    """Returns the layout for arrays or shapes of the whole parameters, and caches the last few."""
     checks.require_unwrapped(tx)
     checks.real_leaves("parameter", params)
     shards.num_workers(mesh, axis_name)
@@ -133,7 +124,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
     return _trace_layout(tx, structure, tuple(leaves), mesh, axis_name, context)
 
 
-KEPT = 16  # layouts, of the optimizers that were used last
+KEPT = 16  # this many layouts are cached
 
 
 @functools.lru_cache(KEPT)
@@ -189,10 +180,9 @@ _ALONE = (
 def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
     """Traces an update until the axes that its state varies over stop changing.
 
-    The program takes gradient, state, parameters and extra arguments, and returns updates and
-    state. Beside it come the shapes of one worker's state, and the axes over which each leaf of the
-    state and of the updates varies. The gradients vary over ``axis_name`` and the axes of their
-    parameter's spec.
+    The gradients vary over ``axis_name`` and the axes of their parameter's spec. The results are
+    the program, which maps gradient, state, parameters and extra arguments to updates and state,
+    the shapes of one worker's state, and the axes over which the leaves of state and updates vary.
     """
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
@@ -223,7 +213,7 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
         try:
             try:
                 _, (program, types) = axes.trace_worker(functools.partial(run, {}), abstract)
-            except TypeError:  # for want of an argument, perhaps
+            except TypeError:  # an argument may be missing
                 with_value = functools.partial(run, TRACING_ARGUMENTS)
                 _, (program, types) = axes.trace_worker(with_value, abstract)
         except (TypeError, ValueError) as error:
@@ -239,11 +229,8 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
 def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName):
     """Tells which updates are zero although their type says that they differ between workers.
 
-    An update is taken for zero if it depends on no argument that differs between workers and on no
-    parameter, as with ``optax.set_to_zero``.
-
-    Raises:
-      ValueError: an update that is not zero differs between workers.
+    An update counts as zero if it depends on no parameter and on no argument that differs between
+    workers, as with ``optax.set_to_zero``. Any other that differs between workers is refused.
     """
     worker_axes = axes.names(axis_name)
     differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)
@@ -268,7 +255,6 @@ def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName
 
 
 def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: AxisName):
-    """Makes a PartitionSpec for each leaf of the state."""
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
     momenta = jax.tree.leaves_with_path(worker_state_shapes, is_leaf=shards.is_momentum)
@@ -284,7 +270,7 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
         over = tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes)
         if not over:
             return P(*front)
-        if path in paths_of_devices:  # it belongs to a device, and to no parameter
+        if path in paths_of_devices:  # it belongs to a device and not to a parameter
             return P(*front, over) if leaf.ndim else P(*front)
         for start in range(len(path) + 1):
             spec = spec_at.get(path[start:])

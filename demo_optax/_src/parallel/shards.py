@@ -1,12 +1,12 @@
-"""Meshes of workers: sharding of parameters inside a worker, and of the batch.
+"""Handles meshes of workers, and the sharding of parameters and batches on them.
 
 A mesh may have further axes (``fsdp``, ``tensor``, ``local``). The devices along these inner axes
-are one worker. They hold its parameters as the PartitionSpecs say, and average their gradients.
-Each device compresses its own shard; blocks never cross shard borders (From et al., "DeToNATION",
-FlexDeMo). Copies that several devices of a worker hold must stay equal.
+form one worker: they hold its parameters as the PartitionSpecs say, and average their gradients.
+Each device compresses its own shard, and blocks never cross shard borders (From et al.,
+"DeToNATION", FlexDeMo). Copies that several devices of a worker hold must stay equal.
 
-Simulated workers are all on one device. A ``jax.sharding.AbstractMesh`` of their axis alone, which
-has no devices, stands for them, and ``jax.vmap`` takes the place of ``jax.shard_map``.
+Simulated workers are all on one device. They are represented by a ``jax.sharding.AbstractMesh`` of
+their axis alone, which has no devices, and ``jax.vmap`` replaces ``jax.shard_map``.
 """
 
 import contextlib
@@ -31,13 +31,12 @@ from demo_optax._src.momentum import DecoupledMomentumState
 
 @contextlib.contextmanager
 def no_context_mesh() -> Iterator[None]:
-    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices. Also a decorator."""
+    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices, also as a decorator."""
     with jax.set_mesh(Mesh(np.empty((), object), ())):
         yield
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
-    """Returns the number of workers, the product of the sizes of their axes."""
     names = axes.names(axis_name)
     if axis_name is None or any(name not in mesh.shape for name in names):
         raise ValueError(
@@ -48,18 +47,11 @@ def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
 
 
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the mesh's axes inside a worker."""
     return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
 
 
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns a PartitionSpec for every parameter, from a tree of these or of NamedShardings.
-
-    A prefix of a tree is enough; None is ``P()``.
-
-    Raises:
-      ValueError: a spec shards over the workers' axis, or over an axis that the mesh lacks.
-    """
+    """Returns a spec for each parameter, from a prefix of specs, NamedShardings and None."""
     specs = broadcast_specs("param_specs", param_specs, unboxed(params))
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
@@ -80,7 +72,6 @@ def stacked_specs(specs, axis_name: AxisName):
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):
-    """Returns the NamedShardings of these specs on the mesh's devices."""
     concrete = with_devices(mesh)
     return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
 
@@ -92,11 +83,6 @@ def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[
 
 
 def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
-    """Returns shapes and dtypes of one device's shards.
-
-    Raises:
-      ValueError: a dimension cannot be divided.
-    """
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(
             NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype
@@ -107,7 +93,7 @@ def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
 
 
 def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
-    """Returns shapes and dtypes of whole arrays, from those of one device's shards."""
+    """Inverts `shard_shapes`."""
 
     def whole(x, spec):
         shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
@@ -120,7 +106,7 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
         return tree
-    place = jax.device_put  # the only way where kinds of axes are mixed
+    place = jax.device_put  # only this works if axis types are mixed
     if set(mesh.axis_types) == {AxisType.Auto}:
         place = jax.lax.with_sharding_constraint
     elif set(mesh.axis_types) == {AxisType.Explicit}:
@@ -129,10 +115,9 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
 
 
 def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
-    """Copies the parameters for each worker, ``(workers, *shape)``.
+    """Copies the parameters for each worker that is not simulated, ``(workers, *shape)``.
 
-    Otherwise XLA may fetch a part of the replicated parameters from a different worker. Simulated
-    workers need no copies.
+    Without copies XLA may fetch a part of the replicated parameters from a different worker.
     """
     if isinstance(mesh, AbstractMesh):
         return params
@@ -144,9 +129,9 @@ def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
 def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
     """Places each leaf as its spec says, or the spec of a prefix.
 
-    An array that already has the sharding is returned. What will be ``donated`` is copied if it has
-    not: it must not be a buffer that the caller keeps. An array that comes twice in what is
-    donated, or is in the donated trees ``beside``, is copied, too.
+    An array that already has the sharding is returned. Otherwise an array to be ``donated`` is
+    copied, since its buffer may be one that the caller keeps. An array that occurs twice in a
+    donated tree, or in the donated trees ``beside``, is copied too.
     """
     seen = set(map(id, jax.tree.leaves(beside)))
 
@@ -178,7 +163,7 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
 def share_threads(mesh: Mesh | AbstractMesh) -> bool:
     """Tells whether several devices of this process are virtual ones, which share a CPU's threads.
 
-    Programs with collectives wait there for each other for ever, if several of them are under way.
+    Programs with collectives can deadlock there if several of them run at the same time.
     """
     if isinstance(mesh, AbstractMesh):
         return False
@@ -186,10 +171,7 @@ def share_threads(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def signature(mesh: Mesh | AbstractMesh, tree):
-    """Returns the mesh's devices, and structure, types and shardings of distinct, live arrays.
-
-    Comparing it is cheap. It is None if a leaf is traced or no array of JAX.
-    """
+    """Returns a cheap summary of a mesh and live arrays, or None if a leaf is not concrete."""
     leaves, structure = jax.tree.flatten(tree)
     try:
         types = [(x.aval, x.sharding) for x in leaves if not x.is_deleted()]
@@ -202,9 +184,6 @@ def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: A
     """Returns a PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
 
     Without specs, the first dimension is divided among all devices, worker by worker.
-
-    Raises:
-      ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided like that.
     """
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
@@ -225,7 +204,7 @@ def _require_batch_spec(
 ) -> None:
     """Refuses a spec by which a leaf of a batch cannot be divided among the workers.
 
-    All workers' axes divide one dimension, before any inner axis does; or they divide none.
+    Either all workers' axes divide one dimension, before any inner axis does, or they divide none.
     """
     if missing := [name for name in axes_of(spec) if name not in mesh.shape]:
         raise ValueError(
@@ -267,7 +246,7 @@ def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
 
 
 def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
-    """Merges new metrics over a worker's shards; without an exchange the old ones stay."""
+    """Merges new metrics over a worker's shards, and keeps the old ones without an exchange."""
 
     def combine(new, old):
         if not is_momentum(new):
@@ -281,17 +260,11 @@ def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
 
 
 def is_momentum(x) -> bool:
-    """Tells whether a node of a state is that of decoupled momentum."""
     return isinstance(x, DecoupledMomentumState)
 
 
 def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
-    """Tells whether a mesh has no devices, so that its workers are simulated on one device.
-
-    Raises:
-      ValueError: the mesh is the abstract form of one with devices, or has other axes than the
-        workers' axis.
-    """
+    """Tells whether a mesh has no devices, so that its workers are simulated on one device."""
     if isinstance(mesh, Mesh):
         return False
     if mesh.abstract_device is not None:
@@ -310,11 +283,7 @@ def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
 
 
 def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
-    """Returns the mesh itself, or for simulated workers a mesh of JAX's default device.
-
-    Raises:
-      ValueError: the workers are simulated, but a mesh is set by ``jax.set_mesh``.
-    """
+    """Returns the mesh itself, or for simulated workers a mesh of JAX's default device."""
     if isinstance(mesh, Mesh):
         return mesh
     if not (current := jax.sharding.get_abstract_mesh()).empty:
@@ -336,9 +305,9 @@ def _mesh_of_device(device, axis_names: tuple[str, ...]) -> Mesh:
 def map_workers(
     fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
 ) -> Callable:
-    """Maps a function of one device by ``jax.shard_map``, for simulated workers by ``jax.vmap``.
+    """Maps a function of one device by ``jax.shard_map``, or by ``jax.vmap`` for simulated workers.
 
-    ``jax.vmap`` computes only once what is the same on all workers.
+    ``jax.vmap`` computes a result that is the same on all workers only once.
     """
     if not is_simulated(mesh, axis_name):
         return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

@@ -1,8 +1,8 @@
-"""The worker axis: how state that differs between workers lives in global arrays.
+"""Gives state that differs between workers a leading worker axis in global arrays.
 
-A momentum that differs between workers must not be typed as replicated: a checkpoint would then
-mix the parts of several workers. Outside the step such leaves have a leading axis with one entry
-per worker, sharded over the workers.
+A momentum that differs between workers must not be typed as replicated, since a checkpoint would
+then mix the parts of several workers. Outside the step such leaves have a leading axis with one
+entry per worker, sharded over the workers.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from demo_optax._src.rounds import LocalStepsState
 
 
 class Stacked(optax.GradientTransformationExtraArgs):
-    """A transformation that `stack_workers` made."""
+    """Marks a transformation that `stack_workers` made."""
 
     state_shardings: Callable
 
@@ -58,10 +58,10 @@ def stack_workers(
       entries.
 
     A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
-    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since their
-    names lack the axis of workers. A worker whose gradient is not finite keeps its entries.
+    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since the boxes
+    do not name the axis of workers. A worker whose gradient is not finite keeps its entries.
 
-    Arguments are those of `state_specs`. The result is an
+    The arguments are those of `state_specs`. The result is an
     ``optax.GradientTransformationExtraArgs``, whose method ``state_shardings(params)`` gives the
     NamedShardings of its state, for arrays or shapes of the parameters.
 
@@ -124,8 +124,9 @@ def stack_workers(
 def update_stacked(layout: StateLayout, gradients, state, params, extra_args, stacked_args=None):
     """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
 
-    Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
-    Whether a worker participates follows from its gradient, unless ``stacked_args`` say it.
+    Each worker gets its own entries of ``stacked_args``, and all workers get the same
+    ``extra_args``. Whether a worker participates follows from its gradient, unless ``stacked_args``
+    say so.
     """
     mesh = layout.mesh
     specs = (
@@ -149,9 +150,9 @@ def update_stacked(layout: StateLayout, gradients, state, params, extra_args, st
 
 
 def update_on_device(layout: StateLayout, gradient, old, params, extra_args, participates=None):
-    """Computes updates and state of one device, from gradient and state of its worker.
+    """Computes the updates and state of one device from its worker's gradient and state.
 
-    ``participates`` says whether the worker's gradient is finite, if that is known already.
+    ``participates`` tells whether the worker's gradient is finite, if that is known already.
     """
     structure: Any = jax.tree.structure(gradient)
     gradient, params = unboxed(gradient), unboxed(params)
@@ -177,16 +178,16 @@ def update_on_device(layout: StateLayout, gradient, old, params, extra_args, par
 
 
 def _zero_updates_of_nobody(updates, state):
-    """Sets to zero the updates of parameters that nobody took part in an exchange of.
+    """Sets to zero the updates of parameters whose exchange had no participants.
 
-    So no link that follows the exchange, such as a weight decay, moves them either.
+    Otherwise a link that follows the exchange, such as a weight decay, would still move them.
     """
     exchanges = _exchanges(state)
 
     def zero(path, update):
         own = [n for paths, n in exchanges if path in paths or () in paths]
         counts = own or [n for paths, n in exchanges if not paths]
-        if not counts:  # an exchange that is not ours
+        if not counts:  # the exchange is not one of ours
             return update
         participants = jnp.max(jnp.stack(counts))
         return participation.zero_unless(participants > 0, update)
@@ -197,7 +198,7 @@ def _zero_updates_of_nobody(updates, state):
 def _exchanges(state) -> list[tuple[list, IntScalar]]:
     """Returns, for each exchange, the paths of its parameters and its participants on this step.
 
-    A dense mean names no paths. On a step inside a round nobody takes part.
+    A dense mean names no paths, and a step inside a round has no participants.
     """
     found, rounds = [], (LocalStepsState, optax.MultiStepsState)
     kinds = *rounds, DecoupledMomentumState, MeanOverWorkersState
@@ -230,7 +231,7 @@ def init_opt_state(
 ):
     """Makes the state of ``tx`` for all workers of a mesh, and places it there.
 
-    Arguments are those of `state_specs`, with the arrays of the parameters.
+    The arguments are those of `state_specs`, but with the arrays of the parameters.
 
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis of
@@ -253,7 +254,6 @@ def init_opt_state(
 
 
 def init_stacked(tx, layout: StateLayout, params):
-    """Makes the state of ``tx`` for all workers, and places it on the mesh."""
     mesh, specs = layout.mesh, unboxed(layout.params)
     tx = boxed_inside(tx, layout.params)
 
@@ -266,7 +266,7 @@ def init_stacked(tx, layout: StateLayout, params):
 
 
 def _require_outermost(updates) -> None:
-    """Refuses gradients with masked leaves: the other parts would see stacked gradients."""
+    """Refuses gradients with masked leaves, since other parts would see stacked gradients."""
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     if any(isinstance(node, optax.MaskedNode) for node in nodes):
         raise ValueError(
@@ -279,11 +279,11 @@ def _require_outermost(updates) -> None:
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """Makes a model's state for all workers, each leaf ``(workers, *shape)`` on the mesh.
 
-    All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
-    of the worker is folded in. So no two workers drop the same units. Keys of the old kind, of
-    uint32, are numbers like others: give ``jax.random.wrap_key_data(key)``. The devices of one
-    worker share its keys. To evaluate, average the floats over their first axis, or take those of
-    one worker.
+    All workers begin with equal arrays but different random keys (``jax.random.key``), into which
+    the worker's number is folded, so that no two workers drop the same units. Legacy keys of dtype
+    uint32 are treated as plain numbers: give ``jax.random.wrap_key_data(key)`` instead. The devices
+    of one worker share its keys. For evaluation, average the floats over their first axis, or take
+    those of one worker.
 
     Args:
       state: arrays and random keys, of any shape, such as ``nnx.state(model, nnx.BatchStat)``.
@@ -320,10 +320,7 @@ _MAKE_GRADIENTS = (
 
 
 def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any = None) -> None:
-    """Refuses leaves that are not stacked, ``(workers, *shape)``.
-
-    The shapes are those of the leaves of ``one_worker``, if it is given.
-    """
+    """Refuses leaves that are not ``(workers, *shape)``, by the shapes of ``one_worker`` if any."""
     leaves = jax.tree.leaves_with_path(tree)
     of_one = map(np.shape, jax.tree.leaves(one_worker))
     wanted = [np.shape(x)[1:] for _, x in leaves] if one_worker is None else of_one
@@ -337,9 +334,9 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
 
 
 def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) -> None:
-    """Refuses a state that was made for another model, other settings or other workers.
+    """Refuses a state of another model, other settings or other workers.
 
-    It is the state of all workers, or of one of them with its leading axis of length 1.
+    It is the state of all workers, or ``on_device`` that of one with its leading axis of length 1.
     """
     expected = jax.tree.map(
         lambda x, varies: jax.ShapeDtypeStruct((1,) * varies + x.shape, x.dtype),

@@ -1,4 +1,4 @@
-"""The gradient of one worker's loss, on its own part of a batch; and its clipping."""
+"""Takes and clips the gradient of one worker's loss on its own part of a batch."""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -18,17 +18,17 @@ from demo_optax._src.parallel import shards
 
 
 def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callable:
-    """``jax.value_and_grad`` whose gradients stay local to each worker of ``axis_name``.
+    """Wraps ``jax.value_and_grad`` so that gradients stay local to each worker of ``axis_name``.
 
-    Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the
-    axis by itself, which leaves nothing to exchange. Here the parameters are typed as
-    varying first. Under ``pmap`` and ``vmap`` gradients are local anyway.
+    Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the axis
+    by itself, which leaves nothing to exchange. Here the parameters are first typed as varying.
+    Under ``pmap`` and ``vmap`` gradients are local anyway.
 
     Args:
-      fun: the worker's loss; its first argument is differentiated, or ``argnums``. It must not
-        average over ``axis_name`` itself.
+      fun: the worker's loss, which is differentiated by its first argument or by ``argnums``. It
+        must not average over ``axis_name`` itself.
       axis_name: the workers' axis, or axes.
-      **kwargs: for ``jax.value_and_grad``, such as ``has_aux``.
+      **kwargs: options of ``jax.value_and_grad``, such as ``has_aux``.
 
     Returns:
       A function like that of ``jax.value_and_grad``. Value and gradient differ between workers.
@@ -56,7 +56,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
     @functools.wraps(fun)
     def wrapped(*args, **kwds):
-        axes.size(axis_name)  # which raises where it is not bound
+        axes.size(axis_name)  # it raises a NameError if it is not bound
         if max(differentiated) >= len(args):
             raise TypeError(
                 f"argument {max(differentiated)} is differentiated, but only {len(args)} were "
@@ -85,13 +85,13 @@ _VARYING = (
 
 
 class WorkerGradients(NamedTuple):
-    """Results of `worker_gradients`, stacked over the workers.
+    """Holds the results of `worker_gradients`, stacked over the workers.
 
     Attributes:
       loss: ``(workers,)``, loss of each worker.
       aux: the aux of the loss function, with a leading axis of workers. With ``microbatches`` above
-        1, aux has an axis of microbatches behind it.
-      state: each worker's model state, where the loss function has one.
+        1, an axis of microbatches follows.
+      state: each worker's model state, if the loss function has one.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
 
@@ -140,8 +140,8 @@ def gradients_on_device(
                 return out, (state, None)
             if len(out) != 2:
                 raise TypeError(
-                    f"the loss function must return a loss, or (loss, aux), not {len(out)} things: "
-                    "put whatever else it gives into aux, as a tuple or dict."
+                    f"the loss function must return a loss, or (loss, aux), not {len(out)} values: "
+                    "put all further results into aux, as a tuple or dict."
                 )
             return out[0], (state, out[1])
 
@@ -165,7 +165,8 @@ def gradients_on_device(
         state = participation.choose(jnp.isfinite(norm), new, state)
         if clip_norm is not None:
             scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
-            scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)  # or it would clip to zeros
+            # An infinite norm must not clip the gradient to zeros.
+            scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
             gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
         return WorkerGradients(loss, aux, state, norm, gradient)
 
@@ -173,12 +174,11 @@ def gradients_on_device(
 
 
 def stack(tree):
-    """Gives each leaf a leading axis of length 1, that of the workers."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns the specs of stacked results: each device has its aux, and a worker all else."""
+    """Returns the specs of stacked results, in which each device has its own aux."""
     worker_spec = P(axis_name)
     aux_spec = P((*axes.names(axis_name), *shards.inner_axes(mesh, axis_name)))
     gradient_specs = shards.stacked_specs(specs, axis_name)
@@ -186,10 +186,7 @@ def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName)
 
 
 def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: Collection[int]):
-    """Returns model state, batch and key, the arguments after those that are named ``first``.
-
-    ``keys`` are the numbers of keys that may be given.
-    """
+    """Returns the model state, the batch and the keys, whose number must be one of ``keys``."""
     if len(args) - 1 - stateful not in keys:
         names = [*first, *["state"] * stateful, "batch", *["key"] * min(keys)]
         optional = "[, key]" * (max(keys) - min(keys))
@@ -217,8 +214,7 @@ def require_differentiable(params) -> None:
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
     """Computes loss, model state, aux and gradient of a worker's batch.
 
-    Loss and gradient are averaged over its microbatches. The model state passes from one to the
-    next.
+    Loss and gradient are averaged over microbatches; the model state passes from one to the next.
     """
     differentiated = local_value_and_grad(loss_fn, axis_name, has_aux=True)
 
@@ -262,7 +258,7 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
 
 
 def _split_microbatches(batch, rows, number: int):
-    """Divides one worker's batch along its rows, ``(number, ...)``; undivided leaves repeat."""
+    """Splits one worker's batch along its rows, ``(number, ...)``, and repeats undivided leaves."""
 
     def split(x, row):
         if row is None:
@@ -294,10 +290,7 @@ def _gather(params, specs):
 
 
 def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
-    """Averages the gradients that a worker's devices take on their parts of its batch.
-
-    The dtype is that of the gradient: float32 for float32 parameters.
-    """
+    """Averages the gradients of a worker's devices on their parts of its batch, in their dtype."""
 
     def mean(g, spec):
         sharded = axes_of(spec)
@@ -309,7 +302,7 @@ def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
 
 
 def _mean_state(state, inner: tuple[str, ...]):
-    """Makes one model state of those of a worker's devices: means of floats, else the first's."""
+    """Averages the floats of a model state over a worker's devices; the rest is the first's."""
 
     def mean(x):
         x = axes.as_varying(x, inner)
@@ -321,7 +314,6 @@ def _mean_state(state, inner: tuple[str, ...]):
 
 
 def _norm(gradient, specs) -> jax.Array:
-    """Computes the global norm of a worker's sharded gradient, float32."""
     sharded: dict[tuple[str, ...], list[jax.Array]] = {}
     for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
         sharded.setdefault(axes_of(spec), []).append(x)
