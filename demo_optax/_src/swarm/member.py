@@ -104,7 +104,7 @@ class Member:
         self._manifests: dict[int, Manifest] = {}  # the last ones
         self._hashes: dict[int, str] = {}  # of these manifests
         self._packets: dict[str, bytes] = {}  # of the current step
-        self._read_ahead: dict[str, bytes] = {}
+        self._prefetched: dict[str, bytes] = {}
         self._names: dict[MemberId, str] = {}
         self._leaving = threading.Event()
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
@@ -162,15 +162,15 @@ class Member:
     def read_ahead(self, first: int, steps: int) -> None:
         """Reads what was exchanged in the next steps, many objects at once, for `receive`."""
         manifests = [records.step_key("manifests", first + n) for n in range(steps)]
-        self._read_ahead = self._read_all(manifests)
-        if len(self._read_ahead) < steps:  # so that a replay ends even if it is not faster
-            self.announce(first + len(self._read_ahead) + STEPS_TO_ANNOUNCE)
+        self._prefetched = self._read_all(manifests)
+        if len(self._prefetched) < steps:  # so that a replay ends even if it is not faster
+            self.announce(first + len(self._prefetched) + STEPS_TO_ANNOUNCE)
         packets = []
-        for data in self._read_ahead.values():
+        for data in self._prefetched.values():
             with contextlib.suppress(Damaged):
                 manifest = records.decode(Manifest, data)
                 packets += [records.packet_key(manifest.step, x) for x in manifest.packets]
-        self._read_ahead |= self._read_all(packets)
+        self._prefetched |= self._read_all(packets)
 
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
@@ -297,7 +297,7 @@ class Member:
         return {key: data for key, data in objects if data is not None}
 
     def _get(self, key: str) -> bytes | None:
-        return self._read_ahead.pop(key, None) or self.store.get(key)
+        return self._prefetched.pop(key, None) or self.store.get(key)
 
     def _fetch(self, manifest: Manifest) -> ExchangeResult:
         """Reads all packets that count; a worker may miss one only if it was swept."""
@@ -307,13 +307,13 @@ class Member:
         def attempt() -> ExchangeResult | None:
             self._read(step, manifest.packets)
             packets = {n: self._packets[key] for n, key in keys.items() if key in self._packets}
-            is_incomplete = len(packets) < len(keys)
-            if is_incomplete:  # packets are swept only after two later snapshots
+            swept = len(packets) < len(keys)
+            if swept:  # which happens only after two later snapshots
                 indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]
                 if sum(later > step for later in records.steps_of(indices)) < 2:
                     return None
             members = tuple(self.name_of(packet.member) for packet in manifest.packets)
-            return ExchangeResult(manifest, packets, is_incomplete, members)
+            return ExchangeResult(manifest, packets, swept, members)
 
         return self._retry(f"a packet that counts in step {step}", attempt)
 

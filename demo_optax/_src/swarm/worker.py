@@ -172,7 +172,7 @@ class SwarmWorker:
 
     @shards.no_context_mesh()
     def step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
-        """Takes a step with a batch of this worker, then those that it missed meanwhile.
+        """Takes a step with a batch of this worker, then the steps that it missed meanwhile.
 
         The arrays are donated. Each worker should read batches of its own. A worker that raised an
         error cannot go on: start its process again.
@@ -285,7 +285,7 @@ class SwarmWorker:
         return self.member.manifest(self.number) is not None
 
     def _advance(self, result: ExchangeResult | None, params, opt_state) -> tuple[Any, Any, Any]:
-        """Applies the received packets; goes on to the next step, or to a snapshot if swept."""
+        """Applies the packets; goes on to the next step, or to a snapshot if some were swept."""
         self.number += 1
         if result is None:  # in the first step of a run with a delay
             exchange = metrics.exchange_metrics(opt_state)
