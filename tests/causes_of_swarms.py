@@ -12,8 +12,9 @@ import numpy as np
 import optax
 
 import demo_optax
-from demo_optax._src.swarm import agreement, history, lead, programs, records, slots, snapshots
-from demo_optax._src.swarm.records import Manifest, Packet
+from demo_optax._src.parallel import processes
+from demo_optax._src.swarm import agreement, history, records, slots, snapshots
+from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
 from demo_optax.swarm import Member, ObjectStore
 from tests import swarms
 
@@ -55,23 +56,23 @@ def draw_without_matplotlib():
 def other_settings(key="run.json", written=b'{"--topk": "8"}'):
     with store() as place:
         place.put(key, written)
-        agreement.require(place, {"--topk": 4}, programs.Fingerprint("cpu", HASH))
+        agreement.require(place, {"--topk": 4}, {"device": "cpu", "optimizer": HASH})
 
 
 def manifest_of(step, packets=((0, 1, HASH),), previous=""):
-    return Manifest(step, tuple(Packet(*x) for x in packets), previous, 1.0)
+    return Manifest(step, tuple(PacketRef(*x) for x in packets), previous, 1.0)
 
 
 def after(manifest, step=0):
     """A member that reads a manifest which is there already."""
     with store() as place:
-        place.put(records.manifest_key(step), manifest.encode())
+        place.put(records.step_key("manifests", step), records.encode(manifest))
         Member(place, "paris", slots=2).exchange(step, b"a packet")
 
 
 def manifest_that_cannot_be_read():
     with store() as place:
-        place.put(records.manifest_key(0), b"[1, 2]")
+        place.put(records.step_key("manifests", 0), b"[1, 2]")
         Member(place, "paris").exchange(0, b"a packet")
 
 
@@ -97,7 +98,8 @@ def snapshot(break_it, read_as=None):
     """Writes a snapshot, breaks it, and reads it."""
     leaves = [np.arange(4.0, dtype=np.float32), np.ones((2, 2), np.float32)]
     with store() as place:
-        index = snapshots.write(place, 8, leaves)
+        snapshots.write(place, 8, leaves)
+        index = snapshots.read_index(place, 8)
         index = break_it(place, index) or index
         snapshots.read(place, index, read_as or leaves)
 
@@ -107,22 +109,17 @@ def lose_file(place, index):
 
 
 def other_step(place, index):
-    place.put(records.snapshot_key(8), records.to_json(index._replace(step=9, file=NINE)))
+    place.put("snapshots/00000008.json", records.encode(index._replace(step=9, file=NINE)))
     snapshots.read_index(place, 8)
 
 
 NINE = "snapshots/00000009/x.npz"
 
 
-def vanishes():
-    with store() as place, mock.patch.object(snapshots, "read_index", return_value=None):
-        snapshots.write(place, 8, [np.ones(2)])
-
-
 def no_snapshot_can_be_read():
-    like = [jax.ShapeDtypeStruct((3,), np.float32)]
     with store() as place:
-        snapshots.read_newest(place, [np.ones(2, np.float32)], like)
+        snapshots.write(place, 0, [np.ones(2, np.float32)])
+        snapshots.read_newest(place, [np.ones(3, np.float32)])
 
 
 def store_that_fails():
@@ -136,9 +133,9 @@ def raised_by_the_first_process():
 
     with (
         mock.patch.object(jax, "process_count", return_value=2),
-        mock.patch.object(lead.multihost_utils, "broadcast_one_to_all", lambda x: x),
+        mock.patch.object(processes.multihost_utils, "broadcast_one_to_all", lambda x: x),
     ):
-        lead.by_lead(fail)
+        processes.by_lead(fail)
 
 
 def with_worker(act, tx=swarms.DEMO_SCALED, **settings):
@@ -164,7 +161,7 @@ def another_batch(made):
 def has_no_place():
     with (
         mock.patch("demo_optax._src.swarm.worker.is_lead", return_value=False),
-        mock.patch("demo_optax._src.swarm.worker.by_lead", return_value=(2, 0)),
+        mock.patch("demo_optax._src.swarm.worker.by_lead", return_value=(2, 0, 1.0)),
     ):
         made = swarms.make_worker(swarms.DEMO_SCALED, None, 0)
     made.member.leave()
@@ -199,7 +196,8 @@ RAISED = [
     lambda: after(manifest_of(0, [(1, 1, HASH)])),
     manifest_that_cannot_be_read,
     leaves_while_it_waits,
-    lambda: records.read_claim(b"{}"),
+    lambda: records.decode(Claim, b"{}"),
+    lambda: records.parse(b"[]"),
     no_slot,
     slots_taken,
     lambda: snapshot(lose_file),
@@ -207,7 +205,6 @@ RAISED = [
     lambda: snapshot(lambda place, index: index._replace(digest=HASH)),
     lambda: snapshot(lambda *_: None, [np.ones(4, np.float32)] * 3),
     lambda: snapshot(lambda *_: None, [np.ones(5, np.float32), np.ones((2, 2), np.float32)]),
-    vanishes,
     no_snapshot_can_be_read,
     lambda: ObjectStore("nonsense://bucket/run"),
     store_that_fails,

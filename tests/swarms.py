@@ -42,9 +42,9 @@ def batch_of(worker: int, step: int, rows: int = 16):
 
 def make_worker(tx, store, number: int, *, shards: int = 1, **settings) -> SwarmWorker:
     """A worker of a store; without one it has no place."""
-    of_member = {"slots": 4, "deadline": 30.0, "min_workers": 1}
-    given = {name: settings.pop(name, default) for name, default in of_member.items()}
-    member = Member(store, f"worker-{number}", **given) if store else None
+    defaults = {"slots": 4, "deadline": 30.0, "min_workers": 1}
+    of_member = {name: settings.pop(name, default) for name, default in defaults.items()}
+    member = Member(store, f"worker-{number}", **of_member) if store else None
     mesh = mesh_of_worker(number, shards)
     return SwarmWorker(loss_fn, tx, mesh, member, **settings)
 
@@ -67,10 +67,10 @@ def digest(params) -> bytes:
 def take_steps(worker: SwarmWorker, until: int, state=None, batches=batch_of) -> tuple:
     """Takes steps before this one; parameters, state, digests by step, and metrics."""
     params, opt_state = state or begin(worker)
-    number, digests, told = int(worker.member.worker.split("-")[1]), {}, []
+    number, digests, all_metrics = int(worker.member.worker.split("-")[1]), {}, []
     while worker.number < until:
         batch = batches(number, worker.number)
         params, opt_state, metrics = worker.step(params, opt_state, batch)
         digests[worker.number] = digest(params)
-        told.append(metrics)
-    return (params, opt_state), digests, told
+        all_metrics.append(metrics)
+    return (params, opt_state), digests, all_metrics

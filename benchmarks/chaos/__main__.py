@@ -32,7 +32,7 @@ from .fleet import ROOT, Worker, compare_steps, lag
 from .stores import Served, StoreName, served
 
 LONGEST_JOIN = 300.0  # seconds
-NANO = ("--text", str(ROOT / "demo_optax" / "compression"), "--sequence-length", "16")
+NANO = ("--text", str(ROOT / "demo_optax" / "_src" / "compression"), "--sequence-length", "16")
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Chaos:
             time.sleep(0.2)
 
     def break_everything(self) -> None:
-        known = kinds.PROCESS_KINDS + (kinds.STORE_KINDS if self.place.faults else ())
-        order = [known[n % len(known)] for n in range(self.options.faults)]
+        possible = kinds.PROCESS_KINDS + (kinds.STORE_KINDS if self.place.faults else ())
+        order = [possible[n % len(possible)] for n in range(self.options.faults)]
         self.drawn.shuffle(order)
         of_store: threading.Thread | None = None
         for kind in order:
@@ -166,25 +166,25 @@ class Chaos:
 
 def seconds_until_noticed(history: History, kills: list[tuple[str, float]]) -> list[float]:
     """From each kill to the first decision without the worker that was killed."""
-    found = []
+    seconds = []
     for name, at in kills:
         for manifest in history.manifests:
             names = {history.names[member] for member in manifest.members}
             if manifest.time > at and name not in names:
-                found.append(manifest.time - at)
+                seconds.append(manifest.time - at)
                 break
-    return found
+    return seconds
 
 
 def seconds_until_joined(workers: list[Worker]) -> list[float]:
     """From each start of a process to the end of its first step that counted."""
-    found = []
+    seconds = []
     for worker in workers:
         lines = [line for line in worker.lines() if worker.name in line.members]
         for start, following in zip(worker.starts, [*worker.starts[1:], float("inf")], strict=True):
             times = [line.time for line in lines if start < line.time < following]
-            found += [min(times) - start] if times else []
-    return found
+            seconds += [min(times) - start] if times else []
+    return seconds
 
 
 def report(chaos: Chaos, history: History, console: Console) -> bool:

@@ -104,8 +104,8 @@ class Worker:
         """Of each of its processes that joined, in order."""
         outputs = [self.folder / f"output{n + 1}.txt" for n in range(len(self.starts))]
         texts = [" ".join(output.read_text(errors="replace").split()) for output in outputs]
-        found = [match.groups() for match in map(JOINED.search, texts) if match]
-        return [Join(int(step), *map(float, seconds)) for step, *seconds in found]
+        joins = [match.groups() for match in map(JOINED.search, texts) if match]
+        return [Join(int(step), *map(float, seconds)) for step, *seconds in joins]
 
     def records(self) -> Iterator[dict]:
         if self.log.exists():
@@ -116,15 +116,15 @@ class Worker:
                     continue  # of a process that was killed while it wrote
 
     def lines(self) -> Iterator[Line]:
-        for found in self.records():
-            if "held_out" not in found:
+        for record in self.records():
+            if "held_out" not in record:
                 yield Line(
                     self.name,
-                    found["step"],
-                    found["time"],
-                    found["seconds"],
-                    tuple(found["members"]),
-                    found["waited"],
+                    record["step"],
+                    record["time"],
+                    record["seconds"],
+                    tuple(record["members"]),
+                    record["waited"],
                 )
 
     def held_out(self) -> float | None:
@@ -133,12 +133,12 @@ class Worker:
 
 def compare_steps(workers: Sequence[Worker]) -> tuple[int, list[int]]:
     """How many steps two workers logged, and after which of them their parameters differed."""
-    found: dict[int, list[str]] = {}
+    by_step: dict[int, list[str]] = {}
     for worker in workers:
         for record in worker.records():
             if record["parameters"]:
-                found.setdefault(record["done"], []).append(record["parameters"])
-    compared = {number: digests for number, digests in found.items() if len(digests) > 1}
+                by_step.setdefault(record["done"], []).append(record["parameters"])
+    compared = {number: digests for number, digests in by_step.items() if len(digests) > 1}
     return len(compared), sorted(n for n, digests in compared.items() if len(set(digests)) > 1)
 
 

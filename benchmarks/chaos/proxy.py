@@ -46,10 +46,10 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
             fails = faults.random.random() < faults.failing
             if fails and faults.random.random() < 0.5:
                 return self.reply(503, [], b"")
-            status, headers, found = self.ask(body)
+            status, headers, content = self.ask(body)
             if fails:  # the store did what it was asked, and nobody hears of it
                 return self.reply(503, [], b"")
-            return self.reply(status, headers, found)
+            return self.reply(status, headers, content)
 
         def ask(self, body: bytes):
             query = urllib.parse.urlsplit(self.path).query
@@ -60,11 +60,11 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_BY_HOP}
             connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()
-            found = response.status, response.getheaders(), response.read()
+            answer = response.status, response.getheaders(), response.read()
             connection.close()
             if listing and faults.stale:
-                faults.lists[self.path] = found
-            return found
+                faults.lists[self.path] = answer
+            return answer
 
         def reply(self, status: int, headers, body: bytes):
             self.send_response(status)

@@ -45,7 +45,7 @@ PACKAGES = ("demo_optax", "jax", "jaxlib", "optax", "orbax-checkpoint")
 DIFFERENCES = [
     *(Difference(f"{flag} is ", (flag, value)) for flag, value in SETTINGS.items()),
     *(Difference(f"{name} is ", (), ("--version", name, "9.9.9")) for name in PACKAGES),
-    Difference("the text", ("--text", str(ROOT / "demo_optax" / "parallel"))),
+    Difference("the text", ("--text", str(ROOT / "demo_optax" / "_src" / "parallel"))),
 ]
 ROWS = ("processes that differ",)
 EACH = len(DIFFERENCES)

@@ -12,13 +12,13 @@ def main() -> None:
     parser.add_argument("url", help="the run's place: a folder, s3://..., gs://... or az://...")
     parser.add_argument("--last", type=int, default=200, help="steps to look at (200); 0 for all")
     parser.add_argument("--picture", metavar="FILE", help="also draws who took part when")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        history = read_history(ObjectStore(given.url), given.last)
+        history = read_history(ObjectStore(args.url), args.last)
         print(status(history))
-        if given.picture and history.manifests:
-            draw(history, given.picture)
-            print(f"wrote {given.picture}")
+        if args.picture and history.manifests:
+            draw(history, args.picture)
+            print(f"wrote {args.picture}")
     except StoreError as error:
         sys.exit(f"error: {error}")
 

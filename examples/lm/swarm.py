@@ -180,10 +180,10 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
 
 def facts_of(config: Config) -> dict[str, Any]:
     """What all workers have in common; a tokenizer by its content."""
-    found = {f"--{x.replace('_', '-')}": getattr(config, x) for x in SAME}
+    facts = {f"--{x.replace('_', '-')}": getattr(config, x) for x in SAME}
     if config.tokenizer is not None:
-        found["--tokenizer"] = hashlib.sha256(stores.read(config.tokenizer)).hexdigest()[:16]
-    return found
+        facts["--tokenizer"] = hashlib.sha256(stores.read(config.tokenizer)).hexdigest()[:16]
+    return facts
 
 
 def left(worker: SwarmWorker, signals: Signals) -> NoReturn:
@@ -296,7 +296,7 @@ def write_line(log: TextIO | None, line: dict[str, Any]) -> None:
 
 def digest(params) -> str:
     """A checksum of all parameters, in hexadecimal digits."""
-    found = 0
+    checksum = 0
     for x in jax.tree.leaves(params):
-        found = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data, found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8).data, checksum)
+    return f"{checksum:08x}"

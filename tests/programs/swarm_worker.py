@@ -25,7 +25,7 @@ def main(url, name, delay, steps, address=None, process="0", pauses=None):
     if address:
         jax.distributed.initialize(address, num_processes=2, process_id=int(process))
     import demo_optax
-    from demo_optax._src.swarm.lead import to_host
+    from demo_optax._src.swarm.replicated_state import to_host
     from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 
     mesh = jax.make_mesh((1, jax.device_count()), ("data", "fsdp"))
@@ -64,12 +64,12 @@ def main(url, name, delay, steps, address=None, process="0", pauses=None):
 
     with worker:
         params, opt_state = worker.begin(params, batch_of(0))
-        found = {}
+        digests = {}
         while worker.number < int(steps):
             params, opt_state, metrics = worker.step(params, opt_state, batch_of(worker.number))
             whole = b"".join(to_host(x).tobytes() for x in jax.tree.leaves(params))
-            found[worker.number] = hashlib.sha256(whole).hexdigest()
-    print(json.dumps({"digests": found, "members": metrics.members, "loss": metrics.loss}))
+            digests[worker.number] = hashlib.sha256(whole).hexdigest()
+    print(json.dumps({"digests": digests, "members": metrics.members, "loss": metrics.loss}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
-from demo_optax._src.swarm.snapshot_turns import SnapshotTurns
+from demo_optax._src.swarm.snapshots import SnapshotTurns
 from demo_optax.swarm import Member, ObjectStore, SwarmError
 from tests import swarms
 from tests.sweeps import sweep
@@ -31,8 +31,8 @@ OPEN = []
 
 
 def make(store, number, tx=swarms.DEMO_SCALED, **settings):
-    given = {"deadline": 0.4, "snapshot_every": 4} | settings
-    OPEN.append(swarms.make_worker(tx, store, number, **given))
+    settings = {"deadline": 0.4, "snapshot_every": 4} | settings
+    OPEN.append(swarms.make_worker(tx, store, number, **settings))
     return OPEN[-1]
 
 
@@ -45,8 +45,8 @@ def slow_batch_of(worker, step):
 def require_equal(*digests):
     """Whoever took a step has the same parameters after it."""
     by_step = {}
-    for worker, found in enumerate(digests):
-        for step, digest in found.items():
+    for worker, of_worker in enumerate(digests):
+        for step, digest in of_worker.items():
             by_step.setdefault(step, {})[worker] = digest
     assert [step for step, x in by_step.items() if len(set(x.values())) > 1] == []
     return by_step
@@ -69,11 +69,11 @@ def test_a_newcomer_replays_and_takes_part(store, delay):
     begun = swarms.begin(second)
     assert second.number in (10, 11)  # with a delay the eleventh is decided in a thread
     states = state, begun
-    (_, alone, told), (_, joined, of_second) = both(first, second, 30, states, slow_batch_of)
+    (_, alone, metrics), (_, joined, of_second) = both(first, second, 30, states, slow_batch_of)
     by_step = require_equal(before | alone, joined)
     assert len(by_step[30]) == 2
-    assert set(told[-1].members) == {"worker-0", "worker-1"} == set(of_second[-1].members)
-    assert int(told[-1].exchange.participants) == 2
+    assert set(metrics[-1].members) == {"worker-0", "worker-1"} == set(of_second[-1].members)
+    assert int(metrics[-1].exchange.participants) == 2
 
 
 def noisy():
@@ -90,10 +90,10 @@ def test_a_newcomer_draws_the_random_numbers_of_the_others(store, delay):
     state, before, _ = swarms.take_steps(first, 7)
     second = make(store, 1, noisy(), **settings)
     begun = swarms.begin(second)
-    (_, alone, _), (_, joined, told) = both(first, second, 16, (state, begun), slow_batch_of)
+    (_, alone, _), (_, joined, metrics) = both(first, second, 16, (state, begun), slow_batch_of)
     by_step = require_equal(before | alone, joined)
     assert any(len(x) == 2 for x in by_step.values())
-    assert max(len(x.members) for x in told) == 2
+    assert max(len(x.members) for x in metrics) == 2
 
 
 @sweep("others", mesh=["own", "others"])
@@ -143,11 +143,11 @@ def test_one_that_was_stopped_catches_up_and_counts_again(store, delay):
     (state, _, _), (stopped, _, _) = both(first, second, 6)
     state, alone, _ = swarms.take_steps(first, 9, state)
     states = state, stopped
-    (_, of_first, _), (_, of_second, told) = both(first, second, 30, states, slow_batch_of)
+    (_, of_first, _), (_, of_second, metrics) = both(first, second, 30, states, slow_batch_of)
     by_step = require_equal(alone | of_first, of_second)
     assert len(by_step[30]) == 2
-    assert told[0].replayed + told[1].replayed >= 1
-    assert set(told[-1].members) == {"worker-0", "worker-1"}
+    assert metrics[0].replayed + metrics[1].replayed >= 1
+    assert set(metrics[-1].members) == {"worker-0", "worker-1"}
 
 
 @DELAYS
@@ -158,8 +158,8 @@ def test_one_whose_packets_were_swept_jumps_to_a_snapshot(store, delay):
         state, more, _ = swarms.take_steps(first, first.number + 5, state)
         alone |= more
     until = first.number
-    stopped, woken, told = swarms.take_steps(second, until + 1, stopped)
-    assert told[0].replayed < 6 < until - 7  # not all that it missed, since it jumped
+    stopped, woken, metrics = swarms.take_steps(second, until + 1, stopped)
+    assert metrics[0].replayed < 6 < until - 7  # not all that it missed, since it jumped
     states = state, stopped
     (_, of_first, _), (_, of_second, _) = both(first, second, until + 15, states, slow_batch_of)
     by_step = require_equal(alone | of_first, woken | of_second)
@@ -218,8 +218,8 @@ def test_messages_are_weighed(store):
         return np.float64(x) - mean
 
     wanted = jax.tree.map(expected, params, *gradients)
-    for (found, _), _, _ in results:
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), found, wanted)
+    for (new_params, _), _, _ in results:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), new_params, wanted)
 
 
 def slowly(worker, step):
@@ -234,9 +234,10 @@ def test_parameters_that_differ_are_replaced_at_the_next_snapshot(store, delay):
     (state, _, _), (other, _, _) = both(first, second, 5)
     params, opt_state = other
     other = jax.tree.map(lambda x: x * 1.001, params), opt_state
-    (_, of_first, told), (_, of_second, of_other) = both(first, second, 60, (state, other), slowly)
-    drifts = [x.drift for x in [*told, *of_other] if x.drift]
-    assert any(x.drift == 0.0 for x in [*told, *of_other])
+    states = state, other
+    (_, of_first, metrics), (_, of_second, of_other) = both(first, second, 60, states, slowly)
+    drifts = [x.drift for x in [*metrics, *of_other] if x.drift]
+    assert any(x.drift == 0.0 for x in [*metrics, *of_other])
     assert len(drifts) == 1 and 1e-5 < drifts[0] < 2e-3
     assert of_first[6] != of_second[6] and of_first[60] == of_second[60]
 
@@ -312,9 +313,9 @@ def failing(key, data):
 
 
 def test_the_first_worker_alone_trains(store):
-    _, _, told = swarms.take_steps(make(store, 0), 40)
-    assert told[-1].loss < 0.8 * told[0].loss
-    assert all(int(x.exchange.participants) == 1 for x in told)
+    _, _, metrics = swarms.take_steps(make(store, 0), 40)
+    assert metrics[-1].loss < 0.8 * metrics[0].loss
+    assert all(int(x.exchange.participants) == 1 for x in metrics)
 
 
 @DELAYS
@@ -345,6 +346,6 @@ def test_a_difference_that_rounding_does_not_explain_is_told_and_not_adopted(sto
     first.member.tell = second.member.tell = said.append
     (state, _, _), ((params, opt_state), _, _) = both(first, second, 5)
     other = jax.tree.map(lambda x: x * 2, params), opt_state
-    (_, _, told), (_, _, of_other) = both(first, second, 30, (state, other), slowly)
+    (_, _, metrics), (_, _, of_other) = both(first, second, 30, (state, other), slowly)
     assert any("stop the worker that is wrong" in line for line in said)
-    assert max(x.drift or 0.0 for x in [*told, *of_other]) > 0.1
+    assert max(x.drift or 0.0 for x in [*metrics, *of_other]) > 0.1

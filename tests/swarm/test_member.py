@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from demo_optax._src.swarm import records, slots
+from demo_optax._src.swarm.member import ExchangeResult
 from demo_optax._src.swarm.records import Manifest
 from demo_optax.swarm import Left, Member, ObjectStore, SwarmError
 from tests.swarms import together
@@ -21,8 +22,8 @@ def store(tmp_path):
 
 
 def members(store, number, **settings):
-    given = {"slots": 8, "deadline": 20.0} | settings
-    return [Member(store, f"worker-{n}", **given) for n in range(number)]
+    settings = {"slots": 8, "deadline": 20.0} | settings
+    return [Member(store, f"worker-{n}", **settings) for n in range(number)]
 
 
 def exchange(member, step, packet=None):
@@ -48,8 +49,8 @@ def test_manifests_are_a_chain(store):
     (member,) = members(store, 1)
     for step in range(3):
         exchange(member, step)
-    data = [store.get(records.manifest_key(step)) for step in range(3)]
-    previous = [Manifest.decode(x).previous for x in data]
+    data = [store.get(records.step_key("manifests", step)) for step in range(3)]
+    previous = [records.decode(Manifest, x).previous for x in data]
     assert previous == ["", records.sha256(data[0]), records.sha256(data[1])]
 
 
@@ -76,14 +77,14 @@ def test_who_leaves_is_not_waited_for(store):
     everybody([first, second], 0)
     second.leave(1)
     began = time.monotonic()
-    found = exchange(first, 1)
-    assert time.monotonic() - began < 5 and found.late == ()
+    result = exchange(first, 1)
+    assert time.monotonic() - began < 5 and result.late == ()
 
 
 def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(store):
     first, second = members(store, 2)
     everybody([first, second], 0)
-    key = records.packet_key(1, records.Packet(1, 1, records.sha256(b"1 in 1")))
+    key = records.packet_key(1, records.PacketRef(1, 1, records.sha256(b"1 in 1")))
     store.put(key, b"1 in 1")
     second.leave(1)
     began = time.monotonic()
@@ -101,7 +102,7 @@ def test_a_wait_ends_when_the_worker_leaves(store):
 
 def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
     said = []
-    monkeypatch.setattr("demo_optax._src.swarm.member.TOLD_EVERY", 0.1)
+    monkeypatch.setattr("demo_optax._src.swarm.member.LOG_EVERY_SECONDS", 0.1)
     first = Member(store, "first", min_workers=2, deadline=0.1, tell=said.append)
     second = Member(store, "second", min_workers=2, deadline=0.1)
     waiting = threading.Timer(0.6, exchange, (second, 0))
@@ -113,22 +114,23 @@ def test_fewer_than_min_workers_wait_and_say_so(store, monkeypatch):
 
 def test_a_packet_with_other_bytes_than_its_hash_says_is_not_proposed(store):
     first, _ = members(store, 2, deadline=0.3)
-    store.put(records.packet_key(0, records.Packet(1, 1, "0" * 64)), b"something else")
+    store.put(records.packet_key(0, records.PacketRef(1, 1, "0" * 64)), b"something else")
     assert list(exchange(first, 0).packets) == [0]
 
 
 def test_a_packet_of_another_length_is_not_proposed(store):
     first, _ = members(store, 2, deadline=0.3)
     longer = b"much longer than the packets of this run"
-    store.put(records.packet_key(0, records.Packet(1, 1, records.sha256(longer))), longer)
+    store.put(records.packet_key(0, records.PacketRef(1, 1, records.sha256(longer))), longer)
     assert list(exchange(first, 0).packets) == [0]
 
 
 def test_a_packet_that_counts_and_cannot_be_read_ends_the_worker(store):
     first, second = members(store, 2, min_workers=2)
-    with mock.patch.object(first, "_fetch", return_value=({}, False)):
+    nothing = ExchangeResult(Manifest(0, (), "", 0.0), {}, False, ())
+    with mock.patch.object(first, "_fetch", return_value=nothing):
         together([functools.partial(exchange, x, 0) for x in (first, second)])
-    gone = records.packet_key(0, records.Packet(1, 1, records.sha256(b"1 in 0")))
+    gone = records.packet_key(0, records.PacketRef(1, 1, records.sha256(b"1 in 0")))
     store.delete([gone])
     third = Member(store, "third", slots=8)
     with pytest.raises(SwarmError, match="a packet that counts in step 0 cannot be read"):
@@ -140,10 +142,10 @@ def test_swept_packets_are_told_apart_from_lost_ones(store):
     everybody([first, second], 0)
     store.delete([f"packets/00000000/{x}" for x in store.names("packets/00000000")])
     for step in 1, 2:
-        store.put(records.snapshot_key(step), b"{}")
+        store.put(f"snapshots/{step:08d}.json", b"{}")
     late = Member(store, "third", slots=8)
-    found = late.receive(0)
-    assert found.swept and found.packets == {}
+    result = late.receive(0)
+    assert result.swept and result.packets == {}
 
 
 def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(store):
@@ -161,10 +163,12 @@ def test_steps_are_read_ahead_many_at_once(store):
     first, second = members(store, 2)
     rounds = [everybody([first, second], step)[0] for step in range(10)]
     late = Member(store, "third", slots=8)
+    names = [late.name_of(x.me) for x in (first, second)]
     late.read_ahead(2, 5)
     with mock.patch.object(store, "get", side_effect=AssertionError):
-        found = [late.receive(step) for step in range(2, 7)]
-    assert [x.packets for x in found] == [x.packets for x in rounds[2:7]]
+        results = [late.receive(step) for step in range(2, 7)]
+    assert [x.packets for x in results] == [x.packets for x in rounds[2:7]]
+    assert all(list(x.members) == names for x in results)
     assert late.receive(7).packets == rounds[7].packets
     assert store.names("packets/00000010") == []
     late.read_ahead(7, 5)
@@ -180,8 +184,8 @@ def test_an_announcement_holds_for_a_step_that_is_about_to_be_decided(store):
         time.sleep(0.5)
         return exchange(second, 1)
 
-    found = together([functools.partial(exchange, first, 1), later])
-    assert [x.packets.keys() for x in found] == [{0, 1}, {0, 1}]
+    results = together([functools.partial(exchange, first, 1), later])
+    assert [x.packets.keys() for x in results] == [{0, 1}, {0, 1}]
 
 
 def test_who_leaves_while_it_replays_is_not_waited_for(store):
@@ -196,8 +200,8 @@ def test_who_leaves_while_it_replays_is_not_waited_for(store):
 def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
     (member,) = members(store, 1)
     monkeypatch.setattr(store, "put", lambda key, data: None)
-    monkeypatch.setattr(member, "_require_next", lambda step, found: None)
-    ended, packet = threading.Event(), records.Packet(0, 0, "0" * 64)
+    monkeypatch.setattr(member, "_require_next", lambda step, manifest: None)
+    ended, packet = threading.Event(), records.PacketRef(0, 0, "0" * 64)
 
     def exchanging():
         for step in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
@@ -222,8 +226,8 @@ def test_of_many_that_join_at_once_each_has_its_own_slot(store):
     def join(number):
         return Member(store, f"w{number}", slots=8).me
 
-    found = together([functools.partial(join, number) for number in range(8)])
-    assert sorted(found) == [(slot, 1) for slot in range(8)]
+    claimed = together([functools.partial(join, number) for number in range(8)])
+    assert sorted(claimed) == [(slot, 1) for slot in range(8)]
 
 
 def test_a_slot_is_taken_over_only_from_a_worker_that_is_long_gone(store, monkeypatch):

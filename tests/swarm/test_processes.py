@@ -16,12 +16,12 @@ def run_together(*options):
     """The results of processes with these options, each a list of strings."""
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), *given],
+            [sys.executable, str(PROGRAM), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for given in options
+        for arguments in options
     ]
     try:
         outputs = [process.communicate(timeout=100) for process in processes]

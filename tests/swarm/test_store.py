@@ -59,10 +59,10 @@ def test_requests_that_fail_are_sent_again(store, share, monkeypatch):
         def call(*args, **named):
             if drawn.random() < share / 2:
                 raise ConnectionError("lost on its way")
-            found = fn(*args, **named)
+            answer = fn(*args, **named)
             if drawn.random() < share / 2:
                 raise ConnectionError("lost on its way back")
-            return found
+            return answer
 
         return call
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax._src.swarm import lead
+from demo_optax._src.swarm import replicated_state
 from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 from tests import swarms
 from tests.sweeps import sweep
@@ -39,14 +39,14 @@ def over_shard_map(make_optimizer, exchange, steps: int, shards: int = 1, param_
     params = jax.device_put(swarms.initial_params(), placed)
     opt_state = demo_optax.init_opt_state(tx, params, mesh, param_specs=param_specs)
     step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh, param_specs=param_specs)
-    found = []
+    digests = []
     for number in range(steps):
         each = [swarms.batch_of(worker, number) for worker in range(WORKERS)]
         batch = jax.tree.map(lambda *x: np.concatenate(x), *each)
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
         params, opt_state, _ = step(params, opt_state, batch)
-        found.append(swarms.digest(params))
-    return found
+        digests.append(swarms.digest(params))
+    return digests
 
 
 def in_a_swarm(store, make_optimizer, steps: int, **settings):
@@ -68,8 +68,8 @@ def in_a_swarm(store, make_optimizer, steps: int, **settings):
 def test_parameters_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
     steps = 50
     expected = over_shard_map(OPTIMIZERS[name], demo_optax.AllGather("data"), steps)
-    for found in in_a_swarm(ObjectStore(str(tmp_path)), OPTIMIZERS[name], steps):
-        assert found == expected
+    for digests in in_a_swarm(ObjectStore(str(tmp_path)), OPTIMIZERS[name], steps):
+        assert digests == expected
 
 
 @sweep("demo_scaled", name=["demo_scaled", "demo_muon"])
@@ -77,8 +77,8 @@ def test_a_delay_is_that_of_shard_map_to_the_last_bit(name, tmp_path):
     make, steps = OPTIMIZERS[name], 30
     exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
     expected = over_shard_map(make, exchange, steps)
-    for found in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, delay=1):
-        assert found == expected
+    for digests in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, delay=1):
+        assert digests == expected
 
 
 SPECS = {"w": P(None, "fsdp"), "v": P("fsdp", None)}
@@ -91,8 +91,8 @@ def test_workers_of_two_devices_each_that_hold_shards(delay, tmp_path):
     exchange = demo_optax.Delayed(inner) if delay else inner
     expected = over_shard_map(make, exchange, steps, shards=2, param_specs=SPECS)
     settings = {"delay": delay, "shards": 2, "param_specs": SPECS}
-    for found in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, **settings):
-        assert found == expected
+    for digests in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, **settings):
+        assert digests == expected
 
 
 @pytest.mark.parametrize("order", [("fsdp", "tensor"), ("tensor", "fsdp")])
@@ -108,9 +108,9 @@ def test_shards_along_two_axes_get_their_own_aggregate(order, tmp_path):
     params, batch = swarms.initial_params(), swarms.batch_of(0, 0)
     gradient = jax.grad(swarms.loss_fn)(params, batch)
     with SwarmWorker(swarms.loss_fn, plain_sgd, mesh, member, param_specs=specs) as worker:
-        found, opt_state = worker.begin(swarms.initial_params(), batch)
-        found, _, _ = worker.step(found, opt_state, batch)
-    for name, x in found.items():
+        new_params, opt_state = worker.begin(swarms.initial_params(), batch)
+        new_params, _, _ = worker.step(new_params, opt_state, batch)
+    for name, x in new_params.items():
         np.testing.assert_allclose(x, params[name] - gradient[name], atol=1e-6)
 
 
@@ -120,7 +120,7 @@ def test_random_keys_go_to_the_devices_of_several_processes(monkeypatch):
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     for spec in P(), P("data"):
         sharding = NamedSharding(mesh, spec)
-        placed = lead.to_devices({"keys": keys}, {"keys": sharding})["keys"]
+        placed = replicated_state.to_devices({"keys": keys}, {"keys": sharding})["keys"]
         assert placed.dtype == keys.dtype and placed.sharding.is_equivalent_to(sharding, 1)
         assert (jax.random.key_data(placed) == jax.random.key_data(keys)).all()
 

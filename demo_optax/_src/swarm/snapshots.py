@@ -1,155 +1,215 @@
-"""Snapshots of what all workers share, from which newcomers start; and what is swept after them.
+"""Snapshots of the state that all workers share, from which new workers start.
 
-A snapshot is one object in NumPy's format. Orbax writes checkpoints with all processes of a job at
-once, but a snapshot is written by one process, in a thread, while the others train.
+A snapshot is one object in NumPy's format. Orbax writes a checkpoint with all processes of a job,
+but a single process writes a snapshot, in a thread, while the others train.
 """
 
 import hashlib
 import io
+import math
+import time
 import uuid
 import zipfile
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src.swarm import records
-from demo_optax._src.swarm.records import Damaged, SnapshotIndex
-from demo_optax._src.swarm.slots import SwarmError
-from demo_optax._src.swarm.store import Store, StoreError
+from demo_optax._src.swarm.member import Member
+from demo_optax._src.swarm.records import Damaged, Manifest, SnapshotIndex, SwarmError
+from demo_optax._src.swarm.store import Store
 
-KEPT = 2
-TRIES = 5
+Leaves = list[np.ndarray]
+
+NUM_KEPT = 2
+READ_TRIES = 5
+LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
+POLL_SECONDS = 0.25
 
 
-def digest(leaves: list[np.ndarray]) -> str:
-    """SHA-256 of arrays, with their dtypes and shapes."""
-    found = hashlib.sha256()
+def digest(leaves: Leaves) -> str:
+    """Returns the SHA-256 digest of arrays, with their dtypes and shapes."""
+    sha256 = hashlib.sha256()
     for x in leaves:
-        found.update(f"{x.dtype}{x.shape}".encode())
-        found.update(_as_bytes(x).data)
-    return found.hexdigest()
+        sha256.update(f"{x.dtype}{x.shape}".encode())
+        sha256.update(_as_bytes(x).data)
+    return sha256.hexdigest()
 
 
-def write(store: Store, step: int, leaves: list[np.ndarray]) -> SnapshotIndex:
-    """Writes a snapshot; the first that is complete stands."""
+def write(store: Store, step: int, leaves: Leaves) -> None:
+    """Writes a snapshot; the first one that is complete stands."""
     contents = io.BytesIO()
     np.savez(contents, *map(_as_bytes, leaves))
-    data, key = contents.getvalue(), f"snapshots/{step:08d}/{uuid.uuid4().hex}.npz"
-    store.put(key, data)
-    index = SnapshotIndex(step, key, records.sha256(data), digest(leaves))
-    store.create(records.snapshot_key(step), records.to_json(index))
-    found = read_index(store, step)
-    if found is None:
-        raise StoreError(
-            f"the snapshot of step {step} vanished from the store after it was written: give the "
-            "run a place that nothing else deletes from."
-        )
-    return found
+    folder, data = records.step_key("snapshots", step), contents.getvalue()
+    file = f"{folder}/{uuid.uuid4().hex}.npz"
+    index = SnapshotIndex(step, file, records.sha256(data), digest(leaves))
+    store.put(file, data)
+    store.create(f"{folder}.json", records.encode(index))
 
 
 def read_index(store: Store, step: int) -> SnapshotIndex | None:
-    """The index of a snapshot; None where there is none.
-
-    Raises:
-      Damaged: it is not one that a worker writes.
-    """
-    data = store.get(records.snapshot_key(step))
+    """Reads the index of a snapshot, if there is one; raises `Damaged` where it is not valid."""
+    folder = records.step_key("snapshots", step)
+    data = store.get(f"{folder}.json")
     if data is None:
         return None
-    found = records.read_index(data)
-    if found.step != step:
-        raise Damaged(f"the snapshot of step {step} must not say that it is of {found.step}.")
-    return found
+    index = records.decode(SnapshotIndex, data)
+    if index.step != step or not index.file.startswith(f"{folder}/"):
+        raise Damaged(f"the snapshot of step {step} must not say that it is {index.file!r}.")
+    return index
 
 
-def read(store: Store, index: SnapshotIndex, like: list[Any]) -> list[np.ndarray]:
-    """Reads a snapshot.
-
-    Raises:
-      Damaged: it is not what was written, or its arrays do not have the shapes and dtypes of
-        ``like``.
-    """
+def read(store: Store, index: SnapshotIndex, like: Leaves) -> Leaves:
+    """Reads arrays with the shapes and dtypes of ``like``; raises `Damaged` for all others."""
     data = store.get(index.file)
     if data is None or records.sha256(data) != index.sha256:
         raise Damaged(f"{index.file!r} must hold the bytes of its hash")
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as found:
-            leaves = [_from_bytes(found[f"arr_{n}"], x) for n, x in enumerate(like)]
-            complete = len(found.files) == len(like)
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            leaves = [file[f"arr_{n}"].view(x.dtype).reshape(x.shape) for n, x in enumerate(like)]
     except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
         raise Damaged(f"{index.file!r} cannot be read ({error}): use the run's model") from error
-    if not complete or digest(leaves) != index.digest:
+    if digest(leaves) != index.digest:
         raise Damaged(f"{index.file!r} is of another model or dtype: use those of the run")
     return leaves
 
 
-def read_newest(
-    store: Store, initial: list[np.ndarray], like: list[Any]
-) -> tuple[int, list[np.ndarray]]:
-    """The newest snapshot that can be read, and its step; the first of all is made of ``initial``.
-
-    Raises:
-      SwarmError: none can be read.
-    """
+def read_newest(store: Store, own: Leaves) -> tuple[int, Leaves]:
+    """Returns the step and the arrays of the newest snapshot; writes the first one of a run."""
     if not steps_of(store):
-        write(store, 0, initial)
+        write(store, 0, own)
     failures: list[str] = []
-    for _ in range(TRIES):  # one that is swept while it is read has a successor
+    for _ in range(READ_TRIES):  # a snapshot that is swept meanwhile has a successor
         for step in reversed(steps_of(store)):
             try:
-                index = read_index(store, step)
-                if index is not None:
-                    return step, read(store, index, like)
+                if (index := read_index(store, step)) is not None:
+                    return step, read(store, index, like=own)
             except Damaged as error:
                 failures.append(str(error))
+    reasons = "; ".join(dict.fromkeys(failures)) or "all of them vanished"
     raise SwarmError(
-        f"no snapshot can be read: {'; '.join(dict.fromkeys(failures))}. Make sure that model and "
-        "optimizer are those of the run, or start a new run in another place."
+        f"no snapshot can be read: {reasons}. Make sure that model and optimizer are those of the "
+        "run, or start a new run in another place."
     )
 
 
 def steps_of(store: Store) -> list[int]:
-    """The steps of all complete snapshots, in order."""
-    names = [x for x in store.names("snapshots") if x.endswith(".json") and "/" not in x]
-    return sorted(step for step in map(records.step_of, names) if step is not None)
+    """Returns the steps of all complete snapshots, in order."""
+    return records.steps_of(x for x in store.names("snapshots") if x.endswith(".json"))
 
 
 def sweep(store: Store) -> None:
-    """Deletes the packets and snapshots that no newcomer needs any more."""
-    kept = steps_of(store)[-KEPT:]
-    if len(kept) < KEPT:
+    """Deletes the packets and snapshots that no new worker needs."""
+    kept = steps_of(store)[-NUM_KEPT:]
+    if len(kept) < NUM_KEPT:
         return
-    # With a delay, what was exchanged in the step before a snapshot is still to be applied.
+    # With a delay, the exchange of the step before a snapshot is still to be applied.
     for folder, first in ("packets", kept[0] - 1), ("snapshots", kept[0]):
         steps = {name: records.step_of(name) for name in store.names(folder)}
         old = [name for name, step in steps.items() if step is not None and step < first]
-        # indices first: whoever finds one should find its files
+        # An index is deleted before its file, so that whoever reads an index finds the file.
         old.sort(key=lambda name: not name.endswith(".json"))
         store.delete([f"{folder}/{name}" for name in old])
 
 
-def is_finite(leaves: list[np.ndarray]) -> bool:
-    """Whether all numbers are finite."""
+def is_finite(leaves: Leaves) -> bool:
     floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     return all(bool(np.isfinite(x.astype(np.float32)).all()) for x in floating)
 
 
-def relative_difference(own: list[np.ndarray], other: list[np.ndarray]) -> float:
-    """Norm of the difference of floating arrays, relative to that of the others."""
-    difference, norm = 0.0, 0.0
+def relative_difference(own: Leaves, other: Leaves) -> float:
+    """Returns the norm of the difference of all floats, relative to the norm of ``other``."""
+    differences, norms = [0.0], [0.0]
     for x, y in zip(own, other, strict=True):
         if jnp.issubdtype(y.dtype, jnp.floating):
-            wide = y.astype(np.float64)
-            norm += float(np.sum(wide**2))
-            difference += float(np.sum((x.astype(np.float64) - wide) ** 2))
-    return float(np.sqrt(difference / norm)) if norm else 0.0
+            norms.append(float(np.linalg.norm(y.astype(np.float64))))
+            differences.append(float(np.linalg.norm(x.astype(np.float64) - y.astype(np.float64))))
+    return math.hypot(*differences) / math.hypot(*norms) if any(norms) else 0.0
 
 
 def _as_bytes(x: np.ndarray) -> np.ndarray:
-    """Its memory: NumPy's format knows no bfloat16."""
+    """Returns an array's memory, since NumPy's format has no bfloat16."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
-def _from_bytes(x: np.ndarray, like: Any) -> np.ndarray:
-    return x.view(like.dtype).reshape(like.shape)
+Comparison = tuple[int, float, Leaves | None]
+"""The step of a snapshot, the drift from it, and its arrays if a worker should go on from them."""
+
+
+class SnapshotTurns:
+    """Writes snapshots in turn with the other workers, or compares with theirs, in threads."""
+
+    def __init__(self, member: Member, every: int):
+        self.member, self.every = member, every
+        self._threads = ThreadPoolExecutor(2, "snapshots")
+        self._written: Future[None] | None = None
+        self._compared: Future[Comparison | None] | None = None
+        self._awaited = -1  # the step whose snapshot is awaited
+
+    def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
+        """Writes a snapshot of the arrays before a step, or compares them with its writer's.
+
+        The members of the manifest, which all workers know, take turns. A worker that still writes
+        an earlier snapshot, or whose parameters are not finite, writes none.
+        """
+        members = [packet.member for packet in manifest.packets]
+        if members[step // self.every % len(members)] != self.member.me:
+            if self._compared is None:
+                self._awaited = step
+                self._compared = self._threads.submit(self._compare, step, shared)
+        elif self._written and not self._written.done():
+            self._warn(step, "was not written, since an earlier one is still being written")
+        elif not is_finite(shared[:num_params]):
+            self._warn(step, "was not written, since this worker's parameters are not finite")
+        else:  # its own arrays are newer than those that it still compares
+            self._awaited, self._compared = -1, None
+            self._written = self._threads.submit(self._write, step, shared)
+
+    def comparison(self) -> Comparison | None:
+        """Returns the last comparison once it has ended, and only once."""
+        if self._compared is None or not self._compared.done():
+            return None
+        ended, self._compared = self._compared, None
+        return ended.result()
+
+    def close(self) -> None:
+        self._awaited = -1
+        self._threads.shutdown(wait=True)
+
+    def _write(self, step: int, shared: Leaves) -> None:
+        try:
+            write(self.member.store, step, shared)
+            sweep(self.member.store)
+        except (OSError, Damaged) as error:  # another worker writes the next one
+            self._warn(step, f"was not written: {error}")
+
+    def _compare(self, step: int, own: Leaves) -> Comparison | None:
+        """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
+        store, own_digest = self.member.store, digest(own)
+        try:
+            while (index := read_index(store, step)) is None and self._awaited == step:
+                if any(later > step for later in steps_of(store)):
+                    return None  # its writer was gone, or skipped it
+                time.sleep(POLL_SECONDS)
+            if index is None or self._awaited != step:
+                return None
+            if index.digest == own_digest:
+                return step, 0.0, None
+            leaves = read(store, index, like=own)
+        except (OSError, Damaged) as error:
+            self._warn(step, f"was not compared: {error}")
+            return None
+        drift = relative_difference(own, leaves)
+        is_own_broken = not math.isfinite(drift) and is_finite(leaves)
+        if drift < LARGEST_DRIFT or is_own_broken:
+            return step, drift, leaves
+        self._warn(
+            step,
+            f"differs from this worker's parameters by {drift:.2g} of their norm, more than "
+            "rounding explains, and was not taken over: stop the worker that is wrong",
+        )
+        return step, drift, None
+
+    def _warn(self, step: int, what: str) -> None:
+        self.member.tell(f"the snapshot of step {step} {what}")
