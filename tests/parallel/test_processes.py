@@ -131,5 +131,5 @@ def test_an_interrupt_while_a_process_reads_is_told_to_the_others(monkeypatch):
     told = []
     monkeypatch.setattr(reading, "_worst", lambda code: told.append(code) or code)
     with pytest.raises(KeyboardInterrupt):
-        reading._read(3, raising(KeyboardInterrupt()))
+        reading.on_all(3, raising(KeyboardInterrupt()))
     assert told == [2]

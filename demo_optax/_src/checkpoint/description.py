@@ -39,61 +39,95 @@ def describe(layout: StateLayout, opt_state) -> dict:
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
-
-    def describe_momentum(path, node, shape) -> dict:
-        entries = [*map(axes.names, spec_at[path][1:]), *[()] * len(shape)][: len(shape)]
-        cuts = [[inner.index(name) for name in names] for names in entries]
-        return {
-            "name": keystr(path),
-            "coordinates": dataclasses.asdict(node.momentum_format),
-            "shape": shape,
-            "shards": [math.prod(mesh.shape[name] for name in names) for names in entries],
-            "cuts": cuts if jax.tree.leaves(node.exchange) else [],
-        }
-
-    def describe_kept(path, x) -> dict:
-        own = [name for name in axes_of(spec_at[path]) if name in inner]
-        sizes = [(inner.index(name), mesh.shape[name]) for name in own]
-        return {"name": keystr(path), "shape": x.shape, "axes": sizes}
-
-    def describe_state(path, node) -> dict:
-        kept, pending = {}, None
-        if isinstance(node.exchange, DelayedState):
-            pending = dataclasses.asdict(node.exchange.compression)
-        for inside, x in jax.tree.leaves_with_path(node.exchange):
-            # A delayed exchange keeps what the exchange inside of it keeps, and more.
-            key = keystr(tuple(key for key in inside if key != GetAttrKey("inner")))
-            kept[key] = describe_kept((*path, GetAttrKey("exchange"), *inside), x)
-        momenta = [
-            describe_momentum((*path, GetAttrKey("momentum"), *inside), node, shape)
-            for (inside, _), shape in zip(
-                jax.tree.leaves_with_path(node.momentum), node.shapes, strict=True
-            )
-        ]
-        return {"momenta": momenta, "kept": kept, "pending": pending}
-
-    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum)
-    states = {keystr(path): describe_state(path, x) for path, x in nodes if shards.is_momentum(x)}
+    states = {}
+    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum):
+        if not shards.is_momentum(node):
+            continue
+        momenta, kept, shapes = [], {}, iter(node.shapes)
+        for inside, x in jax.tree.leaves_with_path(node):
+            spec, name = spec_at[(*path, *inside)], keystr((*path, *inside))
+            if inside[0] == GetAttrKey("momentum"):
+                shape = next(shapes)
+                entries = [*map(axes.names, spec[1:]), *[()] * len(shape)][: len(shape)]
+                cuts = [[inner.index(name) for name in names] for names in entries]
+                momenta.append(
+                    {
+                        "name": name,
+                        "coordinates": dataclasses.asdict(node.momentum_format),
+                        "shape": shape,
+                        "shards": [
+                            math.prod(mesh.shape[name] for name in names) for names in entries
+                        ],
+                        "cuts": cuts if jax.tree.leaves(node.exchange) else [],
+                    }
+                )
+            elif inside[0] == GetAttrKey("exchange"):
+                # A delayed exchange keeps what the exchange inside of it keeps, and more.
+                key = keystr(tuple(key for key in inside[1:] if key != GetAttrKey("inner")))
+                own = [name for name in axes_of(spec) if name in inner]
+                sizes = [(inner.index(name), mesh.shape[name]) for name in own]
+                kept[key] = {"name": name, "shape": x.shape, "axes": sizes}
+        is_delayed = isinstance(node.exchange, DelayedState)
+        pending = dataclasses.asdict(node.exchange.compression) if is_delayed else None
+        states[keystr(path)] = {"momenta": momenta, "kept": kept, "pending": pending}
     workers = shards.num_workers(mesh, layout.axis_name)
     described = {"format": FORMAT, "workers": workers, "states": states}
     return json.loads(json.dumps(described, default=int))
 
 
 def names_kept(described: dict) -> set[str]:
-    """The names of the leaves that exchanges keep, but of empty ones."""
+    """Returns the names of the leaves that exchanges keep, without the empty ones."""
     states = described["states"].values()
     kept = [leaf for state in states for leaf in state["kept"].values()]
     return {leaf["name"] for leaf in kept if 0 not in leaf["shape"]}
 
 
+def leaves_by_path(step: int, params, opt_state, extra) -> dict[str, dict]:
+    """Returns the leaves of each part of a checkpoint, by their paths.
+
+    Raises:
+      TypeError: a leaf is neither an array nor a number nor text.
+    """
+    others = by_path({"step": step, "tree": extra})
+    # Orbax warns of a tree without arrays, so the step is with the user's, in the host's memory.
+    others = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in others.items()}
+    parts = {"params": by_path(params), "opt_state": by_path(opt_state), "extra": others}
+    for part, leaves in parts.items():
+        for name, x in leaves.items():
+            try:
+                _ = isinstance(x, str) or jax.typeof(x)
+            except TypeError as error:
+                raise TypeError(
+                    f"{part}{name.removeprefix(_TREE)} is {x!r:.60} of {type(x)}, which cannot be "
+                    "stored: give arrays of numbers, random keys, numbers, strings, bytes or None."
+                ) from error
+    return parts
+
+
 def by_path(tree) -> dict:
-    """The leaves of a tree as Orbax can save them: random keys as numbers, no empty arrays."""
-    leaves = {_name(path, x): unwrap_keys(x) for path, x in jax.tree.leaves_with_path(tree)}
+    """Returns the leaves of a tree by their paths as Orbax can save them, but no empty arrays."""
+    leaves = {_name(path, x): _storable(x) for path, x in jax.tree.leaves_with_path(tree)}
     return {name: x for name, x in leaves.items() if 0 not in np.shape(x)}
 
 
+def _storable(x):
+    """Orbax knows no random keys, no bytes and no integers of more than 64 bits."""
+    if isinstance(x, bytes):
+        return x.decode("latin-1")
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        return str(x)
+    return np.asarray(x) if isinstance(x, (np.generic, int, float, complex)) else unwrap_keys(x)
+
+
+def _name(path, x) -> str:
+    """Returns the path of a leaf, with its kind where the stored numbers or text do not tell it."""
+    if is_key(x):
+        return f"{keystr(path)} ({key_impl(x)})"
+    return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
+
+
 def from_paths(leaves: dict, like):
-    """The inverse of `by_path`, with the structure and the dtypes of another tree."""
+    """Inverts `by_path`, with the structure and the dtypes of another tree."""
 
     def restore(path, original):
         if 0 in np.shape(original):
@@ -122,62 +156,17 @@ def from_paths(leaves: dict, like):
     return jax.tree.map_with_path(restore, like)
 
 
-def _name(path, x) -> str:
-    """The path of a leaf, with what its stored numbers or text do not tell of it."""
-    if is_key(x):
-        return f"{keystr(path)} ({key_impl(x)})"
-    return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
-
-
-def extra_by_path(step: int, extra) -> dict:
-    """The user's tree and the step, in the host's memory. Orbax warns of a tree without arrays."""
-    leaves = by_path({"step": np.asarray(step), "tree": extra})
-    return {name: _on_host(x) for name, x in leaves.items()}
-
-
-def _on_host(x):
-    """A leaf as Orbax can save it, which knows neither bytes nor integers of more than 64 bits."""
-    if isinstance(x, bytes):
-        return x.decode("latin-1")
-    if isinstance(x, int) and not -(2**63) <= x < 2**63:
-        return str(x)
-    return np.asarray(x) if isinstance(x, (jax.Array, np.generic, int, float, complex)) else x
-
-
-def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
-    """The leaves of each part of a checkpoint, by their paths.
-
-    Raises:
-      TypeError: a leaf is neither an array nor a number nor text.
-    """
-    leaves = {
-        "params": by_path(params),
-        "opt_state": by_path(opt_state),
-        "extra": extra_by_path(step, extra),
-    }
-    for part, at in leaves.items():
-        for name, x in at.items():
-            try:
-                _ = isinstance(x, str) or jax.typeof(x)
-            except TypeError as error:
-                raise TypeError(
-                    f"{part}{name.removeprefix(_TREE)} is {x!r:.60} of {type(x)}, which cannot be "
-                    "stored: give arrays of numbers, random keys, numbers, strings, bytes or None."
-                ) from error
-    return leaves
-
-
 def with_shardings(tree, shardings):
-    """Shapes and dtypes of a tree, with their shardings."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        tree,
-        shardings,
-    )
+    """Returns the shapes and dtypes of a tree, with these shardings."""
+
+    def shape(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree, shardings)
 
 
 def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
-    """Refuses a checkpoint whose leaves, or their shapes, are not the expected ones.
+    """Refuses a checkpoint whose leaves are not the expected ones.
 
     Args:
       what: the part of the checkpoint.

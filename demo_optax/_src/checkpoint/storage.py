@@ -20,7 +20,6 @@ from demo_optax._src.checkpoint.digests import digests, seal
 from demo_optax._src.checkpoint.elastic import convert
 from demo_optax._src.checkpoint.reading import epath, orbax
 from demo_optax._src.parallel import layout, shards, worker_axis
-from demo_optax._src.parallel.processes import is_lead
 
 
 class Checkpoint(NamedTuple):
@@ -61,17 +60,13 @@ class Checkpointer:
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
       >>> from demo_optax.checkpoint import Checkpointer
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = demo_optax.demo(1e-3, axis_name="data")
-      >>> params = {"w": jnp.ones((4, 4))}
-      >>> folder = tempfile.TemporaryDirectory()
-      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
-      ...     opt_state = demo_optax.init_opt_state(tx, params, mesh)
-      ...     checkpointer.save(7, params, opt_state, extra={"key": jax.random.key(0)})
-      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
-      ...     checkpointer.restore(params, extra={"key": jax.random.key(0)}).step
+      >>> mesh, params = jax.make_mesh((1,), ("data",)), {"w": jnp.ones((4, 4))}
+      >>> tx, extra = demo_optax.demo(1e-3, axis_name="data"), {"key": jax.random.key(0)}
+      >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, tx, mesh) as run:
+      ...     run.save(7, params, opt_state, extra)
+      ...     run.restore(params, extra).step
       7
-      >>> folder.cleanup()
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class Checkpointer:
         *,
         keep: int = 3,
     ):
-        layout.require_unwrapped(tx)
+        checks.require_unwrapped(tx)
         checks.static_integer("keep", keep, at_least=1)
         shards.num_workers(mesh, axis_name)  # refuses unknown axes
         self._tx, self._where = tx, (mesh, axis_name, param_specs)
@@ -164,7 +159,7 @@ class Checkpointer:
         """
         step, reasons = reading.step_number(step), []
         if self._last != step:
-            leaves = description.storable_leaves(step, params, opt_state, extra)
+            leaves = description.leaves_by_path(step, params, opt_state, extra)
             reasons.append(self._finish())
             latest = self.latest
             if latest is not None and latest >= step:
@@ -173,17 +168,17 @@ class Checkpointer:
                     f"of step {step} would never be the latest: save this run to another folder, "
                     "or remove the later checkpoints."
                 )
-            reasons.append(self._begin(step, params, opt_state, leaves))
+            placement = layout.find_layout(self._tx, params, *self._where)
+            meaning = description.describe(placement, opt_state)
+            meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
+            meaning["seal"] = seal(meaning)
+            reasons.append(self._begin(step, leaves, meaning))
         if wait:
             reasons.append(self._finish())
         _raise(reasons)
 
-    def _begin(self, step, params, opt_state, leaves) -> str:
+    def _begin(self, step: int, leaves: dict, meaning: dict) -> str:
         """Starts to write in the background; returns why it cannot, or nothing."""
-        placement = layout.find_layout(self._tx, params, *self._where)
-        meaning = description.describe(placement, opt_state)
-        meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
-        meaning["seal"] = seal(meaning)
         stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
         try:
             self._orbax = self._orbax or self._writer()
@@ -212,7 +207,7 @@ class Checkpointer:
         try:
             self._orbax.wait()
             # The first process gives the folder its last name; others may not see that yet.
-            if is_lead() and step not in reading.listed_steps(self._directory):
+            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
                 return self._failed(step, Exception("it is not in the folder"))
         except Exception as error:
             return self._failed(step, error)
@@ -279,29 +274,30 @@ class Checkpointer:
         """Reads and verifies one checkpoint, and converts it to what this mesh needs."""
         mesh, axis_name, _ = self._where
         saved = reading.description_of(self._directory, step)
-        held = saved["leaves"]
-        description.require_same("parameters", description.by_path(params), held["params"])
-        description.require_same("extra", description.extra_by_path(step, extra), held["extra"])
-
         placement = layout.find_layout(self._tx, params, *self._where)
         state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
         meaning = description.describe(placement, state)
         params = description.with_shardings(params, shards.shardings(mesh, placement.params))
         state = description.with_shardings(state, shards.shardings(mesh, placement.state))
+
+        wanted = description.leaves_by_path(step, params, state, extra)
+        held = saved["leaves"]
         exact = all(saved[key] == value for key, value in meaning.items())
         kept = set() if exact else description.names_kept(saved) | description.names_kept(meaning)
         needed, there = (
-            {name: x for name, x in leaves.items() if name not in kept}
-            for leaves in (description.by_path(state), held["opt_state"])
+            {name: x for name, x in leaves["opt_state"].items() if name not in kept}
+            for leaves in (wanted, held)
         )
+        description.require_same("parameters", wanted["params"], held["params"])
+        description.require_same("extra", wanted["extra"], held["extra"])
         description.require_same("optimizer state", needed, there, shapes=exact)
 
-        placed = {"params": description.by_path(params), "extra": {}}
-        placed["opt_state"] = needed if exact else {}  # to be converted in the host's memory
+        # What is to be converted is loaded to the host's memory.
+        placed = wanted if exact else wanted | {"opt_state": {}}
         loaded = reading.load(self._directory, step, held, **placed)
         leaves = loaded["opt_state"]
         if not exact:
-            leaves = convert(leaves, saved, description.by_path(state), meaning, axis_name)
+            leaves = convert(leaves, saved, wanted["opt_state"], meaning, axis_name)
         return Checkpoint(
             step,
             description.from_paths(loaded["params"], params),
