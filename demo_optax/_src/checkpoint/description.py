@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,6 @@ from demo_optax._src.exchange.delayed import DelayedState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 from demo_optax._src.specs import axes_of, sharded_axes
-
-_TREE = "['tree']"
 
 FORMAT = 10
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
@@ -39,34 +38,28 @@ def describe(layout: StateLayout, opt_state) -> dict:
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
+    sizes = [mesh.shape[name] for name in inner]
     states = {}
     for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum):
         if not shards.is_momentum(node):
             continue
         momenta, kept, shapes = [], {}, iter(node.shapes)
         for inside, x in jax.tree.leaves_with_path(node):
-            spec, name = spec_at[(*path, *inside)], keystr((*path, *inside))
+            spec = spec_at[(*path, *inside)]
+            leaf: dict[str, Any] = {"name": keystr((*path, *inside))}
             if inside[0] == GetAttrKey("momentum"):
-                shape = next(shapes)
+                leaf["coordinates"] = dataclasses.asdict(node.momentum_format)
+                leaf["shape"] = shape = next(shapes)
                 entries = [*map(axes.names, spec[1:]), *[()] * len(shape)][: len(shape)]
                 cuts = [[inner.index(name) for name in names] for names in entries]
-                momenta.append(
-                    {
-                        "name": name,
-                        "coordinates": dataclasses.asdict(node.momentum_format),
-                        "shape": shape,
-                        "shards": [
-                            math.prod(mesh.shape[name] for name in names) for names in entries
-                        ],
-                        "cuts": cuts if jax.tree.leaves(node.exchange) else [],
-                    }
-                )
+                leaf["shards"] = [math.prod(sizes[axis] for axis in cut) for cut in cuts]
+                leaf["cuts"] = cuts if jax.tree.leaves(node.exchange) else []
+                momenta.append(leaf)
             elif inside[0] == GetAttrKey("exchange"):
+                own = [inner.index(name) for name in axes_of(spec) if name in inner]
+                leaf |= {"shape": x.shape, "axes": [(axis, sizes[axis]) for axis in own]}
                 # A delayed exchange keeps what the exchange inside of it keeps, and more.
-                key = keystr(tuple(key for key in inside[1:] if key != GetAttrKey("inner")))
-                own = [name for name in axes_of(spec) if name in inner]
-                sizes = [(inner.index(name), mesh.shape[name]) for name in own]
-                kept[key] = {"name": name, "shape": x.shape, "axes": sizes}
+                kept[keystr(tuple(key for key in inside[1:] if key != GetAttrKey("inner")))] = leaf
         is_delayed = isinstance(node.exchange, DelayedState)
         pending = dataclasses.asdict(node.exchange.compression) if is_delayed else None
         states[keystr(path)] = {"momenta": momenta, "kept": kept, "pending": pending}
@@ -77,53 +70,55 @@ def describe(layout: StateLayout, opt_state) -> dict:
 
 def names_kept(described: dict) -> set[str]:
     """Returns the names of the leaves that exchanges keep, without the empty ones."""
-    states = described["states"].values()
-    kept = [leaf for state in states for leaf in state["kept"].values()]
+    kept = [leaf for state in described["states"].values() for leaf in state["kept"].values()]
     return {leaf["name"] for leaf in kept if 0 not in leaf["shape"]}
 
 
 def leaves_by_path(step: int, params, opt_state, extra) -> dict[str, dict]:
-    """Returns the leaves of each part of a checkpoint, by their paths.
+    """Returns the leaves of each part of a checkpoint by their paths; ``extra`` is on the host."""
+    extra = {"step": step, "tree": extra}  # Orbax warns of a tree without arrays
+    return {
+        "params": by_path(params, "params"),
+        "opt_state": by_path(opt_state, "opt_state"),
+        "extra": jax.device_get(by_path(extra, "extra")),
+    }
+
+
+def by_path(tree, part: str = "params") -> dict:
+    """Returns the leaves of a tree by their paths as Orbax can save them, but no empty arrays.
 
     Raises:
       TypeError: a leaf is neither an array nor a number nor text.
     """
-    others = by_path({"step": step, "tree": extra})
-    # Orbax warns of a tree without arrays, so the step is with the user's, in the host's memory.
-    others = {name: np.asarray(x) if isinstance(x, jax.Array) else x for name, x in others.items()}
-    parts = {"params": by_path(params), "opt_state": by_path(opt_state), "extra": others}
-    for part, leaves in parts.items():
-        for name, x in leaves.items():
-            try:
-                _ = isinstance(x, str) or jax.typeof(x)
-            except TypeError as error:
-                raise TypeError(
-                    f"{part}{name.removeprefix(_TREE)} is {x!r:.60} of {type(x)}, which cannot be "
-                    "stored: give arrays of numbers, random keys, numbers, strings, bytes or None."
-                ) from error
-    return parts
+    leaves = {}
+    for path, x in jax.tree.leaves_with_path(tree):
+        name, stored = _storable(path, x)
+        try:
+            _ = isinstance(stored, str) or jax.typeof(stored)
+        except TypeError as error:
+            where = name.removeprefix("['tree']")
+            raise TypeError(
+                f"{part}{where} is {x!r:.60} of {type(x)}, which cannot be stored: give arrays of "
+                "numbers, random keys, numbers, strings, bytes or None."
+            ) from error
+        if 0 not in np.shape(stored):
+            leaves[name] = stored
+    return leaves
 
 
-def by_path(tree) -> dict:
-    """Returns the leaves of a tree by their paths as Orbax can save them, but no empty arrays."""
-    leaves = {_name(path, x): _storable(x) for path, x in jax.tree.leaves_with_path(tree)}
-    return {name: x for name, x in leaves.items() if 0 not in np.shape(x)}
+def _storable(path, x) -> tuple[str, Any]:
+    """Returns a leaf that Orbax can save, and its path with what the leaf does not tell of ``x``.
 
-
-def _storable(x):
-    """Orbax knows no random keys, no bytes and no integers of more than 64 bits."""
-    if isinstance(x, bytes):
-        return x.decode("latin-1")
-    if isinstance(x, int) and not -(2**63) <= x < 2**63:
-        return str(x)
-    return np.asarray(x) if isinstance(x, (np.generic, int, float, complex)) else unwrap_keys(x)
-
-
-def _name(path, x) -> str:
-    """Returns the path of a leaf, with its kind where the stored numbers or text do not tell it."""
+    Orbax knows no random keys, no bytes, no integers of more than 64 bits and few scalars.
+    """
+    name = keystr(path)
     if is_key(x):
-        return f"{keystr(path)} ({key_impl(x)})"
-    return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
+        return f"{name} ({key_impl(x)})", unwrap_keys(x)
+    if isinstance(x, bytes):
+        return f"{name} (bytes)", x.decode("latin-1")
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        return name, str(x)
+    return name, np.asarray(x) if isinstance(x, (np.generic, int, float, complex)) else x
 
 
 def from_paths(leaves: dict, like):
@@ -134,13 +129,11 @@ def from_paths(leaves: dict, like):
             empty = np.zeros(original.shape, original.dtype)
             sharding = getattr(original, "sharding", None)
             return jax.device_put(empty, sharding) if sharding else empty
-        x = leaves[_name(path, original)]
+        x = leaves[_storable(path, original)[0]]
         if is_key(original):
             return wrap_keys(x, original)
-        if isinstance(original, bytes):
-            return x.encode("latin-1")
-        if isinstance(original, str):
-            return str(x)
+        if isinstance(original, (bytes, str)):
+            return x.encode("latin-1") if isinstance(original, bytes) else str(x)
         given, wanted = (getattr(v, "dtype", None) or np.asarray(v).dtype for v in (x, original))
         if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(wanted, jnp.inexact):
             raise ValueError(
@@ -166,20 +159,13 @@ def with_shardings(tree, shardings):
 
 
 def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
-    """Refuses a checkpoint whose leaves are not the expected ones.
-
-    Args:
-      what: the part of the checkpoint.
-      wanted: arrays or shapes by their paths.
-      saved: digests by their paths.
-      shapes: whether to compare the shapes, too.
-    """
-
-    def listed(shape_at) -> set[str]:
-        return {f"{name} of shape {shape}" if shapes else name for name, shape in shape_at.items()}
-
-    expected = listed({name: np.shape(x) for name, x in wanted.items()})
-    held = listed({name: tuple(digest["shape"]) for name, digest in saved.items()})
+    """Refuses a checkpoint whose digests are not of the expected leaves, with their shapes."""
+    expected = {name: np.shape(x) for name, x in wanted.items()}
+    held = {name: tuple(digest["shape"]) for name, digest in saved.items()}
+    expected, held = (
+        {f"{name} of shape {shape}" if shapes else name for name, shape in leaves.items()}
+        for leaves in (expected, held)
+    )
     if expected != held:
         raise ValueError(
             f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "

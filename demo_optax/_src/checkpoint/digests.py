@@ -21,9 +21,7 @@ _PIECE = 2**24  # words of a host's array that are put on a device at once
 def digests(leaves: dict) -> dict[str, dict]:
     """Returns the kind, the shape and the checksum of the bits of each leaf, for JSON.
 
-    Args:
-      leaves: arrays, NumPy arrays and strings, by their paths. Arrays over several processes are
-        read by all of them together.
+    All processes read arrays together; each reads NumPy arrays and strings for itself.
     """
     parts = [_sums(x) for x in leaves.values()]
     local = np.array([sum(map(int, each)) % 2**32 for each in parts], np.uint32)
@@ -79,5 +77,5 @@ def _sum_of_hashes(x, first, strides: tuple[int, ...]):
 def _words(x) -> np.ndarray:
     """Returns the words of `to_words` for a host's value, which may have 64 bits."""
     x = np.frombuffer(x.encode(), np.uint8) if isinstance(x, str) else np.asarray(x)
-    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
     return np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")

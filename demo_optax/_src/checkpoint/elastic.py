@@ -24,12 +24,8 @@ _UNDER_WAY = ".packets", ".factor", ".positions", ".values"
 def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name: AxisName) -> dict:
     """Makes the arrays that a mesh needs from a state that other workers or settings left.
 
-    Args:
-      state: NumPy arrays by their paths.
-      saved: the description that was saved with them.
-      wanted: shapes, dtypes and shardings by their paths.
-      description: the description of the state that is wanted.
-      axis_name: the workers' axis, or axes.
+    ``state`` has NumPy arrays by their paths, of the description ``saved``. ``wanted`` has shapes,
+    dtypes and shardings, of ``description``.
     """
     state = state | put_back_pending(state, saved)
     state |= divide_residuals(state, saved, wanted, description)
@@ -139,10 +135,6 @@ def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarra
     """Divides the rows of owners' shares ``(owners, parts * share, n)`` among other owners.
 
     Each of the parts, a device inside every owner, keeps its own rows. Zeros pad the last shares.
-
-    Example:
-      >>> divide_among(np.array([[[1], [2]], [[3], [0]]]), (3, 1, 1), parts=1).ravel().tolist()
-      [1, 2, 3]
     """
     owners, width, n = shape
     old = x.reshape(len(x), parts, -1, n).swapaxes(0, 1).reshape(parts, -1, n)
@@ -182,16 +174,15 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
 
 def _require_same_blocks(name: str, old: dict, new: dict) -> None:
     """Refuses a momentum whose coefficients mean something else than those that are needed."""
-
-    def meaning(momentum: dict):
-        momentum_format = MomentumFormat(**momentum["coordinates"])
-        geometry = momentum_format.geometry(tuple(momentum["shape"]))
+    meanings = []
+    for momentum in (old, new):
+        held = MomentumFormat(**momentum["coordinates"])
+        geometry = held.geometry(tuple(momentum["shape"]))
         # The number of shards matters only where they end in smaller blocks.
         dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
         uneven = [count if dim % side else 1 for dim, side, count in dims]
-        return momentum_format.transform, momentum_format.seed, geometry.sides, uneven
-
-    if meaning(old) != meaning(new):
+        meanings.append((held.transform, held.seed, geometry.sides, uneven))
+    if meanings[0] != meanings[1]:
         raise ValueError(
             f"the momentum{name} of the checkpoint is stored as {old['coordinates']} in "
             f"{old['shards']} shards, but the optimizer has {new['coordinates']} in "

@@ -91,15 +91,13 @@ def on_all(step: int, fn: Callable[[], T]) -> T:
     Otherwise all of them raise a DamagedCheckpoint, or an OSError if a machine is to blame.
     """
     result: Any = None
-    reason, failure = "", 0
+    reason, failure = "", 2
     try:
-        result = fn()
+        result, failure = fn(), 0
     except Exception as error:
         reason, failure = in_a_line(error), 2 if is_of_machine(error) else 1
-    except BaseException:  # an interrupt: the other processes must not wait for this one
-        _worst(2)
-        raise
-    worst = _worst(failure)
+    finally:  # after an interrupt too, since the other processes wait here
+        worst = int(np.max(multihost_utils.process_allgather(np.array(failure))))
     if worst == 2:
         raise OSError(
             f"step {step} could not be read: {reason or 'another process says why'}. The "
@@ -108,11 +106,6 @@ def on_all(step: int, fn: Callable[[], T]) -> T:
     if worst:
         raise DamagedCheckpoint(f"step {step}: {reason or 'another process cannot read it'}")
     return result
-
-
-def _worst(failure: int) -> int:
-    """Returns the largest code of all processes."""
-    return int(np.max(multihost_utils.process_allgather(np.array(failure))))
 
 
 def clear_up(directory: str, damaged: Iterable[int]) -> None:
@@ -162,12 +155,11 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
 def description_of(directory: str, step: int) -> dict:
     """Returns the description that was saved with a step, if this version can read it."""
     saved = on_all(step, lambda: _metadata(directory, step))
-    found, expected = saved.get("format", 1), description.FORMAT
-    if found != expected:
+    if (found := saved.get("format", 1)) != description.FORMAT:
         raise ValueError(
             f"the checkpoint is of format {found}, and this version of demo_optax reads format "
-            f"{expected}, which stores the state in another way. Restore it with the version that "
-            "saved it."
+            f"{description.FORMAT}, which stores the state in another way. Restore it with the "
+            "version that saved it."
         )
     return saved
 
@@ -220,11 +212,10 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
     step = None if step is None else step_number(step)
     steps = steps_in(folder)
     if not steps or (step is not None and step not in steps):
-        none = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        there = f"those of {steps}" if steps else "none at all"
+        wanted = "" if step is None else f" of step {step}"
         raise FileNotFoundError(
-            f"{directory} holds {none}, but {there}. Give the folder that Checkpointer saves "
-            "to, and leave out step to load the latest."
+            f"{directory} holds no checkpoint{wanted}; its steps are {steps}. Give the folder that "
+            "Checkpointer saves to, and leave out step to load the latest."
         )
 
     def read(step: int) -> Any:
@@ -249,7 +240,7 @@ def _metadata(directory: str, step: int) -> dict:
     saved: Any = orbax.checkpointables_metadata(folder).custom_metadata or {}
     is_older = saved and "seal" not in saved and saved.get("format") != description.FORMAT
     if not is_older and saved.get("seal") != seal(saved):
-        raise DamagedCheckpoint("its description must be the one that was saved, and is not")
+        raise DamagedCheckpoint("the folder must hold the description that was saved, and does not")
     return saved
 
 

@@ -128,13 +128,11 @@ class Checkpointer:
         The first process looks, and tells the others.
         """
 
-        def own_latest() -> int | None:
-            if self._pending is not None:
-                return self._pending
+        def newest() -> int | None:
             steps = set(reading.listed_steps(self._directory)) - self._damaged
-            return max(steps, default=None)
+            return max(steps, default=None) if self._pending is None else self._pending
 
-        return reading.on_first(f"list {self._directory}", own_latest)
+        return reading.on_first(f"list {self._directory}", newest)
 
     @shards.no_context_mesh()
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
@@ -172,23 +170,18 @@ class Checkpointer:
             meaning = description.describe(placement, opt_state)
             meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
             meaning["seal"] = seal(meaning)
-            reasons.append(self._begin(step, leaves, meaning))
+            stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
+            try:
+                self._orbax = self._orbax or self._writer()
+                self._orbax.save_checkpointables_async(
+                    step, stored, force=True, custom_metadata=meaning
+                )
+                self._last = self._pending = step
+            except Exception as error:
+                reasons.append(self._failed(step, error))
         if wait:
             reasons.append(self._finish())
         _raise(reasons)
-
-    def _begin(self, step: int, leaves: dict, meaning: dict) -> str:
-        """Starts to write in the background; returns why it cannot, or nothing."""
-        stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
-        try:
-            self._orbax = self._orbax or self._writer()
-            self._orbax.save_checkpointables_async(
-                step, stored, force=True, custom_metadata=meaning
-            )
-        except Exception as error:
-            return self._failed(step, error)
-        self._last = self._pending = step
-        return ""
 
     def _writer(self) -> orbax.training.Checkpointer:
         """Makes Orbax's writer, in a folder without damaged steps and remains of failed saves."""
