@@ -308,7 +308,7 @@ class Told:
 def test_a_second_process_takes_the_list_of_the_first(tmp_path, monkeypatch):
     (tmp_path / "1").mkdir()
     Told(monkeypatch, ([1, 2], None))
-    assert reading.steps_in(str(tmp_path)) == [1, 2]
+    assert reading.steps_in(str(tmp_path)) == ([1, 2], [1, 2])
 
 
 def test_a_second_process_raises_what_the_first_one_met(tmp_path, monkeypatch):

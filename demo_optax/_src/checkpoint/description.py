@@ -24,17 +24,16 @@ FORMAT = 10
 def describe(layout: StateLayout, opt_state) -> dict:
     """Describes a state of arrays or shapes. A restore compares what was saved with what it needs.
 
-    Returns:
-      ``format``, the number of ``workers``, and for each `DecoupledMomentumState`, by its path:
+    For each `DecoupledMomentumState`, by its path, it says:
 
-      * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of a
-        device's shard of its parameter; the shards along each dimension; and in ``cuts`` the axes
-        inside a worker that divide it, empty if the exchange has no state;
-      * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
-        worker along which every device has its own;
-      * ``pending``: the compression of a message under way, None without a delay.
+    * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of a
+      device's shard of its parameter; the shards along each dimension; and in ``cuts`` the axes
+      inside a worker that divide it, empty if the exchange has no state;
+    * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
+      worker along which every device has its own;
+    * ``pending``: the compression of a message under way, None without a delay.
 
-      Axes are numbered in the order of the mesh.
+    Axes are numbered in the order of the mesh.
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
@@ -149,13 +148,8 @@ def from_paths(leaves: dict, like):
     return jax.tree.map_with_path(restore, like)
 
 
-def with_shardings(tree, shardings):
-    """Returns the shapes and dtypes of a tree, with these shardings."""
-
-    def shape(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(shape, tree, shardings)
+def with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:

@@ -56,9 +56,11 @@ def step_number(step) -> int:
     return operator.index(step)
 
 
-def steps_in(directory: str) -> list[int]:
-    """Returns the steps of the checkpoints in a folder, as the first process lists them."""
-    return on_first(f"list {directory}", lambda: listed_steps(directory))
+def steps_in(directory: str, step: int | None = None) -> tuple[list[int], list[int]]:
+    """Returns the steps in a folder, as the first process lists them, and those that are wanted."""
+    wanted = None if step is None else step_number(step)
+    steps = on_first(f"list {directory}", lambda: listed_steps(directory))
+    return steps, [number for number in steps if wanted in (None, number)]
 
 
 def listed_steps(directory: str) -> list[int]:
@@ -74,7 +76,6 @@ def on_first(what: str, fn: Callable[[], T]) -> T:
     """Returns on all processes what a function returns on the first; all raise where it fails.
 
     A disk that hosts share may show each of them another list of files, since they cache it.
-    ``what`` says in a message what the function does.
     """
     try:
         return by_lead(fn)
@@ -86,10 +87,7 @@ def on_first(what: str, fn: Callable[[], T]) -> T:
 
 
 def on_all(step: int, fn: Callable[[], T]) -> T:
-    """Returns what a function returns on this process, if it succeeds on every process.
-
-    Otherwise all of them raise a DamagedCheckpoint, or an OSError if a machine is to blame.
-    """
+    """Returns what a function returns on this process; all raise where it fails on any."""
     result: Any = None
     reason, failure = "", 2
     try:
@@ -209,13 +207,12 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
       Array(16., dtype=float32)
     """
     folder = absolute(directory)
-    step = None if step is None else step_number(step)
-    steps = steps_in(folder)
-    if not steps or (step is not None and step not in steps):
-        wanted = "" if step is None else f" of step {step}"
+    steps, wanted_steps = steps_in(folder, step)
+    if not wanted_steps:
+        one = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise FileNotFoundError(
-            f"{directory} holds no checkpoint{wanted}; its steps are {steps}. Give the folder that "
-            "Checkpointer saves to, and leave out step to load the latest."
+            f"{directory} holds no {one}; its steps are {steps}. Give the folder that Checkpointer "
+            "saves to, and leave out step to load the latest."
         )
 
     def read(step: int) -> Any:
@@ -224,12 +221,12 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
             return load(folder, step, saved, params={})["params"]
         here = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or here, params)
-        wanted = description.with_shardings(params, shardings)
+        wanted = jax.tree.map(description.with_sharding, params, shardings)
         leaves = description.by_path(wanted)
         description.require_same("parameters", leaves, saved["params"])
         return description.from_paths(load(folder, step, saved, params=leaves)["params"], wanted)
 
-    return newest_intact(folder, steps if step is None else [step], read)[0]
+    return newest_intact(folder, wanted_steps, read)[0]
 
 
 def _metadata(directory: str, step: int) -> dict:
@@ -266,7 +263,7 @@ def _verify(loaded: dict[str, dict], saved: dict[str, dict]) -> None:
                     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error, and what it was raised from."""
     while error is not None:
         yield error
@@ -275,7 +272,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def in_a_line(error: BaseException) -> str:
     """Returns the first cause of an error, without Orbax's source locations."""
-    *_, first = _causes(error)
+    *_, first = causes_of(error)
     lines = [line.strip() for line in str(first).splitlines() if line.strip()]
     text = (lines[0] if lines else type(first).__name__).split(_SOURCES)[0]
     return text if len(text) <= 240 else f"{text[:80]} ... {text[-150:]}"
@@ -287,10 +284,5 @@ def is_of_machine(error: BaseException) -> bool:
         isinstance(cause, MemoryError)
         or any(state in str(cause) for state in _MACHINE_STATES)
         or errno.errorcode.get(getattr(cause, "errno", None) or 0) in _MACHINE_ERRORS
-        for cause in _causes(error)
+        for cause in causes_of(error)
     )
-
-
-def is_of_files(error: BaseException) -> bool:
-    """Tells whether the file system refused something; TensorStore says so in its text alone."""
-    return any(isinstance(e, OSError) or "os_error_code" in str(e) for e in _causes(error))

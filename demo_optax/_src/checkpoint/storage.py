@@ -18,7 +18,7 @@ from demo_optax._src.axes import AxisName
 from demo_optax._src.checkpoint import description, reading
 from demo_optax._src.checkpoint.digests import digests, seal
 from demo_optax._src.checkpoint.elastic import convert
-from demo_optax._src.checkpoint.reading import epath, orbax
+from demo_optax._src.checkpoint.reading import causes_of, epath, orbax
 from demo_optax._src.parallel import layout, shards, worker_axis
 
 
@@ -213,7 +213,8 @@ class Checkpointer:
             if writer is not None:
                 writer.close()
         reason, advice = reading.in_a_line(error), ""
-        if reading.is_of_files(error):
+        # TensorStore says in its text alone that the file system refused something.
+        if any(isinstance(x, OSError) or "os_error_code" in str(x) for x in causes_of(error)):
             advice = " Make room there, or let this process write there."
         return (
             f"step {step} could not be saved in {self._directory}: {reason}.{advice} The run can "
@@ -243,19 +244,16 @@ class Checkpointer:
             ``<step>.damaged``.
         """
         _raise([self._finish()])
-        step = None if step is None else reading.step_number(step)
-        steps = reading.steps_in(self._directory)
+        steps, wanted = reading.steps_in(self._directory, step)
         if not steps:
             return None
-        if step is not None and step not in steps:
+        if not wanted:
             raise ValueError(
                 f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
                 "step to restore the latest."
             )
         checkpoint, damaged = reading.newest_intact(
-            self._directory,
-            steps if step is None else [step],
-            lambda step: self._read(step, params, extra),
+            self._directory, wanted, lambda step: self._read(step, params, extra)
         )
         self._damaged |= set(damaged)
         if damaged:
@@ -270,8 +268,10 @@ class Checkpointer:
         placement = layout.find_layout(self._tx, params, *self._where)
         state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
         meaning = description.describe(placement, state)
-        params = description.with_shardings(params, shards.shardings(mesh, placement.params))
-        state = description.with_shardings(state, shards.shardings(mesh, placement.state))
+        params, state = (
+            jax.tree.map(description.with_sharding, tree, shards.shardings(mesh, specs))
+            for tree, specs in ((params, placement.params), (state, placement.state))
+        )
 
         wanted = description.leaves_by_path(step, params, state, extra)
         held = saved["leaves"]
