@@ -157,7 +157,7 @@ def import_checkpoint():
 def convert_a_leaf_of_another_shape():
     target = jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(two(), P()))
     described = {"states": {}, "workers": 2}
-    elastic.convert({"[0]": np.ones(3)}, described, {"[0]": target}, described, "data")
+    elastic.convert({"['x']": np.ones(3)}, described, {"x": target}, described, "data")
 
 
 def restore_a_float_as_an_integer():

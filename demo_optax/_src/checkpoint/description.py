@@ -73,22 +73,8 @@ def names_kept(described: dict) -> set[str]:
     return {leaf["name"] for leaf in kept if 0 not in leaf["shape"]}
 
 
-def leaves_by_path(step: int, params, opt_state, extra) -> dict[str, dict]:
-    """Returns the leaves of each part of a checkpoint by their paths; ``extra`` is on the host."""
-    extra = {"step": step, "tree": extra}  # Orbax warns of a tree without arrays
-    return {
-        "params": by_path(params, "params"),
-        "opt_state": by_path(opt_state, "opt_state"),
-        "extra": jax.device_get(by_path(extra, "extra")),
-    }
-
-
 def by_path(tree, part: str = "params") -> dict:
-    """Returns the leaves of a tree by their paths as Orbax can save them, but no empty arrays.
-
-    Raises:
-      TypeError: a leaf is neither an array nor a number nor text.
-    """
+    """Returns the leaves of a tree by their paths as Orbax can save them, but no empty arrays."""
     leaves = {}
     for path, x in jax.tree.leaves_with_path(tree):
         name, stored = _storable(path, x)
@@ -152,14 +138,15 @@ def with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
-    """Refuses a checkpoint whose digests are not of the expected leaves, with their shapes."""
-    expected = {name: np.shape(x) for name, x in wanted.items()}
-    held = {name: tuple(digest["shape"]) for name, digest in saved.items()}
-    expected, held = (
-        {f"{name} of shape {shape}" if shapes else name for name, shape in leaves.items()}
-        for leaves in (expected, held)
-    )
+def require_same(what: str, tree, saved: dict, but=(), shapes: bool = True) -> None:
+    """Refuses digests of other leaves than those of a tree, ``but`` for some, or other shapes."""
+
+    def listed(name: str, shape) -> str:
+        return f"{name} of shape {tuple(shape)}" if shapes else name
+
+    leaves = by_path(tree, what)
+    expected = {listed(name, np.shape(x)) for name, x in leaves.items() if name not in but}
+    held = {listed(name, x["shape"]) for name, x in saved.items() if name not in but}
     if expected != held:
         raise ValueError(
             f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "

@@ -10,7 +10,7 @@ import numpy as np
 from demo_optax._src import axes
 from demo_optax._src.arrays import widest
 from demo_optax._src.axes import AxisName
-from demo_optax._src.checkpoint.description import names_kept
+from demo_optax._src.checkpoint.description import by_path, from_paths, names_kept
 from demo_optax._src.compression import Compression, make_plan
 from demo_optax._src.compression.settings import MomentumFormat
 from demo_optax._src.compression.transforms import is_redrawn
@@ -21,12 +21,13 @@ from demo_optax._src.specs import axes_of
 _UNDER_WAY = ".packets", ".factor", ".positions", ".values"
 
 
-def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name: AxisName) -> dict:
-    """Makes the arrays that a mesh needs from a state that other workers or settings left.
+def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisName):
+    """Makes the state that a mesh needs from one that other workers or settings left.
 
-    ``state`` has NumPy arrays by their paths, of the description ``saved``. ``wanted`` has shapes,
-    dtypes and shardings, of ``description``.
+    ``state`` has NumPy arrays by their paths, of the description ``saved``. ``like`` is a tree of
+    shapes, dtypes and shardings, of ``description``.
     """
+    wanted = by_path(like)
     state = state | put_back_pending(state, saved)
     state |= divide_residuals(state, saved, wanted, description)
     before, now = (
@@ -50,7 +51,7 @@ def convert(state: dict, saved: dict, wanted: dict, description: dict, axis_name
             )
         x = x.astype(target.dtype)
         result[name] = jax.make_array_from_callback(x.shape, target.sharding, x.__getitem__)
-    return result
+    return from_paths(result, like)
 
 
 def put_back_pending(state: dict, saved: dict) -> dict:

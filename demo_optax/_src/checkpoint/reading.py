@@ -162,22 +162,26 @@ def description_of(directory: str, step: int) -> dict:
     return saved
 
 
-def load(directory: str, step: int, saved: dict[str, dict], **wanted: dict) -> dict:
-    """Returns some parts of a step, verified by their digests, in the dtypes that were saved.
+def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any]) -> dict:
+    """Returns some parts of a step, verified by their digests, as trees like the given ones.
 
-    ``saved`` has the digests of each part's leaves by their paths, and ``wanted`` arrays or shapes
-    whose shardings they get. Leaves that are not wanted there go into the host's memory.
+    Where these have shapes with shardings, the leaves go to devices, otherwise into the host's
+    memory. A tree None gives NumPy arrays by their paths.
     """
-    targets: dict[str, dict] = {part: {} for part in wanted}
-    for part, placed in wanted.items():
+    targets: dict[str, dict] = {part: {} for part in trees}
+    for part, tree in trees.items():
+        shape_at = {} if tree is None else description.by_path(tree, part)
         for name, digest in saved[part].items():
-            sharding = getattr(placed.get(name), "sharding", None)
+            x = shape_at.get(name)
+            sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
             targets[part][name] = template(digest, sharding)
     stored = {part: x for part, x in targets.items() if x}  # Orbax stores no empty parts
     loaded = targets | on_all(step, lambda: _load(directory, step, stored))
-
     on_all(step, lambda: _verify(loaded, saved))
-    return loaded
+    return {
+        part: leaves if trees[part] is None else description.from_paths(leaves, trees[part])
+        for part, leaves in loaded.items()
+    }
 
 
 @no_context_mesh()
@@ -215,16 +219,17 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
             "saves to, and leave out step to load the latest."
         )
 
+    here = SingleDeviceSharding(jax.local_devices()[0])
+
+    def shape(x):
+        return description.with_sharding(x, getattr(x, "sharding", None) or here)
+
     def read(step: int) -> Any:
         saved = description_of(folder, step)["leaves"]
-        if params is None:
-            return load(folder, step, saved, params={})["params"]
-        here = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or here, params)
-        wanted = jax.tree.map(description.with_sharding, params, shardings)
-        leaves = description.by_path(wanted)
-        description.require_same("parameters", leaves, saved["params"])
-        return description.from_paths(load(folder, step, saved, params=leaves)["params"], wanted)
+        if params is not None:
+            description.require_same("parameters", params, saved["params"])
+        wanted = None if params is None else jax.tree.map(shape, params)
+        return load(folder, step, saved, {"params": wanted})["params"]
 
     return newest_intact(folder, wanted_steps, read)[0]
 

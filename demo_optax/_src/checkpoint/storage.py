@@ -157,7 +157,14 @@ class Checkpointer:
         """
         step, reasons = reading.step_number(step), []
         if self._last != step:
-            leaves = description.leaves_by_path(step, params, opt_state, extra)
+            # Orbax warns of a tree without arrays, so that the step is stored with ``extra``.
+            leaves = {
+                "params": description.by_path(params, "params"),
+                "opt_state": description.by_path(opt_state, "opt_state"),
+                "extra": jax.device_get(
+                    description.by_path({"step": step, "tree": extra}, "extra")
+                ),
+            }
             reasons.append(self._finish())
             latest = self.latest
             if latest is not None and latest >= step:
@@ -273,30 +280,19 @@ class Checkpointer:
             for tree, specs in ((params, placement.params), (state, placement.state))
         )
 
-        wanted = description.leaves_by_path(step, params, state, extra)
-        held = saved["leaves"]
+        held, trees = saved["leaves"], {"params": params, "extra": {"step": step, "tree": extra}}
         exact = all(saved[key] == value for key, value in meaning.items())
         kept = set() if exact else description.names_kept(saved) | description.names_kept(meaning)
-        needed, there = (
-            {name: x for name, x in leaves["opt_state"].items() if name not in kept}
-            for leaves in (wanted, held)
-        )
-        description.require_same("parameters", wanted["params"], held["params"])
-        description.require_same("extra", wanted["extra"], held["extra"])
-        description.require_same("optimizer state", needed, there, shapes=exact)
+        description.require_same("parameters", params, held["params"])
+        description.require_same("extra", trees["extra"], held["extra"])
+        description.require_same("optimizer state", state, held["opt_state"], kept, exact)
 
-        # What is to be converted is loaded to the host's memory.
-        placed = wanted if exact else wanted | {"opt_state": {}}
-        loaded = reading.load(self._directory, step, held, **placed)
-        leaves = loaded["opt_state"]
+        trees["opt_state"] = state if exact else None  # to be converted in the host's memory
+        found = reading.load(self._directory, step, held, trees)
+        opt_state = found["opt_state"]
         if not exact:
-            leaves = convert(leaves, saved, wanted["opt_state"], meaning, axis_name)
-        return Checkpoint(
-            step,
-            description.from_paths(loaded["params"], params),
-            description.from_paths(leaves, state),
-            description.from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
-        )
+            opt_state = convert(opt_state, saved, state, meaning, axis_name)
+        return Checkpoint(step, found["params"], opt_state, found["extra"]["tree"])
 
 
 def _raise(reasons: list[str]) -> None:
