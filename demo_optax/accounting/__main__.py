@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 import sys
+from functools import partial
 
 import jax
 
@@ -30,20 +31,16 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     """Shows the example as it was written, and every default."""
 
 
-def quantity(kind: str):
-    """Makes a parser of numbers with a unit, such as ``1Gbit`` or ``50ms``."""
+def quantity(kind: str, text: str) -> float:
+    """Parses a number with a unit, such as ``1Gbit`` or ``50ms``."""
     units = UNITS[kind]
-
-    def parse(text: str) -> float:
-        match = re.fullmatch(rf"([0-9.]+(?:e[0-9]+)?) ?({'|'.join(units)})(?:/s)?", text)
-        if not match:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no {kind}: give a number and one of {', '.join(units)}, as in "
-                f"50{list(units)[1]}"
-            )
-        return float(match[1]) * units[match[2]]
-
-    return parse
+    match = re.fullmatch(rf"([0-9.]+(?:e[0-9]+)?) ?({'|'.join(units)})(?:/s)?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no {kind}: give a number and one of {', '.join(units)}, as in "
+            f"50{list(units)[1]}"
+        )
+    return float(match[1]) * units[match[2]]
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -55,7 +52,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     def add(name: str, default, meaning: str, **options) -> None:
         parser.add_argument(f"--{name}", default=default, help=meaning, **options)
 
-    bandwidth, time = map(quantity, UNITS)
+    bandwidth, time = (partial(quantity, kind) for kind in UNITS)
     rates, times = (", ".join(units) for units in UNITS.values())
     add("topk", 32, "coefficients that are sent of each block", type=int)
     add("value-coding", "float32", "coding of the values in a packet", choices=VALUE_CODINGS)

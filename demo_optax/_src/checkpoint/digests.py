@@ -6,6 +6,7 @@ those of its shard, so that the sum is the same on any mesh.
 
 import hashlib
 import json
+import math
 from functools import partial
 
 import jax
@@ -23,7 +24,7 @@ def digests(leaves: dict) -> dict[str, dict]:
 
     All processes read arrays together; each reads NumPy arrays and strings for itself.
     """
-    parts = [_sums(x) for x in leaves.values()]
+    parts = [_sums(x, number) for number, x in enumerate(leaves.values())]
     local = np.array([sum(map(int, each)) % 2**32 for each in parts], np.uint32)
     everywhere = multihost_utils.process_allgather(local).reshape(jax.process_count(), len(leaves))
     of_host = np.array([not isinstance(x, jax.Array) for x in leaves.values()])
@@ -51,18 +52,24 @@ def seal(description: dict) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _sums(x) -> list[jax.Array]:
-    """Returns the sums of a leaf's shards on this process's devices, or of a host's pieces."""
+def _sums(x, number: int) -> list[jax.Array]:
+    """Returns the sums of a leaf's shards on this process's devices, or of a host's pieces.
+
+    Where several devices hold the same shard, one of them computes it, another one for each leaf,
+    so that each process checks a part of what it read.
+    """
     if not isinstance(x, jax.Array):
         words = _words(x)
         starts = range(0, len(words), _PIECE)
         return [_sum_of_hashes(words[i : i + _PIECE], np.uint32(i % 2**32), (1,)) for i in starts]
+    shard_size = math.prod(x.sharding.shard_shape(x.shape))
+    copies = x.sharding.num_devices * shard_size // max(x.size, 1) or 1
     whole = jax.eval_shape(to_words, jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
     strides = contiguous_strides(whole)
     along = strides[1:] if jnp.issubdtype(x.dtype, jnp.complexfloating) else strides
     sums = []
     for shard in x.addressable_shards:
-        if shard.replica_id == 0:
+        if shard.replica_id == number % copies:
             starts = (part.start or 0 for part in shard.index)
             first = sum(start * stride for start, stride in zip(starts, along, strict=False))
             sums.append(_sum_of_hashes(shard.data, np.uint32(first % 2**32), strides))

@@ -66,9 +66,7 @@ def steps_in(directory: str, step: int | None = None) -> tuple[list[int], list[i
 def listed_steps(directory: str) -> list[int]:
     """Returns the steps that this process lists in a folder; ignores everything else there."""
     folder = epath.Path(directory)
-    if not folder.is_dir():
-        return []
-    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
 
 
