@@ -158,13 +158,13 @@ class Checkpointer:
         step, reasons = reading.step_number(step), []
         if self._last != step:
             # Orbax warns of a tree without arrays, so that the step is stored with ``extra``.
-            leaves = {
-                "params": description.by_path(params, "params"),
-                "opt_state": description.by_path(opt_state, "opt_state"),
-                "extra": jax.device_get(
-                    description.by_path({"step": step, "tree": extra}, "extra")
-                ),
+            trees = {
+                "params": params,
+                "opt_state": opt_state,
+                "extra": {"step": step, "tree": extra},
             }
+            leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
+            leaves["extra"] = jax.device_get(leaves["extra"])
             reasons.append(self._finish())
             latest = self.latest
             if latest is not None and latest >= step:
@@ -279,10 +279,9 @@ class Checkpointer:
             jax.tree.map(description.with_sharding, tree, shards.shardings(mesh, specs))
             for tree, specs in ((params, placement.params), (state, placement.state))
         )
-
         held, trees = saved["leaves"], {"params": params, "extra": {"step": step, "tree": extra}}
         exact = all(saved[key] == value for key, value in meaning.items())
-        kept = set() if exact else description.names_kept(saved) | description.names_kept(meaning)
+        kept = description.names_kept(saved) | description.names_kept(meaning)
         description.require_same("parameters", params, held["params"])
         description.require_same("extra", trees["extra"], held["extra"])
         description.require_same("optimizer state", state, held["opt_state"], kept, exact)
