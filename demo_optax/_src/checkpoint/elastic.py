@@ -67,10 +67,9 @@ def put_back_pending(state: dict, saved: dict) -> dict:
         sizes = dict(kept[".packets"]["axes"])
         for worker, *device in np.ndindex(len(factors), *sizes.values()):
             place = dict(zip(sizes, device, strict=True))
-            message = [
-                _of_device(state, kept[key], worker, place) for key in (".positions", ".values")
-            ]
-            added = _added(plan, *message, step, factors[worker])
+            positions = _of_device(state, kept[".positions"], worker, place)
+            values = _of_device(state, kept[".values"], worker, place)
+            added = _added(plan, positions, values, step, factors[worker])
             for leaf, x in zip(momenta, added, strict=True):
                 name, shard = leaf["name"], [worker]
                 for cut, size in zip(leaf["cuts"], x.shape, strict=False):
@@ -114,7 +113,8 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
             if key in _UNDER_WAY or not (x := np.asarray(state[leaf["name"]])).any():
                 continue
             # A delayed residual is in the basis of the step before.
-            redrawn = any(is_redrawn(x["coordinates"]["transform"]) for x in before["momenta"])
+            transforms = [leaf["coordinates"]["transform"] for leaf in before["momenta"]]
+            redrawn = any(map(is_redrawn, transforms))
             if target is None:
                 has, remedy = "an exchange without owners", "exchange=TwoPhase(...)"
             elif before["momenta"] != now["momenta"] or leaf["axes"] != target["axes"]:
@@ -146,7 +146,7 @@ def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarra
 
 
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
-    """Entries ``(workers, ...)`` for a different number of workers; their mean stays the same.
+    """Redistributes entries ``(workers, ...)`` among other workers; their mean stays the same.
 
     Where the old number is a multiple of the new, neighbours are merged to their mean. Where the
     new is a multiple of the old, entries are copied. Otherwise all workers get the mean of all. Of
