@@ -1,4 +1,4 @@
-"""DeMo, decoupled momentum, as an optax gradient transformation for JAX."""
+"""Provides DeMo (decoupled momentum) as an optax gradient transformation for JAX."""
 
 from importlib.metadata import version
 
@@ -6,7 +6,7 @@ from demo_optax._src.axes import AxisName as AxisName
 from demo_optax._src.compression import Compression as Compression
 from demo_optax._src.decoupled import LookAheadState as LookAheadState
 from demo_optax._src.decoupled import decoupled as decoupled
-from demo_optax._src.decoupled_momentum import decoupled_momentum as decoupled_momentum
+from demo_optax._src.decoupled import decoupled_momentum as decoupled_momentum
 from demo_optax._src.exchange import AllGather as AllGather
 from demo_optax._src.exchange import Delayed as Delayed
 from demo_optax._src.exchange import Exchange as Exchange
@@ -25,6 +25,7 @@ from demo_optax._src.optimizers import demo_muon as demo_muon
 from demo_optax._src.optimizers import demo_scaled as demo_scaled
 from demo_optax._src.optimizers import demo_sgd as demo_sgd
 from demo_optax._src.optimizers import demo_signum as demo_signum
+from demo_optax._src.optimizers import scale_by_signed_root as scale_by_signed_root
 from demo_optax._src.parallel import Drift as Drift
 from demo_optax._src.parallel import TrainMetrics as TrainMetrics
 from demo_optax._src.parallel import WorkerGradients as WorkerGradients
@@ -41,7 +42,6 @@ from demo_optax._src.parallel import worker_gradients as worker_gradients
 from demo_optax._src.rounds import LocalStepsState as LocalStepsState
 from demo_optax._src.rounds import local_parameters as local_parameters
 from demo_optax._src.rounds import local_steps as local_steps
-from demo_optax._src.signed_root import scale_by_signed_root as scale_by_signed_root
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
 from demo_optax.accounting import reference_bytes as reference_bytes

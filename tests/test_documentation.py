@@ -172,3 +172,12 @@ def test_a_notebook_is_its_script_with_results(script):
     assert not any(output.output_type == "error" for output in outputs)
     assert str(ROOT) not in str(outputs)
     assert not re.search(r"/(tmp|home|root|Users)/|\\x1b", str(outputs))
+
+
+def test_contributing_names_every_module():
+    page = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
+    source = ROOT / "demo_optax" / "_src"
+    modules = [x.relative_to(source).as_posix() for x in source.rglob("*.py")]
+    named = [name for name in modules if not name.endswith("__init__.py")]
+    assert len(named) > 40
+    assert [name for name in named if f"`{name}`" not in page] == []

@@ -283,7 +283,7 @@ def test_train_step_refuses_an_optimizer_that_does_not_exchange():
 def test_state_of_another_number_of_workers(made_for, used_on, placed):
     params, state = workers.initial(DEMO, workers.mesh_of(made_for))
     step = workers.step_of(DEMO, workers.mesh_of(used_on))
-    with pytest.raises(ValueError, match="another number of workers"):
+    with pytest.raises(ValueError, match="the number of workers changed"):
         step(params, state if placed else jax.device_get(state), model.batch(0))
 
 
@@ -298,7 +298,7 @@ def test_stacked_state_used_without_taking_the_worker_axis_off():
     params, state = jax.device_get(workers.initial(DEMO, workers.mesh_of(8)))
     run = workers.spread(DEMO.update, (P("data"), P(), P()), (P(), P()), 8, "vmap")
     gradients = jax.tree.map(lambda x: np.ones((8, *x.shape), np.float32), params)
-    with pytest.raises(ValueError, match=r"axis of 8 workers.*stack_workers"):
+    with pytest.raises(ValueError, match=r"\(8, .*axis of workers in front.*stack_workers"):
         run(gradients, state, params)
 
 
@@ -306,21 +306,21 @@ def test_gradient_of_another_tree():
     params = model.init()
     state = ALONE.init(params)
     for other in ({"hidden": params["hidden"]}, list(params.values())):
-        with pytest.raises(ValueError, match="tree is not the one that the state was made for"):
+        with pytest.raises(ValueError, match="made for other parameters or settings"):
             ALONE.update(other, state, other)
 
 
 def test_gradient_of_another_shape():
     state = ALONE.init({"w": jnp.ones((16, 8))})
     other = {"w": jnp.ones((24, 8))}
-    with pytest.raises(ValueError, match=r"gradient\['w'\] of shape \(24, 8\).*anew"):
+    with pytest.raises(ValueError, match=r"\['w'\] has shape \(2, 1, 64\), but \(3, 1, 64\).*anew"):
         ALONE.update(other, state, other)
 
 
 def test_compression_that_does_not_match_the_state():
     params = {"w": jnp.ones((16, 16))}
     changed = demo_optax.demo(1e-3, demo_optax.Compression(4, 16))
-    with pytest.raises(ValueError, match="go back to the old settings"):
+    with pytest.raises(ValueError, match="Make the state anew"):
         changed.update(params, ALONE.init(params), params)
 
 
@@ -330,7 +330,7 @@ def test_batch_that_cannot_be_divided():
     step = demo_optax.make_train_step(model.loss, DEMO, mesh)
     with pytest.raises(ValueError, match=r"batch\['x'\] has shape \(12, 12\).*8 devices"):
         step(params, state, model.batch(0, rows=12))
-    with pytest.raises(ValueError, match=r"batch of shape \(\).*8 devices"):
+    with pytest.raises(ValueError, match=r"batch has shape \(\).*8 devices"):
         step(params, state, np.float32(1))
     cut = demo_optax.make_train_step(model.loss, DEMO, mesh, microbatches=3)
     with pytest.raises(ValueError, match=r"2 rows.*3 equal microbatches.*divide it x microbatches"):

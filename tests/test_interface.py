@@ -13,6 +13,7 @@ from flax import nnx
 
 import demo_optax
 from demo_optax import checkpoint
+from demo_optax._src.parallel import layout
 from tests import model, workers
 from tests.sweeps import sweep
 
@@ -57,7 +58,7 @@ def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
     def refused(tx):
         with pytest.raises((TypeError, ValueError)) as error:
             demo_optax.init_opt_state(tx, model.init(), MESH)
-        return str(error.value)
+        return "".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
     assert "microbatches" in refused(optax.MultiSteps(DEMO, 2))
     assert "microbatches" in refused(optax.apply_if_finite(DEMO, 3))
@@ -148,13 +149,19 @@ def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards_and_are_reported
         demo_optax.check_metrics(metrics)
 
 
-def test_optimizers_are_forgotten():
-    tx = demo_optax.demo(5e-3, SMALL, axis_name="data")
-    demo_optax.init_opt_state(tx, model.init(), MESH)
-    alive = weakref.ref(tx.update)
-    del tx
+def test_all_but_the_last_optimizers_are_forgotten(monkeypatch):
+    few = functools.lru_cache(2)(layout._trace_layout.__wrapped__)
+    monkeypatch.setattr(layout, "_trace_layout", few)
+
+    def make():
+        tx = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
+        demo_optax.init_opt_state(tx, {"w": jnp.ones(3)}, MESH)
+        return weakref.ref(tx.update)
+
+    alive = [make() for _ in range(4)]
     gc.collect()
-    assert alive() is None
+    assert [ref() is not None for ref in alive] == [False, False, True, True]
+    assert layout.KEPT < 20
 
 
 def test_a_module_of_flax_is_a_tree_of_parameters():

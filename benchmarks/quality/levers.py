@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import optax
 
 import demo_optax
-from demo_optax._src.compression import Compression, Plan, make_plan
-from demo_optax._src.momentum import DecoupledMomentumState
-from demo_optax._src.rounds import LocalStepsState
+from demo_optax import Compression, DecoupledMomentumState, LocalStepsState
+from demo_optax._src.compression import Plan, make_plan
 from lm import recipes
 from lm.recipes import Settings, muon_with
 

@@ -1,1 +1,1 @@
-"""The implementation; the modules beside this folder export its public names."""
+"""Holds the implementation; the modules beside this folder export its public names."""

@@ -1,7 +1,7 @@
-"""Types of arrays, dtypes to compute and store them in, Flax's boxes around them.
+"""Defines array types, the dtypes to compute and store in, and the handling of Flax's boxes.
 
-A dimension whose name begins with ``_`` may have a different length in each array of a list. The
-tests check all annotations with beartype.
+A dimension whose name begins with ``_`` may differ in length between the arrays of a list. The
+tests check every annotation with beartype.
 """
 
 from collections.abc import Iterable
@@ -27,34 +27,33 @@ Tensor = Float[Array, "..."]
 
 
 def energy(arrays: Iterable[Tensor]) -> FloatScalar:
-    """Sum of squares over all arrays; finite only where every element is."""
+    """Returns the sum of squares over all arrays, which is finite only if every element is."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
 def clamp_to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """``x`` as float32, at most float32's largest number."""
+    """Returns ``x`` in float32, capped at the largest float32 number."""
     return jnp.minimum(x, jnp.finfo(jnp.float32).max).astype(jnp.float32)
 
 
 def in_dtype_of(x: Array, reference: Array) -> Array:
-    """``x`` in the dtype of another array."""
     return x if x.dtype == reference.dtype else x.astype(reference.dtype)
 
 
 def widest(*dtypes: DTypeLike) -> np.dtype:
-    """The widest of some floating dtypes, float32 at least."""
+    """Returns the widest of some floating dtypes and float32."""
     candidates = [jnp.dtype(dtype) for dtype in (jnp.float32, *dtypes)]
     return max(candidates, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def upcast(x: Tensor) -> Tensor:
-    """``x`` in the dtype to compute in: float32 at least."""
+    """Returns ``x`` in the dtype for computations, which is at least float32."""
     return x.astype(widest(x.dtype))
 
 
 def reusable(x: Array) -> Array:
-    """The same array; ``jax_debug_key_reuse`` allows its random keys to be used once more."""
+    """Clones random keys, so that ``jax_debug_key_reuse`` allows them to be used once more."""
     return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
@@ -62,9 +61,9 @@ def reusable(x: Array) -> Array:
 def round_stochastically(
     x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray
 ) -> Float[Array, "*shape"]:
-    """Rounds ``x`` to a narrower dtype, up or down at random, so that the mean is ``x``.
+    """Rounds ``x`` up or down to a narrower dtype at random, so that its expected value is ``x``.
 
-    Rounding to the nearest would swallow every change of less than half a step.
+    Rounding to nearest would lose every change that is smaller than half a step.
     """
     if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
         return x.astype(dtype)
@@ -78,10 +77,10 @@ def round_stochastically(
 
 
 def unboxed(tree):
-    """The tree with each of Flax's boxes replaced by the array that it holds.
+    """Replaces each of Flax's boxes in a tree by the array that it holds.
 
-    ``nn.Partitioned`` and ``nnx.Variable`` carry how a parameter is partitioned. A momentum has
-    a different shape and must not inherit that.
+    ``nn.Partitioned`` and ``nnx.Variable`` record how a parameter is partitioned, which a momentum
+    must not inherit because it has a different shape.
     """
 
     def content(x):
@@ -92,17 +91,15 @@ def unboxed(tree):
 
 
 def is_key(x) -> bool:
-    """Whether this is an array of random keys, or the shape of one."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def key_impl(keys) -> str:
-    """The name of the generator that random keys, or their shape, belong to."""
     return str(jax.random.key_impl(jnp.empty((), keys.dtype)))
 
 
 def unwrap_keys(x) -> Any:
-    """The numbers of random keys, of an array or its shape; anything else stays as it is."""
+    """Returns the data of random keys, or of their shape, and anything else as it is."""
     if not is_key(x):
         return x
     if isinstance(x, jax.Array):
@@ -112,20 +109,16 @@ def unwrap_keys(x) -> Any:
 
 
 def wrap_keys(x, like) -> Any:
-    """The inverse of `unwrap_keys`, where ``like`` has random keys."""
     return jax.random.wrap_key_data(x, impl=key_impl(like)) if is_key(like) else x
 
 
 def boxed_inside(
     tx: optax.GradientTransformation, boxes: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """``tx`` for trees without boxes, which itself sees all trees in Flax's boxes.
+    """Wraps ``tx`` for callers with unboxed trees, while ``tx`` itself sees Flax's boxes.
 
-    Masks and labels inside ``tx`` may be trees made from parameters in boxes.
-
-    Args:
-      tx: any optax transformation.
-      boxes: a tree like the parameters, in their boxes.
+    Masks and labels inside ``tx`` may then be trees that were made from boxed parameters. ``boxes``
+    is a tree like the parameters, in their boxes.
     """
     tx = optax.with_extra_args_support(tx)
     if jax.tree.structure(unboxed(boxes)) == jax.tree.structure(boxes):

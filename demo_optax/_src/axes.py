@@ -1,46 +1,48 @@
-"""What JAX's types say about a named axis: which values differ between workers.
+"""Reads from JAX's types how values vary over named axes, and handles the specs of these axes.
 
-Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes it varies
-over. Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes (VMA)
-information.
+Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes over which it varies.
+Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes (VMA) information.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.extend import core
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
-from demo_optax._src.arrays import reusable
+from demo_optax._src.arrays import reusable, unboxed
 
 AxisName = str | tuple[str, ...] | None
 
-TRACING_ARGUMENTS = {"value": np.float32(0)}
-"""Extra arguments of a traced update; ``optax.contrib.reduce_on_plateau`` requires ``value``."""
+PARAM_SPECS = "param_specs"
+"""This extra argument of an update holds the specs of the parameters whose shards it sees."""
 
-_CONTROL_FLOW = ("cond", "scan", "while")
+TRACING_ARGUMENTS = {"value": np.float32(0)}
+"""Updates are traced with these, since ``optax.contrib.reduce_on_plateau`` needs ``value``."""
 
 _SENDS_NOTHING = (
     "axis_index", "precv", "preduced", "pvary", "reduced_vary_cast", "vary_unreduced_cast",
 )  # fmt: skip
-"""Primitives of JAX that name an axis but are no collectives: casts of types, and a receipt."""
+"""These primitives of JAX name an axis but send nothing: they cast types or receive."""
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
-    """The axis names as a tuple: ``()`` for None, ``(name,)`` for a single name."""
-    if axis_name is None:
-        return ()
+    """Returns the axis names as a tuple, which is empty for None."""
     if isinstance(axis_name, list):
         raise TypeError(
             f"axis_name is the list {axis_name}: several axes are named by a tuple, "
             f"axis_name={tuple(axis_name)}."
         )
+    if axis_name is None:
+        return ()
     all_names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if wrong := [name for name in all_names if not isinstance(name, str)]:
         raise TypeError(
@@ -51,103 +53,46 @@ def names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def manual_names(axis_name: AxisName) -> tuple[str, ...]:
-    """The names among these that ``shard_map`` or ``pmap`` binds; ``vmap`` leaves types alone."""
+    """Returns the names that ``shard_map`` or ``pmap`` binds, since ``vmap`` leaves types alone."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(name for name in names(axis_name) if name in manual)
 
 
 def varying(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset:
-    """The axes over which the type of ``x`` says that it differs between workers."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def as_varying(tree, axis_name: AxisName):
-    """Types every leaf as differing between the workers of ``axis_name``; values do not change.
+    """Types every leaf as varying over ``axis_name``, without changing any value.
 
-    Leaves that vary already are left alone, and so are all leaves where the types carry no
+    Leaves that vary already are left alone, and so are all leaves if the types carry no
     varying-axes (VMA) information.
 
     >>> import jax, jax.numpy as jnp
     >>> jax.vmap(lambda x: as_varying(x, "data"), axis_name="data")(jnp.ones(2)).tolist()
     [1.0, 1.0]
     """
+    manual = manual_names(axis_name)
 
     def cast(x):
-        missing = tuple(name for name in manual_names(axis_name) if name not in varying(x))
+        missing = tuple(name for name in manual if name not in varying(x))
         return reusable(jax.lax.pcast(x, missing, to="varying")) if missing else x
 
-    return jax.tree.map(cast, tree)
-
-
-def trace_worker(fn: Callable[[], Any], mesh: AbstractMesh | None) -> tuple[Any, Any]:
-    """The program of a function without arguments, traced as a worker on a mesh, and its results.
-
-    Nothing is computed or allocated, and the mesh in context is ignored. Without a mesh there is no
-    axis, and the worker is the only one.
-    """
-    results = []
-
-    def worker():
-        results.append(fn())
-        return jnp.zeros(())
-
-    program = jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()) if mesh else worker
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.make_jaxpr(program)(), results[-1]
-
-
-def bytes_handed_over(program, axis_name: AxisName) -> int | None:
-    """Bytes that one device hands to a traced program's collectives along ``axis_name``.
-
-    The operands of a collective count each time that it runs: on every pass of a scan, and in the
-    branch of a condition that hands over the most. The result is None if a collective stands in a
-    ``while`` loop, whose number of passes nobody knows.
-    """
-    total = _bytes_along(set(names(axis_name)), program.jaxpr)
-    return None if math.isinf(total) else int(total)
-
-
-def _bytes_along(worker_axes: set[str], jaxpr: core.Jaxpr) -> int | float:
-    total = 0
-    for equation in _equations(jaxpr):
-        primitive, params = equation.primitive.name, equation.params
-        if primitive in _CONTROL_FLOW:
-            inner = [_bytes_along(worker_axes, x) for x in core.jaxprs_in_params(params)]
-            passes = math.inf if primitive == "while" and any(inner) else params.get("length", 1)
-            total += max(inner) if primitive == "cond" else passes * sum(inner)
-        along = params.get("axes", params.get("axis_name", ()))
-        along = along if isinstance(along, tuple) else (along,)
-        if worker_axes & set(along) and not primitive.startswith(_SENDS_NOTHING):
-            # What comes after the operands of the results are offsets, or room for a result.
-            operands = equation.invars[: len(equation.outvars)]
-            avals: list[Any] = [operand.aval for operand in operands]
-            total += sum(math.prod(x.shape) * x.dtype.itemsize for x in avals)
-    return total
-
-
-def _equations(jaxpr: core.Jaxpr):
-    """The equations of a program and of all that it calls, but not those of its control flow."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if equation.primitive.name not in _CONTROL_FLOW:
-            for inner in core.jaxprs_in_params(equation.params):
-                yield from _equations(inner)
+    return jax.tree.map(cast, tree) if manual else tree
 
 
 def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
-    """``x`` typed as varying over the axes of ``reference``, as a scan's first carry must be."""
+    """Types ``x`` as varying over the axes of ``reference``, as a scan's first carry must be."""
     return as_varying(x, tuple(varying(reference)))
 
 
 def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
-    """Two branches for ``jax.lax.cond``, whose results are cast to the same varying axes."""
+    """Returns two branches for ``jax.lax.cond`` whose results vary over the same axes."""
     types = [jax.eval_shape(fn, *args) for fn in (one, other)]
-    over = jax.tree.map(lambda x, y: varying(x) | varying(y), *types)
+    over = jax.tree.map(lambda x, y: tuple(varying(x) | varying(y)), *types)
 
     def typed(fn):
-        return lambda *args: jax.tree.map(
-            lambda x, names: as_varying(x, tuple(names)), fn(*args), over
-        )
+        return lambda *args: jax.tree.map(as_varying, fn(*args), over)
 
     return typed(one), typed(other)
 
@@ -155,25 +100,26 @@ def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callabl
 def on_all_devices(
     condition: jax.Array, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Whether a condition holds on all devices of this worker.
+    """Tells whether a condition holds on all devices of this worker.
 
-    The devices lie along the axes over which its type varies. ``sharded`` names them where types
-    carry no varying-axes (VMA) information.
+    These devices lie along the axes over which the condition's type varies, or along ``sharded`` if
+    the types carry no varying-axes (VMA) information.
     """
-    typed = varying(condition) - set(names(axis_name))
-    untyped = () if types_are_tracked(manual_names(sharded)) else manual_names(sharded)
-    inner = tuple(sorted(typed | set(untyped)))
-    return jax.lax.pmin(condition.astype(jnp.int32), inner) > 0 if inner else condition
+    inner = varying(condition) - set(names(axis_name))
+    if not types_are_tracked(manual_names(sharded)):
+        inner |= set(manual_names(sharded))
+    if not inner:
+        return condition
+    return jax.lax.pmin(condition.astype(jnp.int32), tuple(sorted(inner))) > 0
 
 
 def platform() -> str:
-    """The platform that this trace is for: that of the mesh in context, else JAX's default."""
+    """Returns the platform of the mesh in context, or JAX's default without one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device and device.platform) or jax.default_backend()
 
 
 def size(axis_name: AxisName) -> int:
-    """The number of workers on ``axis_name`` (1 for None); NameError where it is not bound."""
     if axis_name is None:
         return 1
     try:
@@ -191,7 +137,6 @@ def size(axis_name: AxisName) -> int:
 
 
 def index(axis_name: AxisName) -> jax.Array:
-    """This worker's number on ``axis_name`` (0 for None)."""
     number = jnp.zeros((), jnp.int32)
     for name in names(axis_name):
         number = number * size(name) + jax.lax.axis_index(name)
@@ -199,12 +144,119 @@ def index(axis_name: AxisName) -> jax.Array:
 
 
 def types_are_tracked(axis_name: AxisName) -> bool:
-    """Whether the types tell local from replicated values over ``axis_name`` in this trace."""
+    """Tells whether types distinguish local from replicated values over ``axis_name`` here."""
     return all(name in varying(jax.lax.axis_index(name)) for name in names(axis_name))
 
 
 def replicated_axes(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
-    """The axes other than the workers' over which the types say that ``x`` is the same."""
+    """Returns the axes other than the workers' over which the types say that ``x`` is the same."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     others = tuple(n for n in manual if n not in names(axis_name) and n not in varying(x))
     return others if types_are_tracked(manual) else ()
+
+
+def trace_worker(fn: Callable[[], Any], mesh: AbstractMesh | None) -> tuple[Any, Any]:
+    """Traces a function without arguments as a worker on a mesh; returns program and results.
+
+    Nothing is computed or allocated, and the mesh in context is ignored. Without a mesh there is no
+    axis, and the worker is the only one.
+    """
+    results = []
+
+    def worker():
+        results.append(fn())
+        return jnp.zeros(())
+
+    program = jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()) if mesh else worker
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(program)(), results[-1]
+
+
+def bytes_handed_over(program, axis_name: AxisName) -> int | None:
+    """Returns the bytes that one device hands to a traced program's collectives on ``axis_name``.
+
+    A collective in a scan counts once per iteration, and a conditional counts as its branch that
+    hands over the most. The result is None if a collective stands in a ``while`` loop, whose number
+    of iterations is unknown.
+    """
+    worker_axes = set(names(axis_name))
+
+    def count(jaxpr: core.Jaxpr) -> float:
+        total = 0.0
+        for equation in jaxpr.eqns:
+            primitive, params = equation.primitive.name, equation.params
+            inner = [count(x) for x in core.jaxprs_in_params(params)]
+            passes = math.inf if primitive == "while" and any(inner) else 1
+            passes = params["length"] if primitive == "scan" else passes
+            total += max(inner) if primitive == "cond" else passes * sum(inner)
+            along = params.get("axes", params.get("axis_name", ()))
+            along = along if isinstance(along, tuple) else (along,)
+            if worker_axes & set(along) and not primitive.startswith(_SENDS_NOTHING):
+                # Any further operands are offsets, or buffers for a result.
+                operands: list[Any] = [x.aval for x in equation.invars[: len(equation.outvars)]]
+                total += sum(math.prod(x.shape) * x.dtype.itemsize for x in operands)
+        return total
+
+    total = count(program.jaxpr)
+    return None if math.isinf(total) else int(total)
+
+
+def axes_of(spec: P) -> tuple[str, ...]:
+    return tuple(name for entry in spec for name in names(entry))
+
+
+def sharded_axes(specs) -> tuple[str, ...]:
+    """Returns all axes that any of the specs shards over, in the order of their first use."""
+    leaves = jax.tree.leaves(unboxed(specs))
+    return tuple(dict.fromkeys(name for spec in leaves for name in axes_of(spec)))
+
+
+def sharded_axes_in(extra_args: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the axes over which ``param_specs`` in the extra arguments shards any parameter."""
+    return sharded_axes(extra_args.get(PARAM_SPECS, ()))
+
+
+def specs_of_leaves(tree: Any, extra_args: Mapping[str, Any]) -> list[P]:
+    """Returns each leaf's spec according to the extra arguments, or ``P()`` if they name none.
+
+    Leaves that ``optax.masked`` or ``optax.partition`` left out of the tree have no spec.
+    """
+    specs = unboxed(extra_args.get(PARAM_SPECS, P()))
+    if not sharded_axes(specs):  # the tree may have another structure then
+        return [P()] * len(jax.tree.leaves(tree))
+
+    def is_masked(x) -> bool:  # such a node may replace a whole subtree
+        return isinstance(x, optax.MaskedNode)
+
+    try:
+        kept = jax.tree.map(
+            lambda x, spec: x if is_masked(x) else spec, unboxed(tree), specs, is_leaf=is_masked
+        )
+        return per_leaf(kept, unboxed(tree), lambda x: isinstance(x, P))
+    except ValueError:
+        raise ValueError(
+            f"param_specs are {specs}, but the gradients have another structure, "
+            f"{jax.tree.structure(tree)}: shards cannot be flattened, so leave out optax.flatten."
+        ) from None
+
+
+def per_leaf(prefix: Any, tree: Any, is_value: Callable[[Any], bool]) -> list:
+    """Returns, for each leaf of a tree, the value that a prefix of the tree has for it."""
+    return jax.tree.leaves(jax.tree.broadcast(prefix, tree, is_leaf=is_value), is_leaf=is_value)
+
+
+def broadcast_specs(what: str, prefix: Any, tree: Any) -> Any:
+    """Returns a PartitionSpec for each leaf, from a prefix of specs, NamedShardings and None."""
+
+    def spec_of(path, x) -> P:
+        if x is None or isinstance(x, P):
+            return x or P()
+        if isinstance(x, NamedSharding):
+            return x.spec
+        raise TypeError(
+            f"{what}{keystr(path)} must be a jax.P or a jax.NamedSharding, not "
+            f"{x!r}: name the axes that divide each dimension, as in jax.P('fsdp')."
+        )
+
+    prefix = jax.tree.map_with_path(spec_of, unboxed(prefix), is_leaf=lambda x: x is None)
+    return jax.tree.broadcast(prefix, tree)

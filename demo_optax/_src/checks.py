@@ -1,11 +1,9 @@
-"""Checks of settings, parameters, gradients and states.
+"""Checks settings, parameters, gradients and states.
 
-Each message says what was given, what is expected and what to change.
+Each message tells what was given, what was expected and what to change.
 """
 
-import math
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,15 +12,14 @@ import numpy as np
 from jax.core import Tracer
 
 from demo_optax._src import axes
-from demo_optax._src.arrays import unboxed
 from demo_optax._src.axes import AxisName
 
 LARGEST_RATE = 1e9
-"""The largest learning rate or weight: with larger ones sums of squares overflow float32."""
+"""Learning rates and weights above this would make sums of squares overflow float32."""
 
 
 def static_integer(name: str, value: Any, *, at_least: int) -> None:
-    """Requires a Python integer: it decides shapes, so it cannot be traced."""
+    """Requires a Python integer, since it decides shapes and so cannot be traced."""
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{name} must be a Python integer, because it decides the shapes of what is sent, but "
@@ -38,8 +35,8 @@ def static_dtype(name: str, value: Any) -> None:
     """Requires a floating dtype, which ``optax.inject_hyperparams`` would call as a schedule."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls whatever can be "
-            f"called, jnp.float32 included: give the dtype's name, as in {name}='float32'."
+            f"{name} must be a dtype, not an array. optax.inject_hyperparams calls every callable, "
+            f"including jnp.float32: give the dtype's name, as in {name}='float32'."
         )
     if not jnp.issubdtype(value, jnp.floating) or jnp.finfo(value).bits < 16:
         raise TypeError(f"{name} must be a floating-point dtype of 16 bits or more, not {value!r}.")
@@ -78,7 +75,7 @@ def require_rate(name: str, value: Any) -> None:
 
 
 def evaluate_schedule(name: str, value: Any, step: jax.Array) -> Any:
-    """The value of a number or a schedule at a step; it must be a scalar."""
+    """Returns the value of a number or schedule at a step, which must be a scalar."""
     value = value(step) if callable(value) else value
     if np.ndim(value):
         raise ValueError(
@@ -94,11 +91,10 @@ SPLIT = (
     "equinox.is_inexact_array), and let the loss take the rest from its closure, or as a model "
     "state, by stateful=True."
 )
-"""Advice for leaves that are no parameters."""
+"""This advice ends the messages about leaves that are not parameters."""
 
 
 def require_unwrapped(tx) -> None:
-    """Refuses an optimizer that `demo_optax.stack_workers` made."""
     if hasattr(tx, "state_shardings"):
         raise TypeError(
             "tx was made by demo_optax.stack_workers(...), which must be the outermost "
@@ -107,7 +103,7 @@ def require_unwrapped(tx) -> None:
 
 
 def shapes_of(what: str, tree) -> Any:
-    """Shapes and dtypes of arrays; TypeError with the path of a leaf that is no array."""
+    """Returns the shapes and dtypes of arrays, and refuses leaves that are not arrays."""
 
     def shape_of(path, x):
         try:
@@ -121,7 +117,6 @@ def shapes_of(what: str, tree) -> Any:
 
 
 def floating_leaves(params) -> None:
-    """Refuses leaves other than arrays of real floating-point numbers."""
     real_leaves("parameter", params)
     shapes = jax.tree.leaves(shapes_of("parameter", params))
     for (path, leaf), x in zip(jax.tree.leaves_with_path(params), shapes, strict=True):
@@ -145,41 +140,8 @@ def real_leaves(what: str, tree) -> None:
             )
 
 
-def warn_of_several_devices(is_meant: bool) -> Callable[[str, Any], None]:
-    """A check that warns once of arrays on several devices, unless one worker on them is meant.
-
-    Concrete arrays show their devices, traced ones only the Explicit axes of their mesh.
-    """
-    is_done = is_meant
-
-    def check(what: str, tree) -> None:
-        nonlocal is_done
-        devices = 1 if is_done else max(map(_devices_of, jax.tree.leaves(tree)), default=1)
-        if devices == 1:
-            return
-        is_done = True
-        warnings.warn(
-            f"{what} lie on {devices} devices, but decoupled momentum has no axis_name: all "
-            "devices together are one worker, the compiler sums their gradients in full, and no "
-            "packet is exchanged. For several workers give axis_name, and use "
-            "demo_optax.make_train_step, or demo_optax.stack_workers with "
-            "demo_optax.worker_gradients. For one worker on several devices, axis_name=None is "
-            "right: say so with exchange=demo_optax.AllGather(None), and this warning ends.",
-            stacklevel=3,
-        )
-
-    return check
-
-
-def _devices_of(x) -> int:
-    if isinstance(x, Tracer):
-        mesh = jax.typeof(x).sharding.mesh
-        return math.prod(mesh.shape[name] for name in mesh.explicit_axes)
-    return len(x.sharding.device_set) if isinstance(x, jax.Array) else 1
-
-
 def require_local_gradient(updates, axis_name: AxisName) -> None:
-    """Refuses gradients that are the same on all workers, where types have VMA information."""
+    """Refuses gradients whose VMA types say that they are the same on all workers."""
     axes.size(axis_name)
     if axis_name is None or not axes.types_are_tracked(axis_name):
         return
@@ -195,62 +157,36 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
             )
 
 
-def gradient_fits_state(updates, state, momentum_format, geometries, exchange_state_shapes) -> None:
-    """Requires a `demo_optax.DecoupledMomentumState` made for this gradient and these settings.
+def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[type, ...]) -> None:
+    """Refuses a state whose paths, shapes or static nodes differ from the expected ones.
 
-    Args:
-      updates: the gradient.
-      state: the optimizer's state.
-      momentum_format: transform and blocks in which the optimizer stores momenta.
-      geometries: blocks of each leaf of the gradient.
-      exchange_state_shapes: shapes of the exchange's state.
+    ``what`` begins the message and ``remedy`` ends it; ``static`` are the types of static nodes
+    that are compared.
     """
-    given: Any = jax.tree.structure(unboxed(updates))
-    expected: Any = jax.tree.structure(state.momentum)
-    if given != expected:
-        raise ValueError(
-            f"the gradient's tree is not the one that the state was made for: {given} was given, "
-            f"the state has {expected}. Make the state anew from the parameters that are trained "
-            "now, or pass the gradient of those that it was made for."
-        )
-    if state.momentum_format != momentum_format:
-        raise ValueError(
-            f"the state's momentum is stored as {state.momentum_format}, but the optimizer was "
-            f"made for {momentum_format}: go back to the old settings, or make the state "
-            "anew."
-        )
-    leaves = zip(
-        jax.tree.leaves_with_path(updates),
-        jax.tree.leaves(state.momentum),
-        geometries,
-        state.shapes or [x.shape for x in geometries],
-        strict=True,
-    )
-    for (path, gradient), stored, geometry, made_for in leaves:
-        name, shape = jax.tree_util.keystr(path), geometry.stored_shape
-        if stored.shape == shape and made_for == geometry.shape:
-            continue
-        if stored.shape[1:] == shape:
-            raise ValueError(
-                f"the momentum of gradient{name} has shape {stored.shape}: {shape} after an "
-                f"axis of {stored.shape[0]} workers. One worker's own momentum is expected here. "
-                "Wrap the optimizer with demo_optax.stack_workers, which takes the worker axis "
-                "off inside the step, or use demo_optax.make_train_step."
-            )
-        raise ValueError(
-            f"the state does not match: gradient{name} of shape {gradient.shape} is compressed in "
-            f"blocks of {geometry.sides} and needs a momentum of shape {shape}, but the state "
-            f"has {stored.shape}, of a parameter of shape {made_for}. The parameters or the "
-            "settings changed since the state was made: go back to the old ones, or make the state "
-            "anew."
-        )
     has, needs = (
-        jax.tree.map(lambda x: x.shape, tree) for tree in (state.exchange, exchange_state_shapes)
+        {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (given, expected)
     )
-    if jax.tree.flatten(has) != jax.tree.flatten(needs):
+    if lacking := sorted(needs.keys() - has.keys()) + sorted(has.keys() - needs.keys()):
         raise ValueError(
-            f"the state's exchange holds {has}, but this exchange needs {needs}: the exchange, the "
-            "compression or the number of workers changed since the state was made. Go back to the "
-            "old ones, make the state anew, or restore the run with demo_optax.checkpoint, which "
-            "puts pending messages back into the momentum."
+            f"{what} lacks {sorted(needs.keys() - has.keys())[:3] or 'nothing'} and holds "
+            f"{sorted(has.keys() - needs.keys())[:3] or 'nothing'} besides: it was made for other "
+            f"parameters or settings ({len(lacking)} leaves differ). {remedy}"
         )
+    for name, shape in needs.items():
+        if has[name] != shape:
+            raise ValueError(
+                f"{what}{name} has shape {has[name]}, but {shape} is needed: the parameters, the "
+                f"settings or the number of workers changed since it was made. {remedy}"
+            )
+
+    def is_static(x) -> bool:
+        return isinstance(x, static)
+
+    nodes = [filter(is_static, jax.tree.leaves(x, is_leaf=is_static)) for x in (given, expected)]
+    for made, wanted in zip(*nodes, strict=True):
+        if made != wanted:
+            raise ValueError(
+                f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. "
+                f"{remedy}"
+            )

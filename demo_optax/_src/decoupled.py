@@ -1,4 +1,4 @@
-"""Decoupled momentum before any optax optimizer, and gradients where it would lead."""
+"""Provides decoupled momentum (DeMo) by itself, and in front of any optax optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -6,26 +6,137 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import in_dtype_of, unboxed
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
-from demo_optax._src.decoupled_momentum import split_momentum
 from demo_optax._src.exchange import Exchange
-from demo_optax._src.exchange.all_gather import resolve_exchange
 from demo_optax._src.exchange.protocol import Mean
-from demo_optax._src.halves import SplitTransformation
+from demo_optax._src.halves import SplitTransformation, split_momentum
 from demo_optax._src.momentum import REFUSED, Applied, Sent
 
 
+def decoupled_momentum(
+    decay: ArrayLike = 0.999,
+    compression: Compression = Compression(),
+    *,
+    axis_name: AxisName = None,
+    exchange: Exchange | None = None,
+    gradient_weight: optax.ScalarOrSchedule | None = None,
+    mean: Mean = "senders",
+    subtraction_factor: ArrayLike = 1.0,
+    momentum_dtype: DTypeLike = "float32",
+    precondition: optax.GradientTransformation | None = None,
+) -> SplitTransformation:
+    r"""Keeps a momentum on each worker, and exchanges only its largest coefficients.
+
+    With :math:`T` a blockwise orthonormal transform, worker :math:`i` keeps the coefficients
+    :math:`m_i` of its own momentum. On each step it computes
+
+    .. math::
+        c_i &= T(g_i) \\
+        m_i &\leftarrow \beta m_i + w\, c_i \\
+        q_i &= \mathrm{top}_k(m_i) \\
+        \hat q_i &= \mathrm{decode}(\mathrm{encode}(q_i)) \\
+        \bar q &= \mathrm{mean}(\hat q_1, \dots, \hat q_N) \\
+        m_i &\leftarrow m_i - \alpha\, \hat q_i \quad \text{if the others accepted its packet} \\
+        u &= T^{-1}(\bar q)
+
+    A worker selects :math:`q_i` and sends it encoded; all workers decode :math:`\hat q_i`, whose
+    mean is :math:`\bar q`. Because a worker subtracts the decoded values, the rounding error of the
+    value coding stays in its momentum. All workers return the same :math:`u` to the last bit, in
+    the parameters' shapes, for the next transformation of the chain.
+
+    A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
+    preconditioner. Its momentum does not change then, nor does its preconditioner if the gradient
+    itself is not finite. If no worker sends, the update is zero. All workers reject a damaged
+    packet, whose content stays in its sender's momentum. A block of the momentum that is not finite
+    is reset to zero. A preconditioner is reset, except for its schedules and injected
+    hyperparameters, if its state is not finite or if it makes a finite gradient infinite or NaN.
+
+    Args:
+      decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
+      compression: transform, blocks, number of coefficients and their coding.
+      axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
+        tuple of names for workers along several axes; None for a single worker. It is short for
+        ``exchange=AllGather(axis_name)``.
+      exchange: how the messages travel: `demo_optax.AllGather`, `demo_optax.TwoPhase` or
+        `demo_optax.Delayed`.
+      gradient_weight: :math:`w`, a number or a schedule of the step. ``1 - decay`` by default, as
+        in the second version of the paper; the first version uses the learning rate.
+      mean: which workers each coefficient is averaged over: the ``"senders"`` that sent it (the
+        published code), or all ``"workers"`` whose packets are accepted.
+      subtraction_factor: :math:`\alpha` in (0, 1], the fraction of the sent message that leaves the
+        momentum.
+      momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. If it is
+        narrower than float32, the momentum is computed in float32 and rounded stochastically, since
+        rounding to nearest would lose small changes such as the decay.
+      precondition: a transformation of the local gradient before it enters the momentum, such
+        as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
+
+    Returns:
+      A `demo_optax.SplitTransformation`. Its ``update`` takes the worker's *local* gradient and
+      returns updates in the gradient's dtypes. The extra argument ``message_weight``, a positive
+      number such as the number of tokens in the worker's batch, weights its message in the mean.
+
+    Raises:
+      ValueError, TypeError: a setting is out of range; a leaf is not of a floating dtype; the
+        gradient or the compression does not match the state; the gradient is not local.
+      NameError: ``axis_name`` is not bound where ``update`` is called.
+
+    References:
+      Peng et al., `DeMo: Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_,
+      versions of 2024 and 2026.
+
+    Example:
+      This chain is for one worker; `demo_optax.make_train_step` runs it on many.
+
+      >>> import jax.numpy as jnp, optax
+      >>> tx = optax.chain(
+      ...     optax.clip_by_global_norm(1.0),
+      ...     decoupled_momentum(0.95, Compression(topk=2), gradient_weight=1.0),
+      ...     optax.scale_by_sign(),
+      ...     optax.scale_by_learning_rate(0.1),
+      ... )
+      >>> params = {"w": jnp.ones((4, 4))}
+      >>> updates, state = tx.update({"w": jnp.full((4, 4), 2.0)}, tx.init(params), params)
+      >>> updates["w"][0]
+      Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
+    """
+    momentum = split_momentum(
+        compression,
+        axis_name,
+        exchange,
+        precondition,
+        decay=decay,
+        gradient_weight=gradient_weight,
+        mean=mean,
+        subtraction_factor=subtraction_factor,
+        momentum_dtype=momentum_dtype,
+    )
+
+    def update_fn(updates, state, params=None, **extra_args) -> Any:
+        return momentum.update(updates, state, params, extra_args)[:2]
+
+    def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
+        return momentum.send(updates, state, params, worker, extra_args)[:2]
+
+    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
+        del extra_args
+        return momentum.apply(packets, outbox, state, params, worker)[:2]
+
+    functions = momentum.init, update_fn, send_fn, apply_fn
+    return SplitTransformation.make(*functions, compression, momentum.exchange)
+
+
 class LookAheadState(NamedTuple):
-    """Where a worker takes its gradient, in the state of an optimizer with ``look_ahead``.
+    """Says where a worker takes its gradient, in the state of an optimizer with ``look_ahead``.
 
     Attributes:
-      displacement: a tree like the parameters, in their dtypes: that place minus the shared
-        parameters; zero after a step that the worker skipped.
+      displacement: a tree like the parameters, in their dtypes: the point at which the gradient is
+        taken minus the shared parameters; zero after a step that the worker skipped.
 
     Example:
       >>> import demo_optax
@@ -54,34 +165,34 @@ def decoupled(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    r"""``optax.chain(decoupled_momentum(...), base)``, for any optax optimizer ``base``.
+    r"""Chains `decoupled_momentum` and ``base``, which may be any optax optimizer.
 
     The base optimizer uses the aggregate as its gradient. ``update`` takes the worker's local
-    gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. Give the base no
-    momentum of its own (``optax.adamw(..., b1=0.0)``): a second one made training much worse in our
-    runs. On a step without participants the updates are zero, and of the base's state only the
-    counts of its schedules change.
+    gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. The base should
+    have no momentum of its own (``optax.adamw(..., b1=0.0)``), since a second one made training
+    much worse in our runs. On a step without participants the updates are zero, and only the
+    schedule counts in the base's state change.
 
-    With ``look_ahead`` each worker takes its gradient where its own momentum would lead:
+    With ``look_ahead`` each worker takes its gradient at the point to which its own momentum leads:
 
     .. math::
         \tilde x_i &= x + \lambda\, \mathrm{base}(T^{-1}(m_i + \alpha q_i)) \\
         g_i &= \nabla f_i(\tilde x_i)
 
-    :math:`q_i` is the message that was sent and is not applied yet, with `demo_optax.Delayed`;
-    otherwise zero. `demo_optax.make_train_step` takes the gradients there; in a loop of your own
-    take them at `demo_optax.local_parameters`. The whole step must be in ``base``: what follows in
-    a chain does not act on the place of the gradient. A third entry of the state, a
+    With `demo_optax.Delayed`, :math:`q_i` is the message that was sent but is not applied yet;
+    otherwise it is zero. `demo_optax.make_train_step` takes the gradients at these points; a custom
+    loop takes them at `demo_optax.local_parameters`. ``base`` must hold the whole step, because
+    transformations that follow it in a chain do not move this point. A third entry of the state, a
     `LookAheadState`, holds the displacement. It costs one more inverse transform, one more step of
     the base, and as much memory as the parameters for each worker; ``send`` and ``apply`` each do
     it once. Send few coefficients with it: if all are sent, the momentum contains only rounding
-    errors, which a sign-based optimizer turns into full-size steps. DisTrO looks ahead by the own
-    momentum as well; the equation is ours. It has nothing to do with ``optax.lookahead``.
+    errors, which a sign-based optimizer turns into full-size steps. DisTrO also looks ahead along
+    the worker's own momentum, but this equation is our own. It is unrelated to ``optax.lookahead``.
 
     Args:
       base: any optax optimizer.
-      compression: what is sent of the momentum, and how.
-      decay: this and the other arguments are those of `decoupled_momentum`.
+      compression: selection and coding of the part of the momentum that is sent.
+      decay: momentum decay; this and the other arguments are those of `decoupled_momentum`.
       look_ahead: :math:`\lambda`, in [0, inf); None takes the gradients at the shared parameters.
 
     Example:
@@ -90,29 +201,27 @@ def decoupled(
       (1, 1, 4096)
     """
     momentum = split_momentum(
-        decay,
         compression,
+        axis_name,
+        exchange,
+        precondition,
+        decay=decay,
         gradient_weight=gradient_weight,
         mean=mean,
         subtraction_factor=subtraction_factor,
         momentum_dtype=momentum_dtype,
-        precondition=precondition,
-        axis_name=axis_name,
-        exchange=exchange,
     )
     checks.require_unwrapped(base)
     base = optax.with_extra_args_support(base)
     if look_ahead is not None:
         checks.in_interval("look_ahead", look_ahead, "[0, inf)")
-    exchange = resolve_exchange(axis_name, exchange)
-    axis_name = exchange.axis_name
 
-    def init_fn(params) -> Any:  # optax's type for states knows no static nodes
+    def init_fn(params) -> Any:  # optax's type for states has no static nodes
         state = momentum.init(params), base.init(params)
         if look_ahead is None:
             return state
         zeros = jax.tree.map(jnp.zeros_like, unboxed(params))
-        return *state, LookAheadState(axes.as_varying(zeros, axis_name))
+        return *state, LookAheadState(axes.as_varying(zeros, momentum.exchange.axis_name))
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         applied = momentum.update(updates, state[0], params, extra_args)
@@ -130,14 +239,14 @@ def decoupled(
         applied = momentum.apply(packets, outbox, state[0], params, worker)
         updates, new = update_base(applied, state, params, extra_args)
         is_applied = new[0].count != state[0].count
-        updates = jax.tree.map(lambda u: jnp.where(is_applied, u, jnp.zeros_like(u)), updates)
+        updates = participation.zero_unless(is_applied, updates)
         return updates, participation.choose(is_applied, new, state)
 
     def update_base(applied: Applied, state, params, extra_args) -> Any:
         steps, new = base.update(applied.updates, state[1], params, **extra_args)
-        # Without participants nothing moves but the counts of schedules, as that of the momentum.
+        # Without participants only the counts of schedules change, like that of the momentum.
         participants = applied.state.metrics.participants
-        steps = participation.zero_updates_if_no_participants(steps, participants)
+        steps = participation.zero_unless(participants > 0, steps)
         new = participation.choose_state(participants > 0, new, state[1])
         if look_ahead is None:
             return steps, (applied.state, new)
@@ -153,4 +262,5 @@ def decoupled(
 
         return LookAheadState(jax.tree.map(displacement, unboxed(ahead), old.displacement))
 
-    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, compression, exchange)
+    functions = init_fn, update_fn, send_fn, apply_fn
+    return SplitTransformation.make(*functions, compression, momentum.exchange)

@@ -1,8 +1,8 @@
-"""Optimizers in two halves, `send` and `apply`, for transports other than a collective."""
+"""Splits optimizers into `send` and `apply`, for transports other than a collective."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,48 +10,62 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from demo_optax._src.axes import TRACING_ARGUMENTS
-from demo_optax._src.compression import Compression, Plan
+from demo_optax._src import axes, checks, metrics, momentum
+from demo_optax._src.arrays import unboxed
+from demo_optax._src.compression import Compression, Plan, make_plan
+from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
 from demo_optax._src.exchange import AllGather, Exchange, Outbox
-from demo_optax._src.momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
+from demo_optax._src.exchange.all_gather import resolve_exchange
+from demo_optax._src.exchange.protocol import MEANS
+from demo_optax._src.momentum import (
+    EMPTY,
+    IN_ROUND,
+    NEVER,
+    REFUSED,
+    Applied,
+    DecoupledMomentumState,
+    Sent,
+    Settings,
+)
 
 
 class SplitTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation whose ``update`` can be called in two halves.
+    """Splits the ``update`` of an optax transformation into two halves.
 
-    Every optimizer of this library is one. Between the halves any transport may carry the packets:
-    files, sockets, MPI, an object store. Neither half contains a collective over the workers::
+    Every optimizer of this library is of this type. Between the halves any transport may carry the
+    packets: files, sockets, MPI or an object store. Neither half contains a collective over the
+    workers::
 
         tx = demo_optax.demo_muon(3e-3)  # no axis of workers
         outbox, state = tx.send(gradient, state, params, worker=i)
         packets = my_transport(outbox.packet)  # uint32 (workers, words)
         updates, state = tx.apply(packets, outbox, state, params, worker=i)
 
-    After ``send`` the message is out of the momentum. ``apply`` puts back what did not count, with
-    one rounding, and returns the same updates for all workers that get the same packets. Extra
-    arguments of ``update`` go to both halves. The state between them can be saved, together with
-    the outbox.
+    ``send`` takes the message out of the momentum. ``apply`` puts back the part that was not
+    accepted, with one rounding, and returns the same updates to all workers that receive the same
+    packets. Both halves take the extra arguments of ``update``. Between them the state can be saved
+    together with the outbox.
 
     Attributes:
       send: ``send(gradient, state, params=None, *, worker=None, **extra_args)`` returns an
-        `demo_optax.Outbox` and the new state. ``worker`` is this worker's row in ``packets``,
-        an int or an int32 scalar. It is -1 for a worker whose packet is not among them, and None
-        for its number on the optimizer's axis.
+        `demo_optax.Outbox` and the new state. ``worker``, an int or an int32 scalar, is this
+        worker's row in ``packets``. It is -1 for a worker whose packet is not among them, and None
+        stands for its number on the optimizer's axis.
       apply: ``apply(packets, outbox, state, params, *, worker=None, **extra_args)`` returns the
         updates, in the dtypes of ``params``, and the new state. ``packets`` are uint32
-        ``(workers, words)``, where a row of zeros stands for a packet that did not come. This
-        worker's message counts if its packet is in its row.
+        ``(workers, words)``, where a row of zeros stands for a missing packet. This worker's
+        message counts if its packet is in its row.
       empty_outbox: ``empty_outbox(params, **extra_args)`` returns the outbox of a worker that does
-        not call ``send`` in a step, and only applies what the others sent.
+        not call ``send`` in a step and only applies the packets of the others.
       compression: the `demo_optax.Compression` of the packets.
       exchange: the exchange of ``update``.
 
     Raises:
-      ValueError: ``send`` is called twice in a step; ``apply`` gets another outbox than that of the
-        last ``send``, or packets of another shape or dtype; ``worker`` is no row of the packets.
-        Inside ``jax.jit``, where steps are not known, ``apply`` changes nothing for an outbox of
-        another step or of a second ``send``, and its updates are zero.
-      TypeError: the exchange has no halves, as `demo_optax.TwoPhase`.
+      ValueError: ``send`` is called twice in a step; ``apply`` gets an outbox other than that of
+        the last ``send``, or packets of a wrong shape or dtype; ``worker`` is not a row of the
+        packets. Inside ``jax.jit``, where steps are not known, ``apply`` changes nothing for an
+        outbox of a different step or of a second ``send``, and returns zero updates.
+      TypeError: the exchange has no halves, such as `demo_optax.TwoPhase`.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -70,20 +84,10 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     exchange: Exchange
 
     @classmethod
-    def make(
-        cls,
-        init: Callable,
-        update: Callable,
-        send: Callable,
-        apply: Callable,
-        compression: Compression,
-        exchange: Exchange,
-    ) -> "SplitTransformation":
-        """The transformation with these functions."""
-
+    def make(cls, init, update, send, apply, compression, exchange) -> "SplitTransformation":
         def empty_outbox(params, **extra_args) -> Outbox:
-            known = TRACING_ARGUMENTS | extra_args
-            shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1, **known), params)
+            extra = axes.TRACING_ARGUMENTS | extra_args
+            shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1, **extra), params)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             return zeros._replace(step=jnp.int32(EMPTY))
 
@@ -98,8 +102,119 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         return made
 
 
+class SplitMomentum(NamedTuple):
+    """Holds the functions of a decoupled momentum, as the wrappers around it call them."""
+
+    init: Callable[[Any], DecoupledMomentumState]
+    update: Callable[..., Applied]
+    send: Callable[..., Sent]
+    apply: Callable[..., Applied]
+    exchange: Exchange
+
+
+def split_momentum(
+    compression: Compression,
+    axis_name: axes.AxisName,
+    exchange: Exchange | None,
+    precondition: optax.GradientTransformation | None,
+    **options,
+) -> SplitMomentum:
+    """Checks the arguments of `demo_optax.decoupled_momentum`, and returns its functions."""
+    if not isinstance(compression, Compression):
+        raise TypeError(
+            "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
+            f"{compression!r}."
+        )
+    exchange = resolve_exchange(axis_name, exchange)
+    axis_name = exchange.axis_name
+    checks.require_unwrapped(precondition)
+    precondition = optax.with_extra_args_support(precondition or optax.identity())
+    settings = Settings(
+        compression=compression, precondition=precondition, exchange=exchange, **options
+    )
+    checks.in_interval("decay", settings.decay, "[0, 1)")
+    checks.in_interval("subtraction_factor", settings.subtraction_factor, "(0, 1]")
+    if settings.gradient_weight is not None:
+        checks.require_rate("gradient_weight", settings.gradient_weight)
+    checks.one_of("mean", settings.mean, MEANS)
+    checks.static_dtype("momentum_dtype", settings.momentum_dtype)
+    momentum_format = compression.momentum_format
+
+    def plan_of(tree) -> Plan:
+        shapes = tuple(x.shape for x in jax.tree.leaves(tree))
+        return make_plan(compression, shapes, axes.platform())
+
+    def init(params) -> Any:  # optax's type for states has no static nodes
+        checks.floating_leaves(params)
+
+        def zeros(param):
+            shape = momentum_format.geometry(param.shape).stored_shape
+            return axes.varying_like(jnp.zeros(shape, settings.momentum_dtype), param)
+
+        return DecoupledMomentumState(
+            count=jnp.zeros((), jnp.int32),
+            momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
+            precondition=axes.as_varying(precondition.init(params), axis_name),
+            metrics=metrics.init_metrics(),
+            exchange=exchange.init(plan_of(params)),
+            sent=jnp.int32(NEVER),
+            momentum_format=momentum_format,
+            shapes=TensorShapes(x.shape for x in jax.tree.leaves(params)),
+        )
+
+    def plan_for(tree, state) -> Plan:
+        """Returns the plan of these tensors, for which the state must have been made."""
+        plan = plan_of(tree)
+        leaves = [jax.ShapeDtypeStruct(x.stored_shape, jnp.float32) for x in plan.geometries]
+        structure: Any = jax.tree.structure(unboxed(tree))
+        kept = jax.eval_shape(lambda: exchange.init(plan))
+        shapes = TensorShapes(x.shape for x in plan.geometries)
+        needed = {"momentum": structure.unflatten(leaves), "exchange": kept}
+        held = {name: getattr(state, name) for name in needed}
+        settings_held = {"format": state.momentum_format, "shapes": state.shapes}
+        checks.state_fits(
+            "the state of the decoupled momentum",
+            held | settings_held,
+            needed | {"format": momentum_format, "shapes": shapes},
+            "Make the state anew from the parameters that are trained now, or restore the run with "
+            "demo_optax.checkpoint, which puts pending messages back into the momentum. An axis of "
+            "workers in front belongs to demo_optax.make_train_step and stack_workers, which "
+            "remove it.",
+            STATIC_NODES,
+        )
+        return plan
+
+    def update(gradient, state, params, extra_args) -> Applied:
+        checks.require_local_gradient(gradient, axis_name)
+        plan = plan_for(gradient, state)
+        require_unsent(state)
+        return momentum.update(settings, plan, gradient, state, params, extra_args)
+
+    def send(gradient, state, params, worker, extra_args) -> Sent:
+        require_halves(exchange)
+        checks.require_local_gradient(gradient, axis_name)
+        plan = plan_for(gradient, state)
+        require_unsent(state)
+        row = _row(worker, axis_name)
+        return momentum.send(settings, plan, gradient, state, params, row, extra_args)
+
+    def apply(packets, outbox, state, params, worker) -> Applied:
+        require_halves(exchange)
+        if params is None:
+            raise ValueError(
+                "apply() needs the parameters, whose dtypes its updates have, but params is None: "
+                "call apply(packets, outbox, state, params)."
+            )
+        plan = plan_for(params, state)
+        _require_packets(packets, exchange.layout(plan).words)
+        _require_outbox(outbox, state, plan)
+        row, packets = _row(worker, axis_name, len(packets)), jnp.asarray(packets)
+        return momentum.apply(settings, plan, packets, outbox, state, params, row)
+
+    return SplitMomentum(init, update, send, apply, exchange)
+
+
 def require_halves(exchange: Exchange) -> None:
-    """Refuses exchanges that cannot be cut in two."""
     if not isinstance(exchange, AllGather):
         raise TypeError(
             f"{exchange} has no halves: send() and apply() carry one packet a worker, to all. "
@@ -109,7 +224,7 @@ def require_halves(exchange: Exchange) -> None:
 
 
 def require_unsent(state: DecoupledMomentumState) -> None:
-    """Refuses a second ``send``, or an ``update``, in one step, where the step is known."""
+    """Refuses a second ``send`` or an ``update`` in one step, if the step is known."""
     sent, count = _known(state.sent), _known(state.count)
     if sent is not None and sent == count:
         raise ValueError(
@@ -118,8 +233,8 @@ def require_unsent(state: DecoupledMomentumState) -> None:
         )
 
 
-def require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -> None:
-    """Refuses an outbox of another optimizer; and of another step, where the steps are known."""
+def _require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -> None:
+    """Refuses an outbox of a different optimizer, or of a different step if steps are known."""
     has = [x.shape for x in outbox.message.values]
     needs = [(section.num_blocks, section.selector.k) for section in plan.sections]
     if has != needs:
@@ -142,8 +257,7 @@ def require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) ->
         raise ValueError(f"the outbox is {given}, but the state is at step {count}, and {needed}.")
 
 
-def require_packets(packets: Any, words: int) -> None:
-    """Refuses packets of another shape or dtype."""
+def _require_packets(packets: Any, words: int) -> None:
     shape, dtype = np.shape(packets), getattr(packets, "dtype", type(packets).__name__)
     if len(shape) != 2 or shape[0] < 1 or shape[1] != words or dtype != jnp.uint32:
         raise ValueError(
@@ -153,8 +267,14 @@ def require_packets(packets: Any, words: int) -> None:
         )
 
 
-def require_worker(worker: Any, rows: int | None = None) -> None:
-    """Refuses a worker that is no row of the packets, where that is known."""
+def _row(worker: Any, axis_name: axes.AxisName, rows: int | None = None) -> jax.Array:
+    """Returns this worker's row in the packets; refuses an invalid number if it is known."""
+    if worker is None and axis_name is None and (rows or 0) > 1:
+        raise ValueError(
+            f"there are packets of {rows} workers, but worker is None: give send() and apply() the "
+            "number of this worker's row."
+        )
+    worker = axes.index(axis_name) if worker is None else worker
     is_number = np.shape(worker) == () and jnp.issubdtype(jnp.result_type(worker), jnp.integer)
     number = _known(worker) if is_number else None
     if not is_number or (number is not None and not -1 <= number < (rows or number + 1)):
@@ -163,6 +283,7 @@ def require_worker(worker: Any, rows: int | None = None) -> None:
             f"worker must be {expected}, this worker's row in the packets, not {worker!r}: -1 "
             "stands for a worker whose packet is not among them."
         )
+    return jnp.asarray(worker, jnp.int32)
 
 
 def _known(number: Any) -> int | None:

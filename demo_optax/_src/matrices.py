@@ -1,9 +1,9 @@
-"""Muon's orthogonal step for whole matrices, which a worker's devices may hold in shards.
+"""Makes whole matrices orthogonal as Muon does, also where a worker's devices hold shards of them.
 
-Orthogonal shards do not make an orthogonal matrix. So matrices of one shape are stacked and dealt
-out over the devices that shard them: each device gets some of them whole, as in Dion (Ahn et al.,
-`arXiv 2504.05295 <https://arxiv.org/abs/2504.05295>`_). One all-to-all brings the shards together,
-another one brings the results back.
+Orthogonal shards do not make an orthogonal matrix. Matrices of one shape are therefore stacked and
+dealt out over the devices that shard them, so that each device gets some of them whole, as in Dion
+(Ahn et al., `arXiv 2504.05295 <https://arxiv.org/abs/2504.05295>`_). One all-to-all brings the
+shards together, and another one returns the results.
 
     shards of all matrices ── all_to_all ──► some whole matrices ── fn ── all_to_all ──► shards
 """
@@ -22,7 +22,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Float
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from demo_optax._src import axes, checks, specs
+from demo_optax._src import axes, checks
 from demo_optax._src.arrays import in_dtype_of, unboxed, upcast
 from demo_optax._src.axes import AxisName
 
@@ -32,18 +32,11 @@ Names = tuple[str, ...]
 
 
 def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
-    """For each leaf its dimension numbers, or None where it is not a matrix.
+    """Returns the dimension numbers of each leaf, or None where it is not a matrix.
 
-    Args:
-      given: what ``optax.contrib.muon`` takes: a tree or a prefix of one, or a function of the
-        parameters that gives it; None for all leaves of two dimensions, except embeddings, whose
-        paths have "embed" in them.
-      tree: arrays or shapes.
-
-    Raises:
-      ValueError: a leaf of fewer than two dimensions has numbers; an axis is given twice or does
-        not exist.
-      UserWarning: a leaf has more than two dimensions, and ``given`` is None.
+    ``given`` is the argument of ``optax.contrib.muon``: a tree or a prefix of one, or a function of
+    the parameters that returns it. None stands for all leaves of two dimensions, except embeddings,
+    whose paths contain "embed"; it warns about leaves of more than two dimensions.
 
     Example:
       >>> dimension_numbers(None, {"b": jnp.ones(2), "w": jnp.ones((2, 3))})
@@ -53,7 +46,7 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
     tree = unboxed(tree)
     if given is None:
         return [_usual(path, x) for path, x in jax.tree.leaves_with_path(tree)]
-    numbers = specs.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
+    numbers = axes.per_leaf(given, tree, lambda x: x is None or isinstance(x, DimensionNumbers))
     for (path, x), own in zip(jax.tree.leaves_with_path(tree), numbers, strict=True):
         if own is None:
             continue
@@ -72,9 +65,9 @@ def dimension_numbers(given: Any, tree: Any) -> list[DimensionNumbers | None]:
 def _usual(path, x) -> DimensionNumbers | None:
     if x.ndim > 2:
         warnings.warn(
-            f"demo_muon takes parameter{keystr(path)} of shape {x.shape} for no matrix, as it "
-            "cannot know which axes are rows and columns: give weight_dimension_numbers, a "
-            "function of the parameters whose result has "
+            f"demo_muon takes parameter{keystr(path)} of shape {x.shape} to be no matrix, "
+            "because it cannot know which axes are rows and columns: give "
+            "weight_dimension_numbers, a function of the parameters that returns "
             "optax.contrib.MuonDimensionNumbers(rows, columns) for each matrix and None for all "
             "others. For layers in one array they are MuonDimensionNumbers(-2, -1).",
             stacklevel=2,
@@ -87,16 +80,11 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
     """Sets all singular values of each matrix to about 1, by optax's Newton-Schulz steps.
 
     Where the extra argument ``param_specs`` says that matrices are sharded, each device makes some
-    of them orthogonal whole. One after another is computed, so that the steps need the memory of
-    one.
+    of them orthogonal whole. It computes one after another, so that the steps need the memory of
+    one. Leaves that are not matrices by `dimension_numbers` stay as they are.
 
-    Args:
-      given: which leaves are matrices, as in `dimension_numbers`. The others stay as they are.
-      axis_name: the workers' axis.
-
-    Raises:
-      ValueError: from the update, if a matrix is sharded and its spec does not say so. With
-        ``check_vma=False`` this cannot be seen: each shard is made orthogonal by itself then.
+    The update raises a ValueError if a matrix is sharded and its spec does not say so. With
+    ``check_vma=False`` this cannot be detected, and each shard is then made orthogonal by itself.
     """
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -105,7 +93,7 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
         leaves, structure = jax.tree.flatten(updates)
         numbers = dimension_numbers(given, updates)
         stacks: dict[tuple, list[int]] = {}
-        every = zip(leaves, specs.of_leaves(updates, extra_args), numbers, strict=True)
+        every = zip(leaves, axes.specs_of_leaves(updates, extra_args), numbers, strict=True)
         for i, (x, spec, own) in enumerate(every):
             if own is not None:
                 _require_spec(x, spec, axis_name)
@@ -123,12 +111,12 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
 
 
 class Form(NamedTuple):
-    """How a tensor is a batch of matrices.
+    """Describes how a device's shard of a tensor is a batch of matrices.
 
     Attributes:
-      shape: of this device's shard.
-      order: its dimensions, those of the batch first, then the rows' and the columns'.
-      batch, rows: the numbers of dimensions of the batch and of the rows.
+      shape: shape of the shard.
+      order: its dimensions: first those of the batch, then those of the rows and the columns.
+      batch, rows: numbers of dimensions of the batch and of the rows.
       sharded: the axes that shard each dimension of the rows and columns.
     """
 
@@ -140,7 +128,6 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], spec: P, numbers: DimensionNumbers) -> "Form":
-        """The form of a shard with this spec and these dimension numbers."""
         rows, columns = _rows_and_columns(numbers, len(shape))
         batch = tuple(i for i in range(len(shape)) if i not in rows + columns)
         by_dimension = (*map(axes.names, spec), *[()] * len(shape))
@@ -148,18 +135,18 @@ class Form(NamedTuple):
         return cls(shape, batch + rows + columns, len(batch), len(rows), sharded)
 
     def matrices(self, x: Array) -> Array:
-        """The tensor's matrices ``(number, *rows, *columns)``, whose dimensions stay apart."""
+        """Returns the tensor's matrices ``(number, *rows, *columns)``, with all dimensions kept."""
         moved = x.transpose(self.order)
         number = math.prod(moved.shape[: self.batch])
         return moved.reshape(number, *moved.shape[self.batch :])
 
     def tensor(self, matrices: Array) -> Array:
-        """The inverse of `matrices`."""
+        """Inverts `matrices`."""
         moved = matrices.reshape([self.shape[i] for i in self.order])
         return moved.transpose([self.order.index(i) for i in range(len(self.order))])
 
     def orthogonal(self, whole: Array) -> Array:
-        """Newton-Schulz steps of whole matrices, one after another."""
+        """Applies the Newton-Schulz steps to whole matrices, one after another."""
         muon: Any = optax.contrib.scale_by_muon(beta=0.0, nesterov=False)
         rows, columns = whole.shape[1 : 1 + self.rows], whole.shape[1 + self.rows :]
 
@@ -176,16 +163,11 @@ def map_whole(
     stack: Float[Array, "number *shard"],
     sharded: tuple[Names, ...],
 ) -> Float[Array, "number *shard"]:
-    """``fn`` of whole tensors, of which each device holds a stack of shards.
+    """Applies ``fn`` to whole tensors, of which each device holds a stack of shards.
 
-    Args:
-      fn: maps some whole tensors, stacked; each device calls it with its own. Zeros fill up the
-        number of tensors to a multiple of the number of devices.
-      stack: this device's shards of all tensors.
-      sharded: the axes that shard each dimension of a tensor, bound where this is called.
-
-    Returns:
-      This device's shards of the results.
+    Each device calls ``fn`` with a stack of some whole tensors, filled up with zeros to a multiple
+    of the number of devices, and gets back its shards of the results. ``sharded`` are the axes that
+    shard each dimension of a tensor, which must be bound here.
 
     Example:
       >>> map_whole(lambda whole: 2 * whole, jnp.ones((1, 2, 3)), ((), ())).shape
@@ -199,7 +181,7 @@ def map_whole(
     each, rank = -(-number // devices), len(shard)
     exchange = functools.partial(jax.lax.all_to_all, axis_name=names, split_axis=0, concat_axis=0)
 
-    # (devices, each, *shard): the first axis is that of the receivers, then that of the senders
+    # The first axis of (devices, each, *shard) is that of the receivers, then that of the senders.
     filled = jnp.pad(stack, [(0, each * devices - number)] + [(0, 0)] * rank)
     shards = exchange(filled.reshape(devices, each, *shard))
     order = [rank, *(axis for i in range(rank) for axis in (i, rank + 1 + i))]
@@ -214,7 +196,7 @@ def map_whole(
 def _rows_and_columns(
     numbers: DimensionNumbers, ndim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Axes from 0 on, each of them once."""
+    """Returns nonnegative axes, each of which may occur only once."""
     rows = normalize_axis_tuple(numbers.reduction_axis, ndim)
     columns = normalize_axis_tuple(numbers.output_axis, ndim)
     normalize_axis_tuple(rows + columns, ndim)
@@ -222,7 +204,7 @@ def _rows_and_columns(
 
 
 def _require_spec(x: Array, spec: P, axis_name: AxisName) -> None:
-    named = {*specs.axes_of(spec), *axes.names(axis_name)}
+    named = {*axes.axes_of(spec), *axes.names(axis_name)}
     if missing := sorted(axes.varying(x) - named):
         raise ValueError(
             f"a matrix of shape {x.shape} on each device is sharded over the axes {missing}, but "

@@ -1,4 +1,4 @@
-"""The dense mean of gradients, the baseline that DeMo is compared with."""
+"""Averages gradients densely, as the baseline that DeMo is compared with."""
 
 from typing import NamedTuple
 
@@ -9,25 +9,24 @@ import optax
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, upcast
 from demo_optax._src.axes import AxisName
-from demo_optax._src.specs import sharded_axes_in
 
 
 class MeanOverWorkersState(NamedTuple):
-    """State of `mean_over_workers`.
+    """Holds the state of `mean_over_workers`.
 
     Attributes:
-      participants: int32 scalar, workers whose gradient entered the last mean.
+      participants: int32 scalar, number of workers whose gradient entered the last mean.
     """
 
     participants: IntScalar
 
 
 def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """The mean of the workers' gradients by a dense all-reduce: ordinary data parallelism.
+    """Averages the workers' gradients by a dense all-reduce, as in ordinary data parallelism.
 
-    Before any optax optimizer it makes the baseline for DeMo, on the same train step. The mean is
-    over the workers whose gradient is finite; counting them takes four more bytes. It is zero if
-    there are none. The state holds their number.
+    In front of any optax optimizer it gives the baseline for DeMo, on the same train step. The mean
+    is over the workers whose gradient is finite, or zero if there are none. Counting them takes
+    four more bytes; the state holds their number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,9 +42,12 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
     def update_fn(updates, state, params=None, **extra_args):
         del params
         checks.require_local_gradient(updates, axis_name)
-        workers, sharded = axes.names(axis_name), sharded_axes_in(extra_args)
+        workers, sharded = (
+            axes.names(axis_name),
+            axes.sharded_axes_in(extra_args),
+        )
         participates = participation.decide(updates, axis_name, extra_args, sharded)
-        # As float32 XLA adds it up together with the gradients.
+        # In float32 XLA sums it together with the gradients.
         participants = jax.lax.psum(participates.astype(jnp.float32), workers)
 
         def mean(g):

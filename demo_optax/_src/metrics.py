@@ -1,4 +1,4 @@
-"""Metrics of a step: the header of each packet, the metrics made of all headers, and a check."""
+"""Makes the headers of packets, and computes and checks the metrics of a step."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from demo_optax._src.arrays import (
     FloatScalar,
@@ -23,20 +23,22 @@ from demo_optax._src.compression.packet import Header, Message
 
 
 class ExchangeMetrics(NamedTuple):
-    """What the packets of a step report, the same on every worker.
+    """Holds the metrics that the packets of a step report, the same on every worker.
 
     Attributes:
-      participants: int32, workers whose packet was accepted.
+      participants: int32, number of workers whose packet was accepted.
       agreed: bool, whether all of them had received the same packets up to the previous step. If
         not, the replicas differ (see `demo_optax.check_replicas`, `demo_optax.repair_replicas`).
       received: uint32, a digest of all packets that were accepted, which the next packet carries.
-      identical: bool, whether several workers had the very same gradient, which then is not local.
-      sent_share: float32 in [0, 1], share of the momenta's energy that was sent.
-      restarted: int32, blocks of all workers whose momentum was not finite, or too large for
-        float32, and was reset to zero; and preconditioners whose state was not finite.
-      residual_norm: float32, norm of what stays in a worker's momentum, as the root mean square
-        over the workers. A tensor of which several shards of a worker hold copies counts once for
-        each copy.
+      identical: bool, whether several workers had exactly the same gradient, which then is not
+        local.
+      sent_share: float32 in [0, 1], fraction of the momenta's energy that was sent.
+      restarted: int32, number of blocks of all workers whose momentum was not finite, or too large
+        for float32, and was reset to zero, plus the number of preconditioners whose state was not
+        finite.
+      residual_norm: float32, norm of the part that stays in a worker's momentum, as the root mean
+        square over the workers. A tensor of which several shards of a worker hold copies counts
+        once for each copy.
 
     Example:
       >>> import demo_optax
@@ -58,7 +60,6 @@ class ExchangeMetrics(NamedTuple):
 
 
 def init_metrics() -> ExchangeMetrics:
-    """Metrics of a state that has exchanged nothing yet."""
     return ExchangeMetrics(
         participants=jnp.int32(0),
         agreed=jnp.array(True),
@@ -80,19 +81,12 @@ def header_of(
     message_weight: ArrayLike,
     previous_metrics: ExchangeMetrics,
 ) -> Header:
-    """The header of a worker's packets, without the energy of their message.
+    """Makes the header of a worker's packets, still without the energy of their message.
 
-    Args:
-      gradient: the gradient that the update was given, before preconditioning. On a first step
-        preconditioned gradients are hardly more than signs, so that fingerprints could be equal.
-      energies: energy of each part of the momentum, before anything is subtracted.
-      restarted: for each part, how many blocks were reset to zero; and whether the preconditioner
-        was not finite.
-      selected: the coefficients that were chosen.
-      message: the same, with the values that the others decode.
-      factor: fraction of what is sent that leaves the momentum.
-      message_weight: weight of the message in the mean over workers.
-      previous_metrics: metrics of the worker's previous step.
+    The fingerprint is that of the gradient before preconditioning, because preconditioned gradients
+    of a first step are hardly more than signs and could be equal by chance. ``energies`` are those
+    of each part of the momentum before anything is subtracted. ``selected`` and ``message`` hold
+    the same coefficients, as they were selected and as the others decode them.
     """
 
     def energy_left(factor):
@@ -114,19 +108,17 @@ def header_of(
 
 
 def _fingerprint(gradient) -> WordScalar:
-    """A hash of the energy and of a projection of every leaf; 0 where all are zeros."""
+    """Returns a hash of the energy and a projection of every leaf, or 0 if all leaves are zeros."""
     leaves = jax.tree.leaves(gradient)
-    words = to_words(jnp.stack([energy(leaves), *map(_projection, leaves)]))
+    projections = []
+    for x in leaves:  # an energy does not depend on positions, but this does
+        weights = jnp.ones((), jnp.float32)
+        for axis, size in enumerate(x.shape):
+            of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
+            weights = jnp.multiply.outer(weights, of_axis)
+        projections.append(jnp.sum(x.astype(jnp.float32) * weights))
+    words = to_words(jnp.stack([energy(leaves), *projections]))
     return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))
-
-
-def _projection(x: Float[Array, "..."]) -> FloatScalar:
-    """The sum of all elements, each with a weight of its place. An energy knows no places."""
-    weights = jnp.ones((), jnp.float32)
-    for axis, size in enumerate(x.shape):
-        of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
-        weights = jnp.multiply.outer(weights, of_axis)
-    return jnp.sum(x.astype(jnp.float32) * weights)
 
 
 def summarise(
@@ -135,20 +127,13 @@ def summarise(
     checksums: UInt32[Array, "workers"],
     previous_metrics: ExchangeMetrics,
 ) -> ExchangeMetrics:
-    """The metrics of a step.
-
-    Args:
-      headers: the headers of all workers' packets.
-      accepted: whether each worker's packet was accepted.
-      checksums: the first word of each packet; 0 where it was rejected.
-      previous_metrics: metrics of the step before.
-    """
+    """Computes the metrics of a step; ``checksums`` are 0 for packets that were rejected."""
 
     def total(energies):
         return jnp.sum(jnp.where(accepted, energies, 0.0))
 
     def equal(digests):
-        """Whether all participants report one value, and that value."""
+        """Tells whether all participants report the same value, and returns that value."""
         smallest = jnp.min(jnp.where(accepted, digests, jnp.uint32(0xFFFFFFFF)))
         largest = jnp.max(jnp.where(accepted, digests, jnp.uint32(0)))
         return smallest >= largest, largest
@@ -172,11 +157,12 @@ def summarise(
 
 
 def exchange_metrics(opt_state) -> ExchangeMetrics | None:
-    """The metrics of the last exchange, from any optimizer state that holds them, else None.
+    """Returns the metrics of the last exchange from any optimizer state, or None if it holds none.
 
-    Several decoupled momenta may exchange in one step (``optax.partition``). Then the metrics are
-    the fewest participants, the mean share sent, all blocks that were reset, and the norm of all
-    residuals. ``identical`` is True if it is True for any of them.
+    If several decoupled momenta exchange in one step (``optax.partition``), the metrics combine
+    them: they hold the smallest number of participants, the mean of the shares sent, the number of
+    all blocks that were reset, and the norm of all residuals. ``identical`` is True if it is True
+    for any of them.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -185,7 +171,7 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
     """
 
     def is_metrics(x) -> bool:
-        """In an ``nnx.State`` metrics are a mapping of their fields."""
+        """Recognizes metrics, which are a mapping of their fields in an ``nnx.State``."""
         fields = set(ExchangeMetrics._fields)
         return isinstance(x, ExchangeMetrics) or (isinstance(x, Mapping) and set(x) == fields)
 
@@ -200,7 +186,6 @@ def exchange_metrics(opt_state) -> ExchangeMetrics | None:
 
 
 def merge_shards(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> ExchangeMetrics:
-    """The metrics of a worker, merged from those of its shards along these axes."""
     least, total = (partial(reduce, axis_name=sharded) for reduce in (jax.lax.pmin, jax.lax.psum))
     return ExchangeMetrics(
         participants=least(metrics.participants),
@@ -214,12 +199,13 @@ def merge_shards(metrics: ExchangeMetrics, sharded: str | tuple[str, ...]) -> Ex
 
 
 def check_metrics(metrics: ExchangeMetrics | None) -> None:
-    """Raises where a step's metrics show that workers share a gradient, or that replicas differ.
+    """Raises if a step's metrics show that workers share a gradient, or that replicas differ.
 
     Under ``check_vma=False``, ``pmap`` and ``vmap`` JAX's types cannot show that a gradient is not
-    local. The packets can: they carry a fingerprint of it. Call this after the first exchange, and
-    now and then. With a delay that is the second step, with local steps the end of the first round.
-    In a million steps, fingerprints may be equal by chance. The call costs nothing on the device.
+    local, but the fingerprints in the packets can. Call this after the first exchange and
+    occasionally afterwards. The first exchange ends with the second step if there is a delay, and
+    with the first round if there are local steps. Over a million steps, fingerprints may be equal
+    by chance. The call costs nothing on the device.
 
     Args:
       metrics: metrics of a step; under ``pmap`` and ``vmap`` with an axis of workers.
@@ -248,8 +234,8 @@ def check_metrics(metrics: ExchangeMetrics | None) -> None:
         )
     if not np.all(metrics.agreed):
         raise ValueError(
-            "workers have not got the same packets (agreed is False), and the replicas differ: one "
-            "was damaged on its way into a single worker. Make them equal with "
+            "workers did not receive the same packets (agreed is False), and the replicas differ: "
+            "a packet was damaged on its way into a single worker. Make the replicas equal with "
             "demo_optax.repair_replicas, or restore a checkpoint."
         )
     if len(counts := np.unique(metrics.participants)) > 1:

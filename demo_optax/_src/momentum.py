@@ -37,7 +37,6 @@ from demo_optax._src.compression.transforms import ROUNDING_STREAM
 from demo_optax._src.exchange import Aggregate, Exchange, Outbox
 from demo_optax._src.exchange.protocol import Mean, Subtraction, packet_ids, rows_per_part
 from demo_optax._src.metrics import ExchangeMetrics
-from demo_optax._src.specs import sharded_axes_in
 
 MESSAGE_WEIGHT = "message_weight"
 NEVER = EMPTY = -1
@@ -213,7 +212,10 @@ def _accumulate_and_encode(
 ) -> tuple[list[Any], Outbox, Any]:
     """The momenta with everything in them, the outbox, and the state of the preconditioner."""
     exchange, step, given = settings.exchange, state.count, gradient
-    weight, sharded = settings.weight_at(step), sharded_axes_in(extra_args)
+    weight, sharded = (
+        settings.weight_at(step),
+        axes.sharded_axes_in(extra_args),
+    )
     participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
     participates &= participation.settings_are_finite(weight, settings.decay)
 

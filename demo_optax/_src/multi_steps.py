@@ -1,4 +1,4 @@
-"""Accumulation over several calls of an optimizer, with one exchange at the end of a round."""
+"""Accumulates gradients over several calls of an optimizer, with one exchange at the end."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from demo_optax._src.rounds import step_or_skip, zeros_to_sum
 def multi_steps(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.MultiSteps`` for optimizers that exchange: local means, then one step of all workers.
+    """Adapts ``optax.MultiSteps`` to optimizers that exchange.
 
-    For loops that call the optimizer once for each microbatch. Each worker accumulates its own
-    gradients, and only the last of ``every`` calls exchanges. `demo_optax.make_train_step` with
+    It is meant for loops that call the optimizer once for each microbatch. Each worker averages its
+    own gradients, and only the last of ``every`` calls exchanges. `demo_optax.make_train_step` with
     ``microbatches`` needs less memory.
 
     Args:
@@ -54,7 +54,7 @@ def multi_steps(
             return m + change / calls.astype(m.dtype)
 
         def step(mean, inner):
-            def finite_or_zero(m, g):  # leaf by leaf: not all vary over the same axes
+            def finite_or_zero(m, g):  # not all leaves vary over the same axes
                 return in_dtype_of(jnp.where(all_finite(m), m, 0), g)
 
             gradient = jax.tree.map(finite_or_zero, mean, updates)

@@ -1,8 +1,8 @@
-"""Ready-made optimizers: decoupled momentum in front of bases of optax.
+"""Provides ready-made optimizers, with decoupled momentum in front of bases from optax.
 
-The aggregate is a momentum already, so they keep no second one. Arguments that all of them share
-are described at `demo`. Each signature is spelled out, as in optax: ``optax.inject_hyperparams``
-reads names and defaults from it, and cannot hand on ``**options``.
+They keep no second momentum, since the aggregate is one already. `demo` describes the arguments
+that all of them share. Each signature is spelled out, as in optax, because
+``optax.inject_hyperparams`` reads names and defaults from it and cannot pass on ``**options``.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from demo_optax._src import checks
+from demo_optax._src import axes, checks
 from demo_optax._src.arrays import in_dtype_of, upcast
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
 from demo_optax._src.decoupled import decoupled
 from demo_optax._src.exchange import Exchange
 from demo_optax._src.exchange.all_gather import resolve_exchange
+from demo_optax._src.exchange.collectives import gather_along
 from demo_optax._src.halves import SplitTransformation
 from demo_optax._src.matrices import dimension_numbers, orthogonalize
-from demo_optax._src.signed_root import scale_by_signed_root
 
 Mask = Any | Callable[[optax.Params], Any] | None
 
@@ -38,7 +38,7 @@ def demo(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    r"""DeMo as first published: the step is the sign of the aggregate.
+    r"""Implements DeMo as first published, whose step is the sign of the aggregate.
 
     .. math::
         m_i &\leftarrow \beta m_i + \eta_t\, T(g_i) \\
@@ -48,13 +48,14 @@ def demo(
         x &\leftarrow x - \eta_t (\mathrm{sign}(T^{-1} \bar q) + \lambda x)
 
     The learning rate :math:`\eta_t` is a factor inside the momentum too, as in the published code
-    (`arXiv 2411.19870v1 <https://arxiv.org/abs/2411.19870v1>`_). For the blocks of that code give
-    ``Compression(block_rule="divisor")``; both rules agree where 64 divides every dimension.
+    (`arXiv 2411.19870v1 <https://arxiv.org/abs/2411.19870v1>`_). Use
+    ``Compression(block_rule="divisor")`` for the blocks of that code; both rules agree if 64
+    divides every dimension.
 
     Args:
       learning_rate: :math:`\eta`, a number or a schedule; both uses evaluate the schedule at the
         same step.
-      compression: what is sent of the momentum, and how.
+      compression: selection and coding of the part of the momentum that is sent.
       decay: momentum decay :math:`\beta` in [0, 1).
       weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it applies to.
       precondition: a transformation of the local gradient before the momentum; its state stays
@@ -91,7 +92,7 @@ def demo_scaled(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    r"""DeMo with gradients that each worker divides by the root of its second moment. Start here.
+    r"""Scales each worker's gradients by the root of their second moment before DeMo; start here.
 
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
@@ -102,13 +103,13 @@ def demo_scaled(
         x &\leftarrow x - \eta_t \big(\mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
         + \lambda x\big)
 
-    Without the scaling a few rows with large gradients take most of the packet. The second moment
-    :math:`v_i`, bias-corrected to :math:`\hat v_i`, is never sent. Each coefficient is averaged
-    over all workers; `demo` averages over its senders only. `demo` takes the sign; here the signed
-    root makes small elements move less (`scale_by_signed_root`). It does not depend on the scale of
-    :math:`u`, so that the sum and the mean over all workers give the same step.
-    ``docs/explanation/quality.md`` shows the effect of each change. Begin with the learning rate of
-    an AdamW that was tuned for the same model.
+    Without the scaling, a few rows with large gradients would fill most of the packet. The second
+    moment :math:`v_i`, bias-corrected to :math:`\hat v_i`, is never sent. Each coefficient is
+    averaged over all workers, whereas `demo` averages over its senders only. The signed root
+    (`scale_by_signed_root`), which replaces the sign of `demo`, makes small elements move less. It
+    does not depend on the scale of :math:`u`, so that the sum and the mean over all workers give
+    the same step. ``docs/explanation/quality.md`` shows the effect of each change. Begin with the
+    learning rate of an AdamW run that was tuned for the same model.
 
     Args:
       learning_rate: this and the arguments not named here are those of `demo`.
@@ -144,11 +145,11 @@ def demo_sgd(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    r"""Decoupled momentum instead of SGD's momentum: the step is the aggregate itself.
+    r"""Replaces SGD's momentum by decoupled momentum, so that the step is the aggregate itself.
 
-    Section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_, :math:`\varphi` the
-    identity. The learning rate is about ``1 / (1 - decay)`` times that of SGD without momentum.
-    All arguments are those of `demo`.
+    This is section 3 of `arXiv 2411.19870v2 <https://arxiv.org/abs/2411.19870v2>`_ with the
+    identity as :math:`\varphi`. The learning rate is about ``1 / (1 - decay)`` times that of SGD
+    without momentum. All arguments are those of `demo`.
 
     Example:
       >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jax.numpy.ones(3)
@@ -178,7 +179,7 @@ def demo_adamw(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    """Decoupled momentum instead of AdamW's first moment.
+    """Replaces AdamW's first moment by decoupled momentum.
 
     The second moment, with decay ``b2``, is that of the aggregate (From et al., `arXiv 2502.06728
     <https://arxiv.org/abs/2502.06728>`_); ``eps`` is added to its root. `demo_scaled` scales
@@ -208,10 +209,10 @@ def demo_signum(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    """The step is the sign of the aggregate, as in Signum (version 2 of the paper, section 3).
+    """Takes the aggregate's sign as its step, as in Signum (version 2 of the paper, section 3).
 
-    `demo` without the learning rate inside the momentum, so that a schedule acts only once. All
-    arguments are those of `demo`.
+    It is `demo` without the learning rate inside the momentum, so that a schedule acts only once.
+    All arguments are those of `demo`.
 
     Example:
       >>> tx = demo_signum(1e-3, Compression(topk=8), decay=0.99, axis_name="data")
@@ -241,7 +242,7 @@ def demo_muon(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    r"""DeMo whose workers make a momentum of their own gradients orthogonal, before the exchange.
+    r"""Makes a momentum of each worker's own gradients orthogonal before the exchange of DeMo.
 
     .. math::
         h_i &\leftarrow \beta_1 h_i + (1 - \beta_1) g_i \\
@@ -249,29 +250,29 @@ def demo_muon(
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) o_i^2 \\
         m_i &\leftarrow \beta m_i + \eta_t\, T(o_i / (\sqrt{\hat v_i} + \epsilon))
 
-    and on as in `demo_scaled`, which this is but for the first two lines. They are for matrices:
-    Muon's five Newton-Schulz steps set their singular values to about 1. Elements are scaled after
-    that, as in AdaMuon (Si et al., `arXiv 2507.11005 <https://arxiv.org/abs/2507.11005>`_).
-    Orthogonal steps of the sparse aggregate, as in version 2 of the paper, had a higher loss in our
-    runs.
+    The rest is as in `demo_scaled`. The first two lines apply to matrices only, whose singular
+    values Muon's five Newton-Schulz steps set to about 1. Elements are scaled after that, as in
+    AdaMuon (Si et al., `arXiv 2507.11005 <https://arxiv.org/abs/2507.11005>`_). Orthogonal steps of
+    the sparse aggregate, as in version 2 of the paper, gave a higher loss in our runs.
 
     Where ``param_specs`` of the train step say that matrices are sharded inside a worker, each
-    device makes some of them orthogonal whole: two all-to-alls for each shape of matrices.
+    device makes some whole matrices orthogonal, which takes two all-to-alls for each shape.
 
     Args:
       learning_rate: this and the arguments not named here are those of `demo_scaled`.
       b1: decay of the momentum :math:`h_i` of matrices, in [0, 1); it stays with its worker.
       weight_dimension_numbers: which parameters are matrices, as in ``optax.contrib.muon``: a tree
         of ``optax.contrib.MuonDimensionNumbers`` and None, or a function of the parameters that
-        gives one, which may meet ``optax.MaskedNode`` where others update some of them. By default
-        all those of two dimensions, except where the path has "embed" in it: embeddings do better
-        as None. Name it in the ``static_args`` of ``optax.inject_hyperparams``.
-      look_ahead: as in `decoupled`; most of the gain over `demo_scaled` needs it. Give 1.5 with
-        `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
+        returns one and may see ``optax.MaskedNode`` in place of those that another transformation
+        updates. By default all parameters of two dimensions are matrices, except those with "embed"
+        in their path, because embeddings do better as None. Name this argument in the
+        ``static_args`` of ``optax.inject_hyperparams``.
+      look_ahead: as in `decoupled`; most of the gain over `demo_scaled` depends on it. Give 1.5
+        with `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
 
     Raises:
       UserWarning: from ``init``, if a parameter has more than two dimensions and
-        ``weight_dimension_numbers`` is None. It is no matrix then.
+        ``weight_dimension_numbers`` is None. It is then not treated as a matrix.
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
@@ -287,7 +288,7 @@ def demo_muon(
         structure: Any = jax.tree.structure(params)
         return structure.unflatten([x is not None for x in numbers])
 
-    # A mean, not a sum: it has no overflow where the gradients have none.
+    # A sum may overflow where the gradients do not, but a mean does not.
     momentum = optax.chain(optax.scale(1 - b1), optax.trace(b1, nesterov=True))
     precondition = optax.chain(
         optax.masked(_in_float32(momentum), is_matrix),
@@ -307,24 +308,73 @@ def demo_muon(
     )
 
 
+def scale_by_signed_root() -> optax.GradientTransformationExtraArgs:
+    r"""Takes each element's signed root, relative to the tensor's mean magnitude.
+
+    .. math:: u \mapsto \mathrm{sign}(u) \sqrt{|u|\, \Sigma |u| / \Sigma u^2}
+
+    This is the step of `demo_scaled`, for use after `decoupled_momentum` in a custom chain. The
+    mean :math:`\Sigma u^2 / \Sigma |u|` weights each magnitude by itself, so the root mean square
+    of the steps is at most 1, however many elements are zero. If the extra argument ``param_specs``
+    says that parameters are sharded inside a worker, the sums are over all shards.
+    `demo_optax.make_train_step` and `demo_optax.stack_workers` pass it; without it the sums are
+    over a device's shard.
+
+    Example:
+      >>> tx, params = scale_by_signed_root(), jax.numpy.ones(3)
+      >>> steps, _ = tx.update(jax.numpy.array([4.0, -1.0, 0.0]), tx.init(params))
+      >>> [round(float(x), 3) for x in steps]
+      [1.085, -0.542, 0.0]
+    """
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        checks.real_leaves("gradient", updates)
+        leaves, structure = jax.tree.flatten(updates)
+        sums = [
+            jnp.stack([jnp.sum(jnp.abs(u)), jnp.sum(jnp.square(u))]) for u in map(upcast, leaves)
+        ]
+        over = list(map(axes.axes_of, axes.specs_of_leaves(updates, extra_args)))
+        for names in dict.fromkeys(filter(None, over)):
+            numbers = [i for i, along in enumerate(over) if along == names]
+            # The shards' sums are added in a fixed order, which may vary in an all-reduce.
+            own = jnp.stack([sums[i] for i in numbers]).astype(jnp.float32)
+            words = gather_along(jax.lax.bitcast_convert_type(own, jnp.uint32).ravel(), names)
+            each = jax.lax.bitcast_convert_type(words, jnp.float32)
+            totals = each.reshape(len(each), -1, 2).sum(axis=0)
+            for i, total in zip(numbers, totals, strict=True):
+                sums[i] = total
+        return structure.unflatten(map(step, leaves, sums)), state
+
+    def step(update, sums):
+        total, squares = sums
+        mean = squares / jnp.where(total > 0, total, 1.0)
+        u = upcast(update)
+        relative = jnp.abs(u) / jnp.where(mean > 0, mean, 1.0)
+        return in_dtype_of(jnp.sign(u) * jnp.sqrt(relative), update)
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
 def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransformation:
     checks.require_rate("learning_rate", learning_rate)
     checks.require_rate("weight_decay", weight_decay)
-    none = isinstance(weight_decay, (int, float)) and weight_decay == 0  # which needs no parameters
+    # A chain without weight decay works without parameters.
+    none = isinstance(weight_decay, (int, float)) and weight_decay == 0
     decayed = optax.identity() if none else optax.add_decayed_weights(weight_decay, mask)
     return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
 
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
     checks.in_interval("b2", b2, "[0, 1)")
-    checks.in_interval("eps", eps, "[1.2e-38, inf)")  # smaller ones may be 0 in float32
+    checks.in_interval("eps", eps, "[1.2e-38, inf)")  # smaller numbers may be 0 in float32
     return _in_float32(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True))
 
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation whose state is in float32 or wider.
+    """Keeps the state of a transformation in float32 or wider.
 
-    In bfloat16 a second moment with a decay of 0.999 never decreases.
+    In bfloat16 a second moment with a decay of 0.999 would never decrease.
     """
 
     def update_fn(updates, state, params=None):

@@ -1,23 +1,20 @@
-"""Which workers take part in a step, and which state stays unchanged for the others.
+"""Decides which workers take part in a step, and which state stays unchanged for the others.
 
-A worker *participates* if its own gradient is finite. A packet is *intact* if checksum and header
-are right where it arrives. It is *accepted*, and enters the mean, if everything else in it is
-usable too (`demo_optax._src.exchange.averaging.decode_accepted`). No packet is trusted: norms and
-weights in its header are capped.
+A worker *participates* if its own gradient is finite. A packet is *intact* if its checksum and
+header are right where it arrives. It is *accepted*, and enters the mean, if everything else in it
+is usable too (`demo_optax._src.exchange.averaging.decode_accepted`). No packet is trusted, so the
+norms and weights in its header are capped.
 
-A worker decides once per step whether it participates. The flag is computed from the gradient;
-later stages can only clear it. It is False where the gradient is infinite or NaN, or so large that
-its squares overflow float32. Then the worker skips the step:
-
-* It sends packets with a deliberately wrong checksum; every worker rejects them.
-* Its local state does not change, and it applies what the others sent.
+A worker decides once per step whether it participates, from its gradient; later stages can only
+clear the flag. It is False if the gradient is infinite or NaN, or so large that its squares
+overflow float32. The worker then skips the step: it sends packets with a deliberately wrong
+checksum, which every worker rejects, keeps its local state, and applies the packets of the others.
 
 The train step passes the flag on as the extra argument `PARTICIPATES`. A link of an optax chain
-before the exchange, or the preconditioner, may still make the gradient non-finite. That excludes
-the worker; it is not included again in this step. Such a preconditioner starts again.
+before the exchange, or the preconditioner, may still make the gradient non-finite, which excludes
+the worker for the rest of the step and resets such a preconditioner.
 """
 
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
 
 from demo_optax._src import axes, checks
 from demo_optax._src.arrays import (
@@ -50,12 +46,9 @@ def decide(
 ) -> BoolScalar:
     """Tells whether this worker participates with a gradient, the same on all of its devices.
 
-    Args:
-      gradient: the worker's own gradient, or its device's shard of it.
-      axis_name: the workers' axis, or axes.
-      extra_args: extra arguments of the update, by which a train step may have excluded the worker.
-      sharded: axes along which the worker's devices hold shards; needed where the types carry no
-        varying-axes (VMA) information.
+    A train step may already have excluded the worker by ``extra_args``. ``sharded`` are the axes
+    along which the worker's devices hold shards; it is needed only where the types carry no
+    varying-axes (VMA) information.
     """
     checks.real_leaves("gradient", gradient)
     finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
@@ -67,7 +60,6 @@ def decide(
 
 
 def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
-    """Tells whether decay, weight and the weight's square are finite."""
     return jnp.isfinite(decay) & jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
 
 
@@ -78,80 +70,69 @@ def all_finite(tree: Any) -> BoolScalar:
 
 
 def choose(condition: BoolScalar, tree: Any, otherwise: Any) -> Any:
-    """Returns ``tree`` if the condition holds, else ``otherwise``; in the dtypes of the latter."""
-
-    def chosen(x, y):
-        return in_dtype_of(jnp.where(condition, x, reusable(y)), y)
-
-    return jax.tree.map(chosen, tree, otherwise)
+    """Returns ``tree`` if the condition holds, else ``otherwise``, in the dtypes of the latter."""
+    return jax.tree.map(
+        lambda x, y: in_dtype_of(jnp.where(condition, x, reusable(y)), y), tree, otherwise
+    )
 
 
 def is_intact(
     state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> BoolScalar:
-    """Tells whether all leaves of a state are finite that are finite in the initial one."""
+    """Tells whether every leaf that is finite in the initial state is finite in this one too."""
     each = jax.tree.map(lambda x, first: all_finite(x) | ~all_finite(first), state, initial)
     intact = jnp.array(jax.tree.leaves(each), bool).all()
     return axes.on_all_devices(intact, axis_name, sharded)
 
 
 def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
-    """Returns ``state`` if the condition holds, else ``otherwise``; in the dtypes of ``state``.
+    """Returns ``state`` if the condition holds, else ``otherwise``, in the dtypes of ``state``.
 
-    Counts of schedules and injected hyperparameters are those of ``state`` in both cases; but not
-    a hyperparameter that is infinite or NaN.
+    Schedule counts and injected hyperparameters are always those of ``state``, except for
+    hyperparameters that are infinite or NaN.
     """
-    injected = optax.InjectStatefulHyperparamsState
 
-    def is_kept(x) -> bool:
-        return isinstance(x, (*_schedule_states(), injected))
+    def is_count(x) -> bool:
+        return getattr(x, "_fields", ()) == ("count",)
 
-    def keep_finite(x, other):
-        return in_dtype_of(jnp.where(condition | all_finite(x), x, other), x)
+    def is_injected(x) -> bool:
+        return isinstance(x, optax.InjectStatefulHyperparamsState)
 
     def chosen(x, other):
-        if isinstance(x, _schedule_states()):
+        if is_count(x):
             return x
-        if isinstance(x, injected):
+        if is_injected(x):
             inner = choose_state(condition, x.inner_state, other.inner_state)
-            given = jax.tree.map(keep_finite, x.hyperparams, other.hyperparams)
+            given = jax.tree.map(
+                lambda x, other: in_dtype_of(jnp.where(condition | all_finite(x), x, other), x),
+                x.hyperparams,
+                other.hyperparams,
+            )
             return x._replace(inner_state=inner, hyperparams=given)
         return in_dtype_of(jnp.where(condition, x, reusable(axes.varying_like(other, x))), x)
 
-    return jax.tree.map(chosen, state, otherwise, is_leaf=is_kept)
+    return jax.tree.map(chosen, state, otherwise, is_leaf=lambda x: is_count(x) or is_injected(x))
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
     """Sets to zero each block of momenta ``(..., n)`` whose energy is not finite.
 
-    One flipped bit of an exponent would otherwise exclude its worker for ever.
-
-    Returns:
-      The momenta, the energy of all blocks, and how many blocks were reset.
+    Otherwise a single flipped bit of an exponent would exclude its worker permanently. Returns the
+    momenta, the energy of all blocks, and the number of blocks that were reset.
     """
     leaves, structure = jax.tree.flatten(momenta)
-    energies = [jnp.sum(jnp.square(m.astype(jnp.float32)), axis=-1) for m in leaves]
-    finite = list(map(jnp.isfinite, energies))
-    total = jnp.zeros((), jnp.float32) + sum(map(jnp.sum, map(_or_zero, finite, energies)))
-    restarted = jnp.zeros((), jnp.int32) + sum(jnp.sum(~f, dtype=jnp.int32) for f in finite)
-    new = [_or_zero(f[..., None], m) for f, m in zip(finite, leaves, strict=True)]
-    return jax.tree.unflatten(structure, new), total, restarted
+    total, restarted, new = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32), []
+    for m in leaves:
+        energies = jnp.sum(jnp.square(m.astype(jnp.float32)), axis=-1)
+        finite = jnp.isfinite(energies)
+        total += jnp.sum(jnp.where(finite, energies, 0))
+        restarted += jnp.sum(~finite, dtype=jnp.int32)
+        new.append(jnp.where(finite[..., None], m, 0))
+    return structure.unflatten(new), total, restarted
 
 
-def _or_zero(condition: Bool[Array, "..."], x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return jnp.where(condition, x, 0)
-
-
-@functools.cache
-def _schedule_states() -> tuple[type, ...]:
-    """Returns the types of states that hold nothing but the count of a schedule."""
-    decayed = optax.add_decayed_weights(optax.constant_schedule(0.0))
-    return optax.ScaleByScheduleState, type(decayed.init(()))
-
-
-def zero_updates_if_no_participants(updates, participants: IntScalar):
-    """Returns the updates, or zeros if no packet was accepted."""
-    return jax.tree.map(lambda u: jnp.where(participants > 0, u, jnp.zeros_like(u)), updates)
+def zero_unless(condition: BoolScalar, updates):
+    return jax.tree.map(lambda u: jnp.where(condition, u, jnp.zeros_like(u)), updates)
 
 
 def keep_local_state(
@@ -164,7 +145,7 @@ def keep_local_state(
 ):
     """Keeps the old value of leaves that vary over workers, on a worker that skipped the step.
 
-    So no second moment is lost to one bad batch. States whose type says ``handles_nonfinite`` do
+    One bad batch thus destroys no second moment. States whose type says ``handles_nonfinite`` do
     this themselves.
     """
 

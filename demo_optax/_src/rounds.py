@@ -1,4 +1,4 @@
-"""Rounds of local steps with one exchange at their end."""
+"""Runs rounds of local steps with one exchange at their end."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,19 +16,18 @@ from demo_optax._src.decoupled import LookAheadState
 from demo_optax._src.halves import SplitTransformation, require_unsent
 from demo_optax._src.momentum import EMPTY, IN_ROUND, REFUSED, DecoupledMomentumState
 from demo_optax._src.participation import PARTICIPATES, all_finite, choose
-from demo_optax._src.specs import sharded_axes_in
 
 
 class LocalStepsState(NamedTuple):
-    """State of `local_steps`, as one worker sees it.
+    """Holds the state of `local_steps`, as one worker sees it.
 
     Attributes:
-      mini_step: int32 scalar, inner steps of this round so far, in ``[0, every)``; the same on all
-        workers.
-      stepped: bool scalar, whether any gradient of this round was finite; each worker its own.
+      mini_step: int32 scalar, number of inner steps so far in this round, in ``[0, every)``; the
+        same on all workers.
+      stepped: bool scalar, whether any gradient of this round was finite; differs between workers.
       displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
         the shared ones.
-      inner: state of the inner optimizer; each worker its own.
+      inner: state of the inner optimizer; differs between workers.
       outer: state of the outer optimizer.
 
     Example:
@@ -54,10 +53,10 @@ def local_steps(
     *,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Steps that each worker takes by itself, with one exchange at the end of each round.
+    r"""Lets each worker take steps by itself, with one exchange at the end of each round.
 
-    :math:`x` are the shared parameters. Worker :math:`i` has its own, :math:`x_i`, which start each
-    round at :math:`x`. After :math:`H` inner steps the outer optimizer takes their differences as
+    Worker :math:`i` has its own parameters :math:`x_i`, which start each round at the shared
+    parameters :math:`x`. After :math:`H` inner steps the outer optimizer takes their differences as
     gradients:
 
     .. math::
@@ -65,7 +64,7 @@ def local_steps(
         \Delta_i &= x - x_i \\
         x &\leftarrow x + \mathrm{outer}(\Delta_1, \dots, \Delta_N)
 
-    DiLoCo and SparseLoCo, with the axis ``"data"``::
+    These are DiLoCo and SparseLoCo on the axis ``"data"``::
 
         nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
         diloco = optax.chain(mean_over_workers("data"), nesterov)
@@ -76,22 +75,22 @@ def local_steps(
         sparseloco = decoupled(optax.sgd(1.0), compression, **options)
         local_steps(optax.adamw(4e-4), sparseloco, every=30, axis_name="data")
 
-    `make_train_step` takes the gradients at each worker's own parameters. In a loop of your own
-    take them at `local_parameters`. Inside a round updates are zero and nothing is sent. Schedules
-    of ``inner`` count inner steps, those of ``outer`` rounds.
+    `make_train_step` takes the gradients at each worker's own parameters; a custom loop takes them
+    at `local_parameters`. Inside a round updates are zero and nothing is sent. Schedules of
+    ``inner`` count inner steps, and those of ``outer`` count rounds.
 
     A worker skips an inner step whose gradient is not finite. If it skipped all steps of a round,
     or its own parameters are not finite at the end, it sends nothing and continues from the shared
-    ones: ``outer`` gets zeros and ``participates=False``, which its links must hand on. An inner
-    state that is not finite then starts again, but for its schedules and injected hyperparameters.
-    Restored on a different number of workers, the workers' parameters and inner states keep their
-    mean, as momenta do.
+    parameters: ``outer`` gets zeros and ``participates=False``, which its links must pass on. An
+    inner state that is not finite at the end of a round is reset, except for its schedules and
+    injected hyperparameters. When a run is restored on a different number of workers, the workers'
+    parameters and inner states keep their mean, as momenta do.
 
     Args:
-      inner: any optax optimizer that does not exchange. Norms inside it (``optax.lamb``) are those
-        of a shard where parameters are sharded: clip with ``make_train_step(clip_norm=...)``.
+      inner: any optax optimizer that does not exchange. If parameters are sharded, norms inside it
+        (``optax.lamb``) are those of a shard, so clip with ``make_train_step(clip_norm=...)``.
       outer: any optax optimizer that exchanges over ``axis_name``.
-      every: inner steps of a round, :math:`H`.
+      every: number of inner steps in a round, :math:`H`.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Returns:
@@ -145,7 +144,7 @@ def local_steps(
         )
 
     def take_step(exchange, updates, state, params, extra_args):
-        """An inner step, and at the end of a round ``exchange``, which is called as an update."""
+        """Takes an inner step, and ends a round with ``exchange``, called like an update."""
         if params is None:
             raise ValueError(
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
@@ -153,7 +152,7 @@ def local_steps(
             )
         checks.require_local_gradient(updates, axis_name)
         structure: Any = jax.tree.structure(updates)
-        sharded = sharded_axes_in(extra_args)
+        sharded = axes.sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
         local_params = local_parameters(params, state)
         steps, inner_state = inner.update(updates, state.inner, local_params, **extra_args)
@@ -210,7 +209,7 @@ def local_steps(
     def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args):
         args = packets, outbox, state.outer, params
         updates, outer_state = split.apply(*args, worker=worker, **extra_args)
-        # Who took no part in the round's last step begins the next one with the others.
+        # A worker that missed the round's last step begins the next round with the others.
         mini_step = jnp.where(outbox.step == EMPTY, 0, state.mini_step)
         return updates, state._replace(mini_step=mini_step, outer=outer_state)
 
@@ -219,16 +218,16 @@ def local_steps(
 
 
 def local_parameters(params, opt_state):
-    """The parameters at which a worker takes its gradient.
+    """Returns the parameters at which a worker takes its gradient.
 
     Args:
       params: the shared parameters.
-      opt_state: an optimizer's state. That of `local_steps`, or of an optimizer with
-        ``look_ahead``, may be anywhere inside it.
+      opt_state: an optimizer's state, which may hold that of `local_steps`, or of an optimizer with
+        ``look_ahead``, at any depth.
 
     Returns:
       A tree like ``params``, in their dtypes. With local steps or a look-ahead these are the
-      worker's own parameters, with a leading worker axis where the state has one. Otherwise
+      worker's own parameters, with a leading worker axis if the state has one. Otherwise they are
       ``params``.
 
     Raises:
@@ -246,9 +245,9 @@ def local_parameters(params, opt_state):
     wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
     if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
         raise ValueError(
-            f"local_steps must be that of all parameters, {list(map('/'.join, wanted))}, but the "
-            f"state has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
-            "outermost, and partition and mask inside of inner and outer."
+            f"local_steps must cover all parameters, {list(map('/'.join, wanted))}, but the state "
+            f"has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
+            "outermost, and partition and mask inside inner and outer."
         )
     displacements = {
         path: d
@@ -284,7 +283,7 @@ def local_parameters(params, opt_state):
 
 
 def has_exchanged(opt_state) -> BoolScalar:
-    """Whether the update that returned this state ended a round. Without rounds always True."""
+    """Tells whether the update that returned this state ended a round; True without rounds."""
     rounds = _nodes(opt_state, LocalStepsState)
     outside = jax.tree.map(
         lambda x: x.outer if isinstance(x, LocalStepsState) else x,
@@ -296,7 +295,7 @@ def has_exchanged(opt_state) -> BoolScalar:
 
 
 def step_or_skip(is_last: BoolScalar, step, skip, *args):
-    """``step(*args)`` if this call is the last of its round, else zeros and ``skip(*args)``."""
+    """Returns ``step(*args)`` on the last call of a round, else zeros and ``skip(*args)``."""
     shapes, _ = jax.eval_shape(step, *args)
 
     def zeros_and_skip(*args):
@@ -306,7 +305,7 @@ def step_or_skip(is_last: BoolScalar, step, skip, *args):
 
 
 def zeros_to_sum(params):
-    """Zeros in which updates of the parameters are summed: float32 or wider."""
+    """Returns zeros, in float32 or wider, to which updates of the parameters are added."""
     checks.real_leaves("parameter", params)
     return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
 
@@ -317,13 +316,13 @@ def _nodes(tree, kind: type | tuple[type, ...]) -> list:
 
 
 def _paths(tree) -> list[tuple[str, ...]]:
-    """Paths of the leaves, whether their containers have keys or attributes."""
+    """Returns the paths of the leaves, whether their containers have keys or attributes."""
     paths = (path for path, _ in jax.tree.leaves_with_path(tree))
     return [tuple(keystr((key,), simple=True) for key in path) for path in paths]
 
 
 def _require_no_exchange(steps, axis_name: AxisName) -> None:
-    """Refuses inner steps that are the same on all workers, where types have VMA information."""
+    """Refuses inner steps whose VMA types say that they are the same on all workers."""
     workers = set(axes.names(axis_name))
     if axes.types_are_tracked(axis_name) and not any(
         workers <= axes.varying(x) for x in jax.tree.leaves(steps)

@@ -1,4 +1,4 @@
-"""Bytes on the wire from shapes alone, and over a link."""
+"""Computes the bytes on the wire from shapes alone, and the time that they take over a link."""
 
 from demo_optax._src.accounting.traffic import IndexCost as IndexCost
 from demo_optax._src.accounting.traffic import StepTime as StepTime

@@ -1,4 +1,4 @@
-"""Bytes and seconds per step of a model over a link, as tables.
+"""Prints tables of a model's bytes and seconds per step over a link.
 
 python -m demo_optax.accounting --preset 300m --topk 8 --workers 64 --bandwidth 1Gbit
 """
@@ -28,7 +28,7 @@ UNITS = {
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the example as it was written, and every default."""
+    """Keeps the layout of the example, and shows every default."""
 
 
 def quantity(kind: str, text: str) -> float:
@@ -74,12 +74,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def megabytes(size: float) -> str:
-    """Returns the size with two decimals, truncated as in the paper's table."""
+    """Formats megabytes with two decimals, truncated as in the paper's table."""
     return f"{math.floor(size / 1e4) / 100:.2f}"
 
 
 def print_table(title: str, *rows: tuple) -> None:
-    """Prints columns as wide as their longest entry, all but the first to the right."""
+    """Prints columns as wide as their longest entry, all but the first aligned to the right."""
     print(title)
     widths = [max(len(str(entry)) for entry in column) for column in zip(*rows, strict=True)]
     for first, *rest in rows:

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run with Orbax: exact on the same workers, elastic on others."""
+"""Saves and restores whole runs with Orbax, exactly or on a different number of workers."""
 
 from demo_optax._src.checkpoint.elastic import redistribute as redistribute
 from demo_optax._src.checkpoint.reading import DamagedCheckpoint as DamagedCheckpoint

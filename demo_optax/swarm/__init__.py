@@ -1,4 +1,4 @@
-"""A swarm: workers that come and go, without a collective, over any object store."""
+"""Trains with workers that come and go, over any object store and without collectives."""
 
 from demo_optax._src.swarm.history import History as History
 from demo_optax._src.swarm.history import draw as draw

@@ -1,4 +1,4 @@
-"""Prints how a swarm's run stands, from its store alone: ``python -m demo_optax.swarm URL``."""
+"""Prints the state of a swarm's run from its store: ``python -m demo_optax.swarm URL``."""
 
 import argparse
 import sys
@@ -8,7 +8,6 @@ from demo_optax._src.swarm.store import ObjectStore, StoreError
 
 
 def main() -> None:
-    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m demo_optax.swarm", description=__doc__)
     parser.add_argument("url", help="the run's place: a folder, s3://..., gs://... or az://...")
     parser.add_argument("--last", type=int, default=200, help="steps to look at (200); 0 for all")

@@ -21,30 +21,6 @@ def over_its_batch(params):
     return model.loss(params, BATCH)
 
 
-def with_a_key(params, batch, key):
-    return model.loss(params, batch) + 0 * jax.random.normal(key)
-
-
-def with_a_state(params, state, batch):
-    return model.loss(params, batch), (state, None)
-
-
-@pytest.mark.parametrize(
-    "loss, message",
-    [
-        (over_its_batch, r"must take \(params, batch\), but takes \(params\).*not by a closure"),
-        (with_a_key, r"\(params, batch\), but takes \(params, batch, key\).*random_key=True"),
-        (with_a_state, r"\(params, batch\), but takes \(params, state, batch\).*stateful=True"),
-    ],
-)
-def test_a_loss_that_takes_other_arguments(loss, message):
-    with pytest.raises(TypeError, match=message):
-        jax.jit(demo_optax.worker_gradients(loss, MESH))(model.init(), BATCH)
-    params, state = workers.initial(DEMO, MESH)
-    with pytest.raises(TypeError, match=message):
-        demo_optax.make_train_step(loss, DEMO, MESH)(params, state, BATCH)
-
-
 def test_a_loss_may_take_its_arguments_by_any_signature():
     def loss(*args, scale=1.0):
         return scale * model.loss(*args)

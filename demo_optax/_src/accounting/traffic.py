@@ -14,7 +14,7 @@ from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, make_plan
 from demo_optax._src.compression.blocks import block_geometry
 from demo_optax._src.compression.top_k import TopK
-from demo_optax._src.decoupled_momentum import decoupled_momentum
+from demo_optax._src.decoupled import decoupled_momentum
 from demo_optax._src.exchange import AllGather, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.parallel import shards

@@ -12,10 +12,10 @@ from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax._src import axes
 from demo_optax._src.arrays import is_key, key_impl, unwrap_keys, wrap_keys
+from demo_optax._src.axes import axes_of, sharded_axes
 from demo_optax._src.exchange.delayed import DelayedState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
-from demo_optax._src.specs import axes_of, sharded_axes
 
 FORMAT = 10
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""

@@ -9,14 +9,13 @@ import numpy as np
 
 from demo_optax._src import axes
 from demo_optax._src.arrays import widest
-from demo_optax._src.axes import AxisName
+from demo_optax._src.axes import AxisName, axes_of
 from demo_optax._src.checkpoint.description import by_path, from_paths, names_kept
 from demo_optax._src.compression import Compression, make_plan
 from demo_optax._src.compression.settings import MomentumFormat
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange.delayed import message_of
 from demo_optax._src.exchange.protocol import Subtraction
-from demo_optax._src.specs import axes_of
 
 _UNDER_WAY = ".packets", ".factor", ".positions", ".values"
 

@@ -119,3 +119,7 @@ class Compression:
     def key(self, step: IntScalar, purpose: int) -> PRNGKeyArray:
         """The random key of a step and a purpose, the same on all workers."""
         return transforms.key_of(self.seed, step, purpose)
+
+
+STATIC_NODES = Compression, MomentumFormat, TensorShapes
+"""What states of decoupled momentum hold besides arrays: the settings that they were made for."""

@@ -1,4 +1,4 @@
-"""Many workers: local gradients, the worker axis of the state, the train step."""
+"""Runs many workers: their local gradients, the worker axis of their state, the train step."""
 
 from demo_optax._src.parallel.gradients import worker_gradients as worker_gradients
 from demo_optax._src.parallel.layout import state_shardings as state_shardings

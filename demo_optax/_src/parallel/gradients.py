@@ -1,18 +1,23 @@
-"""Stacked gradients: each worker takes that of its own loss, on its own part of a batch."""
+"""Divides a batch among the workers, and stacks the gradients of their own losses."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
+from demo_optax._src import axes
 from demo_optax._src.axes import AxisName
-from demo_optax._src.parallel import batches, losses, shards, worker_axis
-from demo_optax._src.parallel.worker_gradient import WorkerGradients as WorkerGradients
+from demo_optax._src.parallel import shards, worker_axis
 from demo_optax._src.parallel.worker_gradient import (
     gradients_on_device,
+    require_differentiable,
+    split_arguments,
     stack,
     stacked_results_specs,
 )
@@ -32,17 +37,17 @@ def worker_gradients(
 ) -> Callable:
     """Computes stacked gradients for a program that leaves all shardings to the compiler.
 
-    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may hold
-    sharding constraints over the mesh's other axes, in any form, and a ``jax.shard_map`` of its
-    own. Nothing is averaged over the workers.
+    ``loss_fn`` is mapped over the workers by ``jax.vmap(spmd_axis_name=axis_name)``. It may contain
+    any sharding constraints over the mesh's other axes, and a ``jax.shard_map`` of its own. Nothing
+    is averaged over the workers.
 
-    Arguments are those of `make_train_step`. Where the result is called with a key, so is
+    The arguments are those of `make_train_step`. If the result is called with a key, it calls
     ``loss_fn(params, batch, key)``.
 
     Returns:
       ``fn(params, [state,] batch[, key], opt_state=None) -> WorkerGradients``, for use inside
-      ``jax.jit``. Each worker and microbatch gets a different key. Give it the ``opt_state`` of
-      local steps or of a look-ahead: gradients are then taken at `local_parameters`.
+      ``jax.jit``. Each worker and microbatch gets a different key. With the ``opt_state`` of local
+      steps or of a look-ahead, it takes gradients at `local_parameters`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -65,8 +70,8 @@ def worker_gradients(
     )
 
     def at_params(params, *args, opt_state=None):
-        losses.require_differentiable(params)
-        state, batch, key = losses.split_arguments(args, ("params",), stateful, (0, 1))
+        require_differentiable(params)
+        state, batch, key = split_arguments(args, ("params",), stateful, (0, 1))
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         copies = shards.copies(params, mesh, axis_name, specs)
@@ -91,12 +96,11 @@ def stacked_gradients(
 ) -> Callable:
     """Returns ``fn(params, state, batch, *key, params_are_replicated) -> WorkerGradients``.
 
-    The model state is stacked over the workers. So are the parameters, unless
-    ``params_are_replicated``: then simulated workers have one copy of them together.
-
-    If ``manual``, the loss runs in a ``jax.shard_map`` over all axes. Each device gathers the
-    parameters and sees its own part of the batch; those of one worker average their gradients.
-    Otherwise the loss is mapped over the workers.
+    The model state is stacked over the workers, and so are the parameters, unless simulated workers
+    share one copy of them (``params_are_replicated``). If ``manual``, the loss runs in a
+    ``jax.shard_map`` over all axes: each device gathers the parameters and sees its own part of the
+    batch, and the devices of a worker average their gradients. Otherwise the loss is mapped over
+    the workers.
     """
     on_device = gradients_on_device(
         loss_fn,
@@ -129,7 +133,7 @@ def stacked_gradients(
             whole = jax.tree.map(lambda _: P(), params)
             return on_device(params, state, batch, key, whole, rows)
 
-        batch = batches.split_workers(batch, leaf_batch_specs, rows, mesh, axis_name)
+        batch = split_workers(batch, leaf_batch_specs, rows, mesh, axis_name)
         keys = [jax.vmap(jax.random.fold_in, (None, 0))(k, jnp.arange(workers)) for k in key]
         keys = shards.constrain_sharding(keys, mesh, P(axis_name))
         structure: Any = jax.tree.structure(batch)
@@ -145,13 +149,13 @@ def stacked_gradients(
         return results._replace(gradients=gradients)
 
     def compute(params, state, batch, *key, params_are_replicated):
-        losses.require_differentiable(params)
+        require_differentiable(params)
         batch, given = jax.tree.map(jnp.asarray, batch), batch_specs
         if given is None and not manual:
-            given = batches.typed_batch_specs(batch, mesh, axis_name)
+            given = typed_batch_specs(batch, mesh, axis_name)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
-        rows = batches.row_dimensions(leaf_batch_specs, axis_name)
+        rows = row_dimensions(leaf_batch_specs, axis_name)
         gradients_of = in_shard_map if manual else mapped
         return gradients_of(
             params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated
@@ -161,7 +165,6 @@ def stacked_gradients(
 
 
 def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None:
-    """Refuses a mesh on which the loss cannot be mapped over the workers."""
     if len(set(mesh.axis_types)) > 1:
         raise ValueError(
             f"stacked gradients need a mesh whose axes are all Auto or all Explicit, not "
@@ -175,3 +178,97 @@ def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None
             "(jax.sharding.AxisType.Auto,) * len(names)), or accumulate with "
             "demo_optax.multi_steps."
         )
+
+
+def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
+    """Returns each leaf's dimension that is divided among the workers, or None."""
+    worker_axes = set(axes.names(axis_name))
+
+    divided = [
+        [d for d, entry in enumerate(spec) if worker_axes & set(axes.names(entry))]
+        for spec in jax.tree.leaves(specs)
+    ]
+    return tuple(dimensions[0] if dimensions else None for dimensions in divided)
+
+
+def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """Returns PartitionSpecs that divide the first dimension of a traced batch among the workers.
+
+    If a leaf's type already divides a dimension among them, they divide that dimension. On an
+    Explicit mesh, where a loss sees the sharding of its batch, they keep the sharding inside a
+    worker.
+    """
+    worker_axes = axes.names(axis_name)
+    if AxisType.Explicit not in mesh.axis_types:
+        return P(worker_axes)
+
+    def typed_spec(x):
+        if needs_device_put(x, mesh):
+            return P(worker_axes)
+        entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
+        row = row_dimensions(P(*entries), axis_name)[0] or 0
+        inner = tuple(name for name in entries[row] if name not in worker_axes)
+        entries[row] = worker_axes + inner
+        return P(*entries)
+
+    return jax.tree.map(typed_spec, batch)
+
+
+def split_workers(batch, specs, rows, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """Adds an axis of workers before the rows of divided leaves, and puts all on the mesh."""
+    workers, worker_axes = shards.num_workers(mesh, axis_name), axes.names(axis_name)
+
+    def split(path, x, spec, row):
+        if needs_device_put(x, mesh):
+            given = jax.typeof(x).sharding.mesh
+            if not given.empty and given.size != mesh.size:
+                raise ValueError(
+                    f"batch{keystr(path)} lies on {given}, but the workers' mesh is {mesh}, which "
+                    f"has {mesh.size} devices and not {given.size}: give a batch on that mesh, as "
+                    f"by jax.device_put(x, jax.NamedSharding(mesh, jax.P({axis_name!r})))."
+                )
+            x = jax.device_put(x, NamedSharding(mesh, spec))
+        if row is None:
+            return x
+        shape = *x.shape[:row], workers, -1, *x.shape[row + 1 :]
+        inner = tuple(name for name in axes.names(spec[row]) if name not in worker_axes)
+        entries = *spec[:row], axis_name, inner or None, *spec[row + 1 :]
+        if isinstance(mesh, AbstractMesh):
+            return x.reshape(shape)
+        if AxisType.Explicit in mesh.axis_types:
+            return jnp.reshape(x, shape, out_sharding=NamedSharding(mesh, P(*entries)))
+        # Auto axes may divide the rest.
+        free = [P.UNCONSTRAINED if entry is None else entry for entry in entries]
+        free += [P.UNCONSTRAINED] * (len(shape) - len(free))
+        return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, P(*free)))
+
+    structure: Any = jax.tree.structure(batch)
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), rows, strict=True)
+    return structure.unflatten([split(path, x, spec, row) for (path, x), spec, row in leaves])
+
+
+def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
+    """Tells whether a traced array must be put on a mesh with devices before it is used there.
+
+    It must if its type names no mesh or a different one, and one of the two meshes is Explicit.
+    """
+    given = jax.typeof(x).sharding.mesh
+    same = (given.shape_tuple, given.axis_types) == (mesh.shape_tuple, mesh.axis_types)
+    is_explicit = AxisType.Explicit in (*given.axis_types, *mesh.axis_types)
+    simulated = isinstance(mesh, AbstractMesh)
+    return is_explicit and not (same or simulated or given.manual_axes)
+
+
+def require_global(batch, specs) -> None:
+    """Refuses arrays that belong to one process alone if there are several processes."""
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
+    for (path, leaf), spec in leaves:
+        if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):
+            continue
+        if getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                "with several processes a batch must be a global array, but batch"
+                f"{keystr(path)} is of type {type(leaf).__name__} and shape "
+                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
+                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
+            )

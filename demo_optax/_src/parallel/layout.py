@@ -1,11 +1,13 @@
-"""The sharding of parameters and optimizer state: which leaves differ between workers.
+"""Finds the sharding of parameters and optimizer state, and which leaves differ between workers.
 
-JAX's types tell it. One update is traced under ``jax.shard_map`` without computing anything. A
-result whose type varies over an axis differs along that axis.
+JAX's types tell which: one update is traced under ``jax.shard_map`` without computing anything, and
+a result whose type varies over an axis differs along that axis. Declarations of our own states
+would not be enough, because in ``optax.chain(optax.ema(0.9), demo_optax.demo(...))`` the state of
+optax's link differs between workers as well.
 """
 
 import dataclasses
-import weakref
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,24 +21,19 @@ from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax._src import axes, checks
 from demo_optax._src.arrays import boxed_inside, is_key, unboxed
-from demo_optax._src.axes import TRACING_ARGUMENTS, AxisName
-from demo_optax._src.checks import require_unwrapped
+from demo_optax._src.axes import PARAM_SPECS, TRACING_ARGUMENTS, AxisName, axes_of, sharded_axes
 from demo_optax._src.parallel import shards
 from demo_optax._src.participation import PARTICIPATES
-from demo_optax._src.specs import PARAM_SPECS, axes_of, sharded_axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateLayout:
-    """The sharding of parameters and optimizer state on a mesh.
+    """Holds the sharding of parameters and optimizer state on a mesh.
 
     Attributes:
-      mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
       update: ``update(gradient, state, params, extra_args)`` of a worker, which is not traced again
-        for the types that it was traced for here. It needs the optimizer, but does not keep it.
-      params: PartitionSpecs of the parameters.
-      state: PartitionSpecs of the state.
+        for the types that it was traced for here.
+      params, state: PartitionSpecs of the parameters and of the state.
       worker_state_shapes: shapes of one worker's state.
       varies_over_workers: bools, whether each leaf of the state differs between workers.
       state_replicated_axes: frozensets, for each leaf of the state the axes along which a worker's
@@ -117,39 +114,32 @@ def state_shardings(
     return shards.shardings(mesh, state_specs(tx, params, mesh, axis_name, param_specs))
 
 
-_LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-"""The layouts of each ``tx.update``."""
-
-
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
-    """Returns the layout for arrays or shapes of the whole parameters.
-
-    The update is traced once for each optimizer.
-
-    Raises:
-      ValueError: the updates differ between workers, because ``tx`` does not exchange.
-    """
-    require_unwrapped(tx)
+    """Returns the layout for arrays or shapes of the whole parameters, and caches the last few."""
+    checks.require_unwrapped(tx)
     checks.real_leaves("parameter", params)
-    params = checks.shapes_of("parameter", params)
-    leaves, structure = jax.tree.flatten((params, param_specs))
-    context = mesh, axis_name, axes.platform(), jnp.result_type(float)
-    key = tx.init, structure, tuple(leaves), context
-    layouts = _LAYOUTS.setdefault(tx.update, {})
-    if key not in layouts:
-        layouts[key] = _trace_layout(tx, params, mesh, axis_name, param_specs)
-    return layouts[key]
-
-
-def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
     shards.num_workers(mesh, axis_name)
+    leaves, structure = jax.tree.flatten((checks.shapes_of("parameter", params), param_specs))
+    context = axes.platform(), jnp.result_type(float)
+    return _trace_layout(tx, structure, tuple(leaves), mesh, axis_name, context)
+
+
+KEPT = 16  # this many layouts are cached
+
+
+@functools.lru_cache(KEPT)
+def _trace_layout(tx, structure, leaves, mesh, axis_name: AxisName, _) -> StateLayout:
+    params, param_specs = structure.unflatten(leaves)
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    inner = unboxed(specs)
+    inner, tx = unboxed(specs), boxed_inside(tx, specs)
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
-    update = _traced_once(tx, specs)
-    init = boxed_inside(tx, specs).init
+
+    @jax.jit
+    def update(gradient, state, params, extra_args):
+        return tx.update(gradient, state, params, **{**extra_args, PARAM_SPECS: inner})
+
     program, state_shapes, state_axes, update_axes = _trace_update(
-        init, update, parts, inner, mesh, axis_name
+        tx.init, update, parts, inner, mesh, axis_name
     )
     worker_axes = set(axes.names(axis_name))
     varies_over_workers = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
@@ -173,137 +163,86 @@ def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLa
     )
 
 
-def update_with_specs(tx, specs) -> Callable:
-    """Returns ``update(gradient, state, params, extra_args)``, which tells ``tx`` the specs."""
-    tx, inner = boxed_inside(tx, specs), unboxed(specs)
-
-    def update(gradient, state, params, extra_args):
-        return tx.update(gradient, state, params, **{**extra_args, PARAM_SPECS: inner})
-
-    return update
-
-
-def _traced_once(tx, specs) -> Callable:
-    """Jits `update_with_specs`, without a reference that would keep ``tx`` in `_LAYOUTS`."""
-    if not isinstance(tx, optax.GradientTransformation):  # but has methods, as optax.MultiSteps
-        return jax.jit(update_with_specs(tx, specs))
-    kind, init, reference = type(tx), tx.init, weakref.ref(tx.update)
-
-    @jax.jit
-    def update(*args):
-        return update_with_specs(kind(init, reference()), specs)(*args)  # type: ignore[arg-type]
-
-    return update
-
-
-def known_update(tx, layout: StateLayout) -> Callable:
-    """Returns ``layout.update`` if the layout is that of ``tx``, else an update without a trace."""
-    is_own = layout in _LAYOUTS.get(tx.update, {}).values()
-    return layout.update if is_own else update_with_specs(tx, layout.params)
+_DECIDE_ALONE = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
+_ALONE = (
+    "optax.MultiSteps, apply_if_finite, conditionally_transform and conditionally_mask let each "
+    "worker decide alone whether it takes part in a step: accumulate with "
+    "make_train_step(microbatches=...) or demo_optax.multi_steps instead, and leave conditions on "
+    "the gradient out; workers whose gradient is not finite are left out already."
+)
 
 
 def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
-    """Traces an update, without computing anything.
+    """Traces an update until the axes that its state varies over stop changing.
 
-    The program takes gradient, state, parameters and extra arguments, and returns updates and
-    state. Beside it come the shapes of one worker's state, and the axes over which each leaf of the
-    state and of the updates varies.
-
-    The gradients vary over ``axis_name`` and the axes of their parameter's spec. The trace is
-    repeated until the varying axes of the state stop changing.
+    The gradients vary over ``axis_name`` and the axes of their parameter's spec. The results are
+    the program, which maps gradient, state, parameters and extra arguments to updates and state,
+    the shapes of one worker's state, and the axes over which the leaves of state and updates vary.
     """
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
-    def zeros(x, names):
+    def empty(x, names):
         return axes.as_varying(jnp.empty(x.shape, x.dtype), tuple(names))
 
     def values():
-        return jax.tree.map(lambda x, spec: zeros(x, axes_of(spec)), parts, specs)
+        return jax.tree.map(lambda x, spec: empty(x, axes_of(spec)), parts, specs)
 
     def updated(gradient, old, params, extra_args):
         updates, state = update(gradient, old, params, extra_args)
         return updates, shards.merge_shard_metrics(state, old, sharded_axes(specs))
 
-    def trace(fn):
-        abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-        return axes.trace_worker(fn, abstract)[1]
+    def is_alone(x) -> bool:
+        return isinstance(x, _DECIDE_ALONE)
 
-    def until_settled(state_axes, extra_args):
-        def probe():
-            gradient, participates = axes.as_varying((values(), jnp.array(True)), axis_name)
-            old = jax.tree.map(zeros, shapes, state_axes)
-            args = gradient, old, values(), {PARTICIPATES: participates, **extra_args}
-            return jax.make_jaxpr(updated, return_shape=True)(*args)
+    def trace(state_axes, extra_args):
+        local = axes.as_varying((values(), jnp.array(True)), axis_name)
+        old = jax.tree.map(empty, shapes, state_axes)
+        args = local[0], old, values(), {PARTICIPATES: local[1], **extra_args}
+        return jax.make_jaxpr(updated, return_shape=True)(*args)
 
-        program, types = trace(probe)
+    _, types = axes.trace_worker(lambda: jax.eval_shape(init, values()), abstract)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    new_axes = jax.tree.map(axes.varying, types)
+    while True:
+        run = functools.partial(trace, state_axes := new_axes)
+        try:
+            try:
+                _, (program, types) = axes.trace_worker(functools.partial(run, {}), abstract)
+            except TypeError:  # an argument may be missing
+                with_value = functools.partial(run, TRACING_ARGUMENTS)
+                _, (program, types) = axes.trace_worker(with_value, abstract)
+        except (TypeError, ValueError) as error:
+            if any(map(is_alone, jax.tree.leaves(shapes, is_leaf=is_alone))):
+                error.add_note(_ALONE)
+            raise
         update_axes, new_axes = jax.tree.map(axes.varying, types)
         new_axes = jax.tree.map(frozenset.union, state_axes, new_axes)
-        if jax.tree.leaves(new_axes) != jax.tree.leaves(state_axes):
-            return until_settled(new_axes, extra_args)
-        return program, shapes, state_axes, update_axes
-
-    types = trace(lambda: jax.eval_shape(init, values()))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
-    state_axes = jax.tree.map(axes.varying, types)
-    try:
-        try:
-            return until_settled(state_axes, {})
-        except TypeError as error:
-            if _NEEDS_ARGUMENT not in str(error):
-                raise
-            return until_settled(state_axes, TRACING_ARGUMENTS)
-    except (TypeError, ValueError) as error:
-        if _NEEDS_ARGUMENT in str(error):
-            raise TypeError(
-                f"{error}, and is evaluated abstractly before any step. Of extra arguments only "
-                f"{', '.join(TRACING_ARGUMENTS)} is known then: give the others a default."
-            ) from error
-        if not (kind := _decides_alone(shapes)):
-            raise
-        raise type(error)(
-            f"{error}\n\n{kind} lets each worker decide alone whether it takes part in a step: "
-            "accumulate with make_train_step(microbatches=...) or demo_optax.multi_steps instead, "
-            "and leave conditions on the gradient out; workers whose gradient is not finite are "
-            "left out already."
-        ) from error
-
-
-_NEEDS_ARGUMENT = "required keyword-only argument"
-
-_ALONE = {
-    optax.MultiStepsState: "optax.MultiSteps",
-    optax.ApplyIfFiniteState: "optax.apply_if_finite",
-    optax.ConditionallyTransformState: "optax.conditionally_transform",
-    optax.ConditionallyMaskState: "optax.conditionally_mask",
-}
-
-
-def _decides_alone(state) -> str:
-    """Returns the name of a wrapper that lets a worker decide alone, or ""."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in _ALONE)
-    return next((_ALONE[type(node)] for node in nodes if type(node) in _ALONE), "")
+        if jax.tree.leaves(new_axes) == jax.tree.leaves(state_axes):
+            return program, shapes, state_axes, update_axes
 
 
 def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName):
     """Tells which updates are zero although their type says that they differ between workers.
 
-    An update is taken for zero if it depends on no argument that differs between workers and on no
-    parameter, as with ``optax.set_to_zero``.
-
-    Raises:
-      ValueError: an update that is not zero differs between workers.
+    An update counts as zero if it depends on no parameter and on no argument that differs between
+    workers, as with ``optax.set_to_zero``. Any other that differs between workers is refused.
     """
     worker_axes = axes.names(axis_name)
     differs = jax.tree.map(lambda names: not names.isdisjoint(worker_axes), update_axes)
     local = jax.tree.leaves((jax.tree.map(lambda _: True, differs), varies_over_workers))
     local += [True] * (len(jaxpr.invars) - len(local))
 
-    def is_local(number: int) -> bool:
+    for number, (path, varies) in enumerate(jax.tree.leaves_with_path(differs)):
+        if not varies:
+            continue
         wanted = [i == number for i in range(len(jaxpr.outvars))]
         _, used = partial_eval.dce_jaxpr(jaxpr, wanted)
-        return any(a and b for a, b in zip(used, local, strict=True))
-
-    for number, (path, varies) in enumerate(jax.tree.leaves_with_path(differs)):
-        if varies and is_local(number):
+        if any(a and b for a, b in zip(used, local, strict=True)):
             raise ValueError(
                 f"the optimizer's updates differ between the workers of axis {axis_name!r} (first: "
                 f"parameter{keystr(path)}), so their parameters would drift apart "
@@ -316,55 +255,34 @@ def _frozen_updates(jaxpr, update_axes, varies_over_workers, axis_name: AxisName
 
 
 def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: AxisName):
-    """Makes a PartitionSpec for each leaf of the state."""
     worker_axes = set(axes.names(axis_name))
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
-    device_paths = _device_paths(worker_state_shapes)
-
-    def inner_spec(path, varying_axes, leaf) -> P:
-        if varying_axes <= worker_axes:
-            return P()
-        if path in device_paths:
-            inner = tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes)
-            return P(inner) if leaf.ndim else P()
-        for start in range(len(path) + 1):
-            spec = spec_at.get(path[start:])
-            if spec is not None and len(spec) <= leaf.ndim:
-                return spec
-        if leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf)):
-            return P()  # a counter or a random key is the same on all shards of a worker
-        raise ValueError(
-            f"the optimizer state{keystr(path)} of shape {leaf.shape} differs "
-            f"between the shards of a worker, over {sorted(varying_axes - worker_axes)}, but "
-            "cannot be sharded like a parameter. Leave its parameter whole (param_specs=P()), or "
-            "use an optimizer whose state has the shapes of the parameters."
-        )
-
-    def whole_spec(path, varying_axes, leaf) -> P:
-        spec = inner_spec(path, varying_axes, leaf)
-        return P(axis_name, *spec) if varying_axes & worker_axes else spec
-
-    return jax.tree.map_with_path(whole_spec, state_axes, worker_state_shapes)
-
-
-def _device_paths(state) -> list[tuple]:
-    """Returns the paths of leaves that belong to a device, and to no parameter."""
-    return [
+    momenta = jax.tree.leaves_with_path(worker_state_shapes, is_leaf=shards.is_momentum)
+    paths_of_devices = [
         (*path, GetAttrKey("exchange"), *inside)
-        for path, node in jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)
+        for path, node in momenta
         if shards.is_momentum(node)
         for inside, _ in jax.tree.leaves_with_path(node.exchange)
     ]
 
-
-class Stacked(optax.GradientTransformationExtraArgs):
-    """A transformation that `stack_workers` made."""
-
-    state_shardings: Callable
-
-    def __iter__(self):
-        raise TypeError(
-            "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
-            "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
-            "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
+    def spec_of(path, varying_axes, leaf) -> P:
+        front = (axis_name,) if varying_axes & worker_axes else ()
+        over = tuple(name for name in mesh.axis_names if name in varying_axes - worker_axes)
+        if not over:
+            return P(*front)
+        if path in paths_of_devices:  # it belongs to a device and not to a parameter
+            return P(*front, over) if leaf.ndim else P(*front)
+        for start in range(len(path) + 1):
+            spec = spec_at.get(path[start:])
+            if spec is not None and len(spec) <= leaf.ndim:
+                return P(*front, *spec)
+        if leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf)):
+            return P(*front)  # a counter or a random key is the same on all shards of a worker
+        raise ValueError(
+            f"the optimizer state{keystr(path)} of shape {leaf.shape} differs "
+            f"between the shards of a worker, over {sorted(over)}, but "
+            "cannot be sharded like a parameter. Leave its parameter whole (param_specs=P()), or "
+            "use an optimizer whose state has the shapes of the parameters."
         )
+
+    return jax.tree.map_with_path(spec_of, state_axes, worker_state_shapes)

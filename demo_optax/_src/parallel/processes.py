@@ -1,4 +1,4 @@
-"""Runs a function in the first process alone; all processes get its result or its error."""
+"""Runs a function in the first process only, and gives its result or error to all processes."""
 
 import contextlib
 import pickle
@@ -13,20 +13,19 @@ from demo_optax._src.parallel.shards import no_context_mesh
 
 T = TypeVar("T")
 
-_SMALLEST, _LARGEST = 2**10, 2**28  # bytes at a time; each size is a program of its own
+_SMALLEST, _LARGEST = 2**10, 2**28  # bytes per broadcast; each size compiles a program
 
 
 def is_lead() -> bool:
-    """Tells whether this is the first process."""
     return jax.process_index() == 0
 
 
 def by_lead(fn: Callable[[], T]) -> T:
-    """Returns or raises, in all processes, what a function does in the first.
+    """Returns or raises, in all processes, the result or the error of a function in the first.
 
-    All processes must call this. None of them waits for one that failed: whatever the function
-    raises, an interrupt included, is raised in the others too. There an error that cannot be
-    pickled becomes a RuntimeError of the same text.
+    All processes must call this. Whatever the function raises, even an interrupt, is raised in the
+    others too, so that none of them waits for one that failed. There an error that cannot be
+    pickled becomes a RuntimeError with the same text.
     """
     if jax.process_count() == 1:
         return fn()
@@ -45,9 +44,9 @@ def by_lead(fn: Callable[[], T]) -> T:
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Returns the error if pickle restores it as it is, or else one with its text.
+    """Returns the error if pickle restores it unchanged, or else one with its text.
 
-    Whatever its methods raise, an interrupt included, the other processes hear of the error.
+    The other processes must learn of the error even if its own methods raise or are interrupted.
     """
     name = type(error).__name__
     with contextlib.suppress(BaseException):
@@ -61,7 +60,6 @@ def _picklable(error: BaseException) -> BaseException:
 
 @no_context_mesh()
 def _from_lead(data: bytes) -> bytes:
-    """Returns the first process's bytes in all processes."""
     words = np.array(divmod(len(data), 2**32), np.uint32)
     high, low = map(int, multihost_utils.broadcast_one_to_all(words))
     size = high * 2**32 + low
@@ -69,7 +67,7 @@ def _from_lead(data: bytes) -> bytes:
 
 
 def _broadcast(data: bytes, at: int, size: int) -> bytes:
-    """Sends a piece of the first process's data, in one of a few sizes, so that few programs do."""
+    """Broadcasts a piece of the first process's data, padded so that few programs are compiled."""
     length = min(_LARGEST, size - at)
     sent = np.zeros(max(1 << (length - 1).bit_length(), _SMALLEST), np.uint8)
     if is_lead():

@@ -1,7 +1,7 @@
-"""Finds copies that differ although they should be equal, by checksums; repairs them by majority.
+"""Finds replicas that drifted apart, by checksums, and repairs them by majority.
 
-A bit that flips in one device's memory stays: the workers exchange gradients, not parameters,
-so nothing makes its replica equal to the others again.
+A bit that flips in one device's memory stays flipped: the workers exchange gradients, not
+parameters, so nothing makes its replica equal to the others again.
 """
 
 import functools
@@ -15,22 +15,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import axes
-from demo_optax._src.axes import AxisName
+from demo_optax._src.axes import AxisName, axes_of
 from demo_optax._src.compression.bits import checksum, from_words, to_words
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.simulated import with_devices
-from demo_optax._src.specs import axes_of
 
 
 class Drift(NamedTuple):
-    """One device's copy of a leaf, if it differs from the majority or there is no majority.
+    """Identifies a copy of a leaf that differs from the majority, or for which there is none.
 
     Attributes:
       leaf: str, the path of the leaf in the tree, such as ``"[0]['w']"``.
       worker: int, index of the worker along ``axis_name``.
       position: ints, the device's place on the mesh: it is ``mesh.devices[position]``.
-      repairable: bool, whether more than half of the copies are equal, and this one differs from
-        them. If False, the right copy is unknown, and every copy is listed.
+      repairable: bool, whether more than half of the copies are equal and this one differs from
+        them. If False, the right copy is unknown and every copy is listed.
 
     Example:
       >>> drift = Drift("['w']", worker=3, position=(3, 0), repairable=True)
@@ -45,14 +43,10 @@ class Drift(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """A leaf whose copies differ.
+    """Describes a leaf whose copies differ, by its index in the tree and its path.
 
-    Attributes:
-      number: its index in the tree.
-      leaf: its path.
-      holders: ``(parts, copies)``, the devices that hold each part, in the order of the mesh.
-      in_majority: bools ``(parts, copies)``, whether each copy equals more than half of the copies
-        of its part.
+    ``holders`` are ``(parts, copies)``, the devices that hold each part in the order of the mesh.
+    ``in_majority`` tells whether each copy equals more than half of the copies of its part.
     """
 
     number: int
@@ -64,18 +58,18 @@ class _Difference(NamedTuple):
 def check_replicas(
     tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"
 ) -> tuple[Drift, ...]:
-    """Compares, bit by bit, what should be the same on several devices.
+    """Compares, bit by bit, the arrays that should be the same on several devices.
 
-    Each array's sharding says what should be the same. A leaf under ``P()`` is compared
-    between all devices, one under ``P("fsdp")`` between those that hold the same part of it. A leaf
-    that is divided among the workers, like a momentum, is compared only where the devices of one
-    worker hold copies of it.
+    Each array's sharding says which copies should be the same. A leaf under ``P()`` is compared
+    between all devices, and one under ``P("fsdp")`` between those that hold the same part of it. A
+    leaf that is divided among the workers, such as a momentum, is compared only where the devices
+    of one worker hold copies of it.
 
-    Each device sends four bytes for each leaf in one all-gather: a checksum of the bits. NaNs,
-    signs of zeros and the order of elements change it. It always differs where one element does (of
-    64-bit numbers: one half), and misses any other difference with a chance of 2**-32. The
-    program compiles once for each tree of shapes and shardings. With several processes all call
-    this together, and all get the same answer.
+    In one all-gather each device sends a checksum of four bytes for each leaf, to which NaNs, signs
+    of zeros and the order of elements contribute. It always differs if a single element does (or
+    one half of a 64-bit number), and misses any other difference with a probability of 2**-32. The
+    program compiles once for each tree of shapes and shardings. If there are several processes, all
+    must call this together, and all get the same answer.
 
     Args:
       tree: arrays on the mesh of any dtype, such as ``(params, opt_state)``.
@@ -84,7 +78,7 @@ def check_replicas(
 
     Returns:
       A `Drift` for each copy that differs from the majority of its peers, in the order of the
-      leaves; ``()`` where all is well.
+      leaves; ``()`` if all copies agree.
 
     Raises:
       ValueError: a leaf is not on the mesh; the mesh has no such axis.
@@ -96,7 +90,7 @@ def check_replicas(
       >>> check_replicas(params, mesh)
       ()
     """
-    mesh = with_devices(mesh)
+    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     return tuple(drift for each in differences for drift in _drifts(each, mesh, axis_name))
 
@@ -104,17 +98,18 @@ def check_replicas(
 def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """Gives every device the copy that more than half of its peers hold.
 
-    What `check_replicas` compares becomes equal to the last bit. Leaves that belong to one worker
-    do not change. Its momentum may hold gradients at damaged parameters. No other worker has a copy
-    of it, and these gradients decay as training goes on.
+    All copies that `check_replicas` compares become equal to the last bit. Leaves that belong to
+    one worker do not change, since no other worker has a copy of them. Its momentum may hold
+    gradients taken at damaged parameters, which decay as training goes on.
 
-    Arguments are those of `check_replicas`.
+    The arguments are those of `check_replicas`.
 
     Returns:
       The tree, with the same shardings. Leaves that agree everywhere are the given arrays.
 
     Raises:
-      ValueError: no copy has a majority, as when two workers differ; and as `check_replicas`.
+      ValueError: no copy has a majority, as when two workers differ; a leaf is not on the mesh; the
+        mesh has no such axis.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -123,7 +118,7 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
       >>> repair_replicas(params, mesh)["w"] is params["w"]
       True
     """
-    mesh = with_devices(mesh)
+    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)
@@ -140,7 +135,6 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
 
 
 def _differences(tree, mesh, axis_name) -> list[_Difference]:
-    """Returns the leaves whose copies differ."""
     shards.num_workers(mesh, axis_name)
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
     specs = [_spec(name, x, mesh) for name, x in leaves]
@@ -161,7 +155,6 @@ def _differences(tree, mesh, axis_name) -> list[_Difference]:
 
 
 def _drifts(difference: _Difference, mesh, axis_name):
-    """Yields a `Drift` for each copy of a leaf that is not in the majority."""
     worker_axes = axes.names(axis_name)
     for devices, in_majority in zip(difference.holders, difference.in_majority, strict=True):
         for device in devices[~in_majority]:
@@ -174,7 +167,6 @@ def _drifts(difference: _Difference, mesh, axis_name):
 
 
 def _require_majorities(differences, mesh, axis_name) -> None:
-    """Refuses leaves for which no copy of some part is held by a majority."""
     disputed: dict[str, set[int]] = {}
     for difference in differences:
         for drift in _drifts(difference, mesh, axis_name):
@@ -187,14 +179,13 @@ def _require_majorities(differences, mesh, axis_name) -> None:
         raise ValueError(
             f"no copy is held by more than half of the devices that should agree: "
             f"{'; '.join(lines[:3])}{f'; and {len(lines) - 3} more leaves' if lines[3:] else ''}"
-            ". Nobody can tell which is right: restore the last checkpoint from before the drift. "
+            ". It is unknown which is right: restore the last checkpoint from before the drift. "
             "Checks in shorter intervals, and three workers or more, leave a majority to repair "
             "from."
         )
 
 
 def _spec(name, x, mesh) -> P:
-    """Returns the PartitionSpec of a leaf, which must be an array on the mesh."""
     concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     sharding = x.sharding if concrete else None
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:

@@ -1,14 +1,18 @@
-"""Sharding of the parameters inside a worker, and of the batch.
+"""Handles meshes of workers, and the sharding of parameters and batches on them.
 
 A mesh may have further axes (``fsdp``, ``tensor``, ``local``). The devices along these inner axes
-are one worker. They hold its parameters as the PartitionSpecs say, and average their gradients.
-Each device compresses its own shard; blocks never cross shard borders (From et al., "DeToNATION",
-FlexDeMo). Copies that several devices of a worker hold must stay equal.
+form one worker: they hold its parameters as the PartitionSpecs say, and average their gradients.
+Each device compresses its own shard, and blocks never cross shard borders (From et al.,
+"DeToNATION", FlexDeMo). Copies that several devices of a worker hold must stay equal.
+
+Simulated workers are all on one device. They are represented by a ``jax.sharding.AbstractMesh`` of
+their axis alone, which has no devices, and ``jax.vmap`` replaces ``jax.shard_map``.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -21,21 +25,18 @@ from jax.tree_util import keystr
 
 from demo_optax._src import axes, metrics
 from demo_optax._src.arrays import is_key, unboxed, unwrap_keys, wrap_keys
-from demo_optax._src.axes import AxisName
+from demo_optax._src.axes import AxisName, axes_of, broadcast_specs
 from demo_optax._src.momentum import DecoupledMomentumState
-from demo_optax._src.parallel.simulated import with_devices
-from demo_optax._src.specs import axes_of, broadcast
 
 
 @contextlib.contextmanager
 def no_context_mesh() -> Iterator[None]:
-    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices. Also a decorator."""
+    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices, also as a decorator."""
     with jax.set_mesh(Mesh(np.empty((), object), ())):
         yield
 
 
 def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
-    """Returns the number of workers, the product of the sizes of their axes."""
     names = axes.names(axis_name)
     if axis_name is None or any(name not in mesh.shape for name in names):
         raise ValueError(
@@ -46,19 +47,12 @@ def num_workers(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
 
 
 def inner_axes(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the mesh's axes inside a worker."""
     return tuple(name for name in mesh.axis_names if name not in axes.names(axis_name))
 
 
 def leaf_specs(params, param_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns a PartitionSpec for every parameter, from a tree of these or of NamedShardings.
-
-    A prefix of a tree is enough; None is ``P()``.
-
-    Raises:
-      ValueError: a spec shards over the workers' axis, or over an axis that the mesh lacks.
-    """
-    specs = broadcast("param_specs", param_specs, unboxed(params))
+    """Returns a spec for each parameter, from a prefix of specs, NamedShardings and None."""
+    specs = broadcast_specs("param_specs", param_specs, unboxed(params))
     inner = inner_axes(mesh, axis_name)
     for path, spec in jax.tree.leaves_with_path(specs):
         if wrong := [name for name in axes_of(spec) if name not in inner]:
@@ -78,7 +72,6 @@ def stacked_specs(specs, axis_name: AxisName):
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):
-    """Returns the NamedShardings of these specs on the mesh's devices."""
     concrete = with_devices(mesh)
     return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
 
@@ -90,16 +83,17 @@ def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[
 
 
 def shard_shapes(params, specs, mesh: Mesh | AbstractMesh):
-    """Returns shapes and dtypes of one device's shards; ValueError if a dimension cannot be cut."""
-
-    def shard(x, spec):
-        return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
-
-    return jax.tree.map(shard, params, specs)
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(
+            NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype
+        ),
+        params,
+        specs,
+    )
 
 
 def whole_shapes(parts, specs, mesh: Mesh | AbstractMesh):
-    """Returns shapes and dtypes of whole arrays, from those of one device's shards."""
+    """Inverts `shard_shapes`."""
 
     def whole(x, spec):
         shape = map(math.prod, zip(x.shape, counts(x.shape, spec, mesh), strict=True))
@@ -112,7 +106,7 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
     """Constrains each leaf to the sharding of its spec, or of a prefix, inside ``jax.jit``."""
     if isinstance(mesh, AbstractMesh):
         return tree
-    place = jax.device_put  # the only way where kinds of axes are mixed
+    place = jax.device_put  # only this works if axis types are mixed
     if set(mesh.axis_types) == {AxisType.Auto}:
         place = jax.lax.with_sharding_constraint
     elif set(mesh.axis_types) == {AxisType.Explicit}:
@@ -121,10 +115,9 @@ def constrain_sharding(tree, mesh: Mesh | AbstractMesh, specs):
 
 
 def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
-    """Copies the parameters for each worker, ``(workers, *shape)``.
+    """Copies the parameters for each worker that is not simulated, ``(workers, *shape)``.
 
-    Otherwise XLA may fetch a part of the replicated parameters from a different worker. Simulated
-    workers need no copies.
+    Without copies XLA may fetch a part of the replicated parameters from a different worker.
     """
     if isinstance(mesh, AbstractMesh):
         return params
@@ -136,9 +129,9 @@ def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
 def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
     """Places each leaf as its spec says, or the spec of a prefix.
 
-    An array that already has the sharding is returned. What will be ``donated`` is copied if it has
-    not: it must not be a buffer that the caller keeps. An array that comes twice in what is
-    donated, or is in the donated trees ``beside``, is copied, too.
+    An array that already has the sharding is returned. Otherwise an array to be ``donated`` is
+    copied, since its buffer may be one that the caller keeps. An array that occurs twice in a
+    donated tree, or in the donated trees ``beside``, is copied too.
     """
     seen = set(map(id, jax.tree.leaves(beside)))
 
@@ -150,7 +143,13 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
             seen.add(id(x))
         if getattr(x, "weak_type", False):  # a step returns no weak types
             x = jnp.asarray(x, x.dtype)
-        if not is_taken and _has_sharding(x, wanted):
+        given = getattr(x, "sharding", None)
+        if (
+            not is_taken
+            and isinstance(given, NamedSharding)
+            and given.mesh == wanted.mesh
+            and (given.spec == wanted.spec or given.is_equivalent_to(wanted, np.ndim(x)))
+        ):
             return x
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
@@ -164,7 +163,7 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
 def share_threads(mesh: Mesh | AbstractMesh) -> bool:
     """Tells whether several devices of this process are virtual ones, which share a CPU's threads.
 
-    Programs with collectives wait there for each other for ever, if several of them are under way.
+    Programs with collectives can deadlock there if several of them run at the same time.
     """
     if isinstance(mesh, AbstractMesh):
         return False
@@ -172,10 +171,7 @@ def share_threads(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def signature(mesh: Mesh | AbstractMesh, tree):
-    """Returns the mesh's devices, and structure, types and shardings of distinct, live arrays.
-
-    Comparing it is cheap. It is None if a leaf is traced or no array of JAX.
-    """
+    """Returns a cheap summary of a mesh and live arrays, or None if a leaf is not concrete."""
     leaves, structure = jax.tree.flatten(tree)
     try:
         types = [(x.aval, x.sharding) for x in leaves if not x.is_deleted()]
@@ -184,35 +180,32 @@ def signature(mesh: Mesh | AbstractMesh, tree):
     return with_devices(mesh), structure, types, len(set(map(id, leaves)))
 
 
-def _has_sharding(x, wanted: NamedSharding) -> bool:
-    given = getattr(x, "sharding", None)
-    if not isinstance(given, NamedSharding) or given.mesh != wanted.mesh:
-        return False
-    return given.spec == wanted.spec or given.is_equivalent_to(wanted, np.ndim(x))
-
-
 def batch_leaf_specs(batch, batch_specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """Returns a PartitionSpec for every leaf of a batch, from a tree or a prefix of one.
 
     Without specs, the first dimension is divided among all devices, worker by worker.
-
-    Raises:
-      ValueError: a spec names an axis that the mesh lacks; a dimension cannot be divided like that.
     """
     worker_axes = axes.names(axis_name)
     all_axes = P((*worker_axes, *inner_axes(mesh, axis_name)))
     given = all_axes if batch_specs is None else batch_specs
-    specs = broadcast("batch_specs", given, batch)
+    specs = broadcast_specs("batch_specs", given, batch)
     leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
     for (path, x), spec in leaves:
-        _require_divisible(f"batch{keystr(path)}", np.shape(x), spec, mesh)
-        _require_rows(f"batch{keystr(path)}", spec, worker_axes)
+        _require_batch_spec(f"batch{keystr(path)}", np.shape(x), spec, mesh, worker_axes)
     return specs
 
 
-def _require_divisible(
-    what: str, shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh
+def _require_batch_spec(
+    what: str,
+    shape: tuple[int, ...],
+    spec: P,
+    mesh: Mesh | AbstractMesh,
+    worker_axes: tuple[str, ...],
 ) -> None:
+    """Refuses a spec by which a leaf of a batch cannot be divided among the workers.
+
+    Either all workers' axes divide one dimension, before any inner axis does, or they divide none.
+    """
     if missing := [name for name in axes_of(spec) if name not in mesh.shape]:
         raise ValueError(
             f"batch_specs names the axis {missing[0]!r} for {what}, but the mesh has the axes "
@@ -220,26 +213,14 @@ def _require_divisible(
         )
     parts = "workers" if isinstance(mesh, AbstractMesh) else "devices"
     for dimension, devices in enumerate(counts(shape, spec, mesh)):
-        if dimension >= len(shape):
+        if dimension >= len(shape) or shape[dimension] % devices:
+            length = shape[dimension] if dimension < len(shape) else "missing"
             raise ValueError(
-                f"{what} of shape {shape} has no dimension {dimension} to divide among {devices} "
-                f"{parts}: give arrays of rows, or say with batch_specs that all workers share it, "
-                "P()."
+                f"{what} has shape {shape}, whose dimension {dimension} ({length}) cannot be "
+                f"divided among {devices} {parts}: choose a batch size that is a multiple of their "
+                "number, or say with batch_specs how the batch is divided; P() is for a leaf that "
+                "all workers share."
             )
-        if shape[dimension] % devices:
-            raise ValueError(
-                f"{what} has shape {shape}, whose dimension {dimension} cannot be divided among "
-                f"{devices} {parts}: choose a batch size that is a multiple of their number, or "
-                "say with batch_specs how the batch is divided; P() is for a leaf that all "
-                "workers share."
-            )
-
-
-def _require_rows(what: str, spec: P, worker_axes: tuple[str, ...]) -> None:
-    """Refuses a spec that divides rows among the workers in a way that no train step supports.
-
-    All workers' axes divide one dimension, before any inner axis does; or they divide none.
-    """
     named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
     if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):
         raise ValueError(
@@ -265,7 +246,7 @@ def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
 
 
 def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
-    """Merges new metrics over a worker's shards; without an exchange the old ones stay."""
+    """Merges new metrics over a worker's shards, and keeps the old ones without an exchange."""
 
     def combine(new, old):
         if not is_momentum(new):
@@ -279,5 +260,69 @@ def merge_shard_metrics(new, old, sharded: tuple[str, ...]):
 
 
 def is_momentum(x) -> bool:
-    """Tells whether a node of a state is that of decoupled momentum."""
     return isinstance(x, DecoupledMomentumState)
+
+
+def is_simulated(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> bool:
+    """Tells whether a mesh has no devices, so that its workers are simulated on one device."""
+    if isinstance(mesh, Mesh):
+        return False
+    if mesh.abstract_device is not None:
+        raise ValueError(
+            f"{mesh} is the abstract form of a mesh with devices: pass that mesh itself, or "
+            "jax.sharding.AbstractMesh((workers,), (name,)) to simulate workers on one device."
+        )
+    if len(mesh.axis_names) > 1 or mesh.axis_names != axes.names(axis_name):
+        raise ValueError(
+            f"the mesh {mesh} has no devices, so that its workers are simulated, and must have the "
+            f"workers' axis {axis_name!r} alone, not {mesh.axis_names}: make it with "
+            "jax.sharding.AbstractMesh((workers,), (name,)), or with jax.make_mesh for workers on "
+            "devices."
+        )
+    return True
+
+
+def with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    """Returns the mesh itself, or for simulated workers a mesh of JAX's default device."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if not (current := jax.sharding.get_abstract_mesh()).empty:
+        raise ValueError(
+            f"workers are simulated on one device, but {current} is set by jax.set_mesh: leave "
+            "that out, or pass the mesh itself for workers on its devices."
+        )
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    return _mesh_of_device(device, mesh.axis_names)
+
+
+@functools.lru_cache
+def _mesh_of_device(device, axis_names: tuple[str, ...]) -> Mesh:
+    sizes, auto = (1,) * len(axis_names), (AxisType.Auto,) * len(axis_names)
+    return jax.make_mesh(sizes, axis_names, auto, devices=[device])
+
+
+def map_workers(
+    fn: Callable, mesh: Mesh | AbstractMesh, axis_name: AxisName, in_specs, out_specs
+) -> Callable:
+    """Maps a function of one device by ``jax.shard_map``, or by ``jax.vmap`` for simulated workers.
+
+    ``jax.vmap`` computes a result that is the same on all workers only once.
+    """
+    if not is_simulated(mesh, axis_name):
+        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def run_worker(*args):
+        results = fn(*_where_own(lambda x: x[None], in_specs, args))
+        return _where_own(lambda x: x[0], out_specs, results)
+
+    in_axes, out_axes = jax.tree.map(lambda spec: 0 if spec else None, (in_specs, out_specs))
+    return jax.vmap(run_worker, in_axes, out_axes, axis_name, mesh.size)
+
+
+def _where_own(fn: Callable, specs, tree):
+    """Applies ``fn`` to leaves whose spec, from a prefix of the tree, names the workers' axis."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaf_specs = jax.tree.leaves(jax.tree.broadcast(specs, tree))
+    pairs = zip(leaves, leaf_specs, strict=True)
+    return structure.unflatten([fn(x) if spec else x for x, spec in pairs])

@@ -1,4 +1,4 @@
-"""A ready-made train step: local gradients, one exchange, the same parameters everywhere."""
+"""Makes a train step with local gradients, one exchange, and the same parameters everywhere."""
 
 import functools
 from collections.abc import Callable
@@ -15,16 +15,8 @@ from jax.sharding import PartitionSpec as P
 from demo_optax._src import checks
 from demo_optax._src.axes import AxisName
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
-from demo_optax._src.parallel import (
-    batches,
-    gradients,
-    losses,
-    shards,
-    worker_axis,
-    worker_gradient,
-)
-from demo_optax._src.parallel.layout import StateLayout, find_layout, require_unwrapped
-from demo_optax._src.parallel.simulated import is_simulated
+from demo_optax._src.parallel import gradients, shards, worker_axis, worker_gradient
+from demo_optax._src.parallel.layout import StateLayout, find_layout
 from demo_optax._src.participation import PARTICIPATES
 from demo_optax._src.rounds import has_exchanged, local_parameters
 
@@ -33,25 +25,25 @@ Sharding = Literal["manual", "auto"]
 
 @jax.tree_util.register_static
 class StaticInt(int):
-    """An integer of any size that passes through ``jax.jit`` as it is, since it is no leaf."""
+    """Passes through ``jax.jit`` as an integer of any size, because it is not a leaf."""
 
 
 class TrainMetrics(NamedTuple):
-    """Metrics of one step. They need no extra collective.
+    """Holds the metrics of one step, which need no extra collective.
 
     Attributes:
-      loss: float ``(workers,)``, loss of each worker where it takes its gradient.
+      loss: float ``(workers,)``, loss of each worker at the point where it takes its gradient.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
-      aux: the aux of the loss function, with a leading axis of the workers; or of all devices, if
-        ``sharding`` is ``"manual"`` and a worker has several. With ``microbatches`` above 1, aux
-        has an axis of microbatches behind it.
+      aux: the aux of the loss function, with a leading axis of workers, or of all devices if
+        ``sharding`` is ``"manual"`` and a worker has several. With ``microbatches`` above 1, an
+        axis of microbatches follows.
       custom: the results of ``metrics_fn``, with a leading axis of workers; None without it.
       exchanged: bool, whether the workers exchanged on this step; with `local_steps` only on the
         last step of a round.
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
-      packet_bytes: int, bytes that all devices of a worker together send in an exchange. A Python
-        integer also inside ``jax.jit``; ``jax.lax.scan`` does not stack it. None if an exchange
-        stands in a ``while`` loop, whose number of passes nobody knows.
+      packet_bytes: int, bytes that all devices of a worker together send in an exchange. It is a
+        Python integer even inside ``jax.jit``, and ``jax.lax.scan`` does not stack it. It is None
+        if an exchange stands in a ``while`` loop, whose number of iterations is unknown.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -93,26 +85,27 @@ def make_train_step(
     """Makes a jitted step that trains with one DeMo worker on each device along ``axis_name``.
 
     Further axes of the mesh lie inside the workers (FlexDeMo). The devices along them share the
-    worker's batch, and average their gradients in the parameters' dtype. ``param_specs`` say how
-    they shard its parameters. Only packets cross from one worker to another.
+    worker's batch, average their gradients in the parameters' dtype, and shard its parameters as
+    ``param_specs`` say. Only packets cross from one worker to another.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, the loss of one worker's part of the batch: a scalar,
         or a tuple of a scalar and aux.
       tx: any optax transformation that exchanges over ``axis_name``.
-      mesh: the workers' mesh. A ``jax.sharding.AbstractMesh`` of their axis alone has no devices:
-        then all workers are simulated on one device, by ``jax.vmap``.
+      mesh: the workers' mesh. With a ``jax.sharding.AbstractMesh`` of their axis alone, which has
+        no devices, all workers are simulated on one device by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
-      microbatches: parts into which each worker's batch is divided to save memory; gradients are
-        averaged over them, and there is one exchange. aux has an entry for each microbatch.
+      microbatches: number of parts into which each worker's batch is divided to save memory;
+        gradients are averaged over the parts and exchanged once. aux has an entry for each
+        microbatch.
       clip_norm: largest global norm of each worker's local gradient.
-      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker
-        and microbatch gets its own.
+      random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker and
+        microbatch gets its own key.
       stateful: whether the model has a state besides its parameters (statistics of BatchNorm, keys
         of Dropout, caches): ``loss_fn(params, state, batch) -> (loss, (state, aux))``. Each worker
-        keeps its own, made by `init_model_state`, and sends nothing of it; the devices of one
-        worker average its floats. It passes from one microbatch to the next, and does not change
-        on a step whose gradient is not finite.
+        keeps its own state, made by `init_model_state`, and never sends it; the devices of one
+        worker average its floats. The state passes from one microbatch to the next, and does not
+        change on a step whose gradient is not finite.
       check_vma: as in ``jax.shard_map``. With False, JAX's types no longer prove that gradients
         are local and parameters replicated. Loops that start from zeros, such as those of RNNs,
         need False, or ``sharding="auto"``.
@@ -122,9 +115,9 @@ def make_train_step(
         dimension of each leaf is divided among all devices. ``P(axis_name)`` gives all devices of
         a worker the same rows. ``P(None, axis_name)`` is for batches whose first dimension is
         time. ``P()`` is for leaves that are the same for all workers, such as scalars and masks.
-      metrics_fn: ``metrics_fn(gradients, updates, params)``, any tree of measurements of one
+      metrics_fn: ``metrics_fn(gradients, updates, params)`` returns any tree of measurements of one
         worker's clipped gradients, the updates and the parameters before the step. All have the
-        shapes of the whole parameters, and their sharding. ``metrics.custom`` holds the results.
+        shapes and the sharding of the whole parameters. ``metrics.custom`` holds the results.
       sharding: who divides the work of ``loss_fn`` among the devices of a worker.
 
         * ``"manual"``, the step: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the mesh.
@@ -137,17 +130,17 @@ def make_train_step(
 
     Returns:
       ``step(params, opt_state, batch[, key], **extra_args) -> (params, opt_state, metrics)``, or
-      where ``stateful`` ``step(params, opt_state, state, batch[, key], **extra_args) -> (params,
-      opt_state, state, metrics)``, compiled once. ``batch`` is a tree of arrays, ``opt_state``
-      comes from `init_opt_state`, and ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the
+      ``step(params, opt_state, state, batch[, key], **extra_args) -> (params, opt_state, state,
+      metrics)`` if ``stateful``, compiled once. ``batch`` is a tree of arrays, ``opt_state`` comes
+      from `init_opt_state`, and ``metrics`` is a `TrainMetrics`. ``extra_args`` go to the
       transformation, the same for all workers. Arguments with a different sharding are moved. The
-      step has ``lower`` as jitted functions have, and may be called inside ``jax.jit`` and
-      ``jax.lax.scan``.
+      step has a method ``lower``, as jitted functions have, and may be called inside ``jax.jit``
+      and ``jax.lax.scan``.
 
-      If nobody takes part in an exchange, since no gradient was finite, its parameters do not
-      change on this step; with a delay, on the next one. What follows the exchange in a chain gets
-      zeros then, and what it returns is ignored. Inside a round of `local_steps` or `multi_steps`
-      nothing changes either.
+      If no worker takes part in an exchange, since no gradient was finite, its parameters do not
+      change on this step, or with a delay on the next one. Transformations after the exchange in a
+      chain then get zeros, and their results are ignored. Inside a round of `local_steps` or
+      `multi_steps` the parameters do not change either.
 
     Raises:
       ValueError: when called, if ``tx`` does not exchange over ``axis_name``, the state was made
@@ -164,42 +157,19 @@ def make_train_step(
       >>> metrics.loss
       Array([64.], dtype=float32)
     """
-    require_unwrapped(tx)
+    checks.require_unwrapped(tx)
     checks.one_of("sharding", sharding, get_args(Sharding))
     workers = shards.num_workers(mesh, axis_name)
+    simulated = shards.is_simulated(mesh, axis_name)
+    manual = sharding == "manual" and not simulated
     settings: Any = dict(microbatches=microbatches, clip_norm=clip_norm, stateful=stateful)
-    manual = sharding == "manual" and not is_simulated(mesh, axis_name)
-    inner = shards.inner_axes(mesh, axis_name)
-    gradients_on_device = worker_gradient.gradients_on_device(loss_fn, axis_name, inner, **settings)
-    gradients_of = gradients.stacked_gradients(
-        loss_fn,
-        mesh,
-        axis_name,
-        manual=manual,
-        param_specs=param_specs,
-        batch_specs=batch_specs,
-        check_vma=check_vma,
-        **settings,
-    )
-
-    def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
-        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
-        copies = shards.copies(params, mesh, axis_name, layout.params)
-        local_params = local_parameters(copies, opt_state)
-        results = gradients_of(
-            local_params, state, batch, *key, params_are_replicated=local_params is params
-        )
-        participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
-        return results, *worker_axis.update_stacked(
-            tx, layout, results.gradients, opt_state, params, extra_args, participates
-        )
 
     def mapped_once(layout, params, opt_state, state, batch, key, extra_args):
         """Computes gradient and update of each device in one ``jax.shard_map``."""
-        losses.require_differentiable(params)
+        worker_gradient.require_differentiable(params)
         batch = jax.tree.map(jnp.asarray, batch)
         leaf_batch_specs = specs_of_batch(batch)
-        rows = batches.row_dimensions(leaf_batch_specs, axis_name)
+        rows = gradients.row_dimensions(leaf_batch_specs, axis_name)
 
         def on_device(params, opt_state, state, batch, key, extra_args):
             old = worker_axis.own_entries(opt_state, layout)
@@ -207,7 +177,7 @@ def make_train_step(
             state = jax.tree.map(lambda x: x[0], state)
             results = gradients_on_device(local_params, state, batch, key, layout.params, rows)
             args = results.gradients, old, params, extra_args, jnp.isfinite(results.gradient_norm)
-            updates, new = worker_axis.update_on_device(layout.update, layout, *args)
+            updates, new = worker_axis.update_on_device(layout, *args)
             results = results._replace(gradients=results.gradients if metrics_fn else None)
             return worker_gradient.stack(results), updates, worker_axis.stack_entries(new, layout)
 
@@ -220,15 +190,42 @@ def make_train_step(
             out_specs=(specs, layout.params, layout.state),
         )(params, opt_state, state, batch, key, extra_args)
 
-    # The update needs types with VMA information, also where the loss does without.
-    gradient_and_update = mapped_once if manual and check_vma else mapped_twice
+    def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
+        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
+        copies = shards.copies(params, mesh, axis_name, layout.params)
+        local_params = local_parameters(copies, opt_state)
+        results = gradients_of(
+            local_params, state, batch, *key, params_are_replicated=local_params is params
+        )
+        participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
+        args = results.gradients, opt_state, params, extra_args, participates
+        return results, *worker_axis.update_stacked(layout, *args)
+
+    # The update needs types with VMA information even if the loss does not.
+    if manual and check_vma:
+        gradient_and_update, inner = mapped_once, shards.inner_axes(mesh, axis_name)
+        gradients_on_device = worker_gradient.gradients_on_device(
+            loss_fn, axis_name, inner, **settings
+        )
+    else:
+        gradient_and_update = mapped_twice
+        gradients_of = gradients.stacked_gradients(
+            loss_fn,
+            mesh,
+            axis_name,
+            manual=manual,
+            param_specs=param_specs,
+            batch_specs=batch_specs,
+            check_vma=check_vma,
+            **settings,
+        )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, *args):
         results, updates, opt_state = gradient_and_update(layout, params, *args)
         custom = None
         if metrics_fn is not None:
-            over = None if is_simulated(mesh, axis_name) else axis_name
+            over = None if simulated else axis_name
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
@@ -261,11 +258,11 @@ def make_train_step(
         return specs_of_shapes(structure, tuple(map(np.shape, leaves)))
 
     signature = ("params", "opt_state"), stateful, (random_key,)
-    accepted: Any = (None, None)  # the signature of parameters and states as placed, their layout
+    accepted: Any = (None, None)  # the signature of the arrays placed last; their layout
 
     def step(params, opt_state, *args, **extra_args):
         nonlocal accepted
-        state, batch, key = losses.split_arguments(args, *signature)
+        state, batch, key = worker_gradient.split_arguments(args, *signature)
         carried, others = (params, opt_state, state), (batch, key, extra_args)
         placed, (known, layout) = shards.signature(mesh, carried), accepted
         if placed is None or placed != known:
@@ -276,8 +273,8 @@ def make_train_step(
             carried = shards.put(mesh, carried, specs, donated=donate)
             accepted = shards.signature(mesh, carried), layout
         leaf_batch_specs = specs_of_batch(batch)
-        if not is_simulated(mesh, axis_name):
-            batches.require_global(batch, leaf_batch_specs)
+        if not simulated:
+            gradients.require_global(batch, leaf_batch_specs)
         specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
         others = shards.put(mesh, others, specs, donated=False, beside=beside)
         results = tuple(placed_step(layout, *carried, *others))
@@ -286,7 +283,7 @@ def make_train_step(
         return results
 
     def lower(params, opt_state, *args, **extra_args):
-        state, batch, key = losses.split_arguments(args, *signature)
+        state, batch, key = worker_gradient.split_arguments(args, *signature)
         given = params, opt_state, state, batch, key, extra_args
         shapes = jax.eval_shape(lambda *given: given, *given)
         layout = layout_for(*shapes[:2])
@@ -303,7 +300,7 @@ def make_train_step(
 
 
 def require_not_donated(*trees) -> None:
-    """Refuses arrays that were donated: used again, they end the process on several devices."""
+    """Refuses donated arrays, whose reuse would end the process on several devices."""
     for path, x in jax.tree.leaves_with_path(trees):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
             raise RuntimeError(

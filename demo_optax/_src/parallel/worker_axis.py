@@ -1,10 +1,11 @@
-"""The worker axis: how state that differs between workers lives in global arrays.
+"""Gives state that differs between workers a leading worker axis in global arrays.
 
-A momentum that differs between workers must not be typed as replicated: a checkpoint would then
-mix the parts of several workers. Outside the step such leaves have a leading axis with one entry
-per worker, sharded over the workers.
+A momentum that differs between workers must not be typed as replicated, since a checkpoint would
+then mix the parts of several workers. Outside the step such leaves have a leading axis with one
+entry per worker, sharded over the workers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,22 +18,27 @@ from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed
-from demo_optax._src.axes import AxisName
-from demo_optax._src.compression.settings import Compression, MomentumFormat, TensorShapes
+from demo_optax._src.axes import AxisName, sharded_axes
+from demo_optax._src.compression.settings import STATIC_NODES
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import (
-    Stacked,
-    StateLayout,
-    find_layout,
-    known_update,
-    update_with_specs,
-)
-from demo_optax._src.parallel.simulated import map_workers
+from demo_optax._src.parallel.layout import StateLayout, find_layout
 from demo_optax._src.participation import PARTICIPATES
 from demo_optax._src.rounds import LocalStepsState
-from demo_optax._src.specs import sharded_axes
+
+
+class Stacked(optax.GradientTransformationExtraArgs):
+    """Marks a transformation that `stack_workers` made."""
+
+    state_shardings: Callable
+
+    def __iter__(self):
+        raise TypeError(
+            "demo_optax.stack_workers(...) stands inside another optax transformation, such as "
+            "optax.chain, which would see stacked gradients (workers, *shape): leave it outermost, "
+            "and chain inside of it, as in stack_workers(optax.chain(...), mesh)."
+        )
 
 
 def stack_workers(
@@ -52,10 +58,10 @@ def stack_workers(
       entries.
 
     A Flax ``TrainState``, ``nnx.Optimizer`` or any other holder of an optax transformation works
-    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since their
-    names lack the axis of workers. A worker whose gradient is not finite keeps its entries.
+    unchanged. Parameters and gradients may be in Flax's boxes; the state has none, since the boxes
+    do not name the axis of workers. A worker whose gradient is not finite keeps its entries.
 
-    Arguments are those of `state_specs`. The result is an
+    The arguments are those of `state_specs`. The result is an
     ``optax.GradientTransformationExtraArgs``, whose method ``state_shardings(params)`` gives the
     NamedShardings of its state, for arrays or shapes of the parameters.
 
@@ -83,7 +89,7 @@ def stack_workers(
                 "jax.shard_map: leave it outermost, and wrap inside of it, as in "
                 "stack_workers(demo_optax.multi_steps(tx, every), mesh)."
             )
-        return init_stacked(tx, layout_for(params), params)
+        return init_opt_state(tx, params, mesh, axis_name, param_specs)
 
     def update_fn(updates, state, params=None, **extra_args):
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -93,7 +99,7 @@ def stack_workers(
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
             layout = layout_for(one)
             require_state(state, layout)
-            return update_stacked(tx, layout, updates, state, params, extra_args)
+            return update_stacked(layout, updates, state, params, extra_args)
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
             raise ValueError(
                 f"update is called inside of a shard_map that leaves the axes {left} to the "
@@ -103,8 +109,8 @@ def stack_workers(
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
         require_state(state, layout, on_device=True)
-        update, old = update_with_specs(tx, layout.params), own_entries(state, layout)
-        updates, new = update_on_device(update, layout, updates, old, params, extra_args)
+        old = own_entries(state, layout)
+        updates, new = update_on_device(layout, updates, old, params, extra_args)
         return updates, stack_entries(new, layout)
 
     def shardings_of(params):
@@ -115,28 +121,14 @@ def stack_workers(
     return stacked
 
 
-def init_stacked(tx, layout: StateLayout, params):
-    """Makes the state of ``tx`` for all workers, and places it on the mesh."""
-    mesh, specs = layout.mesh, unboxed(layout.params)
-    tx = boxed_inside(tx, layout.params)
-
-    def init(params):
-        return stack_entries(tx.init(params), layout)
-
-    placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
-    on_workers = map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
-    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
-
-
-def update_stacked(
-    tx, layout: StateLayout, gradients, state, params, extra_args, stacked_args=None
-):
+def update_stacked(layout: StateLayout, gradients, state, params, extra_args, stacked_args=None):
     """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
 
-    Each worker gets its own entries of ``stacked_args``, and all workers the same ``extra_args``.
-    Whether a worker participates follows from its gradient, unless ``stacked_args`` say it.
+    Each worker gets its own entries of ``stacked_args``, and all workers get the same
+    ``extra_args``. Whether a worker participates follows from its gradient, unless ``stacked_args``
+    say so.
     """
-    mesh, update = layout.mesh, known_update(tx, layout)
+    mesh = layout.mesh
     specs = (
         shards.stacked_specs(layout.params, layout.axis_name),
         layout.state,
@@ -148,21 +140,19 @@ def update_stacked(
         gradient, own_args = jax.tree.map(lambda x: x[0], (gradients, stacked_args))
         old, participates = own_entries(state, layout), own_args.pop(PARTICIPATES, None)
         args = gradient, old, params, {**extra_args, **own_args}, participates
-        updates, new = update_on_device(update, layout, *args)
+        updates, new = update_on_device(layout, *args)
         return updates, stack_entries(new, layout)
 
     args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
     results = layout.params, layout.state
-    on_workers = map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
+    on_workers = shards.map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
     return on_workers(*args, extra_args)
 
 
-def update_on_device(
-    update, layout: StateLayout, gradient, old, params, extra_args, participates=None
-):
-    """Computes updates and state of one device, from gradient and state of its worker.
+def update_on_device(layout: StateLayout, gradient, old, params, extra_args, participates=None):
+    """Computes the updates and state of one device from its worker's gradient and state.
 
-    ``participates`` says whether the worker's gradient is finite, if that is known already.
+    ``participates`` tells whether the worker's gradient is finite, if that is known already.
     """
     structure: Any = jax.tree.structure(gradient)
     gradient, params = unboxed(gradient), unboxed(params)
@@ -171,7 +161,7 @@ def update_on_device(
         participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
     else:
         participates &= extra_args.get(PARTICIPATES, True)
-    updates, new = update(gradient, old, params, {**extra_args, PARTICIPATES: participates})
+    updates, new = layout.update(gradient, old, params, {**extra_args, PARTICIPATES: participates})
 
     def zero_if_frozen(x, frozen):
         return jnp.zeros(x.shape, x.dtype) if frozen else x
@@ -188,19 +178,19 @@ def update_on_device(
 
 
 def _zero_updates_of_nobody(updates, state):
-    """Sets to zero the updates of parameters that nobody took part in an exchange of.
+    """Sets to zero the updates of parameters whose exchange had no participants.
 
-    So no link that follows the exchange, such as a weight decay, moves them either.
+    Otherwise a link that follows the exchange, such as a weight decay, would still move them.
     """
     exchanges = _exchanges(state)
 
     def zero(path, update):
         own = [n for paths, n in exchanges if path in paths or () in paths]
         counts = own or [n for paths, n in exchanges if not paths]
-        if not counts:  # an exchange that is not ours
+        if not counts:  # the exchange is not one of ours
             return update
         participants = jnp.max(jnp.stack(counts))
-        return participation.zero_updates_if_no_participants(update, participants)
+        return participation.zero_unless(participants > 0, update)
 
     return jax.tree.map_with_path(zero, updates)
 
@@ -208,7 +198,7 @@ def _zero_updates_of_nobody(updates, state):
 def _exchanges(state) -> list[tuple[list, IntScalar]]:
     """Returns, for each exchange, the paths of its parameters and its participants on this step.
 
-    A dense mean names no paths. On a step inside a round nobody takes part.
+    A dense mean names no paths, and a step inside a round has no participants.
     """
     found, rounds = [], (LocalStepsState, optax.MultiStepsState)
     kinds = *rounds, DecoupledMomentumState, MeanOverWorkersState
@@ -241,7 +231,7 @@ def init_opt_state(
 ):
     """Makes the state of ``tx`` for all workers of a mesh, and places it there.
 
-    Arguments are those of `state_specs`, with the arrays of the parameters.
+    The arguments are those of `state_specs`, but with the arrays of the parameters.
 
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis of
@@ -260,11 +250,23 @@ def init_opt_state(
       >>> state[0].momentum["w"].shape  # the number of workers comes first
       (1, 1, 1, 4096)
     """
-    return stack_workers(tx, mesh, axis_name, param_specs).init(params)
+    return init_stacked(tx, find_layout(tx, params, mesh, axis_name, param_specs), params)
+
+
+def init_stacked(tx, layout: StateLayout, params):
+    mesh, specs = layout.mesh, unboxed(layout.params)
+    tx = boxed_inside(tx, layout.params)
+
+    def init(params):
+        return stack_entries(tx.init(params), layout)
+
+    placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
+    on_workers = shards.map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
+    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
 
 
 def _require_outermost(updates) -> None:
-    """Refuses gradients with masked leaves: the other parts would see stacked gradients."""
+    """Refuses gradients with masked leaves, since other parts would see stacked gradients."""
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     if any(isinstance(node, optax.MaskedNode) for node in nodes):
         raise ValueError(
@@ -277,11 +279,11 @@ def _require_outermost(updates) -> None:
 def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data"):
     """Makes a model's state for all workers, each leaf ``(workers, *shape)`` on the mesh.
 
-    All workers begin with equal arrays, but different random keys (``jax.random.key``): the number
-    of the worker is folded in. So no two workers drop the same units. Keys of the old kind, of
-    uint32, are numbers like others: give ``jax.random.wrap_key_data(key)``. The devices of one
-    worker share its keys. To evaluate, average the floats over their first axis, or take those of
-    one worker.
+    All workers begin with equal arrays but different random keys (``jax.random.key``), into which
+    the worker's number is folded, so that no two workers drop the same units. Legacy keys of dtype
+    uint32 are treated as plain numbers: give ``jax.random.wrap_key_data(key)`` instead. The devices
+    of one worker share its keys. For evaluation, average the floats over their first axis, or take
+    those of one worker.
 
     Args:
       state: arrays and random keys, of any shape, such as ``nnx.state(model, nnx.BatchStat)``.
@@ -318,10 +320,7 @@ _MAKE_GRADIENTS = (
 
 
 def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any = None) -> None:
-    """Refuses leaves that are not stacked, ``(workers, *shape)``.
-
-    The shapes are those of the leaves of ``one_worker``, if it is given.
-    """
+    """Refuses leaves that are not ``(workers, *shape)``, by the shapes of ``one_worker`` if any."""
     leaves = jax.tree.leaves_with_path(tree)
     of_one = map(np.shape, jax.tree.leaves(one_worker))
     wanted = [np.shape(x)[1:] for _, x in leaves] if one_worker is None else of_one
@@ -334,38 +333,11 @@ def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any =
             )
 
 
-def _require_structure(opt_state, expected) -> None:
-    """Refuses a state made for a different model or different settings."""
-    given, wanted = map(jax.tree.structure, (opt_state, expected))
-    if given == wanted:
-        return
-    has, needs = (
-        {keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-        for tree in (opt_state, expected)
-    )
-    if has == needs:
-        pairs = zip(_static_nodes(opt_state), _static_nodes(expected), strict=False)
-        made, needed = next((pair for pair in pairs if pair[0] != pair[1]), (given, wanted))
-        raise ValueError(
-            f"the optimizer state was made for {made}, but this optimizer needs {needed}: the "
-            "compression, the exchange or the parameters' shapes changed since then. Go back to "
-            "the old ones, make the state anew with demo_optax.init_opt_state, or carry it over "
-            "with demo_optax.checkpoint, which puts pending messages back into the momentum."
-        )
-    raise ValueError(
-        "the optimizer state is not one of this optimizer and these parameters, or is stored "
-        f"for another transform or blocks: it lacks {sorted(needs - has)[:3] or 'nothing'} "
-        f"and holds {sorted(has - needs)[:3] or 'nothing'} besides. Make it with "
-        "demo_optax.init_opt_state, or carry it over with demo_optax.checkpoint."
-    )
-
-
 def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) -> None:
-    """Refuses a state made for a different model, different settings or other workers.
+    """Refuses a state of another model, other settings or other workers.
 
-    It is the state of all workers, or of one of them with its leading axis of length 1.
+    It is the state of all workers, or ``on_device`` that of one with its leading axis of length 1.
     """
-    _require_structure(opt_state, layout.state)
     expected = jax.tree.map(
         lambda x, varies: jax.ShapeDtypeStruct((1,) * varies + x.shape, x.dtype),
         layout.worker_state_shapes,
@@ -373,25 +345,16 @@ def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) ->
     )
     if not on_device:
         expected = shards.whole_shapes(expected, layout.state, layout.mesh)
-    leaves = jax.tree.leaves_with_path(opt_state)
-    for (path, x), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
-        if np.shape(x) != wanted.shape:
-            where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
-            raise ValueError(
-                f"the optimizer state{keystr(path)} has shape {np.shape(x)}, but {wanted.shape} is "
-                f"expected {where}: it was made for another number of workers or another model, or "
-                "by tx.init alone. Make it with demo_optax.init_opt_state on the mesh that it is "
-                "used on, and pass it with the specs of demo_optax.state_specs."
-            )
-
-
-def _static_nodes(tree) -> list:
-    """Returns the settings that states of decoupled momentum in a tree were made for."""
-
-    def is_static(x) -> bool:
-        return isinstance(x, (MomentumFormat, TensorShapes, Compression))
-
-    return list(filter(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
+    where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
+    checks.state_fits(
+        f"the optimizer state {where}",
+        opt_state,
+        expected,
+        "Make it with demo_optax.init_opt_state on the mesh that it is used on, and pass it with "
+        "the specs of demo_optax.state_specs; or carry it over with demo_optax.checkpoint, which "
+        "puts pending messages back into the momentum.",
+        STATIC_NODES,
+    )
 
 
 def own_entries(state, layout: StateLayout):

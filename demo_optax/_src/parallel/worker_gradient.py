@@ -1,33 +1,34 @@
-"""The gradient of one worker's loss, on its own part of a batch; and its clipping."""
+"""Takes and clips the gradient of one worker's loss on its own part of a batch."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import energy, upcast
-from demo_optax._src.axes import AxisName
-from demo_optax._src.parallel import batches, losses, shards
-from demo_optax._src.specs import axes_of
+from demo_optax._src.axes import AxisName, axes_of
+from demo_optax._src.parallel import shards
 
 
 def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callable:
-    """``jax.value_and_grad`` whose gradients stay local to each worker of ``axis_name``.
+    """Wraps ``jax.value_and_grad`` so that gradients stay local to each worker of ``axis_name``.
 
-    Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the
-    axis by itself, which leaves nothing to exchange. Here the parameters are typed as
-    varying first. Under ``pmap`` and ``vmap`` gradients are local anyway.
+    Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the axis
+    by itself, which leaves nothing to exchange. Here the parameters are first typed as varying.
+    Under ``pmap`` and ``vmap`` gradients are local anyway.
 
     Args:
-      fun: the worker's loss; its first argument is differentiated, or ``argnums``. It must not
-        average over ``axis_name`` itself.
+      fun: the worker's loss, which is differentiated by its first argument or by ``argnums``. It
+        must not average over ``axis_name`` itself.
       axis_name: the workers' axis, or axes.
-      **kwargs: for ``jax.value_and_grad``, such as ``has_aux``.
+      **kwargs: options of ``jax.value_and_grad``, such as ``has_aux``.
 
     Returns:
       A function like that of ``jax.value_and_grad``. Value and gradient differ between workers.
@@ -55,7 +56,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
 
     @functools.wraps(fun)
     def wrapped(*args, **kwds):
-        axes.size(axis_name)  # which raises where it is not bound
+        axes.size(axis_name)  # it raises a NameError if it is not bound
         if max(differentiated) >= len(args):
             raise TypeError(
                 f"argument {max(differentiated)} is differentiated, but only {len(args)} were "
@@ -64,20 +65,33 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
         local = list(args)
         for i in differentiated:
             local[i] = axes.as_varying(local[i], axis_name)
-        with losses.explain_varying_types(axis_name):
+        try:
             return value_and_grad(*local, **kwds)
+        except (TypeError, ValueError) as error:
+            is_about_types = any(word in str(error) for word in ("{V:", "varying", "manual axis"))
+            if is_about_types and axes.manual_names(axis_name):
+                error.add_note(_VARYING)
+            raise
 
     return wrapped
 
 
+_VARYING = (
+    "The types of values that differ between workers name the workers' axis, and JAX compares "
+    "types in loops, branches and custom derivatives, so that a loop that starts from zeros fails. "
+    "Give make_train_step either check_vma=False, which SwarmWorker and jax.shard_map take too, or "
+    "sharding='auto'. See docs/how_to/troubleshoot.md for what they cost."
+)
+
+
 class WorkerGradients(NamedTuple):
-    """Results of `worker_gradients`, stacked over the workers.
+    """Holds the results of `worker_gradients`, stacked over the workers.
 
     Attributes:
       loss: ``(workers,)``, loss of each worker.
       aux: the aux of the loss function, with a leading axis of workers. With ``microbatches`` above
-        1, aux has an axis of microbatches behind it.
-      state: each worker's model state, where the loss function has one.
+        1, an axis of microbatches follows.
+      state: each worker's model state, if the loss function has one.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
 
@@ -115,51 +129,105 @@ def gradients_on_device(
     checks.static_integer("microbatches", microbatches, at_least=1)
     if clip_norm is not None:
         checks.in_interval("clip_norm", clip_norm, "(0, inf]")
-    loss_fn = losses.normalize_loss_fn(loss_fn, stateful)
     device_axes = axes.names(axis_name) + inner
 
     def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
-        def loss_of_shards(params, *args):
-            return loss_fn(_gather(params, specs), *args)
+        def loss_of_shards(params, state, *args):
+            out = loss_fn(_gather(params, specs), *([state] if stateful else []), *args)
+            if stateful:
+                return out
+            if not isinstance(out, (tuple, list)):
+                return out, (state, None)
+            if len(out) != 2:
+                raise TypeError(
+                    f"the loss function must return a loss, or (loss, aux), not {len(out)} values: "
+                    "put all further results into aux, as a tuple or dict."
+                )
+            return out[0], (state, out[1])
 
-        keys = key
-        if device_axes:
-            keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
+        keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
+        keys = keys if device_axes else key
         loss, new, aux, gradient = _accumulate(
             loss_of_shards, device_axes or None, microbatches, rows, params, state, batch, *keys
         )
+        given: Any = jax.tree.structure(new)
+        expected: Any = jax.tree.structure(state)
+        if given != expected:
+            raise ValueError(
+                f"the loss function must return a model state of the structure {expected}, as it "
+                f"was given, but returned {given}: return (loss, (state, aux)), where aux may be "
+                "None."
+            )
         if inner:
             gradient = _mean_gradient(gradient, specs, inner)
             loss, new = jax.lax.pmean(loss, inner), _mean_state(new, inner)
-        return _finish(loss, aux, new, state, gradient, _norm(gradient, specs), clip_norm)
+        norm = _norm(gradient, specs)
+        state = participation.choose(jnp.isfinite(norm), new, state)
+        if clip_norm is not None:
+            scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
+            # An infinite norm must not clip the gradient to zeros.
+            scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+            gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
+        return WorkerGradients(loss, aux, state, norm, gradient)
 
     return on_device
 
 
 def stack(tree):
-    """Gives each leaf a leading axis of length 1, that of the workers."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
-    """Returns the specs of stacked results: each device has its aux, and a worker all else."""
+    """Returns the specs of stacked results, in which each device has its own aux."""
     worker_spec = P(axis_name)
     aux_spec = P((*axes.names(axis_name), *shards.inner_axes(mesh, axis_name)))
     gradient_specs = shards.stacked_specs(specs, axis_name)
     return WorkerGradients._make((worker_spec, aux_spec, worker_spec, worker_spec, gradient_specs))
 
 
+def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: Collection[int]):
+    """Returns the model state, the batch and the keys, whose number must be one of ``keys``."""
+    if len(args) - 1 - stateful not in keys:
+        names = [*first, *["state"] * stateful, "batch", *["key"] * min(keys)]
+        optional = "[, key]" * (max(keys) - min(keys))
+        raise TypeError(
+            f"the arguments must be ({', '.join(names)}{optional}), but {len(first) + len(args)} "
+            "arguments were given. A batch is one pytree: pass several arrays as a tuple or dict, "
+            "as in (x, y). A step takes a key with make_train_step(random_key=True), and a model "
+            "state is taken with stateful=True."
+        )
+    state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
+    return state, batch, tuple(key)
+
+
+def require_differentiable(params) -> None:
+    """Refuses leaves that have no real gradient, such as the random keys of a whole model."""
+    checks.real_leaves("params", params)
+    for path, x in jax.tree.leaves_with_path(checks.shapes_of("params", params)):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"params{keystr(path)} has the dtype {x.dtype}, which has no gradient: "
+                f"{checks.SPLIT}"
+            )
+
+
 def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
     """Computes loss, model state, aux and gradient of a worker's batch.
 
-    Loss and gradient are averaged over its microbatches. The model state passes from one to the
-    next.
+    Loss and gradient are averaged over microbatches; the model state passes from one to the next.
     """
     differentiated = local_value_and_grad(loss_fn, axis_name, has_aux=True)
 
     def value_and_grad(*args):
         results = differentiated(*args)
-        losses.require_local_loss(results[0][0], axis_name)
+        varying = axes.varying(results[0][0])
+        if axes.types_are_tracked(axis_name) and not set(axes.names(axis_name)) <= varying:
+            raise ValueError(
+                f"the loss is the same on all workers of {axis_name!r}: it averages or sums over "
+                "them, which would scale every gradient, or depends on neither parameters nor "
+                "batch. Leave out pmean and psum: the loss is that of one worker, and the "
+                "optimizer exchanges."
+            )
         return results
 
     state = axes.as_varying(state, axis_name)
@@ -177,7 +245,7 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
         total = jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient))
         return (total, axes.as_varying(state, axis_name)), aux
 
-    parts = batches.split_microbatches(batch, rows, microbatches), jnp.arange(microbatches)
+    parts = _split_microbatches(batch, rows, microbatches), jnp.arange(microbatches)
     (loss, _), gradient = jax.eval_shape(
         lambda parts: of_part(state, *jax.tree.map(lambda x: x[0], parts)), parts
     )
@@ -187,6 +255,26 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
         lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
     )
     return loss, state, aux, gradient
+
+
+def _split_microbatches(batch, rows, number: int):
+    """Splits one worker's batch along its rows, ``(number, ...)``, and repeats undivided leaves."""
+
+    def split(x, row):
+        if row is None:
+            return jnp.broadcast_to(x, (number, *np.shape(x)))
+        if x.shape[row] % number:
+            raise ValueError(
+                f"a part of the batch has {x.shape[row]} rows, which cannot be cut into {number} "
+                "equal microbatches: choose a batch size that is a multiple of the devices that "
+                "divide it x microbatches."
+            )
+        parts = x.reshape(*x.shape[:row], number, -1, *x.shape[row + 1 :])
+        return jnp.moveaxis(parts, row, 0)
+
+    structure: Any
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten(map(split, leaves, rows))
 
 
 def _gather(params, specs):
@@ -202,10 +290,7 @@ def _gather(params, specs):
 
 
 def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
-    """Averages the gradients that a worker's devices take on their parts of its batch.
-
-    The dtype is that of the gradient: float32 for float32 parameters.
-    """
+    """Averages the gradients of a worker's devices on their parts of its batch, in their dtype."""
 
     def mean(g, spec):
         sharded = axes_of(spec)
@@ -217,22 +302,18 @@ def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
 
 
 def _mean_state(state, inner: tuple[str, ...]):
-    """Makes one model state of those of a worker's devices: means of floats, else the first's."""
+    """Averages the floats of a model state over a worker's devices; the rest is the first's."""
 
     def mean(x):
         x = axes.as_varying(x, inner)
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jax.lax.pmean(x, inner)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            numbers = shards.from_first(jax.random.key_data(x), inner)
-            return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
         return shards.from_first(x, inner)
 
     return jax.tree.map(mean, state)
 
 
 def _norm(gradient, specs) -> jax.Array:
-    """Computes the global norm of a worker's sharded gradient, float32."""
     sharded: dict[tuple[str, ...], list[jax.Array]] = {}
     for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
         sharded.setdefault(axes_of(spec), []).append(x)
@@ -240,23 +321,3 @@ def _norm(gradient, specs) -> jax.Array:
         jax.lax.psum(energy(x), names) if names else energy(x) for names, x in sharded.items()
     ]
     return jnp.sqrt(sum(energies))
-
-
-def _finish(loss, aux, new, old, gradient, norm, limit: float | None) -> WorkerGradients:
-    """Returns a worker's results, with its gradient clipped to a global norm of ``limit``.
-
-    If the gradient is not finite, the model state does not change.
-    """
-    given: Any = jax.tree.structure(new)
-    expected: Any = jax.tree.structure(old)
-    if given != expected:
-        raise ValueError(
-            f"the loss function must return a model state of the structure {expected}, as it was "
-            f"given, but returned {given}: return (loss, (state, aux)), where aux may be None."
-        )
-    state = participation.choose(jnp.isfinite(norm), new, old)
-    if limit is not None:
-        scale = jnp.where(norm > limit, limit / norm, 1.0)
-        scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)  # or it would be clipped to zeros
-        gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
-    return WorkerGradients(loss, aux, state, norm, gradient)

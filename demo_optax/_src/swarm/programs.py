@@ -18,18 +18,18 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import checks
 from demo_optax._src.arrays import boxed_inside, unboxed
-from demo_optax._src.axes import AxisName
+from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Outbox
 from demo_optax._src.halves import SplitTransformation, require_halves
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax._src.momentum import EMPTY, MESSAGE_WEIGHT
 from demo_optax._src.parallel import shards, worker_axis
-from demo_optax._src.parallel.gradients import WorkerGradients, stacked_gradients
+from demo_optax._src.parallel.gradients import stacked_gradients
 from demo_optax._src.parallel.layout import StateLayout, find_layout
+from demo_optax._src.parallel.worker_gradient import WorkerGradients
 from demo_optax._src.participation import PARTICIPATES
 from demo_optax._src.rounds import LocalStepsState, local_parameters
-from demo_optax._src.specs import PARAM_SPECS, sharded_axes
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.lead import to_devices
 
