@@ -313,7 +313,7 @@ RAISED = [
     lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     exchange_in_a_while_loop,
-    lambda: command.quantity("bandwidth")("fast"),
+    lambda: command.quantity("bandwidth", "fast"),
     *causes_of_checkpoints.RAISED,
     *causes_of_halves.RAISED,
     lambda: demo_optax.Compression(seed=2**64),

@@ -101,8 +101,13 @@ def read_without_memory():
 
 
 def clear_up_without_rights():
-    with mock.patch.object(reading, "_set_aside", side_effect=PermissionError(13, "not here")):
+    with mock.patch.object(reading.epath, "Path", side_effect=PermissionError(13, "not here")):
         reading.clear_up("run", [3])
+
+
+def read_another_description():
+    with mock.patch.object(reading, "seal", return_value="another"):
+        restore_damaged(lambda checkpointer: reading._metadata(checkpointer._directory, 3))
 
 
 def restore_a_flat_vector_elsewhere():
@@ -152,7 +157,7 @@ def import_checkpoint():
 def convert_a_leaf_of_another_shape():
     target = jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(two(), P()))
     described = {"states": {}, "workers": 2}
-    elastic.convert({"[0]": np.ones(3)}, described, {"[0]": target}, described, "data")
+    elastic.convert({"['x']": np.ones(3)}, described, {"x": target}, described, "data")
 
 
 def restore_a_float_as_an_integer():
@@ -178,6 +183,8 @@ RAISED = [
     lambda: restore_damaged(lambda checkpointer: checkpointer._read(3, model.init(), "")),
     read_without_memory,
     clear_up_without_rights,
+    read_another_description,
+    lambda: reading._verify({"extra": {"['x']": np.ones(2)}}, {"extra": {"['x']": {"shape": [3]}}}),
     lambda: reading._metadata("run", 3),
     restore_a_flat_vector_elsewhere,
     checkpoints_in_a_file,

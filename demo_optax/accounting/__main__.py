@@ -8,11 +8,12 @@ import dataclasses
 import math
 import re
 import sys
+from functools import partial
 
 import jax
 
 from demo_optax import accounting
-from demo_optax._src.accounting.models import PRESETS, preset_shapes
+from demo_optax._src.accounting.traffic import PRESETS, preset_shapes
 from demo_optax._src.compression import Compression
 from demo_optax._src.compression.blocks import BLOCK_RULES
 from demo_optax._src.compression.selection import SELECTIONS
@@ -26,24 +27,20 @@ UNITS = {
 }
 
 
-def quantity(kind: str):
-    """Returns a parser of numbers with a unit, such as ``1Gbit`` or ``50ms``."""
-    units = UNITS[kind]
-
-    def parse(text: str) -> float:
-        match = re.fullmatch(rf"([0-9.]+(?:e[0-9]+)?) ?({'|'.join(units)})(?:/s)?", text)
-        if not match:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no {kind}: give a number and one of {', '.join(units)}, as in "
-                f"50{list(units)[1]}"
-            )
-        return float(match[1]) * units[match[2]]
-
-    return parse
-
-
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the layout of the example, and shows every default."""
+
+
+def quantity(kind: str, text: str) -> float:
+    """Parses a number with a unit, such as ``1Gbit`` or ``50ms``."""
+    units = UNITS[kind]
+    match = re.fullmatch(rf"([0-9.]+(?:e[0-9]+)?) ?({'|'.join(units)})(?:/s)?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no {kind}: give a number and one of {', '.join(units)}, as in "
+            f"50{list(units)[1]}"
+        )
+    return float(match[1]) * units[match[2]]
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -55,7 +52,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     def add(name: str, default, meaning: str, **options) -> None:
         parser.add_argument(f"--{name}", default=default, help=meaning, **options)
 
-    bandwidth, time = map(quantity, UNITS)
+    bandwidth, time = (partial(quantity, kind) for kind in UNITS)
     rates, times = (", ".join(units) for units in UNITS.values())
     add("topk", 32, "coefficients that are sent of each block", type=int)
     add("value-coding", "float32", "coding of the values in a packet", choices=VALUE_CODINGS)
@@ -103,29 +100,17 @@ def print_bytes(params, compression: Compression) -> None:
     )
     dense = [megabytes(accounting.dense_bytes(params, size)) for size in (2, 4)]
     print(f"  Dense gradient: {dense[0]} MB at 2 bytes per parameter, {dense[1]} MB at 4.\n")
-
-
-def print_index_bits(block_size: int) -> None:
-    rows = []
-    for k in (k for k in TOPKS if k < block_size):
-        cost = accounting.index_cost(block_size, k)
-        numbers = [f"{x:.3f}" for x in (cost.bits, cost.bound, cost.bits / cost.bound)]
-        rows.append((k, cost.coding, *numbers))
-    title = f"Bits per index in blocks of {block_size} coefficients"
-    print_table(title, ("k", "coding", "bits", "entropy bound", "ratio"), *rows)
-
-
-def print_times(times: dict[str, accounting.StepTime], args: argparse.Namespace) -> None:
-    rows = []
-    for name, time in times.items():
-        seconds = [f"{s:.3f}" for s in (time.transfer, time.waiting, time.step)]
-        rows.append((name, megabytes(time.wire), *seconds, f"{time.hiding_bandwidth / 1e6:,.1f}"))
-    print_table(
-        f"Seconds per step with {args.workers} workers in a ring, {args.compute_time:g} s of them "
-        "compute; hidden from: Mbit/s at which the exchange takes as long as the compute",
-        ("", "MB sent", "transfer", "latency", "step", "hidden from"),
-        *rows,
-    )
+    if compression.selection == "topk":
+        size = compression.block_side**2
+        costs = {k: accounting.index_cost(size, k) for k in TOPKS if k < size}
+        print_table(
+            f"Bits per index in blocks of {size} coefficients",
+            ("k", "coding", "bits", "entropy bound", "ratio"),
+            *[
+                (k, x.coding, f"{x.bits:.3f}", f"{x.bound:.3f}", f"{x.bits / x.bound:.3f}")
+                for k, x in costs.items()
+            ],
+        )
 
 
 def main(arguments: list[str]) -> None:
@@ -136,21 +121,24 @@ def main(arguments: list[str]) -> None:
     two_phase = args.exchange == "two-phase"
     exchange = TwoPhase("data", topk_back=args.topk_back) if two_phase else AllGather("data")
     exchange = Delayed(exchange) if args.delay else exchange
-
     method = "DeMo" if args.local_steps == 1 else "SparseLoCo"
     name = f"{method}, k={args.topk}, {args.value_coding}"
-    link = args.workers, args.bandwidth, args.latency, args.compute_time
-    times = accounting.step_times(
-        params, {name: (compression, exchange)}, *link, local_steps=args.local_steps
-    )
+    link = args.workers, args.bandwidth, args.latency, args.compute_time, args.local_steps
+    times = accounting.step_times(params, {name: (compression, exchange)}, *link)
 
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     print(f"{args.preset}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
     print_bytes(params, compression)
-    if args.selection == "topk":
-        print_index_bits(args.block_side**2)
-    print_times(times, args)
-
+    rows = []
+    for row, time in times.items():
+        seconds = [f"{s:.3f}" for s in (time.transfer, time.waiting, time.step)]
+        rows.append((row, megabytes(time.wire), *seconds, f"{time.hiding_bandwidth / 1e6:,.1f}"))
+    print_table(
+        f"Seconds per step with {args.workers} workers in a ring, {args.compute_time:g} s of them "
+        "compute; hidden from: Mbit/s at which the exchange takes as long as the compute",
+        ("", "MB sent", "transfer", "latency", "step", "hidden from"),
+        *rows,
+    )
     packet, sent = times[name].packet, times[name].packet / args.local_steps
     if args.local_steps > 1:
         print(

@@ -68,6 +68,17 @@ def test_any_single_bit_is_seen():
         assert digests({"x": np.frombuffer(data, np.float32).reshape(x.shape)}) != before
 
 
+def test_every_copy_is_checked_in_turn():
+    """A process that reads a copy wrongly is found, though another process holds it intact."""
+    everywhere = jax.NamedSharding(workers.mesh_of(4), P())
+    x = np.arange(8, dtype=np.float32)
+    copies = [jax.device_put(x, device) for device in jax.devices()[:4]]
+    copies[2] += 1
+    wrong = jax.make_array_from_single_device_arrays(x.shape, everywhere, copies)
+    found = digests(dict.fromkeys("abcd", wrong)).values()
+    assert sum(digest != digests({"x": x})["x"] for digest in found) == 1
+
+
 def files_of(step):
     return sorted(path for path in step.rglob("*") if path.is_file())
 
@@ -308,7 +319,7 @@ class Told:
 def test_a_second_process_takes_the_list_of_the_first(tmp_path, monkeypatch):
     (tmp_path / "1").mkdir()
     Told(monkeypatch, ([1, 2], None))
-    assert reading.steps_in(str(tmp_path)) == [1, 2]
+    assert reading.steps_in(str(tmp_path)) == ([1, 2], [1, 2])
 
 
 def test_a_second_process_raises_what_the_first_one_met(tmp_path, monkeypatch):

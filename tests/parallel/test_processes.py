@@ -129,7 +129,7 @@ def test_an_interrupt_while_the_first_lists_a_folder_reaches_all(in_both_process
 
 def test_an_interrupt_while_a_process_reads_is_told_to_the_others(monkeypatch):
     told = []
-    monkeypatch.setattr(reading, "_worst", lambda code: told.append(code) or code)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: told.append(int(x)) or x)
     with pytest.raises(KeyboardInterrupt):
-        reading._read(3, raising(KeyboardInterrupt()))
+        reading.on_all(3, raising(KeyboardInterrupt()))
     assert told == [2]

@@ -20,6 +20,28 @@ from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import find_layout
 
+PRESETS = {"300m": 1024, "1b": 2048}
+"""Widths of the models in Peng et al., version 2."""
+
+
+def preset_shapes(preset: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the parameter shapes of Peng et al., version 2: 16 layers, all matrices.
+
+    Example:
+      >>> sum(math.prod(leaf.shape) for leaf in preset_shapes("300m").values())
+      319946752
+    """
+    width = PRESETS[preset]
+    layer = {
+        "att_proj": (width, 3 * width),
+        "att_out": (width, width),
+        "ff_proj": (width, 8 * width),
+        "ff_out": (4 * width, width),
+    }
+    shapes = {f"layers/{i}/{name}": shape for i in range(16) for name, shape in layer.items()}
+    shapes = {"embedding": (50304, width)} | shapes
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
 
 def packet_bytes(
     tx_or_compression: optax.GradientTransformation | Compression,
@@ -30,7 +52,7 @@ def packet_bytes(
     workers: int = 1,
     exchange: Exchange | None = None,
 ) -> int:
-    """Bytes that each worker hands to the collectives of one update.
+    """Returns the bytes that each worker hands to the collectives of one update.
 
     With local steps it is the last update of a round. The bytes are read from the traced update, so
     any optax chain will do. Nothing is computed. They are those of the operands of all collectives,
@@ -60,51 +82,54 @@ def packet_bytes(
       >>> packet_bytes(Compression(topk=8, value_coding="bfloat16"), params)
       27648
     """
-    checks.require_unwrapped(tx_or_compression)
+    tx = tx_or_compression
+    checks.require_unwrapped(tx)
     if mesh is None and param_specs is not None:
         raise ValueError(
             f"param_specs={param_specs} say how a worker's devices share its parameters, but only "
             "the mesh says how many devices there are: give mesh as well."
         )
     params = checks.shapes_of("parameter", params)
-    if isinstance(tx_or_compression, Compression):
+    if isinstance(tx, Compression):
         exchange = exchange or AllGather(axis_name)
         if exchange.axis_name is None:
             return 0
         if mesh is None:
-            return _traffic(tx_or_compression, params, workers, exchange).sent
-        tx_or_compression = decoupled_momentum(compression=tx_or_compression, exchange=exchange)
+            return _traffic(tx, params, workers, exchange).sent
+        tx = decoupled_momentum(compression=tx, exchange=exchange)
+
     if mesh is not None:
-        sent = _counted(find_layout(tx_or_compression, params, mesh, axis_name, param_specs).sent)
-        return sent * mesh.size // shards.num_workers(mesh, axis_name)
-    tx = optax.with_extra_args_support(tx_or_compression)
-
-    def update():
-        values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-        gradient = axes.as_varying(values, axis_name)
-        tx.update(gradient, tx.init(values), values, **axes.TRACING_ARGUMENTS)
-
-    first, *others = axes.names(axis_name) or (None,)
-    sizes = workers, *[1 for _ in others]
-    workers_mesh = None if first is None else AbstractMesh(sizes, (first, *others))
-    program, _ = axes.trace_worker(update, workers_mesh)
-    return _counted(axes.bytes_handed_over(program, axis_name))
-
-
-def _counted(sent: int | None) -> int:
+        sent = find_layout(tx, params, mesh, axis_name, param_specs).sent
+        devices = mesh.size // shards.num_workers(mesh, axis_name)
+    else:
+        sent, devices = _traced(optax.with_extra_args_support(tx), params, axis_name, workers), 1
     if sent is None:
         raise ValueError(
             "the optimizer exchanges in a jax.lax.while_loop(...), whose passes nobody knows: "
             "its bytes cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop from one Python "
             "integer to another."
         )
-    return sent
+    return sent * devices
+
+
+def _traced(tx, params, axis_name: AxisName, workers: int) -> int | None:
+    """Returns the bytes of an update, traced with ``workers`` along the first axis; or None."""
+
+    def update():
+        values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+        gradient = axes.as_varying(values, axis_name)
+        tx.update(gradient, tx.init(values), values, **axes.TRACING_ARGUMENTS)
+
+    names = axes.names(axis_name)
+    sizes = (workers, *[1] * len(names))[: len(names)]
+    program, _ = axes.trace_worker(update, AbstractMesh(sizes, names) if names else None)
+    return axes.bytes_handed_over(program, axis_name)
 
 
 def received_bytes(
     compression: Compression, params, workers: int, exchange: Exchange | None = None
 ) -> float:
-    """Bytes that each worker gets from the others in one exchange.
+    """Returns the bytes that each worker gets from the others in one exchange.
 
     The arguments are those of `packet_bytes`.
 
@@ -121,37 +146,37 @@ def received_bytes(
 
 def _traffic(compression: Compression, params, workers: int, exchange: Exchange) -> Traffic:
     checks.real_leaves("parameter", params)
-    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
-    plan = make_plan(compression, tuple(x.shape for x in shapes))
-    return exchange.traffic(plan, workers)
+    return exchange.traffic(make_plan(compression, tuple(_shapes(params))), workers)
+
+
+def _shapes(params) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(checks.shapes_of("parameter", params))]
 
 
 def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
-    """Bytes per step and worker as the published code counts them: 12 for each coefficient.
+    """Returns the bytes per step and worker as the published code counts them.
 
-    A coefficient is an int64 index and a float32 value. Blocks follow the rule ``"divisor"``. The
-    byte table of Peng et al., version 2, has these counts.
+    A coefficient has 12 bytes, an int64 index and a float32 value. Blocks follow the rule
+    ``"divisor"``. The byte table of Peng et al., version 2, has these counts.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> reference_bytes(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), topk=8)
       98304
     """
-    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
-    blocks = [block_geometry(x.shape, block_side, "divisor") for x in shapes]
+    blocks = [block_geometry(shape, block_side, "divisor") for shape in _shapes(params)]
     return sum(12 * b.num_blocks * min(topk, b.block_size) for b in blocks)
 
 
 def dense_bytes(params, bytes_per_value: int = 4) -> int:
-    """Bytes of the whole gradient, which ordinary data parallelism hands to an all-reduce.
+    """Returns the bytes of the whole gradient, which data parallelism hands to an all-reduce.
 
     Example:
       >>> import jax.numpy as jnp
       >>> dense_bytes({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, bytes_per_value=2)
       144
     """
-    shapes = jax.tree.leaves(checks.shapes_of("parameter", params))
-    return bytes_per_value * sum(math.prod(x.shape) for x in shapes)
+    return bytes_per_value * sum(map(math.prod, _shapes(params)))
 
 
 class IndexCost(NamedTuple):
@@ -163,7 +188,7 @@ class IndexCost(NamedTuple):
 
 
 def index_cost(n: int, k: int) -> IndexCost:
-    """Bits per position for ``k`` of ``n`` coefficients.
+    """Returns the bits per position for ``k`` of ``n`` coefficients.
 
     Example:
       >>> cost = index_cost(4096, 8)
@@ -198,6 +223,7 @@ class StepTime(NamedTuple):
     hiding_bandwidth: float
 
 
+_DENSE = {"float32": 4, "bfloat16": 2}
 Setting = Compression | tuple[Compression, Exchange]
 
 
@@ -210,7 +236,7 @@ def step_times(
     compute_time: float = 0.0,
     local_steps: int = 1,
 ) -> dict[str, StepTime]:
-    """Seconds per step of ordinary data parallelism and of DeMo, over the same link.
+    """Returns the seconds per step of ordinary data parallelism and of DeMo, over the same link.
 
     All collectives are rings of ``N`` workers. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N``
     over each link in ``2 (N-1)`` rounds. An all-gather of packets of ``B`` bytes sends ``B (N-1)``
@@ -250,11 +276,9 @@ def step_times(
         )
     checks.static_integer("local_steps", local_steps, at_least=1)
 
-    settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
-
-    def dense_traffic(bytes_per_value: int) -> Traffic:
-        dense = dense_bytes(params, bytes_per_value)
-        return Traffic(dense, 2 * dense * (workers - 1) / workers, 2 * (workers - 1))
+    def dense(bytes_per_value: int) -> Traffic:
+        size = dense_bytes(params, bytes_per_value)
+        return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
 
     def time(traffic: Traffic, steps: int) -> StepTime:
         wire = traffic.received / steps
@@ -266,11 +290,10 @@ def step_times(
         step = max(compute_time, exchange) if overlaps else compute_time + exchange
         return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
 
-    times = {}
-    for method, steps in {"AdamW": 1, "DiLoCo": local_steps}.items():
-        if method == "AdamW" or steps > 1:
-            times[f"{method}, float32"] = time(dense_traffic(4), steps)
-            times[f"{method}, bfloat16"] = time(dense_traffic(2), steps)
+    times = {f"AdamW, {dtype}": time(dense(size), 1) for dtype, size in _DENSE.items()}
+    if local_steps > 1:
+        times |= {f"DiLoCo, {name}": time(dense(n), local_steps) for name, n in _DENSE.items()}
+    settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
     for name, setting in settings.items():
         setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
         times[name] = time(_traffic(setting, params, workers, exchange), local_steps)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,6 @@ from demo_optax._src.exchange.delayed import DelayedState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-_TREE = "['tree']"
-
 FORMAT = 10
 """The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
 
@@ -25,88 +24,101 @@ FORMAT = 10
 def describe(layout: StateLayout, opt_state) -> dict:
     """Describes a state of arrays or shapes. A restore compares what was saved with what it needs.
 
-    Returns:
-      ``format``, the number of ``workers``, and for each `DecoupledMomentumState`, by its path:
+    For each `DecoupledMomentumState`, by its path, it says:
 
-      * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of a
-        device's shard of its parameter; the shards along each dimension; and in ``cuts`` the axes
-        inside a worker that divide it, empty if the exchange has no state;
-      * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
-        worker along which every device has its own;
-      * ``pending``: the compression of a message under way, None without a delay.
+    * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of a
+      device's shard of its parameter; the shards along each dimension; and in ``cuts`` the axes
+      inside a worker that divide it, empty if the exchange has no state;
+    * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
+      worker along which every device has its own;
+    * ``pending``: the compression of a message under way, None without a delay.
 
-      Axes are numbered in the order of the mesh.
+    Axes are numbered in the order of the mesh.
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
-
-    def describe_momentum(path, node, shape) -> dict:
-        entries = [*map(axes.names, spec_at[path][1:]), *[()] * len(shape)][: len(shape)]
-        cuts = [[inner.index(name) for name in names] for names in entries]
-        return {
-            "name": keystr(path),
-            "coordinates": dataclasses.asdict(node.momentum_format),
-            "shape": shape,
-            "shards": [math.prod(mesh.shape[name] for name in names) for names in entries],
-            "cuts": cuts if jax.tree.leaves(node.exchange) else [],
-        }
-
-    def describe_kept(path, x) -> dict:
-        own = [name for name in axes_of(spec_at[path]) if name in inner]
-        sizes = [(inner.index(name), mesh.shape[name]) for name in own]
-        return {"name": keystr(path), "shape": x.shape, "axes": sizes}
-
-    def describe_state(path, node) -> dict:
-        kept, pending = {}, None
-        if isinstance(node.exchange, DelayedState):
-            pending = dataclasses.asdict(node.exchange.compression)
-        for inside, x in jax.tree.leaves_with_path(node.exchange):
-            # A delayed exchange keeps what the exchange inside of it keeps, and more.
-            key = keystr(tuple(key for key in inside if key != GetAttrKey("inner")))
-            kept[key] = describe_kept((*path, GetAttrKey("exchange"), *inside), x)
-        momenta = [
-            describe_momentum((*path, GetAttrKey("momentum"), *inside), node, shape)
-            for (inside, _), shape in zip(
-                jax.tree.leaves_with_path(node.momentum), node.shapes, strict=True
-            )
-        ]
-        return {"momenta": momenta, "kept": kept, "pending": pending}
-
-    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum)
-    states = {keystr(path): describe_state(path, x) for path, x in nodes if shards.is_momentum(x)}
+    sizes = [mesh.shape[name] for name in inner]
+    states = {}
+    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum):
+        if not shards.is_momentum(node):
+            continue
+        momenta, kept, shapes = [], {}, iter(node.shapes)
+        for inside, x in jax.tree.leaves_with_path(node):
+            spec = spec_at[(*path, *inside)]
+            leaf: dict[str, Any] = {"name": keystr((*path, *inside))}
+            if inside[0] == GetAttrKey("momentum"):
+                leaf["coordinates"] = dataclasses.asdict(node.momentum_format)
+                leaf["shape"] = shape = next(shapes)
+                entries = [*map(axes.names, spec[1:]), *[()] * len(shape)][: len(shape)]
+                cuts = [[inner.index(name) for name in names] for names in entries]
+                leaf["shards"] = [math.prod(sizes[axis] for axis in cut) for cut in cuts]
+                leaf["cuts"] = cuts if jax.tree.leaves(node.exchange) else []
+                momenta.append(leaf)
+            elif inside[0] == GetAttrKey("exchange"):
+                own = [inner.index(name) for name in axes_of(spec) if name in inner]
+                leaf |= {"shape": x.shape, "axes": [(axis, sizes[axis]) for axis in own]}
+                # A delayed exchange keeps what the exchange inside of it keeps, and more.
+                kept[keystr(tuple(key for key in inside[1:] if key != GetAttrKey("inner")))] = leaf
+        is_delayed = isinstance(node.exchange, DelayedState)
+        pending = dataclasses.asdict(node.exchange.compression) if is_delayed else None
+        states[keystr(path)] = {"momenta": momenta, "kept": kept, "pending": pending}
     workers = shards.num_workers(mesh, layout.axis_name)
     described = {"format": FORMAT, "workers": workers, "states": states}
     return json.loads(json.dumps(described, default=int))
 
 
 def names_kept(described: dict) -> set[str]:
-    """The names of the leaves that exchanges keep, but of empty ones."""
-    states = described["states"].values()
-    kept = [leaf for state in states for leaf in state["kept"].values()]
+    """Returns the names of the leaves that exchanges keep, without the empty ones."""
+    kept = [leaf for state in described["states"].values() for leaf in state["kept"].values()]
     return {leaf["name"] for leaf in kept if 0 not in leaf["shape"]}
 
 
-def by_path(tree) -> dict:
-    """The leaves of a tree as Orbax can save them: random keys as numbers, no empty arrays."""
-    leaves = {_name(path, x): unwrap_keys(x) for path, x in jax.tree.leaves_with_path(tree)}
-    return {name: x for name, x in leaves.items() if 0 not in np.shape(x)}
+def by_path(tree, part: str = "params") -> dict:
+    """Returns the leaves of a tree by their paths as Orbax can save them, but no empty arrays."""
+    leaves = {}
+    for path, x in jax.tree.leaves_with_path(tree):
+        name, stored = _storable(path, x)
+        try:
+            _ = isinstance(stored, str) or jax.typeof(stored)
+        except TypeError as error:
+            where = name.removeprefix("['tree']")
+            raise TypeError(
+                f"{part}{where} is {x!r:.60} of {type(x)}, which cannot be stored: give arrays of "
+                "numbers, random keys, numbers, strings, bytes or None."
+            ) from error
+        if 0 not in np.shape(stored):
+            leaves[name] = stored
+    return leaves
+
+
+def _storable(path, x) -> tuple[str, Any]:
+    """Returns a leaf that Orbax can save, and its path with what the leaf does not tell of ``x``.
+
+    Orbax knows no random keys, no bytes, no integers of more than 64 bits and few scalars.
+    """
+    name = keystr(path)
+    if is_key(x):
+        return f"{name} ({key_impl(x)})", unwrap_keys(x)
+    if isinstance(x, bytes):
+        return f"{name} (bytes)", x.decode("latin-1")
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        return name, str(x)
+    return name, np.asarray(x) if isinstance(x, (np.generic, int, float, complex)) else x
 
 
 def from_paths(leaves: dict, like):
-    """The inverse of `by_path`, with the structure and the dtypes of another tree."""
+    """Inverts `by_path`, with the structure and the dtypes of another tree."""
 
     def restore(path, original):
         if 0 in np.shape(original):
             empty = np.zeros(original.shape, original.dtype)
             sharding = getattr(original, "sharding", None)
             return jax.device_put(empty, sharding) if sharding else empty
-        x = leaves[_name(path, original)]
+        x = leaves[_storable(path, original)[0]]
         if is_key(original):
             return wrap_keys(x, original)
-        if isinstance(original, bytes):
-            return x.encode("latin-1")
-        if isinstance(original, str):
-            return str(x)
+        if isinstance(original, (bytes, str)):
+            return x.encode("latin-1") if isinstance(original, bytes) else str(x)
         given, wanted = (getattr(v, "dtype", None) or np.asarray(v).dtype for v in (x, original))
         if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(wanted, jnp.inexact):
             raise ValueError(
@@ -122,75 +134,19 @@ def from_paths(leaves: dict, like):
     return jax.tree.map_with_path(restore, like)
 
 
-def _name(path, x) -> str:
-    """The path of a leaf, with what its stored numbers or text do not tell of it."""
-    if is_key(x):
-        return f"{keystr(path)} ({key_impl(x)})"
-    return f"{keystr(path)} (bytes)" if isinstance(x, bytes) else keystr(path)
+def with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def extra_by_path(step: int, extra) -> dict:
-    """The user's tree and the step, in the host's memory. Orbax warns of a tree without arrays."""
-    leaves = by_path({"step": np.asarray(step), "tree": extra})
-    return {name: _on_host(x) for name, x in leaves.items()}
+def require_same(what: str, tree, saved: dict, but=(), shapes: bool = True) -> None:
+    """Refuses digests of other leaves than those of a tree, ``but`` for some, or other shapes."""
 
+    def listed(name: str, shape) -> str:
+        return f"{name} of shape {tuple(shape)}" if shapes else name
 
-def _on_host(x):
-    """A leaf as Orbax can save it, which knows neither bytes nor integers of more than 64 bits."""
-    if isinstance(x, bytes):
-        return x.decode("latin-1")
-    if isinstance(x, int) and not -(2**63) <= x < 2**63:
-        return str(x)
-    return np.asarray(x) if isinstance(x, (jax.Array, np.generic, int, float, complex)) else x
-
-
-def storable_leaves(step: int, params, opt_state, extra) -> dict[str, dict]:
-    """The leaves of each part of a checkpoint, by their paths.
-
-    Raises:
-      TypeError: a leaf is neither an array nor a number nor text.
-    """
-    leaves = {
-        "params": by_path(params),
-        "opt_state": by_path(opt_state),
-        "extra": extra_by_path(step, extra),
-    }
-    for part, at in leaves.items():
-        for name, x in at.items():
-            try:
-                _ = isinstance(x, str) or jax.typeof(x)
-            except TypeError as error:
-                raise TypeError(
-                    f"{part}{name.removeprefix(_TREE)} is {x!r:.60} of {type(x)}, which cannot be "
-                    "stored: give arrays of numbers, random keys, numbers, strings, bytes or None."
-                ) from error
-    return leaves
-
-
-def with_shardings(tree, shardings):
-    """Shapes and dtypes of a tree, with their shardings."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        tree,
-        shardings,
-    )
-
-
-def require_same(what: str, wanted: dict, saved: dict, shapes: bool = True) -> None:
-    """Refuses a checkpoint whose leaves, or their shapes, are not the expected ones.
-
-    Args:
-      what: the part of the checkpoint.
-      wanted: arrays or shapes by their paths.
-      saved: digests by their paths.
-      shapes: whether to compare the shapes, too.
-    """
-
-    def listed(shape_at) -> set[str]:
-        return {f"{name} of shape {shape}" if shapes else name for name, shape in shape_at.items()}
-
-    expected = listed({name: np.shape(x) for name, x in wanted.items()})
-    held = listed({name: tuple(digest["shape"]) for name, digest in saved.items()})
+    leaves = by_path(tree, what)
+    expected = {listed(name, np.shape(x)) for name, x in leaves.items() if name not in but}
+    held = {listed(name, x["shape"]) for name, x in saved.items() if name not in but}
     if expected != held:
         raise ValueError(
             f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "

@@ -18,9 +18,8 @@ from demo_optax._src.axes import AxisName
 from demo_optax._src.checkpoint import description, reading
 from demo_optax._src.checkpoint.digests import digests, seal
 from demo_optax._src.checkpoint.elastic import convert
-from demo_optax._src.checkpoint.reading import epath, orbax
+from demo_optax._src.checkpoint.reading import causes_of, epath, orbax
 from demo_optax._src.parallel import layout, shards, worker_axis
-from demo_optax._src.parallel.processes import is_lead
 
 
 class Checkpoint(NamedTuple):
@@ -61,17 +60,13 @@ class Checkpointer:
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
       >>> from demo_optax.checkpoint import Checkpointer
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> tx = demo_optax.demo(1e-3, axis_name="data")
-      >>> params = {"w": jnp.ones((4, 4))}
-      >>> folder = tempfile.TemporaryDirectory()
-      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
-      ...     opt_state = demo_optax.init_opt_state(tx, params, mesh)
-      ...     checkpointer.save(7, params, opt_state, extra={"key": jax.random.key(0)})
-      >>> with Checkpointer(folder.name, tx, mesh) as checkpointer:
-      ...     checkpointer.restore(params, extra={"key": jax.random.key(0)}).step
+      >>> mesh, params = jax.make_mesh((1,), ("data",)), {"w": jnp.ones((4, 4))}
+      >>> tx, extra = demo_optax.demo(1e-3, axis_name="data"), {"key": jax.random.key(0)}
+      >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, tx, mesh) as run:
+      ...     run.save(7, params, opt_state, extra)
+      ...     run.restore(params, extra).step
       7
-      >>> folder.cleanup()
     """
 
     def __init__(
@@ -133,13 +128,11 @@ class Checkpointer:
         The first process looks, and tells the others.
         """
 
-        def own_latest() -> int | None:
-            if self._pending is not None:
-                return self._pending
+        def newest() -> int | None:
             steps = set(reading.listed_steps(self._directory)) - self._damaged
-            return max(steps, default=None)
+            return max(steps, default=None) if self._pending is None else self._pending
 
-        return reading.on_first(f"list {self._directory}", own_latest)
+        return reading.on_first(f"list {self._directory}", newest)
 
     @shards.no_context_mesh()
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
@@ -164,7 +157,14 @@ class Checkpointer:
         """
         step, reasons = reading.step_number(step), []
         if self._last != step:
-            leaves = description.storable_leaves(step, params, opt_state, extra)
+            # Orbax warns of a tree without arrays, so that the step is stored with ``extra``.
+            trees = {
+                "params": params,
+                "opt_state": opt_state,
+                "extra": {"step": step, "tree": extra},
+            }
+            leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
+            leaves["extra"] = jax.device_get(leaves["extra"])
             reasons.append(self._finish())
             latest = self.latest
             if latest is not None and latest >= step:
@@ -173,27 +173,22 @@ class Checkpointer:
                     f"of step {step} would never be the latest: save this run to another folder, "
                     "or remove the later checkpoints."
                 )
-            reasons.append(self._begin(step, params, opt_state, leaves))
+            placement = layout.find_layout(self._tx, params, *self._where)
+            meaning = description.describe(placement, opt_state)
+            meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
+            meaning["seal"] = seal(meaning)
+            stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
+            try:
+                self._orbax = self._orbax or self._writer()
+                self._orbax.save_checkpointables_async(
+                    step, stored, force=True, custom_metadata=meaning
+                )
+                self._last = self._pending = step
+            except Exception as error:
+                reasons.append(self._failed(step, error))
         if wait:
             reasons.append(self._finish())
         _raise(reasons)
-
-    def _begin(self, step, params, opt_state, leaves) -> str:
-        """Starts to write in the background; returns why it cannot, or nothing."""
-        placement = layout.find_layout(self._tx, params, *self._where)
-        meaning = description.describe(placement, opt_state)
-        meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
-        meaning["seal"] = seal(meaning)
-        stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
-        try:
-            self._orbax = self._orbax or self._writer()
-            self._orbax.save_checkpointables_async(
-                step, stored, force=True, custom_metadata=meaning
-            )
-        except Exception as error:
-            return self._failed(step, error)
-        self._last = self._pending = step
-        return ""
 
     def _writer(self) -> orbax.training.Checkpointer:
         """Makes Orbax's writer, in a folder without damaged steps and remains of failed saves."""
@@ -212,7 +207,7 @@ class Checkpointer:
         try:
             self._orbax.wait()
             # The first process gives the folder its last name; others may not see that yet.
-            if is_lead() and step not in reading.listed_steps(self._directory):
+            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
                 return self._failed(step, Exception("it is not in the folder"))
         except Exception as error:
             return self._failed(step, error)
@@ -225,7 +220,8 @@ class Checkpointer:
             if writer is not None:
                 writer.close()
         reason, advice = reading.in_a_line(error), ""
-        if reading.is_of_files(error):
+        # TensorStore says in its text alone that the file system refused something.
+        if any(isinstance(x, OSError) or "os_error_code" in str(x) for x in causes_of(error)):
             advice = " Make room there, or let this process write there."
         return (
             f"step {step} could not be saved in {self._directory}: {reason}.{advice} The run can "
@@ -255,19 +251,16 @@ class Checkpointer:
             ``<step>.damaged``.
         """
         _raise([self._finish()])
-        step = None if step is None else reading.step_number(step)
-        steps = reading.steps_in(self._directory)
+        steps, wanted = reading.steps_in(self._directory, step)
         if not steps:
             return None
-        if step is not None and step not in steps:
+        if not wanted:
             raise ValueError(
                 f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
                 "step to restore the latest."
             )
         checkpoint, damaged = reading.newest_intact(
-            self._directory,
-            steps if step is None else [step],
-            lambda step: self._read(step, params, extra),
+            self._directory, wanted, lambda step: self._read(step, params, extra)
         )
         self._damaged |= set(damaged)
         if damaged:
@@ -279,35 +272,26 @@ class Checkpointer:
         """Reads and verifies one checkpoint, and converts it to what this mesh needs."""
         mesh, axis_name, _ = self._where
         saved = reading.description_of(self._directory, step)
-        held = saved["leaves"]
-        description.require_same("parameters", description.by_path(params), held["params"])
-        description.require_same("extra", description.extra_by_path(step, extra), held["extra"])
-
         placement = layout.find_layout(self._tx, params, *self._where)
         state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
         meaning = description.describe(placement, state)
-        params = description.with_shardings(params, shards.shardings(mesh, placement.params))
-        state = description.with_shardings(state, shards.shardings(mesh, placement.state))
+        params, state = (
+            jax.tree.map(description.with_sharding, tree, shards.shardings(mesh, specs))
+            for tree, specs in ((params, placement.params), (state, placement.state))
+        )
+        held, trees = saved["leaves"], {"params": params, "extra": {"step": step, "tree": extra}}
         exact = all(saved[key] == value for key, value in meaning.items())
-        kept = set() if exact else description.names_kept(saved) | description.names_kept(meaning)
-        needed, there = (
-            {name: x for name, x in leaves.items() if name not in kept}
-            for leaves in (description.by_path(state), held["opt_state"])
-        )
-        description.require_same("optimizer state", needed, there, shapes=exact)
+        kept = description.names_kept(saved) | description.names_kept(meaning)
+        description.require_same("parameters", params, held["params"])
+        description.require_same("extra", trees["extra"], held["extra"])
+        description.require_same("optimizer state", state, held["opt_state"], kept, exact)
 
-        placed = {"params": description.by_path(params), "extra": {}}
-        placed["opt_state"] = needed if exact else {}  # to be converted in the host's memory
-        loaded = reading.load(self._directory, step, held, **placed)
-        leaves = loaded["opt_state"]
+        trees["opt_state"] = state if exact else None  # to be converted in the host's memory
+        found = reading.load(self._directory, step, held, trees)
+        opt_state = found["opt_state"]
         if not exact:
-            leaves = convert(leaves, saved, description.by_path(state), meaning, axis_name)
-        return Checkpoint(
-            step,
-            description.from_paths(loaded["params"], params),
-            description.from_paths(leaves, state),
-            description.from_paths(loaded["extra"], {"tree": extra, "step": step})["tree"],
-        )
+            opt_state = convert(opt_state, saved, state, meaning, axis_name)
+        return Checkpoint(step, found["params"], opt_state, found["extra"]["tree"])
 
 
 def _raise(reasons: list[str]) -> None:
