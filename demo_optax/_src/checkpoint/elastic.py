@@ -102,7 +102,7 @@ def _adder(compression: dict, shapes: tuple[tuple[int, ...], ...]) -> Callable:
         message = message_of(plan, positions, values)
         taken = Subtraction.uniform(plan, message, -factor)
         stored = []
-        for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
+        for part, rows in zip(plan.parts, plan.split_rows(taken.rows()), strict=True):
             zeros = part.unpack([jnp.zeros(x.stored_shape) for x in part.geometries])
             stored += part.pack(part.subtract(zeros, rows, step, delay=0))
         return stored

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float32
 from demo_optax._src import axes
 from demo_optax._src.arrays import FloatScalar, Positions, clamp_to_float32
 from demo_optax._src.compression import Plan
+from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import (
     Header,
     Message,
@@ -34,7 +35,7 @@ from demo_optax._src.compression.packet import (
     decode,
     parse_headers,
 )
-from demo_optax._src.compression.selection import AllCoefficients
+from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange.protocol import Mean, SparseSum
 from demo_optax._src.metrics import ExchangeMetrics, summarise
 
@@ -117,7 +118,7 @@ def average_all(
     """
     headers, _, intact = parse_headers(layout, packets, origin)
     cap = norm_cap(headers, intact, norm_limit)
-    shared = plan.shared_positions(origin.step)
+    shared = shared_positions(plan.sections, origin.step)
     weights = capped_weights(headers, intact, norm_limit)
     means, clip_factors = average(layout, packets, intact, shared, cap, weights, mean)
     accepted = clip_factors > 0
