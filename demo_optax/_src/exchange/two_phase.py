@@ -37,10 +37,9 @@ from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import (
     Shared,
     average,
-    capped_weights,
     clip_factor,
     decode_accepted,
-    norm_cap,
+    limits,
 )
 from demo_optax._src.exchange.protocol import (
     Aggregate,
@@ -146,9 +145,8 @@ class TwoPhase:
         headers, _, intact = parse_headers(
             layout, packets, Origin(step, worker_ids * workers + own_id)
         )
-        cap = norm_cap(headers, intact, self.norm_limit)
+        cap, weights = limits(headers, intact, self.norm_limit)
         positions = _for_owner(shared_positions(plan.sections, step), workers, own_id)
-        weights = capped_weights(headers, intact, self.norm_limit)
         means, clip_factors = average(layout, packets, intact, positions, cap, weights, mean)
 
         # It adds its residual, and selects and encodes like a worker
