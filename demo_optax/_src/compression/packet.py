@@ -254,8 +254,8 @@ def decode(layout: PacketLayout, packets: Packets) -> tuple[Message, Bool[Array,
 
     Returns:
       The messages, each array with an axis of packets in front, and for each packet whether its
-      selectors could have sent all positions, and all values are finite. If not, positions may be
-      out of range.
+      selectors could have sent all positions, and all values are finite. If not, positions are
+      others, which lie in their blocks.
     """
     return jax.vmap(functools.partial(_decode, layout))(packets)
 

@@ -86,11 +86,7 @@ class ChoosingSelector(Selector, Protocol):
         ...
 
     def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
-        """Unpacks untrusted words: positions, and whether they are valid arguments of `add`."""
-        ...
-
-    def placeholder(self) -> Int32[Array, "places"]:
-        """Valid positions of any block, used in place of a rejected packet's."""
+        """Unpacks untrusted words: valid arguments of `add`, and whether they are what was sent."""
         ...
 
 

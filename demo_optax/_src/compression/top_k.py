@@ -100,7 +100,10 @@ class TopK:
     def decode(
         self, words: UInt32[Array, "words"], num_blocks: int, coding: str | None = None
     ) -> tuple[Int32[Array, "{num_blocks} k"], BoolScalar]:
-        """Unpacks untrusted words: positions, and whether they ascend and lie in the block."""
+        """Unpacks untrusted words: positions, and whether they ascended in the block.
+
+        If they did not, the positions are the first ``k``.
+        """
         k, coding = self.k, coding or self.coding
         low_bits, size = _fields(self.n, k, coding)
         for_low = words_of(num_blocks * k, low_bits)
@@ -116,11 +119,8 @@ class TopK:
             positions |= (ones - _shift(k, coding)) << low_bits
         ascending = jnp.all(positions[:, 1:] > positions[:, :-1])
         inside = jnp.all((positions >= 0) & (positions < self.n))
-        return positions, complete & ascending & inside
-
-    def placeholder(self) -> Int32[Array, "k"]:
-        """Valid positions, used for a rejected packet."""
-        return jnp.arange(self.k, dtype=jnp.int32)
+        valid = complete & ascending & inside
+        return jnp.where(valid, positions, jnp.arange(k, dtype=jnp.int32)[None]), valid
 
     def _by_kernel(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
         return jax.lax.top_k(magnitudes, self.k)[1]

@@ -66,14 +66,8 @@ def decode_accepted(
         accepted &= jnp.isfinite(energies).all(axis=1)
         total += jnp.sum(energies, axis=1)
     keep = accepted[:, None, None]
-    positions = [
-        at if at is None else jnp.where(keep, at, section.selector.placeholder()[None, None])
-        for section, at in zip(layout.sections, message.positions, strict=True)
-    ]
-    values = [jnp.where(keep, v, 0.0) for v in message.values]
-    return Decoded(
-        Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(clamp_to_float32(total))
-    )
+    values = tuple(jnp.where(keep, v, 0.0) for v in message.values)
+    return Decoded(message._replace(values=values), accepted, jnp.sqrt(clamp_to_float32(total)))
 
 
 def average(
