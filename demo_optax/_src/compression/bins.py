@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from demo_optax._src.arrays import BoolScalar
 from demo_optax._src.compression import sparse
 from demo_optax._src.compression.bits import pack_bits, unpack_bits, words_of
-from demo_optax._src.compression.top_k import STRIDED_GROUP_SIZE, largest_by_strided_groups
 
 Places = Int32[Array, "blocks k"]
 AllPlaces = Int32[Array, "workers blocks k"]
@@ -49,7 +48,7 @@ class Bins:
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
         """The places of the largest magnitudes; any one of equal magnitudes."""
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-        if self.n % (STRIDED_GROUP_SIZE * self.k):  # a group would belong to several bins
+        if self.n % (sparse.STRIDED_GROUP_SIZE * self.k):  # a group would belong to several bins
             return self._largest(magnitudes)
 
         # The stride of the groups is a multiple of k, so a position is k * place + bin.
@@ -58,7 +57,7 @@ class Bins:
                 inner = Bins(x.shape[1], self.k)
                 return inner.in_block(inner._largest(x))
 
-            return largest_by_strided_groups(magnitudes, largest) // self.k
+            return sparse.largest_by_strided_groups(magnitudes, largest) // self.k
 
         return jax.lax.platform_dependent(magnitudes, cpu=by_strided_groups, default=self._largest)
 

@@ -15,8 +15,6 @@ travels as whole words, and its remainder as one shorter field.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,6 @@ from demo_optax._src.compression.bits import pack_bits, unpack_bits, words_of
 
 CODINGS = "packed", "elias-fano", "bitmap"
 
-STRIDED_GROUP_SIZE = 8  # elements (`largest_by_strided_groups`)
 _GPU_KERNEL_K = 16  # up to this many coefficients XLA has a top-k kernel for GPUs
 _AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
 
@@ -129,26 +126,9 @@ class TopK:
         self, magnitudes: Float32[Array, "blocks n"]
     ) -> Int32[Array, "blocks k"]:
         """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
-        if self.n % STRIDED_GROUP_SIZE or self.n // STRIDED_GROUP_SIZE < 4 * self.k:
+        if self.n % sparse.STRIDED_GROUP_SIZE or self.n // sparse.STRIDED_GROUP_SIZE < 4 * self.k:
             return self._by_kernel(magnitudes)
-        return largest_by_strided_groups(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
-
-
-def largest_by_strided_groups(
-    magnitudes: Float32[Array, "blocks n"],
-    largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
-) -> Int32[Array, "blocks _k"]:
-    """The positions of the largest, by two selections in shorter rows.
-
-    A block has ``n / 8`` strided groups of 8 elements. A group holds every ``n / 8``-th element.
-    The groups with the largest maxima hold the largest elements.
-    """
-    groups = magnitudes.shape[1] // STRIDED_GROUP_SIZE
-    rows = [magnitudes[:, i * groups : (i + 1) * groups] for i in range(STRIDED_GROUP_SIZE)]
-    chosen = largest(functools.reduce(jnp.maximum, rows))
-    steps = groups * jnp.arange(STRIDED_GROUP_SIZE, dtype=jnp.int32)
-    candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
-    return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
+        return sparse.largest_by_strided_groups(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
 
 
 def _fields(n: int, k: int, coding: str) -> tuple[int, int]:
