@@ -18,6 +18,7 @@ from step_cost import transformer_params
 import demo_optax
 from demo_optax._src import metrics
 from demo_optax._src.compression import make_plan, packet
+from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange import Outbox, collectives
 
 PACKETS = 64, 96  # of which the difference tells what one more costs
@@ -46,7 +47,7 @@ def main() -> None:
     tensors = jax.tree.leaves(transformer_params(args.layers, args.width))
     count = sum(x.size for x in tensors)
     print(f"{count / 1e6:.1f}M parameters on {jax.devices()[0].device_kind}; ns per parameter")
-    names = "blocks", "transform", "compress", "exchange", "inverse", "one more"
+    names = "transform", "compress", "exchange", "inverse", "one more"
     print(" " * 14 + "".join(f"{name:>10}" for name in names))
     for k in args.topk:
         for values in args.value_coding:
@@ -59,21 +60,18 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
     """Nanoseconds of each stage, in the order of the table."""
     plan = make_plan(compression, tuple(x.shape for x in tensors), jax.default_backend())
     zero, own = jnp.int32(0), jnp.zeros(1, jnp.int32)
-    shared = plan.rows_per_part(plan.shared_positions(zero))
+    shared = plan.split_rows(shared_positions(plan.sections, zero))
 
     def by_part(fn, *arguments):
         return [fn(part, *own) for part, *own in zip(plan.parts, *arguments, strict=True)]
 
-    def blocks_of(tensors):
-        return by_part(lambda part, own: part.blocks(own), plan.per_part(tensors))
-
-    def transform(blocks):
-        found = by_part(lambda part, own: part.transform(own, zero), blocks)
+    def transform(tensors):
+        found = by_part(lambda part, own: part.forward(own, zero), plan.per_part(tensors))
         return [[x.reshape(len(x), -1) for x in part] for part in found]
 
     def compress(coefficients):
         def select(part, own, at):
-            return part.select(part.split(own), at)
+            return part.select(part.split(own), at)[1]
 
         selected = plan.join(by_part(select, coefficients, shared))
         return packet.encode(plan.sections, selected)
@@ -95,15 +93,13 @@ def stages(compression: demo_optax.Compression, tensors: list[jax.Array]) -> lis
         return found._replace(mean=[x.dense() for x in found.mean])
 
     def inverse(coefficients):
-        return by_part(lambda part, own: part.to_tensors(part.inverse(own, zero)), coefficients)
+        return by_part(lambda part, own: part.inverse(own, zero), coefficients)
 
-    blocks = jax.jit(blocks_of)(tensors)
-    coefficients = jax.jit(transform)(blocks)
+    coefficients = jax.jit(transform)(tensors)
     encoded = jax.jit(compress)(coefficients)
     few, many = [nanoseconds(functools.partial(exchange, packets=n), encoded) for n in PACKETS]
     return [
-        nanoseconds(blocks_of, tensors),
-        nanoseconds(transform, blocks),
+        nanoseconds(transform, tensors),
         nanoseconds(compress, coefficients),
         nanoseconds(exchange, encoded),
         nanoseconds(inverse, coefficients),

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.packet import Message, Origin, merge_rows, parse_headers
+from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange.averaging import decode_accepted
-from demo_optax._src.exchange.protocol import Subtraction, packet_ids
+from demo_optax._src.exchange.protocol import Subtraction
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
 
@@ -99,7 +100,7 @@ def decoded(plan, layout, packets, origin):
     positions = [
         merge_rows(x, n) if at is None else at
         for at, x, n in zip(
-            plan.shared_positions(origin.step), message.positions, blocks, strict=True
+            shared_positions(plan.sections, origin.step), message.positions, blocks, strict=True
         )
     ]
     return Message(tuple(positions), tuple(map(merge_rows, message.values, blocks)))
@@ -114,11 +115,12 @@ def with_pending(trained, exchange):
     def put_back(state):
         plan = make_plan(state.exchange.compression, state.shapes)
         (packets,), (factor,) = state.exchange.packets, state.exchange.factor
-        origin = Origin(state.count - 1, packet_ids(len(packets), jax.lax.axis_index("data")))
+        ids = jax.lax.axis_index("data") * len(packets) + jnp.arange(len(packets))
+        origin = Origin(state.count - 1, ids)
         message = decoded(plan, EXCHANGES[exchange].layout(plan), packets, origin)
         taken = Subtraction.uniform(plan, message, factor)
         leaves, found = jax.tree.leaves(state.momentum), []
-        for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
+        for part, rows in zip(plan.parts, plan.split_rows(taken.rows()), strict=True):
             own = part.unpack([x[0] for x in leaves[slice(*part.tensors)]])
             added = [(at, -values, factors) for at, values, factors in rows]
             found += [x[None] for x in part.pack(part.subtract(own, added, origin.step, delay=0))]

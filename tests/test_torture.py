@@ -8,7 +8,7 @@ from benchmarks.torture import byzantine, outcomes, packets
 from benchmarks.torture.__main__ import KINDS
 from demo_optax._src.compression import packet
 from demo_optax._src.compression.bits import checksum
-from demo_optax._src.exchange import averaging
+from demo_optax._src.exchange import all_gather
 
 TRIES = {
     "packets": 100,
@@ -65,15 +65,16 @@ def test_packets_without_an_origin_are_noticed(worse):
 
 @pytest.mark.slow
 def test_receivers_that_differ_silently_are_noticed(worse):
-    plain = averaging.summarise
-    worse(averaging, "summarise", lambda *a: (m := plain(*a))._replace(agreed=m.participants >= 0))
+    plain = all_gather.summarise
+    worse(all_gather, "summarise", lambda *a: (m := plain(*a))._replace(agreed=m.participants >= 0))
     lost = rows_lost(packets.run(3, 0))
     assert lost == {row: 3 for row in packets.ROWS if row.endswith("receiver")}
 
 
 @pytest.mark.slow
 def test_messages_without_a_limit_are_noticed(worse):
-    worse(averaging, "norm_cap", lambda headers, *_: headers.message_energy.max() * 1e30)
+    plain = all_gather.limits
+    worse(all_gather, "limits", lambda h, *a: (h.message_energy.max() * 1e30, plain(h, *a)[1]))
     lost = [one.lost for one in byzantine.run(len(byzantine.SETTINGS), 0) if one.lost]
     assert len(lost) == 2 and all("demo_sgd" in reason for reason in lost)
 

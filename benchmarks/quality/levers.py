@@ -174,7 +174,7 @@ def scaled_coefficients(settings: Settings, of: str):
         """For each part of the plan those of each shape of blocks."""
         plan = plan_of(updates)
         found = [
-            part.transform(part.blocks(own), jnp.int32(0))
+            part.forward(own, jnp.int32(0))
             for part, own in zip(plan.parts, plan.per_part(updates), strict=True)
         ]
         return plan, [[x.reshape(len(x), -1) for x in part] for part in found]
@@ -209,7 +209,7 @@ def tensors_of(plan: Plan, coefficients, step) -> list[jax.Array]:
     return [
         tensor
         for part, own in zip(plan.parts, coefficients, strict=True)
-        for tensor in part.to_tensors(part.inverse(own, step))
+        for tensor in part.inverse(own, step)
     ]
 
 

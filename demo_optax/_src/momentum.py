@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from demo_optax._src import axes, checks, metrics, participation
 from demo_optax._src.arrays import (
@@ -31,11 +31,11 @@ from demo_optax._src.arrays import (
 )
 from demo_optax._src.compression import Compression, MomentumFormat, Plan, packet
 from demo_optax._src.compression.packet import Origin, Packets
-from demo_optax._src.compression.plan import Part, sequentially
+from demo_optax._src.compression.plan import Part, shared_positions
 from demo_optax._src.compression.settings import TensorShapes
-from demo_optax._src.compression.transforms import ROUNDING_STREAM
+from demo_optax._src.compression.transforms import ROUNDING_STREAM, key_of
 from demo_optax._src.exchange import Aggregate, Exchange, Outbox
-from demo_optax._src.exchange.protocol import Mean, Subtraction, packet_ids, rows_per_part
+from demo_optax._src.exchange.protocol import Mean, Subtraction, split_messages
 from demo_optax._src.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
@@ -180,9 +180,9 @@ def apply(
     rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
 
     def in_basis_of_step(part: Part, stored):
-        momenta = part.unpack(stored)
-        advanced = part.advance_basis(momenta, step)  # which `send` did, where it was called
-        return jax.tree.map(lambda m, x: jnp.where(has_sent, m, x), momenta, advanced)
+        # What `send` did, where it was called
+        pairs = part.unpack(stored), part.unpack(stored, step)
+        return jax.tree.map(lambda m, advanced: jnp.where(has_sent, m, advanced), *pairs)
 
     momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
     # Random numbers of its own: those of `send` have decided how what is stored was rounded.
@@ -229,28 +229,32 @@ def _accumulate_and_encode(
     old_state = participation.choose_state(usable | ~participates, old_state, initial_state)
     participates &= usable
 
-    # after_previous(x, y) returns x and y, and adds a dependency on the previous part, so that
-    # parts run one after another
-    def accumulate_and_select(part: Part, after_previous, tensors, stored, shared):
+    def accumulate_and_select(part: Part, tensors, stored, shared):
         # Transform: c = T(g)
-        tensors, stored = after_previous(tensors, stored)
-        coefficients = part.split(part.transform(part.blocks(tensors), step))
+        coefficients = part.split(part.forward(tensors, step))
 
-        # Accumulate: m <- beta m + w c
-        momenta = part.advance_basis(part.unpack(stored), step)
-        momenta = _accumulate(momenta, coefficients, participates, settings.decay, weight)
+        # Accumulate: m <- beta m + w c; the old m for a worker that skips the step. XLA fuses it
+        # with the transform in the shape of c
+        def accumulate(m, c):
+            dtype = widest(m.dtype, c.dtype)
+            old = m.reshape(c.shape).astype(dtype)
+            new = settings.decay * old + weight * c.astype(dtype)
+            return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
+
+        momenta = jax.tree.map(accumulate, part.unpack(stored, step), coefficients)
         momenta, energy, restarted = participation.reset_nonfinite_blocks(momenta)
-        momenta = jax.lax.optimization_barrier(momenta)  # or XLA computes them twice
 
         # Select: q = top_k(m)
-        selected = part.select(momenta, shared)
-        return (momenta, selected, energy, restarted), selected.values
+        momenta, selected = part.select(momenta, shared)
+        return momenta, energy, restarted, selected
 
-    shared = plan.rows_per_part(plan.shared_positions(step))
-    tensors = plan.per_part(gradient), plan.per_part(state.momentum)
-    momenta, selected, energies, restarted = sequentially(
-        accumulate_and_select, plan.parts, *tensors, shared
+    results = plan.map_parts(
+        accumulate_and_select,
+        plan.per_part(gradient),
+        plan.per_part(state.momentum),
+        plan.split_rows(shared_positions(plan.sections, step)),
     )
+    momenta, energies, restarted, selected = map(list, zip(*results, strict=True))
 
     # Encode: q_hat = decode(encode(q)), the `message`, and the packets that hold it
     selected = plan.join(selected)
@@ -266,28 +270,11 @@ def _accumulate_and_encode(
         extra_args.get(MESSAGE_WEIGHT, 1.0),
         state.metrics,
     )
-    origin = Origin(step, packet_ids(exchange.packets_per_worker(), worker))
-    packets = packet.build(exchange.layout(plan), header, coded, message, participates, origin)
+    layout, owners = exchange.layout(plan), exchange.packets_per_worker()
+    origin = Origin(step, worker * owners + jnp.arange(owners, dtype=jnp.int32))
+    packets = packet.build(layout, header, coded, message, participates, origin)
     outbox = Outbox(packets, message, factor, step)
     return momenta, outbox, participation.choose(participates, new_state, old_state)
-
-
-def _accumulate(momenta, coefficients, participates: BoolScalar, decay, weight):
-    """``decay * m + weight * c``; the old momenta for a worker that skips the step.
-
-    It is computed in the shape of ``c``, where XLA fuses it with the transform, and returned in
-    that of ``m``.
-    """
-
-    def add(
-        m: Float[Array, "blocks n"], c: Float[Array, "blocks columns rows"]
-    ) -> Float[Array, "blocks n"]:
-        dtype = widest(m.dtype, c.dtype)
-        old = m.reshape(c.shape).astype(dtype)
-        new = decay * old + weight * c.astype(dtype)
-        return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
-
-    return jax.tree.map(add, momenta, coefficients)
 
 
 def _finish(
@@ -304,14 +291,13 @@ def _finish(
     step = state.count
     momentum = _subtract(settings, plan, momenta, aggregate.subtractions, state, key)
 
-    def invert(part: Part, after_previous, averages):
+    def invert(part: Part, means):
         # Inverse: u = T^-1(q_bar)
-        coefficients = [x.dense() for x in after_previous(averages)[0]]
-        tensors = part.to_tensors(part.inverse(coefficients, step - aggregate.delay))
-        return (tensors,), tensors
+        return part.inverse([mean.dense() for mean in means], step - aggregate.delay)
 
-    averages = plan.rows_per_part(aggregate.mean, axis=1)
-    updates = _as_updates(sequentially(invert, plan.parts, averages), like)
+    means = plan.split_rows(aggregate.mean, axis=1)
+    updates = _as_tree(like, plan.map_parts(invert, means))
+    updates = jax.tree.map(in_dtype_of, updates, like)
     new = state._replace(
         count=jnp.asarray(optax.safe_increment(step)),
         momentum=momentum,
@@ -326,21 +312,15 @@ def _finish(
 def _own(plan: Plan, momentum, under_way: Sequence[Subtraction], step: IntScalar, like):
     """T^-1 of a stored momentum and of the messages under way, a tree like the gradient."""
 
-    def invert(part: Part, after_previous, stored, rows):
-        rows, stored = after_previous(rows, stored)
+    def invert(part: Part, rows, stored):
         momenta = part.unpack(stored)
         for message in rows:
             momenta = part.subtract(momenta, message, step, delay=0)
-        tensors = part.to_tensors(part.inverse(list(map(jnp.concatenate, momenta)), step))
-        return (tensors,), tensors
+        return part.inverse(list(map(jnp.concatenate, momenta)), step)
 
-    rows = rows_per_part(plan, [message.undone() for message in under_way])
-    return _as_updates(sequentially(invert, plan.parts, plan.per_part(momentum), rows), like)
-
-
-def _as_updates(results, like):
-    (tensors,) = results
-    return _as_tree(like, map(in_dtype_of, _joined(tensors), jax.tree.leaves(like)))
+    rows = split_messages(plan, [message.undone() for message in under_way])
+    tensors = _as_tree(like, plan.map_parts(invert, rows, plan.per_part(momentum)))
+    return jax.tree.map(in_dtype_of, tensors, like)
 
 
 def _subtract(
@@ -353,28 +333,24 @@ def _subtract(
 ):
     """The momentum to store, a tree like that of the state, after ``m <- m - alpha q_hat``."""
 
-    def subtract(part: Part, after_previous, momenta, rows):
-        rows, momenta = after_previous(rows, momenta)
+    def subtract(part: Part, rows, momenta):
         for subtraction, own in zip(subtractions, rows, strict=True):
             momenta = part.subtract(momenta, own, state.count, subtraction.delay)
-        stored = part.pack(momenta)
-        return (stored,), stored
+        return part.pack(momenta)
 
-    (stored,) = sequentially(subtract, plan.parts, momenta, rows_per_part(plan, subtractions))
+    stored = plan.map_parts(subtract, split_messages(plan, subtractions), momenta)
     rounded = [
         round_stochastically(m, settings.momentum_dtype, jax.random.fold_in(key, number))
-        for number, m in enumerate(_joined(stored))
+        for number, m in enumerate(itertools.chain.from_iterable(stored))
     ]
-    return _as_tree(state.momentum, rounded)
+    return _as_tree(state.momentum, [rounded])
 
 
 def _rounding_key(settings: Settings, state, worker: IntScalar) -> PRNGKeyArray:
-    return jax.random.fold_in(settings.compression.key(state.count, ROUNDING_STREAM), worker)
+    key = key_of(settings.compression.seed, state.count, ROUNDING_STREAM)
+    return jax.random.fold_in(key, worker)
 
 
-def _as_tree(like, leaves):
+def _as_tree(like, leaves_of_parts: Sequence[Sequence[Any]]):
+    leaves = itertools.chain.from_iterable(leaves_of_parts)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _joined(per_part):
-    return itertools.chain.from_iterable(per_part)

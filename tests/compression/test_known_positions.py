@@ -11,6 +11,7 @@ import pytest
 import demo_optax
 from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.known_positions import SharedSlice
+from demo_optax._src.compression.plan import shared_positions
 from tests import model, workers
 from tests.sweeps import sweep
 
@@ -38,7 +39,7 @@ def visits(name, n, k, steps):
     plan = make_plan(compression, ((n,),))
 
     def taken(step):
-        (known,) = plan.shared_positions(step)
+        (known,) = shared_positions(plan.sections, step)
         return plan.sections[0].selector.take(jnp.arange(n)[None], known)[0]
 
     return np.bincount(np.ravel(jax.vmap(taken)(jnp.arange(steps))), minlength=n)

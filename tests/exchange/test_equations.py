@@ -280,13 +280,13 @@ def test_a_state_may_be_made_where_it_is_used():
 def test_an_owner_that_lies_of_a_limit_moves_no_momentum_beyond_what_was_sent(said, monkeypatch):
     tx = momentum(plain(topk=2), OWNERS)
     drawn = gradients(0, 3)
-    plain_limit = two_phase.norm_cap
+    plain_limits = two_phase.limits
 
-    def limit(headers, intact, norm_limit):
-        true = plain_limit(headers, intact, norm_limit)
-        return jnp.where(jax.lax.axis_index("data") == 1, jnp.float32(said), true)
+    def limits(headers, intact, norm_limit):
+        true, weights = plain_limits(headers, intact, norm_limit)
+        return jnp.where(jax.lax.axis_index("data") == 1, jnp.float32(said), true), weights
 
-    monkeypatch.setattr(two_phase, "norm_cap", limit)
+    monkeypatch.setattr(two_phase, "limits", limits)
     update, state = started(tx, 3)
     updates, state = update(drawn, state)
     assert np.abs(state.momentum).max() <= WEIGHT * np.abs(drawn).max()

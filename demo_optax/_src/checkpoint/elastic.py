@@ -95,7 +95,7 @@ def _added(plan, positions, values, step, factor) -> list:
     """Returns what a message under way adds to a device's stored momenta."""
     taken = Subtraction.uniform(plan, message_of(plan, positions, values), -factor)
     stored = []
-    for part, rows in zip(plan.parts, plan.rows_per_part(taken.rows()), strict=True):
+    for part, rows in zip(plan.parts, plan.split_rows(taken.rows()), strict=True):
         zeros = part.unpack([jnp.zeros(x.stored_shape) for x in part.geometries])
         stored += part.pack(part.subtract(zeros, rows, step, delay=0))
     return stored

@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from demo_optax._src.arrays import BoolScalar
 from demo_optax._src.compression import sparse
 from demo_optax._src.compression.bits import pack_bits, unpack_bits, words_of
-from demo_optax._src.compression.top_k import STRIDED_GROUP_SIZE, largest_by_strided_groups
 
 Places = Int32[Array, "blocks k"]
 AllPlaces = Int32[Array, "workers blocks k"]
@@ -40,7 +39,7 @@ class Bins:
           >>> Bins(4096, 64).place_bits
           6
         """
-        return (self._depth - 1).bit_length()
+        return (-(-self.n // self.k) - 1).bit_length()
 
     def position_words(self, num_blocks: int) -> int:
         """Words that the places of ``num_blocks`` blocks take."""
@@ -49,7 +48,7 @@ class Bins:
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
         """The places of the largest magnitudes; any one of equal magnitudes."""
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
-        if self.n % (STRIDED_GROUP_SIZE * self.k):  # a group would belong to several bins
+        if self.n % (sparse.STRIDED_GROUP_SIZE * self.k):  # a group would belong to several bins
             return self._largest(magnitudes)
 
         # The stride of the groups is a multiple of k, so a position is k * place + bin.
@@ -58,21 +57,19 @@ class Bins:
                 inner = Bins(x.shape[1], self.k)
                 return inner.in_block(inner._largest(x))
 
-            return largest_by_strided_groups(magnitudes, largest) // self.k
+            return sparse.largest_by_strided_groups(magnitudes, largest) // self.k
 
         return jax.lax.platform_dependent(magnitudes, cpu=by_strided_groups, default=self._largest)
 
     def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
         """One element of each bin."""
 
-        def by_comparison(blocks: Array, places: Places) -> Array:
-            binned = self._binned(blocks, 0)
-            return jnp.sum(jnp.where(self._here(places), binned, 0), axis=0).T
-
         def by_gather(blocks: Array, places: Places) -> Array:
             return sparse.take(blocks, self.in_block(places))
 
-        return jax.lax.platform_dependent(blocks, places, tpu=by_comparison, default=by_gather)
+        return jax.lax.platform_dependent(
+            blocks, places, tpu=self._take_by_comparison, default=by_gather
+        )
 
     def add(
         self, blocks: Float[Array, "blocks n"], places: Places, values: Float[Array, "blocks k"]
@@ -108,14 +105,11 @@ class Bins:
         return pack_bits(places.astype(jnp.uint32), self.place_bits)
 
     def decode(self, words: Array, num_blocks: int) -> tuple[Places, BoolScalar]:
-        """Unpacks untrusted words: places, and whether all lie in the block."""
+        """Unpacks untrusted words: places, and whether all lay in the block; zeros if not."""
         places = unpack_bits(words, self.place_bits, num_blocks * self.k)
         places = places.reshape(num_blocks, self.k).astype(jnp.int32)
-        return places, jnp.all(self.in_block(places) < self.n)
-
-    def placeholder(self) -> Int32[Array, "k"]:
-        """Valid places, used for a rejected packet."""
-        return jnp.zeros(self.k, jnp.int32)
+        inside = jnp.all(self.in_block(places) < self.n)
+        return jnp.where(inside, places, 0), inside
 
     def in_block(
         self, places: Int32[Array, "*workers blocks k"]
@@ -124,13 +118,14 @@ class Bins:
         first = jnp.arange(self.k, dtype=jnp.int32)
         return places * self.k + first.reshape((1,) * (places.ndim - 1) + (self.k,))
 
-    @property
-    def _depth(self) -> int:
-        """Places in a bin; if ``k`` does not divide ``n``, the last bins have one less."""
-        return -(-self.n // self.k)
-
     def _largest(self, magnitudes: Float32[Array, "blocks n"]) -> Places:
         return jnp.argmax(self._binned(magnitudes, -1.0), axis=0).T.astype(jnp.int32)
+
+    def _take_by_comparison(
+        self, blocks: Shaped[Array, "blocks n"], places: Places
+    ) -> Shaped[Array, "blocks k"]:
+        binned = self._binned(blocks, 0)
+        return jnp.sum(jnp.where(_here(places, binned), binned, 0), axis=0).T
 
     def _add_by_comparison(
         self,
@@ -140,7 +135,7 @@ class Bins:
     ) -> Float[Array, "blocks n"]:
         total = self._binned(blocks, 0)
         for place, value in zip(places, values, strict=True):
-            total += jnp.where(self._here(place), value.T[None], 0)
+            total += jnp.where(_here(place, total), value.T[None], 0)
         # Without a barrier XLA adds in two dimensions, and keeps every comparison in memory.
         total = jax.lax.optimization_barrier(total)
         return total.reshape(-1, len(blocks))[: self.n].T
@@ -149,9 +144,13 @@ class Bins:
         self, blocks: Shaped[Array, "blocks n"], filling: float
     ) -> Shaped[Array, "places k blocks"]:
         """The blocks along the last dimension: TPUs are fastest if it is the longest."""
-        missing = self._depth * self.k - self.n
+        depth = -(-self.n // self.k)  # if k does not divide n, the last bins have one place less
+        missing = depth * self.k - self.n
         padded = jnp.pad(blocks.T, ((0, missing), (0, 0)), constant_values=filling)
-        return padded.reshape(self._depth, self.k, len(blocks))
+        return padded.reshape(depth, self.k, len(blocks))
 
-    def _here(self, places: Places) -> Bool[Array, "places k blocks"]:
-        return places.T[None] == jnp.arange(self._depth, dtype=jnp.int32)[:, None, None]
+
+def _here(
+    places: Places, binned: Shaped[Array, "places k blocks"]
+) -> Bool[Array, "places k blocks"]:
+    return places.T[None] == jnp.arange(len(binned), dtype=jnp.int32)[:, None, None]

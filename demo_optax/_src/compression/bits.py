@@ -32,13 +32,13 @@ def pack_bits(fields: UInt32[Array, "..."], bits: int) -> UInt32[Array, "words"]
     words = words_of(fields.size, bits)
     if words == 0:
         return jnp.zeros(0, jnp.uint32)
-    word, shift = _places(bits)
+    period, word, shift = _period(bits)
     fields = fields.reshape(-1)
     fields = jnp.pad(fields, (0, -fields.size % len(word))).reshape(-1, len(word))
     low = fields << shift
     high = jnp.where(shift > 0, fields >> (32 - shift) % 32, 0)
     # Each word is the sum of the parts that lie in it, whose bits are disjoint.
-    columns = np.arange(_period(bits)[1])[None]
+    columns = np.arange(period)[None]
     in_low, in_high = ((word[:, None] + i == columns)[None].astype(np.uint32) for i in (0, 1))
     packed = jnp.sum(low[:, :, None] * in_low + high[:, :, None] * in_high, 1, jnp.uint32)
     return packed.reshape(-1)[:words]
@@ -48,8 +48,7 @@ def unpack_bits(words: UInt32[Array, "words"], bits: int, count: int) -> UInt32[
     """The inverse of `pack_bits`: ``count`` fields of ``bits`` bits."""
     if count * bits == 0:
         return jnp.zeros(count, jnp.uint32)
-    word, shift = _places(bits)
-    period = _period(bits)[1]
+    period, word, shift = _period(bits)
     words = jnp.pad(words, (0, -words.size % period)).reshape(-1, period)
     low = words[:, word] >> shift
     high = jnp.where(shift > 0, words[:, np.minimum(word + 1, period - 1)] << (32 - shift) % 32, 0)
@@ -57,16 +56,15 @@ def unpack_bits(words: UInt32[Array, "words"], bits: int, count: int) -> UInt32[
     return fields.reshape(-1)[:count]
 
 
-def _places(bits: int) -> tuple[Int64[np.ndarray, "fields"], UInt32[np.ndarray, "1 fields"]]:
-    """Word and bit at which each field of a period begins."""
-    word, shift = np.divmod(np.arange(_period(bits)[0]) * bits, 32)
-    return word, shift.astype(np.uint32)[None]
+def _period(bits: int) -> tuple[int, Int64[np.ndarray, "fields"], UInt32[np.ndarray, "1 fields"]]:
+    """Words until a field begins at a word's first bit again, and the fields in these words.
 
-
-def _period(bits: int) -> tuple[int, int]:
-    """``(fields, words)`` after which a field begins at a word's first bit again."""
+    Returns:
+      The number of words; for each field the word in which it begins, and at which bit.
+    """
     divisor = math.gcd(bits, 32)
-    return 32 // divisor, bits // divisor
+    word, shift = np.divmod(np.arange(32 // divisor) * bits, 32)
+    return bits // divisor, word, shift.astype(np.uint32)[None]
 
 
 def true_once_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:

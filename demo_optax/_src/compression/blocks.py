@@ -16,102 +16,61 @@ Smaller blocks are transformed and compressed without padding, with as many coef
 have elements. Only where a momentum is stored are they padded with zeros to the size of the others.
 """
 
-import dataclasses
 import itertools
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 BlockRule = Literal["pad", "divisor"]
 BLOCK_RULES = get_args(BlockRule)
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Blocks of equal shape in one tensor: the interior, or one edge.
 
     Attributes:
       first: position of the first of them in the tensor's grid.
       grid: blocks along each dimension.
       sides: elements per side of each of them.
+      in_grid: slices of the tensor's grid in which they are stored.
+      in_tensor: slices of the tensor that hold their elements.
+      num_blocks: number of blocks.
+      block_shape: the sides larger than 1, at least one.
+      block_size: elements of each block.
     """
 
     first: tuple[int, ...]
     grid: tuple[int, ...]
     sides: tuple[int, ...]
-
-    @property
-    def num_blocks(self) -> int:
-        return math.prod(self.grid)
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """Sides larger than 1, at least one."""
-        return tuple(side for side in self.sides if side > 1) or (1,)
-
-    @property
-    def block_size(self) -> int:
-        return math.prod(self.sides)
-
-    @property
-    def in_grid(self) -> tuple[slice, ...]:
-        """Slices of the grid in which its blocks are stored."""
-        return tuple(slice(a, a + n) for a, n in zip(self.first, self.grid, strict=True))
-
-    def in_tensor(self, sides: tuple[int, ...]) -> tuple[slice, ...]:
-        """Slices of the tensor that hold its elements; the interior blocks have these sides."""
-        starts = [a * side for a, side in zip(self.first, sides, strict=True)]
-        sizes = [n * side for n, side in zip(self.grid, self.sides, strict=True)]
-        return tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
+    in_grid: tuple[slice, ...]
+    in_tensor: tuple[slice, ...]
+    num_blocks: int
+    block_shape: tuple[int, ...]
+    block_size: int
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockGeometry:
+class BlockGeometry(NamedTuple):
     """Blocks of one tensor.
 
     Attributes:
       shape: the tensor's shape.
       sides: elements per side of a block, one for each dimension.
+      grid: blocks along each dimension.
+      num_blocks: number of blocks.
+      block_size: elements of the largest block.
+      stored_shape: shape of the coefficients, the grid and then a block. The first ``len(shape)``
+        dimensions match the tensor's, so that its PartitionSpec applies.
+      pieces: the blocks grouped by shape, in the order of the grid; none if the tensor is empty.
+      cuts: along each dimension, the number of pieces.
     """
 
     shape: tuple[int, ...]
     sides: tuple[int, ...]
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Blocks along each dimension."""
-        return tuple(-(-dim // side) for dim, side in zip(self.shape, self.sides, strict=True))
-
-    @property
-    def num_blocks(self) -> int:
-        return math.prod(self.grid)
-
-    @property
-    def block_size(self) -> int:
-        """Elements of the largest block."""
-        return math.prod(self.sides)
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the coefficients: the grid, then those of a block.
-
-        The first ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
-        """
-        return (*self.grid, self.block_size)
-
-    @property
-    def segments(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Per dimension ``(first block, blocks, side)`` of the full blocks and of the remainder."""
-        dims = zip(self.shape, self.sides, strict=True)
-        both = [((0, n // side, side), (n // side, 1, n % side)) for n, side in dims]
-        return tuple(tuple(s for s in pair if s[1] * s[2]) for pair in both)
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The blocks grouped by shape, in the order of the grid; none if the tensor is empty."""
-        columns = (zip(*segments, strict=True) for segments in itertools.product(*self.segments))
-        if not self.shape:
-            return (Piece((), (), ()),)
-        return tuple(Piece(*map(tuple, column)) for column in columns)
+    grid: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    stored_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    cuts: tuple[int, ...]
 
 
 def block_geometry(
@@ -144,7 +103,41 @@ def block_geometry(
         rows = math.prod(sides) // sides[large[-1]]
         room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
         sides[axis] = _largest_divisor(shape[axis], max(room, 1))
-    return BlockGeometry(tuple(shape), tuple(sides))
+
+    grid, segments = [], []  # of each dimension the full blocks, and the remainder
+    for dim, side in zip(shape, sides, strict=True):
+        full, rest = divmod(dim, side)
+        grid.append(full + bool(rest))
+        segments.append([s for s in ((0, full, side), (full, 1, rest)) if s[1] * s[2]])
+    pieces = []
+    for segment in itertools.product(*segments):
+        starts, counts, lengths = zip(*segment, strict=True) if shape else ((), (), ())
+        offsets = [first * side for first, side in zip(starts, sides, strict=True)]
+        pieces.append(
+            Piece(
+                first=starts,
+                grid=counts,
+                sides=lengths,
+                in_grid=tuple(slice(a, a + n) for a, n in zip(starts, counts, strict=True)),
+                in_tensor=tuple(
+                    slice(a, a + n * side)
+                    for a, n, side in zip(offsets, counts, lengths, strict=True)
+                ),
+                num_blocks=math.prod(counts),
+                block_shape=tuple(side for side in lengths if side > 1) or (1,),
+                block_size=math.prod(lengths),
+            )
+        )
+    return BlockGeometry(
+        shape=tuple(shape),
+        sides=tuple(sides),
+        grid=tuple(grid),
+        num_blocks=math.prod(grid),
+        block_size=math.prod(sides),
+        stored_shape=(*grid, math.prod(sides)),
+        pieces=tuple(pieces),
+        cuts=tuple(map(len, segments)),
+    )
 
 
 def _largest_divisor(dim: int, limit: int) -> int:

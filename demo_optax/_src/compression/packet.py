@@ -234,20 +234,19 @@ def parse_headers(
 
     A packet is intact if its checksum is right for its origin and its header is finite.
     """
+    names = len(Header._fields)
+    fields = [
+        jax.lax.bitcast_convert_type(packets[:, 1 + place], dtype)
+        for place, dtype in enumerate(_HEADER_DTYPES)
+    ]
 
-    def open_one(
-        packet: UInt32[Array, "words"], packet_id: Int32[Array, ""]
-    ) -> tuple[Header, UInt32[Array, "extra"], BoolScalar]:
-        expected = _expected_checksum(layout, packet[1:], Origin(origin.step, packet_id))
-        words = packet[1 : 1 + len(Header._fields)]
-        fields = [
-            jax.lax.bitcast_convert_type(w, t) for w, t in zip(words, _HEADER_DTYPES, strict=True)
-        ]
-        finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
-        intact = (packet[0] == expected) & jnp.all(jnp.stack(finite))
-        return Header(*fields), packet[1 + len(Header._fields) : layout.header_words], intact
+    def expected(rest: UInt32[Array, "words"], number: Int32[Array, ""]) -> UInt32[Array, ""]:
+        return _expected_checksum(layout, rest, Origin(origin.step, number))
 
-    return jax.vmap(open_one)(packets, origin.packet_id)
+    right = packets[:, 0] == jax.vmap(expected)(packets[:, 1:], origin.packet_id)
+    finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
+    intact = right & jnp.all(jnp.stack(finite), axis=0)
+    return Header(*fields), packets[:, 1 + names : layout.header_words], intact
 
 
 def decode(layout: PacketLayout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
@@ -255,8 +254,8 @@ def decode(layout: PacketLayout, packets: Packets) -> tuple[Message, Bool[Array,
 
     Returns:
       The messages, each array with an axis of packets in front, and for each packet whether its
-      selectors could have sent all positions, and all values are finite. If not, positions may be
-      out of range.
+      selectors could have sent all positions, and all values are finite. If not, positions are
+      others, which lie in their blocks.
     """
     return jax.vmap(functools.partial(_decode, layout))(packets)
 

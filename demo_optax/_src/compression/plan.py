@@ -1,7 +1,7 @@
 """The plan of a tree of tensors: a few arrays of equal blocks, and back, part by part.
 
-tensor ── blocks ───► (blocks, *sides) ── transform ──► (blocks, n) ── pack ──► (*grid, n)
-       ◄ to_tensors ─                  ◄── inverse ────             ◄─ unpack ─
+tensor ── forward ─► (blocks, n) ── pack ──► (*grid, n)
+       ◄─ inverse ──             ◄─ unpack ─
 
 part     some consecutive tensors; parts are computed one after another
 piece    the blocks of one shape in one tensor
@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from demo_optax._src.arrays import (
-    Blocks,
     Coefficients,
     IntScalar,
     Positions,
@@ -35,7 +34,6 @@ from demo_optax._src.compression import transforms
 from demo_optax._src.compression.bits import true_once_computed
 from demo_optax._src.compression.blocks import BlockGeometry, Piece
 from demo_optax._src.compression.packet import Message, Section
-from demo_optax._src.compression.selection import make_selector, select, shared_positions
 from demo_optax._src.compression.settings import Compression, MomentumFormat
 
 Shape = tuple[int, ...]
@@ -52,18 +50,22 @@ class Group:
       members: pairs of a tensor's index in the part and a piece of it with such blocks.
       selector: which of their coefficients are sent.
       section: index of the packet's section that they belong to.
-      first: index of their first row in that section.
+      rows: start and stop (exclusive) of their rows in that section.
     """
 
     sides: Shape
     members: tuple[tuple[int, Piece], ...]
     selector: Any
     section: int
-    first: int
+    rows: tuple[int, int]
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(piece.num_blocks for _, piece in self.members)
+    def divide(self, tree: Any) -> list[Any]:
+        """Divides the rows of all blocks among the pieces."""
+        if len(self.members) == 1:
+            return [tree]
+        ends = [0, *itertools.accumulate(piece.num_blocks for _, piece in self.members)]
+        rows = itertools.starmap(slice, itertools.pairwise(ends))
+        return [jax.tree.map(operator.itemgetter(row), tree) for row in rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,83 +86,85 @@ class Part:
     groups: tuple[Group, ...]
     merged: bool
 
-    def blocks(self, tensors: Sequence[Tensor]) -> list[Blocks]:
-        """Cuts the tensors into blocks: one array for each group.
+    def forward(
+        self, tensors: Sequence[Tensor], step: IntScalar
+    ) -> list[Float[Array, "_blocks _columns _rows"]]:
+        """The coefficients of each group's blocks.
 
         The dtype is the widest of the tensors' dtypes, and float32 at least.
         """
-        dtype = widest(*[x.dtype for x in tensors])
+        dtype, basis = widest(*[x.dtype for x in tensors]), self.momentum_format.basis(step)
+        coefficients = []
+        for group in self.groups:
+            blocks = []
+            for number, piece in group.members:
+                x = tensors[number].astype(dtype)[piece.in_tensor]
+                x = x.reshape(
+                    [n for pair in zip(piece.grid, piece.sides, strict=True) for n in pair]
+                )
+                x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
+                blocks.append(x.reshape(piece.num_blocks, *group.sides))
+            coefficients.append(transforms.forward(jnp.concatenate(blocks), group.sides, basis))
+        return coefficients
 
-        def cut(number: int, piece: Piece) -> Blocks:
-            x = tensors[number].astype(dtype)[piece.in_tensor(self.geometries[number].sides)]
-            x = x.reshape(_interleaved(piece.grid, piece.sides))
-            x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
-            return x.reshape(piece.num_blocks, *piece.block_shape)
-
-        return [_concatenated(itertools.starmap(cut, group.members)) for group in self.groups]
-
-    def to_tensors(self, blocks: Sequence[Blocks]) -> list[Tensor]:
-        """Puts blocks back into tensors: the inverse of `blocks`."""
-
-        def paste(x: Blocks, piece: Piece, _: Shape) -> Tensor:
-            rank = len(piece.grid)
-            x = x.reshape(*piece.grid, *piece.sides)
-            x = x.transpose(_interleaved(range(rank), range(rank, 2 * rank)))
-            return x.reshape([n * side for n, side in zip(piece.grid, piece.sides, strict=True)])
-
-        shapes = [geometry.shape for geometry in self.geometries]
-        return self._assembled(_members(self.groups, blocks), paste, shapes)
-
-    def transform(
-        self, blocks: Sequence[Blocks], step: IntScalar
-    ) -> list[Float[Array, "_blocks _columns _rows"]]:
-        """The coefficients of each group's blocks."""
-        basis = self.momentum_format.basis(step)
-        pairs = zip(blocks, self.groups, strict=True)
-        return [transforms.forward(x, group.sides, basis) for x, group in pairs]
-
-    def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Blocks]:
-        """The blocks of each group's coefficients."""
-        basis = self.momentum_format.basis(step)
-        pairs = zip(coefficients, self.groups, strict=True)
-        return [transforms.inverse(x, group.sides, basis) for x, group in pairs]
+    def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Tensor]:
+        """The tensors that have these coefficients: the inverse of `forward`."""
+        basis, pieces = self.momentum_format.basis(step), []
+        for group, x in zip(self.groups, coefficients, strict=True):
+            blocks = transforms.inverse(x, group.sides, basis)
+            for (_, piece), x in zip(group.members, group.divide(blocks), strict=True):
+                rank = len(piece.grid)
+                x = x.reshape(*piece.grid, *piece.sides)
+                x = x.transpose([axis for i in range(rank) for axis in (i, rank + i)])
+                sizes = zip(piece.grid, piece.sides, strict=True)
+                pieces.append(x.reshape([n * side for n, side in sizes]))
+        return self._join(pieces, [geometry.shape for geometry in self.geometries])
 
     def split(self, by_group: Sequence[Any]) -> list[list[Any]]:
         """Divides each group's rows in the same way as its momenta."""
-        return [[tree] for tree in by_group] if self.merged else _members(self.groups, by_group)
+        if self.merged:
+            return [[tree] for tree in by_group]
+        return [group.divide(tree) for group, tree in zip(self.groups, by_group, strict=True)]
 
-    def unpack(self, stored: Sequence[Stored]) -> Momenta:
-        """Unpacks the stored arrays into momenta for each group, in float32 or wider."""
+    def unpack(self, stored: Sequence[Stored], step: IntScalar | None = None) -> Momenta:
+        """Unpacks the stored arrays into momenta for each group, in float32 or wider.
 
-        def take(number: int, piece: Piece) -> Coefficients:
-            x = stored[number][(*piece.in_grid, slice(piece.block_size))]
-            return upcast(x.reshape(piece.num_blocks, piece.block_size))
-
-        pieces = [list(itertools.starmap(take, group.members)) for group in self.groups]
-        return [[_concatenated(x)] for x in pieces] if self.merged else pieces
+        Given a step, it changes them from the basis of the step before to that of this step.
+        """
+        momenta = []
+        for group in self.groups:
+            pieces = []
+            for number, piece in group.members:
+                x = stored[number][(*piece.in_grid, slice(piece.block_size))]
+                pieces.append(upcast(x.reshape(piece.num_blocks, piece.block_size)))
+            pieces = [jnp.concatenate(pieces)] if self.merged else pieces
+            if step is not None:
+                pieces = [self.momentum_format.advance(x, group.sides, step) for x in pieces]
+            momenta.append(pieces)
+        return momenta
 
     def pack(self, momenta: Momenta) -> list[Stored]:
         """The arrays to store for each tensor, padded with zeros: the inverse of `unpack`."""
+        shapes, pieces = [geometry.stored_shape for geometry in self.geometries], []
+        for group, arrays in zip(self.groups, momenta, strict=True):
+            arrays = group.divide(arrays[0]) if self.merged else arrays
+            for (number, piece), x in zip(group.members, arrays, strict=True):
+                width = shapes[number][-1]
+                x = jnp.pad(x, ((0, 0), (0, width - piece.block_size)))
+                pieces.append(x.reshape(*piece.grid, width))
+        return self._join(pieces, shapes)
 
-        def put(x: Coefficients, piece: Piece, shape: Shape) -> Stored:
-            x = jnp.pad(x, ((0, 0), (0, shape[-1] - piece.block_size)))
-            return x.reshape(*piece.grid, shape[-1])
+    def select(
+        self, momenta: Momenta, shared: Sequence[Positions | None]
+    ) -> tuple[Momenta, Message]:
+        """For each group the coefficients to send, at shared positions or at chosen ones.
 
-        shapes = [geometry.stored_shape for geometry in self.geometries]
-        pieces = _members(self.groups, [x for (x,) in momenta]) if self.merged else momenta
-        return self._assembled(pieces, put, shapes)
-
-    def advance_basis(self, momenta: Momenta, step: IntScalar) -> Momenta:
-        """Changes momenta from the basis of the step before to that of this step."""
-        return [
-            advance_basis(self.momentum_format, pieces, group.sides, step)
-            for group, pieces in zip(self.groups, momenta, strict=True)
-        ]
-
-    def select(self, momenta: Momenta, shared: Sequence[Positions | None]) -> Message:
-        """For each group the coefficients to send, at shared positions or at chosen ones."""
+        It returns the momenta as well; of those that it was given XLA would compute everything
+        twice.
+        """
+        momenta = jax.lax.optimization_barrier(momenta)
         selectors = [group.selector for group in self.groups]
-        return select(selectors, list(map(_concatenated, momenta)), shared)
+        return momenta, select(selectors, list(map(jnp.concatenate, momenta)), shared)
 
     def subtract(
         self,
@@ -171,41 +175,29 @@ class Part:
     ) -> Momenta:
         """Subtracts a message, for each group positions, values and factors, from the momenta."""
         redrawn = delay and transforms.is_redrawn(self.momentum_format.transform)
+        result = []
+        for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True):
+            add, left = group.selector.add, []
+            for m, (positions, values, factors) in zip(pieces, rows, strict=True):
+                if redrawn:
+                    sent = add(jnp.zeros_like(m), positions, factors * values)
+                    left.append(m - self.momentum_format.advance(sent, group.sides, step))
+                else:
+                    left.append(add(m, positions, -factors * values))
+            result.append(left)
+        return result
 
-        def less(
-            group: Group,
-            m: Coefficients,
-            positions: Positions,
-            values: Values,
-            factors: Float[Array, "_blocks 1"],
-        ) -> Coefficients:
-            if not redrawn:
-                return group.selector.add(m, positions, -factors * values)
-            sent = group.selector.add(jnp.zeros_like(m), positions, factors * values)
-            return m - advance_basis(self.momentum_format, [sent], group.sides, step)[0]
-
-        return [
-            [less(group, m, *row) for m, row in zip(pieces, rows, strict=True)]
-            for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True)
-        ]
-
-    def _assembled(
-        self,
-        by_group: Sequence[Sequence[Tensor]],
-        restore: Callable[[Tensor, Piece, Shape], Tensor],
-        shapes: Sequence[Shape],
-    ) -> list[Tensor]:
-        """The tensors of these shapes, each concatenated from its pieces."""
-        piece_of: dict[tuple[int, Piece], Tensor] = {}
-        for group, pieces in zip(self.groups, by_group, strict=True):
-            piece_of |= zip(group.members, pieces, strict=True)
-        tensors: list[Tensor] = []
+    def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+        """Joins the pieces of all groups to tensors of these shapes."""
+        members = [member for group in self.groups for member in group.members]
+        keys = [(number, piece.first) for number, piece in members]
+        placed, tensors = dict(zip(keys, pieces, strict=True)), []
         for number, (geometry, shape) in enumerate(zip(self.geometries, shapes, strict=True)):
-            pieces = [restore(piece_of[number, piece], piece, shape) for piece in geometry.pieces]
-            for axis, segments in reversed(list(enumerate(geometry.segments))):
-                starts = range(0, len(pieces), max(len(segments), 1))
-                pieces = [_concatenated(pieces[i : i + len(segments)], axis) for i in starts]
-            tensors.append(pieces[0] if pieces else jnp.zeros(shape))
+            joined = [placed[number, piece.first] for piece in geometry.pieces]
+            for axis, count in reversed(list(enumerate(geometry.cuts))):
+                starts = range(0, len(joined), max(count, 1))
+                joined = [jnp.concatenate(joined[i : i + count], axis) for i in starts]
+            tensors.append(joined[0] if joined else jnp.zeros(shape))
         return tensors
 
 
@@ -215,50 +207,75 @@ class Plan:
 
     Attributes:
       compression: the settings.
+      geometries: the block geometry of each tensor.
       parts: the tensors, divided into parts of about equal size.
       sections: the packet's sections, one for each shape of blocks.
       sides: the sides of the blocks of each section.
     """
 
     compression: Compression
+    geometries: tuple[BlockGeometry, ...]
     parts: tuple[Part, ...]
     sections: tuple[Section, ...]
     sides: tuple[Shape, ...]
 
-    @property
-    def geometries(self) -> tuple[BlockGeometry, ...]:
-        """The block geometry of each tensor."""
-        return tuple(geometry for part in self.parts for geometry in part.geometries)
+    def map_parts(self, stage: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+        """Calls ``stage(part, *its_arguments)`` for one part after another.
 
-    def shared_positions(self, step: IntScalar) -> list[Positions | None]:
-        """For each section the positions that all workers know; None where each sends its own."""
-        return shared_positions(self.sections, step)
+        What a part gets depends on results of the part before. So XLA does not hold the temporary
+        arrays of all parts in memory, nor merge their products. XLA removes barriers for CPUs and
+        GPUs: there only the first argument depends on them, by a select. Let it be small.
+
+        Args:
+          stage: it returns a list of arrays, or a tuple of results. The next part waits for the
+            floats in the last of a tuple: if it waited for the others as well, memory would grow.
+          arguments: for each further argument of ``stage``, one tree per part.
+
+        Returns:
+          The results, one per part.
+        """
+        results, previous = [], []
+        for part, *trees in zip(self.parts, *arguments, strict=True):
+            if previous and part.merged:
+                first = [x.reshape(-1)[0] for x in previous]
+                trees, _ = jax.lax.optimization_barrier((trees, first))
+            elif previous:
+                computed = true_once_computed(previous)
+                leaves, structure = jax.tree.flatten(trees[0])
+                trees[0] = structure.unflatten([jnp.where(computed, x, 0) for x in leaves])
+            result = stage(part, *trees)
+            last = result[-1] if isinstance(result, tuple) else result
+            arrays = [x for x in jax.tree.leaves(last) if x.size]
+            previous = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+            results.append(result)
+        return results
 
     def per_part(self, tree: Any) -> list[list[Any]]:
         """For each part the leaves of its tensors."""
         leaves = jax.tree.leaves(tree)
         return [leaves[slice(*part.tensors)] for part in self.parts]
 
-    def rows_per_part(self, trees: Iterable[Any], axis: int = 0) -> list[list[Any]]:
+    def split_rows(self, trees: Iterable[Any], axis: int = 0) -> list[list[Any]]:
         """Divides each section's rows, along an axis, among the parts and their groups."""
-
-        def rows(group: Group, tree: Any) -> Any:
-            first, last = group.first, group.first + group.num_blocks
-            rows = functools.partial(
-                jax.lax.slice_in_dim, start_index=first, limit_index=last, axis=axis
-            )
-            return jax.tree.map(rows, tree)
-
-        trees = list(trees)
-        return [[rows(group, trees[group.section]) for group in p.groups] for p in self.parts]
+        trees, by_part = list(trees), []
+        for part in self.parts:
+            rows = [
+                functools.partial(
+                    jax.lax.slice_in_dim, start_index=start, limit_index=stop, axis=axis
+                )
+                for start, stop in (group.rows for group in part.groups)
+            ]
+            sections = [trees[group.section] for group in part.groups]
+            by_part.append(list(map(jax.tree.map, rows, sections)))
+        return by_part
 
     def join(self, messages: Sequence[Message]) -> Message:
         """Joins the parts' messages, section by section."""
-        rows: list[list[tuple[Any, Any]]] = [[] for _ in self.sections]
+        rows: list[list[Any]] = [[] for _ in self.sections]
         for part, message in zip(self.parts, messages, strict=True):
-            for group, row in zip(part.groups, zip(*message, strict=True), strict=True):
+            for group, *row in zip(part.groups, *message, strict=True):
                 rows[group.section].append(row)
-        joined = [tuple(map(_concatenated, zip(*section, strict=True))) for section in rows]
+        joined = [map(jnp.concatenate, zip(*section, strict=True)) for section in rows]
         return Message(*zip(*joined, strict=True)) if joined else Message((), ())
 
 
@@ -267,37 +284,29 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
     """The plan of tensors of these shapes. Packets are the same on all platforms."""
     momentum_format = compression.momentum_format
     geometries = tuple(map(momentum_format.geometry, shapes))
-    sides_of: list[Shape] = []
-    filled: list[int] = []
+    selectors: dict[Shape, Any] = {}  # by the sides of blocks, in the order of the sections
+    filled: dict[Shape, int] = {}
     parts: list[Part] = []
-
-    def group(sides: Shape, members_of_shape: Sequence[tuple[int, Piece]]) -> Group:
-        if sides not in sides_of:
-            sides_of.append(sides)
-            filled.append(0)
-        number = sides_of.index(sides)
-        result = Group(sides, tuple(members_of_shape), selector_of(number), number, filled[number])
-        filled[number] += result.num_blocks
-        return result
-
-    def selector_of(number: int) -> Any:
-        n, k, seed = math.prod(sides_of[number]), compression.topk, compression.seed
-        return make_selector(compression.selection, n, k, seed, number)
-
     for start, stop in _part_bounds([math.prod(shape) for shape in shapes], platform):
         members: dict[Shape, list[tuple[int, Piece]]] = {}
-        for number in range(start, stop):
-            for piece in geometries[number].pieces:
-                members.setdefault(piece.block_shape, []).append((number - start, piece))
-        groups = tuple(itertools.starmap(group, members.items()))
+        for number, geometry in enumerate(geometries[start:stop]):
+            for piece in geometry.pieces:
+                members.setdefault(piece.block_shape, []).append((number, piece))
+        groups = []
+        for sides, pieces in members.items():
+            if sides not in selectors:
+                selectors[sides] = compression.selector(math.prod(sides), len(selectors))
+            first = filled.get(sides, 0)
+            filled[sides] = first + sum(piece.num_blocks for _, piece in pieces)
+            section, rows = list(selectors).index(sides), (first, filled[sides])
+            groups.append(Group(sides, tuple(pieces), selectors[sides], section, rows))
         tensors = (start, stop), geometries[start:stop]
-        parts.append(Part(momentum_format, *tensors, groups, merged=platform == "tpu"))
-
+        parts.append(Part(momentum_format, *tensors, tuple(groups), merged=platform == "tpu"))
     sections = [
-        Section(blocks, selector_of(number), compression.value_coding)
-        for number, blocks in enumerate(filled)
+        Section(filled[sides], selector, compression.value_coding)
+        for sides, selector in selectors.items()
     ]
-    return Plan(compression, tuple(parts), tuple(sections), tuple(sides_of))
+    return Plan(compression, geometries, tuple(parts), tuple(sections), tuple(selectors))
 
 
 _PARTS = {"cpu": 16, "tpu": 8}  # elsewhere, on GPUs, 4
@@ -319,81 +328,28 @@ def _part_bounds(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
     return [*bounds, (start, len(sizes))]
 
 
-def sequentially(
-    fn: Callable[..., Any], parts: Sequence[Part], *arguments: Sequence[Any]
-) -> list[list[Any]]:
-    """Calls ``fn(part, after_previous, *arguments)`` for one part after another.
+def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
+    """For each section the positions that all workers know; None where each sends its own."""
+    return [
+        None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
+        for s in sections
+    ]
 
-    ``after_previous(small, large)`` returns its one or two trees unchanged, as a pair, and makes
-    them depend on the results of the previous part (on CPUs and GPUs only ``small``). So XLA does
-    not hold the temporary arrays of all parts in memory, nor merge their products.
+
+def select(
+    selectors: Sequence[Any],
+    blocks: Sequence[Coefficients],
+    shared: Sequence[Positions | None],
+) -> Message:
+    """Selects the coefficients to send, of several arrays of blocks.
 
     Args:
-      fn: returns a tuple of results, and arrays that are computed together with them.
-      parts: a plan's parts.
-      arguments: for each further argument of ``fn``, one tree per part.
-
-    Returns:
-      For each result of ``fn``, a list with one entry per part.
+      selectors: one for each array of blocks.
+      blocks: one array for each selector.
+      shared: the positions that all workers know; None where the selector chooses.
     """
-    results, previous = [], []
-    for part, *part_arguments in zip(parts, *arguments, strict=True):
-        result, computed = fn(
-            part, functools.partial(_after_previous, previous, part.merged), *part_arguments
-        )
-        previous = [x for x in computed if x.size]
-        results.append(result)
-    return [list(x) for x in zip(*results, strict=True)]
-
-
-def _after_previous(
-    previous: Sequence[Array], merged: bool, small: Any, large: Any = ()
-) -> tuple[Any, Any]:
-    """Two trees, unchanged, that depend on the ``previous`` arrays.
-
-    On TPUs by a barrier. XLA removes barriers for CPUs and GPUs: there only the first tree depends
-    on the arrays, by a select.
-    """
-    if not previous:
-        return small, large
-    if merged:
-        first = [x.reshape(-1)[0] for x in previous]
-        return jax.lax.optimization_barrier((small, large, first))[:2]
-    computed = true_once_computed(previous)
-
-    def use(x: Array) -> Array:
-        return jnp.where(computed, x, jnp.zeros_like(x))
-
-    return jax.tree.map(use, small), large
-
-
-def _members(groups: Sequence[Group], by_group: Sequence[Any]) -> list[list[Any]]:
-    """Divides each group's rows among its pieces."""
-
-    def members(group: Group, tree: Any) -> list[Any]:
-        if len(group.members) == 1:
-            return [tree]
-        ends = [0, *itertools.accumulate(piece.num_blocks for _, piece in group.members)]
-        rows = itertools.starmap(slice, itertools.pairwise(ends))
-        return [jax.tree.map(operator.itemgetter(row), tree) for row in rows]
-
-    return list(itertools.starmap(members, zip(groups, by_group, strict=True)))
-
-
-def advance_basis(
-    momentum_format: MomentumFormat, momenta: Sequence[Coefficients], sides: Shape, step: IntScalar
-) -> list[Coefficients]:
-    """Changes momenta from the basis of the step before to that of this step."""
-    if not transforms.is_redrawn(momentum_format.transform):
-        return list(momenta)
-    old, new = (momentum_format.basis(s) for s in (step - 1, step))
-    return [transforms.change_basis(x, sides, old, new) for x in momenta]
-
-
-def _concatenated(arrays: Iterable[Any], axis: int = 0) -> Any:
-    arrays = list(arrays)
-    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
-
-
-def _interleaved(one: Iterable[int], other: Iterable[int]) -> list[int]:
-    return [n for pair in zip(one, other, strict=True) for n in pair]
+    positions, values = [], []
+    for selector, x, at in zip(selectors, blocks, shared, strict=True):
+        positions.append(selector.select(x) if at is None else at)
+        values.append(selector.take(x, positions[-1]))
+    return Message(tuple(positions), tuple(values))

@@ -4,15 +4,14 @@ To add one, write a frozen dataclass with the methods of `SharedSelector` or `Ch
 or derive it from `TopK` with another choice. Enter it in `Selection` and in `SELECTORS`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
-from demo_optax._src.arrays import BoolScalar, Coefficients, IntScalar, Positions
+from demo_optax._src.arrays import BoolScalar, IntScalar
 from demo_optax._src.compression.bins import Bins
-from demo_optax._src.compression.known_positions import AllCoefficients, SharedSet, SharedSlice
-from demo_optax._src.compression.packet import Message, Section
+from demo_optax._src.compression.known_positions import SharedSet, SharedSlice
 from demo_optax._src.compression.top_k import TopK
 
 At = Int32[Array, "blocks places"]
@@ -87,11 +86,7 @@ class ChoosingSelector(Selector, Protocol):
         ...
 
     def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
-        """Unpacks untrusted words: positions, and whether they are valid arguments of `add`."""
-        ...
-
-    def placeholder(self) -> Int32[Array, "places"]:
-        """Valid positions of any block, used in place of a rejected packet's."""
+        """Unpacks untrusted words: valid arguments of `add`, and whether they are what was sent."""
         ...
 
 
@@ -109,43 +104,3 @@ SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "random-slicing": lambda n, k, seed, stream: SharedSlice(n, k, "random-slicing", seed, stream),
     "slicing": lambda n, k, seed, stream: SharedSlice(n, k, "slicing", seed, stream),
 }
-
-
-def make_selector(selection: Selection, n: int, k: int, seed: int, stream: int) -> AnySelector:
-    """The selector of ``k`` of the ``n`` coefficients of a block, or of all if ``k >= n``.
-
-    Args:
-      selection: a key of `SELECTORS`.
-      n: coefficients of a block.
-      k: how many of them are sent.
-      seed: random seed for drawn positions.
-      stream: number of the section; each section draws different positions.
-    """
-    return AllCoefficients(n) if k >= n else SELECTORS[selection](n, k, seed, stream)
-
-
-def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
-    """For each section the positions that all workers know; None where each sends its own."""
-    return [
-        None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
-        for s in sections
-    ]
-
-
-def select(
-    selectors: Sequence[AnySelector],
-    blocks: Sequence[Coefficients],
-    shared: Sequence[Positions | None],
-) -> Message:
-    """Selects the coefficients to send, of several arrays of blocks.
-
-    Args:
-      selectors: one for each array of blocks.
-      blocks: one array for each selector.
-      shared: the positions that all workers know; None where the selector chooses.
-    """
-    positions, values = [], []
-    for selector, x, at in zip(selectors, blocks, shared, strict=True):
-        positions.append(selector.select(x) if at is None else at)
-        values.append(selector.take(x, positions[-1]))
-    return Message(tuple(positions), tuple(values))

@@ -1,15 +1,16 @@
 """Settings: what is sent of a momentum, and the format in which it is stored."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
-from jaxtyping import PRNGKeyArray
 
 from demo_optax._src import checks
-from demo_optax._src.arrays import IntScalar
+from demo_optax._src.arrays import Coefficients, IntScalar
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
-from demo_optax._src.compression.selection import SELECTORS, Selection
+from demo_optax._src.compression.known_positions import AllCoefficients
+from demo_optax._src.compression.selection import SELECTORS, AnySelector, Selection
 from demo_optax._src.compression.transforms import BASIS_STREAM, TRANSFORMS, Basis, TransformName
 from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
 
@@ -37,6 +38,16 @@ class MomentumFormat:
         """The transform's basis at a step, the same on all workers; None for the identity."""
         return TRANSFORMS[self.transform](transforms.key_of(self.seed, step, BASIS_STREAM))
 
+    def advance(
+        self, momentum: Coefficients, sides: Sequence[int], step: IntScalar
+    ) -> Coefficients:
+        """Changes blocks from the basis of the step before to that of this step."""
+        if not transforms.is_redrawn(self.transform):
+            return momentum
+        old, new = self.basis(step - 1), self.basis(step)
+        assert old and new
+        return transforms.change_basis(momentum, sides, old, new)
+
 
 @jax.tree_util.register_static
 class TensorShapes(tuple[tuple[int, ...], ...]):
@@ -47,11 +58,10 @@ class TensorShapes(tuple[tuple[int, ...], ...]):
     """
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorShapes) and not self != other
+        same = not self or not other or super().__eq__(other)
+        return isinstance(other, TensorShapes) and same
 
-    def __ne__(self, other: object) -> bool:
-        return bool(self and other) and super().__ne__(other)
-
+    __ne__ = object.__ne__  # the opposite of `__eq__`, which a tuple's is not
     __hash__ = tuple.__hash__
 
 
@@ -116,9 +126,16 @@ class Compression:
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
-    def key(self, step: IntScalar, purpose: int) -> PRNGKeyArray:
-        """The random key of a step and a purpose, the same on all workers."""
-        return transforms.key_of(self.seed, step, purpose)
+    def selector(self, n: int, stream: int, k: int | None = None) -> AnySelector:
+        """The selector of ``k`` of the ``n`` coefficients of a block, or of all if ``k >= n``.
+
+        Args:
+          n: coefficients of a block.
+          stream: number of the section; each section draws different positions.
+          k: how many are sent; ``topk`` by default.
+        """
+        k = self.topk if k is None else k
+        return AllCoefficients(n) if k >= n else SELECTORS[self.selection](n, k, self.seed, stream)
 
 
 STATIC_NODES = Compression, MomentumFormat, TensorShapes

@@ -1,9 +1,12 @@
-"""Reads, adds and counts values at positions of each block.
+"""Finds the largest values of each block; reads, adds and counts values at positions.
 
 A scatter is the natural way to add. TPUs sort its indices and then loop, so there comparisons and
 matrix products are used instead. The order of additions is fixed on every device, so that all
 workers get the same bits.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ BlockPositions = Int[Array, "blocks k"]
 WorkerPositions = Int[Array, "workers blocks k"]
 WorkerValues = Float[Array, "workers blocks k"]
 
+STRIDED_GROUP_SIZE = 8  # elements (`largest_by_strided_groups`)
 _LANES = 128  # width of a TPU's vectors: narrower arrays are padded to it in memory
 _MOST_COMPARISONS = 16  # per element; beyond, a product costs less
 
@@ -79,6 +83,23 @@ def scatter_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues)
 
     blocks = axes.varying_like(axes.varying_like(blocks, positions), values)
     return jax.lax.scan(add, blocks, (positions, values))[0]
+
+
+def largest_by_strided_groups(
+    magnitudes: Float32[Array, "blocks n"],
+    largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
+) -> Int32[Array, "blocks _k"]:
+    """The positions of the largest, by two selections in shorter rows.
+
+    A block has ``n / 8`` strided groups of 8 elements. A group holds every ``n / 8``-th element.
+    The groups with the largest maxima hold the largest elements.
+    """
+    groups = magnitudes.shape[1] // STRIDED_GROUP_SIZE
+    rows = [magnitudes[:, i * groups : (i + 1) * groups] for i in range(STRIDED_GROUP_SIZE)]
+    chosen = largest(functools.reduce(jnp.maximum, rows))
+    steps = groups * jnp.arange(STRIDED_GROUP_SIZE, dtype=jnp.int32)
+    candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
+    return take(candidates, largest(take(magnitudes, candidates)))
 
 
 def _add_by_comparison(

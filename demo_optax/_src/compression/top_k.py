@@ -15,8 +15,6 @@ travels as whole words, and its remainder as one shorter field.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,6 @@ from demo_optax._src.compression.bits import pack_bits, unpack_bits, words_of
 
 CODINGS = "packed", "elias-fano", "bitmap"
 
-STRIDED_GROUP_SIZE = 8  # elements (`largest_by_strided_groups`)
 _GPU_KERNEL_K = 16  # up to this many coefficients XLA has a top-k kernel for GPUs
 _AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
 
@@ -100,7 +97,10 @@ class TopK:
     def decode(
         self, words: UInt32[Array, "words"], num_blocks: int, coding: str | None = None
     ) -> tuple[Int32[Array, "{num_blocks} k"], BoolScalar]:
-        """Unpacks untrusted words: positions, and whether they ascend and lie in the block."""
+        """Unpacks untrusted words: positions, and whether they ascended in the block.
+
+        If they did not, the positions are the first ``k``.
+        """
         k, coding = self.k, coding or self.coding
         low_bits, size = _fields(self.n, k, coding)
         for_low = words_of(num_blocks * k, low_bits)
@@ -116,11 +116,8 @@ class TopK:
             positions |= (ones - _shift(k, coding)) << low_bits
         ascending = jnp.all(positions[:, 1:] > positions[:, :-1])
         inside = jnp.all((positions >= 0) & (positions < self.n))
-        return positions, complete & ascending & inside
-
-    def placeholder(self) -> Int32[Array, "k"]:
-        """Valid positions, used for a rejected packet."""
-        return jnp.arange(self.k, dtype=jnp.int32)
+        valid = complete & ascending & inside
+        return jnp.where(valid, positions, jnp.arange(k, dtype=jnp.int32)[None]), valid
 
     def _by_kernel(self, magnitudes: Float32[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
         return jax.lax.top_k(magnitudes, self.k)[1]
@@ -129,26 +126,9 @@ class TopK:
         self, magnitudes: Float32[Array, "blocks n"]
     ) -> Int32[Array, "blocks k"]:
         """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
-        if self.n % STRIDED_GROUP_SIZE or self.n // STRIDED_GROUP_SIZE < 4 * self.k:
+        if self.n % sparse.STRIDED_GROUP_SIZE or self.n // sparse.STRIDED_GROUP_SIZE < 4 * self.k:
             return self._by_kernel(magnitudes)
-        return largest_by_strided_groups(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
-
-
-def largest_by_strided_groups(
-    magnitudes: Float32[Array, "blocks n"],
-    largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
-) -> Int32[Array, "blocks _k"]:
-    """The positions of the largest, by two selections in shorter rows.
-
-    A block has ``n / 8`` strided groups of 8 elements. A group holds every ``n / 8``-th element.
-    The groups with the largest maxima hold the largest elements.
-    """
-    groups = magnitudes.shape[1] // STRIDED_GROUP_SIZE
-    rows = [magnitudes[:, i * groups : (i + 1) * groups] for i in range(STRIDED_GROUP_SIZE)]
-    chosen = largest(functools.reduce(jnp.maximum, rows))
-    steps = groups * jnp.arange(STRIDED_GROUP_SIZE, dtype=jnp.int32)
-    candidates = (chosen[:, None, :] + steps[None, :, None]).reshape(len(magnitudes), -1)
-    return sparse.take(candidates, largest(sparse.take(magnitudes, candidates)))
+        return sparse.largest_by_strided_groups(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
 
 
 def _fields(n: int, k: int, coding: str) -> tuple[int, int]:

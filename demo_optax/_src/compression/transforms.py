@@ -90,11 +90,10 @@ def forward(
     blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
 ) -> Float[Array, "blocks columns rows"]:
     """Coefficients of blocks."""
-    x = _with_signs(blocks, sides, basis).reshape(len(blocks), -1, sides[-1])
-    if basis is None:
-        return x.swapaxes(1, 2)
-    columns, rows = _matrices(sides, basis.matrix)
-    return _matmul_middle_and_swap(_matmul_last(x, columns), rows)
+    if basis and basis.randomized:
+        blocks = blocks * jnp.asarray(signs(sides), blocks.dtype)[None]
+    x = blocks.reshape(len(blocks), -1, sides[-1])
+    return _multiply(x, *_matrices(sides, basis.matrix)) if basis else x.swapaxes(1, 2)
 
 
 def inverse(
@@ -105,18 +104,14 @@ def inverse(
     if basis is None:
         return x.swapaxes(1, 2).reshape(-1, *sides)
     columns, rows = _matrices(sides, basis.matrix)
-    blocks = _matmul_middle_and_swap(_matmul_last(x, rows.T), columns.T)
-    return _with_signs(blocks.reshape(-1, *sides), sides, basis)
+    blocks = _multiply(x, rows.T, columns.T).reshape(-1, *sides)
+    return blocks * jnp.asarray(signs(sides), blocks.dtype)[None] if basis.randomized else blocks
 
 
 def change_basis(
-    coefficients: Float[Array, "blocks n"],
-    sides: Sequence[int],
-    old: Basis | None,
-    new: Basis | None,
+    coefficients: Float[Array, "blocks n"], sides: Sequence[int], old: Basis, new: Basis
 ) -> Float[Array, "blocks n"]:
     """Coefficients of the same blocks in another basis, at one transform's cost."""
-    assert old is not None and new is not None
 
     def between(n: int) -> Matrix:
         matrices = new.matrix(n), old.matrix(n).T
@@ -124,26 +119,27 @@ def change_basis(
 
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     columns, rows = _matrices(sides, between)
-    swapped = _matmul_middle_and_swap(_matmul_last(x, rows, exact=True), columns, exact=True)
-    return swapped.swapaxes(1, 2).reshape(coefficients.shape)
+    return _multiply(x, rows, columns, exact=True).swapaxes(1, 2).reshape(coefficients.shape)
 
 
-def _matmul_last(
-    x: Float[Array, "blocks i j"], matrix: Matrix, exact: bool = False
-) -> Float[Array, "blocks i j"]:
-    """Multiplies the last dimension by a matrix."""
-    if x.shape[2] == 1:
-        return x
-    return product("bij,kj->bik", x, jnp.asarray(matrix, x.dtype), exact=exact)
-
-
-def _matmul_middle_and_swap(
-    x: Float[Array, "blocks i j"], matrix: Matrix, exact: bool = False
+def _multiply(
+    x: Float[Array, "blocks i j"], last: Matrix, middle: Matrix, exact: bool = False
 ) -> Float[Array, "blocks j i"]:
-    """Multiplies the middle dimension by a matrix, and swaps the last two dimensions."""
+    """Multiplies the last dimension by a matrix, then the middle one, and swaps the two."""
+    if x.shape[2] > 1:
+        x = product("bij,kj->bik", x, jnp.asarray(last, x.dtype), exact=exact)
     if x.shape[1] == 1:
         return x.swapaxes(1, 2)
-    return product("bij,ki->bjk", x, jnp.asarray(matrix, x.dtype), exact=exact)
+    return product("bij,ki->bjk", x, jnp.asarray(middle, x.dtype), exact=exact)
+
+
+def _matrices(sides: Sequence[int], matrix: Callable[[int], Matrix]) -> tuple[Matrix, Matrix]:
+    """The matrices by which columns and rows are multiplied."""
+    rows = np.ones((1, 1))
+    for side in sides[:-1]:
+        factor = matrix(side)
+        rows = (jnp if isinstance(factor, jax.Array) else np).kron(rows, factor)
+    return matrix(sides[-1]), rows
 
 
 def product(
@@ -160,21 +156,3 @@ def product(
         return highest(x, y)
     high = functools.partial(einsum, precision=jax.lax.Precision.HIGH)
     return jax.lax.platform_dependent(x, y, tpu=high, default=highest)
-
-
-def _matrices(sides: Sequence[int], matrix: Callable[[int], Matrix]) -> tuple[Matrix, Matrix]:
-    """The matrices by which columns and rows are multiplied."""
-    rows = functools.reduce(_kronecker, map(matrix, sides[:-1]), np.ones((1, 1)))
-    return matrix(sides[-1]), rows
-
-
-def _with_signs(
-    blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
-) -> Float[Array, "blocks *sides"]:
-    if basis is None or not basis.randomized:
-        return blocks
-    return blocks * jnp.asarray(signs(sides), blocks.dtype)[None]
-
-
-def _kronecker(a: Matrix, b: Matrix) -> Matrix:
-    return (jnp if isinstance(b, jax.Array) else np).kron(a, b)

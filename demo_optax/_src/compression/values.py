@@ -7,6 +7,7 @@ whatever order a compiler multiplies and adds.
 """
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -22,6 +23,9 @@ VALUE_CODINGS = get_args(ValueCoding)
 SCALE_BITS = 10  # 8 of a float32's exponent, 2 of its mantissa
 _SCALE_SHIFT = 31 - SCALE_BITS
 _FIRST_INFINITE_SCALE = 255 << (SCALE_BITS - 8)
+
+_bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint32)
+_float = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +91,30 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues
         half = jnp.uint32(0x7FFF) + ((_bits(values) >> 16) & 1)
         return CodedValues(jnp.zeros(0, jnp.uint32), (_bits(values) + half) >> 16)
 
-    quantiser = QUANTISERS[coding]
-    scales = _encode_scale(values, quantiser)
-    scale = _decode_scale(scales)[:, None]
-    levels = jnp.asarray(quantiser.levels, jnp.float32)
+    # One scale for each block; it is rounded up where the largest magnitude must fit
+    quantiser, magnitudes = QUANTISERS[coding], jnp.abs(values)
+    if quantiser.mean_level is None:
+        scale = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]
+        rounding = (1 << _SCALE_SHIFT) - 1
+    else:
+        mean = jnp.mean(magnitudes, axis=1)
+        scale = jnp.where(jnp.isfinite(mean), mean, 0.0) / quantiser.mean_level
+        rounding = 1 << (_SCALE_SHIFT - 1)
+    scales = (_bits(scale) + jnp.uint32(rounding)) >> _SCALE_SHIFT
+    scales = jnp.where(scales >> (SCALE_BITS - 8) > 0, scales, jnp.uint32(0))  # no denormal ones
+
+    scale = _float(scales << _SCALE_SHIFT)[:, None]
     scaled = jnp.where(scale > 0, values / scale, 0.0)
+    levels = jnp.asarray(quantiser.levels, jnp.float32)
     above = jnp.searchsorted(levels, scaled, side="right", method="compare_all")
     below = jnp.clip(above - 1, 0, len(levels) - 2)
     low, high = (_level(quantiser, field) for field in (below, below + 1))
-    place = (scaled - low) / (high - low)
-    return CodedValues(
-        scales, jnp.where(place > _halves(values.shape), below + 1, below).astype("uint32")
-    )
+    # Ties are broken alternately up and down, so that exact zeros do not all become the same level
+    # in a coding that has no level at zero.
+    even = (jnp.arange(len(values))[:, None] + jnp.arange(values.shape[1])[None]) % 2 == 0
+    half = jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
+    chosen = jnp.where((scaled - low) / (high - low) > half, below + 1, below)
+    return CodedValues(scales, chosen.astype("uint32"))
 
 
 def decode(
@@ -116,7 +132,7 @@ def decode(
     last = len(quantiser.levels) - 1
     valid = jnp.all(coded.values <= last) & jnp.all(coded.scales < _FIRST_INFINITE_SCALE)
     chosen = _level(quantiser, jnp.minimum(coded.values, last))
-    return chosen * _decode_scale(coded.scales)[:, None], valid
+    return chosen * _float(coded.scales << _SCALE_SHIFT)[:, None], valid
 
 
 def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[Array, "blocks k"]:
@@ -126,41 +142,3 @@ def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[A
     if np.all(gaps == gaps[0]):
         return levels[0] + gaps[0] * field.astype(jnp.float32)
     return jnp.asarray(levels)[field]
-
-
-def _halves(shape: tuple[int, ...]) -> Float32[Array, "blocks k"]:
-    """Rounding thresholds that break ties alternately up and down.
-
-    So exact zeros do not all become the same level in a coding that has no level at zero.
-    """
-    even = (jnp.arange(shape[0])[:, None] + jnp.arange(shape[1])[None]) % 2 == 0
-    return jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
-
-
-def _encode_scale(
-    values: Float32[Array, "blocks k"], quantiser: Quantiser
-) -> UInt32[Array, "blocks"]:
-    """Codes each block's scale; rounds it up where the largest magnitude must fit."""
-    magnitudes = jnp.abs(values)
-    if quantiser.mean_level is None:
-        scale = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]
-        rounding = (1 << _SCALE_SHIFT) - 1
-    else:
-        mean = jnp.mean(magnitudes, axis=1)
-        scale = jnp.where(jnp.isfinite(mean), mean, 0.0) / quantiser.mean_level
-        rounding = 1 << (_SCALE_SHIFT - 1)
-    fields = (_bits(scale) + jnp.uint32(rounding)) >> _SCALE_SHIFT
-    normal = fields >> (SCALE_BITS - 8) > 0
-    return jnp.where(normal, fields, jnp.uint32(0))
-
-
-def _decode_scale(fields: UInt32[Array, "blocks"]) -> Float32[Array, "blocks"]:
-    return _float(fields << _SCALE_SHIFT)
-
-
-def _bits(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _float(x: UInt32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    return jax.lax.bitcast_convert_type(x, jnp.float32)

@@ -8,9 +8,10 @@ from demo_optax._src import axes, checks
 from demo_optax._src.arrays import IntScalar
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Plan
-from demo_optax._src.compression.packet import Origin, PacketLayout, Packets
+from demo_optax._src.compression.packet import Origin, PacketLayout, Packets, parse_headers
+from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange import collectives
-from demo_optax._src.exchange.averaging import average_all
+from demo_optax._src.exchange.averaging import average, limits
 from demo_optax._src.exchange.protocol import (
     Aggregate,
     Exchange,
@@ -19,7 +20,7 @@ from demo_optax._src.exchange.protocol import (
     Subtraction,
     Traffic,
 )
-from demo_optax._src.metrics import ExchangeMetrics
+from demo_optax._src.metrics import ExchangeMetrics, summarise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,21 +91,18 @@ class AllGather:
         worker's row.
         """
         layout, ids = self.layout(plan), jnp.arange(len(packets), dtype=jnp.int32)
-        average = average_all(
-            plan,
-            layout,
-            packets,
-            Origin(outbox.step, ids),
-            self.norm_limit,
-            previous_metrics,
-            mean,
-        )
-        factor = outbox.factor * average.clip_factors[worker]
+        headers, _, intact = parse_headers(layout, packets, Origin(outbox.step, ids))
+        cap, weights = limits(headers, intact, self.norm_limit)
+        shared = shared_positions(plan.sections, outbox.step)
+        means, fractions = average(layout, packets, intact, shared, cap, weights, mean)
+        accepted = fractions > 0
+        checksums = jnp.where(accepted, packets[:, 0], 0)
+        factor = outbox.factor * fractions[worker]
         return Aggregate(
-            mean=average.mean,
+            mean=means,
             subtractions=[Subtraction.uniform(plan, outbox.message, factor)],
             state=(),
-            metrics=average.metrics,
+            metrics=summarise(headers, accepted, checksums, previous_metrics),
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:

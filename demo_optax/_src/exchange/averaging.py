@@ -23,20 +23,16 @@ from jaxtyping import Array, Bool, Float32
 
 from demo_optax._src import axes
 from demo_optax._src.arrays import FloatScalar, Positions, clamp_to_float32
-from demo_optax._src.compression import Plan
+from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import (
     Header,
     Message,
-    Origin,
     PacketLayout,
     Packets,
     Section,
     decode,
-    parse_headers,
 )
-from demo_optax._src.compression.selection import AllCoefficients
 from demo_optax._src.exchange.protocol import Mean, SparseSum
-from demo_optax._src.metrics import ExchangeMetrics, summarise
 
 Shared = Sequence[Positions | None]
 """For each section the positions that all workers know; None where each worker sends its own."""
@@ -70,59 +66,8 @@ def decode_accepted(
         accepted &= jnp.isfinite(energies).all(axis=1)
         total += jnp.sum(energies, axis=1)
     keep = accepted[:, None, None]
-    positions = [
-        at if at is None else jnp.where(keep, at, section.selector.placeholder()[None, None])
-        for section, at in zip(layout.sections, message.positions, strict=True)
-    ]
-    values = [jnp.where(keep, v, 0.0) for v in message.values]
-    return Decoded(
-        Message(tuple(positions), tuple(values)), accepted, jnp.sqrt(clamp_to_float32(total))
-    )
-
-
-class Average(NamedTuple):
-    """The mean of all workers' packets, the same on all workers.
-
-    Attributes:
-      mean: the mean of each section.
-      clip_factors: factor by which each worker's message was scaled down, at most 1; 0 if it was
-        rejected.
-      metrics: metrics of the step.
-    """
-
-    mean: list[SparseSum]
-    clip_factors: Float32[Array, "workers"]
-    metrics: ExchangeMetrics
-
-
-def average_all(
-    plan: Plan,
-    layout: PacketLayout,
-    packets: Packets,
-    origin: Origin,
-    norm_limit: float | None,
-    previous_metrics: ExchangeMetrics,
-    mean: Mean,
-) -> Average:
-    """Averages whole messages, one packet per worker.
-
-    Args:
-      plan: the plan of the tensors.
-      layout: the layout of each packet.
-      packets: one packet per worker.
-      origin: the origin of the packets.
-      norm_limit: as in `demo_optax.AllGather`: the cap as a multiple of the median norm.
-      previous_metrics: metrics of the previous exchange.
-      mean: as in `average`.
-    """
-    headers, _, intact = parse_headers(layout, packets, origin)
-    cap = norm_cap(headers, intact, norm_limit)
-    shared = plan.shared_positions(origin.step)
-    weights = capped_weights(headers, intact, norm_limit)
-    means, clip_factors = average(layout, packets, intact, shared, cap, weights, mean)
-    accepted = clip_factors > 0
-    checksums = jnp.where(accepted, packets[:, 0], 0)
-    return Average(means, clip_factors, summarise(headers, accepted, checksums, previous_metrics))
+    values = tuple(jnp.where(keep, v, 0.0) for v in message.values)
+    return Decoded(message._replace(values=values), accepted, jnp.sqrt(clamp_to_float32(total)))
 
 
 def average(
@@ -254,31 +199,22 @@ def clip_factor(
     return jnp.where(norms > cap, cap / norms, 1.0)
 
 
-def norm_cap(headers: Header, intact: Bool[Array, "packets"], limit: float | None) -> FloatScalar:
-    """The cap on the norm of a message: a multiple of the median of the norms in the headers."""
-    return _multiple_of_median(jnp.sqrt(headers.message_energy), intact, limit)
-
-
-def capped_weights(
+def limits(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
-) -> Float32[Array, "packets"]:
-    """The weights in the headers, capped like the norms, divided by the largest weight."""
-    weights = jnp.where(intact, headers.weight, 0.0)
-    weights = jnp.minimum(weights, _multiple_of_median(weights, intact, limit))
-    return weights / _safe_divisor(jnp.max(weights))
+) -> tuple[FloatScalar, Float32[Array, "packets"]]:
+    """The cap on the norm of a message, and the weights of the messages in their mean.
 
-
-def _multiple_of_median(
-    numbers: Float32[Array, "packets"], intact: Bool[Array, "packets"], limit: float | None
-) -> FloatScalar:
-    """A multiple of the median of positive numbers.
-
-    For an even number of packets the lower of the two in the middle is taken. A wrong number in one
-    packet moves the median by one place at most.
+    Both follow from the headers. The cap is a multiple of the median norm, none if ``limit`` is
+    None. Weights are capped like norms, and divided by the largest. For an even number of packets
+    the lower of the two in the middle is the median. A wrong number in one packet moves it by one
+    place at most.
     """
-    largest = jnp.finfo(jnp.float32).max
-    if limit is None:
-        return jnp.array(largest, jnp.float32)
-    numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
-    middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
-    return jnp.minimum(limit * numbers[middle], largest)
+    norms, weights = jnp.sqrt(headers.message_energy), jnp.where(intact, headers.weight, 0.0)
+    largest, caps = jnp.finfo(jnp.float32).max, []
+    for numbers in (norms, weights):
+        numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
+        middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
+        cap = largest if limit is None else jnp.minimum(limit * numbers[middle], largest)
+        caps.append(jnp.asarray(cap, jnp.float32))
+    weights = jnp.minimum(weights, caps[1])
+    return caps[0], weights / _safe_divisor(jnp.max(weights))

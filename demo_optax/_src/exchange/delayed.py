@@ -15,7 +15,7 @@ from demo_optax._src import axes
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan
 from demo_optax._src.compression.packet import Message, PacketLayout, Packets
-from demo_optax._src.compression.selection import select
+from demo_optax._src.compression.plan import select, shared_positions
 from demo_optax._src.exchange.protocol import (
     Aggregate,
     Exchange,
@@ -155,5 +155,5 @@ def _message_shapes(plan: Plan) -> Message:
         jax.ShapeDtypeStruct((s.num_blocks, s.selector.n), jnp.float32) for s in plan.sections
     ]
     return jax.eval_shape(
-        lambda x: select(selectors, x, plan.shared_positions(jnp.int32(0))), blocks
+        lambda x: select(selectors, x, shared_positions(plan.sections, jnp.int32(0))), blocks
     )

@@ -219,12 +219,7 @@ class Exchange(Protocol):
         ...
 
 
-def rows_per_part(plan: Plan, subtractions: Sequence[Subtraction]) -> list[Any]:
+def split_messages(plan: Plan, subtractions: Sequence[Subtraction]) -> list[Any]:
     """For each part of the plan its rows of each message."""
-    rows = [plan.rows_per_part(subtraction.rows()) for subtraction in subtractions]
+    rows = [plan.split_rows(subtraction.rows()) for subtraction in subtractions]
     return list(zip(*rows, strict=True)) or [()] * len(plan.parts)
-
-
-def packet_ids(owners: int, worker: IntScalar) -> Array:
-    """Numbers of a worker's packets among the packets of all workers, int32 ``(owners,)``."""
-    return worker * owners + jnp.arange(owners, dtype=jnp.int32)

@@ -31,17 +31,15 @@ from demo_optax._src.compression.packet import (
     merge_rows,
     parse_headers,
 )
-from demo_optax._src.compression.plan import advance_basis
-from demo_optax._src.compression.selection import make_selector, select, shared_positions
+from demo_optax._src.compression.plan import select, shared_positions
 from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
 from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import (
     Shared,
     average,
-    capped_weights,
     clip_factor,
     decode_accepted,
-    norm_cap,
+    limits,
 )
 from demo_optax._src.exchange.protocol import (
     Aggregate,
@@ -50,7 +48,6 @@ from demo_optax._src.exchange.protocol import (
     SparseSum,
     Subtraction,
     Traffic,
-    packet_ids,
 )
 from demo_optax._src.metrics import ExchangeMetrics, summarise
 from demo_optax._src.participation import reset_nonfinite_blocks
@@ -148,9 +145,8 @@ class TwoPhase:
         headers, _, intact = parse_headers(
             layout, packets, Origin(step, worker_ids * workers + own_id)
         )
-        cap = norm_cap(headers, intact, self.norm_limit)
-        positions = _for_owner(plan.shared_positions(step), workers, own_id)
-        weights = capped_weights(headers, intact, self.norm_limit)
+        cap, weights = limits(headers, intact, self.norm_limit)
+        positions = _for_owner(shared_positions(plan.sections, step), workers, own_id)
         means, clip_factors = average(layout, packets, intact, positions, cap, weights, mean)
 
         # It adds its residual, and selects and encodes like a worker
@@ -165,7 +161,7 @@ class TwoPhase:
 
         # All workers get all results, each with the header of its owner's own packet
         own_headers, _, _ = parse_headers(
-            layout, outbox.packets, Origin(step, packet_ids(workers, own_id))
+            layout, outbox.packets, Origin(step, own_id * workers + worker_ids)
         )
         extra = jnp.append(to_words(cap), pack_bits((clip_factors > 0).astype(jnp.uint32), 1))
         header = jax.tree.map(lambda x: x[0], own_headers)
@@ -221,9 +217,7 @@ class TwoPhase:
         """The sections of all owners' results together."""
         settings = plan.compression
         # A selector of an arbitrary block, only to see whether it sends its positions.
-        sends_positions = make_selector(
-            settings.selection, settings.topk + 1, settings.topk, settings.seed, 0
-        ).sends_positions
+        sends_positions = settings.selector(settings.topk + 1, 0).sends_positions
         if self.topk_back is not None and not sends_positions:
             raise ValueError(
                 f"topk_back={self.topk_back} is for selections that send their positions: with "
@@ -235,7 +229,7 @@ class TwoPhase:
         return [
             Section(
                 s.num_blocks,
-                make_selector(settings.selection, s.selector.n, k, settings.seed, number)
+                settings.selector(s.selector.n, number, k)
                 if s.selector.sends_positions
                 else s.selector,
                 coding,
@@ -257,7 +251,7 @@ class TwoPhase:
         """The owner's residual in the basis of a step; blocks that are not finite become zero."""
         momentum_format = plan.compression.momentum_format
         pairs = zip(state.residual, plan.sides, strict=True)
-        residual = [advance_basis(momentum_format, [x], sides, step)[0] for x, sides in pairs]
+        residual = [momentum_format.advance(x, sides, step) for x, sides in pairs]
         return reset_nonfinite_blocks(residual)[0]
 
 
