@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
@@ -155,7 +153,7 @@ def stacked_gradients(
             given = typed_batch_specs(batch, mesh, axis_name)
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         leaf_batch_specs = shards.batch_leaf_specs(batch, given, mesh, axis_name)
-        rows = row_dimensions(leaf_batch_specs, axis_name)
+        rows = shards.row_dimensions(leaf_batch_specs, axis_name)
         gradients_of = in_shard_map if manual else mapped
         return gradients_of(
             params, state, batch, key, specs, leaf_batch_specs, rows, params_are_replicated
@@ -180,17 +178,6 @@ def _require_one_axis_type(mesh: Mesh | AbstractMesh, microbatches: int) -> None
         )
 
 
-def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
-    """Returns each leaf's dimension that is divided among the workers, or None."""
-    worker_axes = set(axes.names(axis_name))
-
-    divided = [
-        [d for d, entry in enumerate(spec) if worker_axes & set(axes.names(entry))]
-        for spec in jax.tree.leaves(specs)
-    ]
-    return tuple(dimensions[0] if dimensions else None for dimensions in divided)
-
-
 def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
     """Returns PartitionSpecs that divide the first dimension of a traced batch among the workers.
 
@@ -206,7 +193,7 @@ def typed_batch_specs(batch, mesh: Mesh | AbstractMesh, axis_name: AxisName):
         if needs_device_put(x, mesh):
             return P(worker_axes)
         entries = [axes.names(entry) for entry in jax.typeof(x).sharding.spec] or [()]
-        row = row_dimensions(P(*entries), axis_name)[0] or 0
+        row = shards.row_dimensions(P(*entries), axis_name)[0] or 0
         inner = tuple(name for name in entries[row] if name not in worker_axes)
         entries[row] = worker_axes + inner
         return P(*entries)
@@ -257,18 +244,3 @@ def needs_device_put(x, mesh: Mesh | AbstractMesh) -> bool:
     is_explicit = AxisType.Explicit in (*given.axis_types, *mesh.axis_types)
     simulated = isinstance(mesh, AbstractMesh)
     return is_explicit and not (same or simulated or given.manual_axes)
-
-
-def require_global(batch, specs) -> None:
-    """Refuses arrays that belong to one process alone if there are several processes."""
-    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
-    for (path, leaf), spec in leaves:
-        if isinstance(leaf, Tracer) or jax.process_count() == 1 or not any(spec):
-            continue
-        if getattr(leaf, "is_fully_addressable", True):
-            raise ValueError(
-                "with several processes a batch must be a global array, but batch"
-                f"{keystr(path)} is of type {type(leaf).__name__} and shape "
-                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
-                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
-            )

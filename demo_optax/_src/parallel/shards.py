@@ -230,6 +230,32 @@ def _require_batch_spec(
         )
 
 
+def row_dimensions(specs, axis_name: AxisName) -> tuple[int | None, ...]:
+    """Returns each leaf's dimension that is divided among the workers, or None."""
+    worker_axes = set(axes.names(axis_name))
+    divided = [
+        [d for d, entry in enumerate(spec) if worker_axes & set(axes.names(entry))]
+        for spec in jax.tree.leaves(specs)
+    ]
+    return tuple(dimensions[0] if dimensions else None for dimensions in divided)
+
+
+def require_global(batch, specs) -> None:
+    """Refuses arrays that belong to one process alone if there are several processes."""
+    if jax.process_count() == 1:
+        return
+    leaves = zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(specs), strict=True)
+    for (path, leaf), spec in leaves:
+        is_divided = any(spec) and not isinstance(leaf, Tracer)
+        if is_divided and getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                "with several processes a batch must be a global array, but batch"
+                f"{keystr(path)} is of type {type(leaf).__name__} and shape "
+                f"{np.shape(leaf)} of this process alone: make it of each process's own part with "
+                "jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), part)."
+            )
+
+
 def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
     """Gives all devices along some axes the value of the first.
 

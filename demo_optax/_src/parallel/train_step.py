@@ -169,7 +169,7 @@ def make_train_step(
         worker_gradient.require_differentiable(params)
         batch = jax.tree.map(jnp.asarray, batch)
         leaf_batch_specs = specs_of_batch(batch)
-        rows = gradients.row_dimensions(leaf_batch_specs, axis_name)
+        rows = shards.row_dimensions(leaf_batch_specs, axis_name)
 
         def on_device(params, opt_state, state, batch, key, extra_args):
             old = worker_axis.own_entries(opt_state, layout)
@@ -274,7 +274,7 @@ def make_train_step(
             accepted = shards.signature(mesh, carried), layout
         leaf_batch_specs = specs_of_batch(batch)
         if not simulated:
-            gradients.require_global(batch, leaf_batch_specs)
+            shards.require_global(batch, leaf_batch_specs)
         specs, beside = (leaf_batch_specs, P(), P()), carried if donate else ()
         others = shards.put(mesh, others, specs, donated=False, beside=beside)
         results = tuple(placed_step(layout, *carried, *others))
