@@ -86,7 +86,10 @@ class ChoosingSelector(Selector, Protocol):
         ...
 
     def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
-        """Unpacks untrusted words to positions in the blocks, and tells whether they were sent."""
+        """Unpacks untrusted words and tells whether they hold positions that `select` can return.
+
+        If they do not, the returned positions are other valid arguments of `add`.
+        """
         ...
 
 

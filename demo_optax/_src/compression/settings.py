@@ -34,7 +34,7 @@ class MomentumFormat:
         return block_geometry(shape, self.block_side, self.block_rule)
 
     def basis(self, step: IntScalar) -> Basis | None:
-        """Returns the transform's basis at a step, the same on all workers; None if identity."""
+        """Returns the basis at a step, the same on all workers, or None for the identity."""
         return TRANSFORMS[self.transform](transforms.key_of(self.seed, step, BASIS_STREAM))
 
     def advance(
