@@ -42,9 +42,9 @@ class Quantiser:
 
 
 # The two coarsest codings have no level at zero, since few selected coefficients are zero. A zero,
-# such as the largest of a bin of zeros, is sent as plus or minus a level, and the momentum keeps the
-# error. The mean level 2.2 lost the least energy on the largest of normal, Laplace and Student-t
-# coefficients.
+# such as the largest of a bin of zeros, is sent as plus or minus a level, and the momentum keeps
+# the error. The mean level 2.2 lost the least energy on the largest of normal, Laplace and
+# Student-t coefficients.
 QUANTISERS = {
     "int8": Quantiser(8, tuple(range(-127, 128))),
     "int4": Quantiser(4, tuple(range(-7, 8))),
