@@ -102,10 +102,8 @@ class Applied(NamedTuple):
 
     Attributes:
       updates: T^-1 of the mean message, a tree like the gradient.
-      state: the new state.
       took_part: whether the worker's gradient of this step is in its momentum.
-      own: function that returns T^-1 of the momentum and of the message under way, a tree like the
-        gradient.
+      own: function that returns T^-1 of the momentum and of the message under way, as such a tree.
     """
 
     updates: Any

@@ -173,7 +173,6 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
 
 
 def _require_same_blocks(name: str, old: dict, new: dict) -> None:
-    """Raises if the coefficients of two momenta have different meanings."""
     meanings = []
     for momentum in (old, new):
         held = MomentumFormat(**momentum["coordinates"])

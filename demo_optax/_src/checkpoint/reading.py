@@ -48,7 +48,6 @@ def absolute(directory: str | os.PathLike) -> str:
 
 
 def step_number(step) -> int:
-    """Returns the number of a step as a Python integer."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
         raise ValueError(
             f"step must be an integer from 0 on, the number of updates done so far, not {step!r}."

@@ -86,12 +86,9 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class PacketLayout:
-    """The layout of a packet.
+    """The layout of a packet, which is padded to a ``multiple`` of words.
 
-    Attributes:
-      sections: one section for each shape of blocks.
-      extra: number of words that an exchange puts after the header.
-      multiple: number of words to a multiple of which the packet is padded.
+    An exchange puts ``extra`` words after the header.
     """
 
     sections: tuple[Section, ...]
@@ -100,7 +97,6 @@ class PacketLayout:
 
     @property
     def header_words(self) -> int:
-        """Returns the number of words of checksum, header and extra words."""
         return 1 + len(Header._fields) + self.extra
 
     @property
@@ -109,7 +105,7 @@ class PacketLayout:
         return used + -used % self.multiple
 
     def per_owner(self, owners: int) -> "PacketLayout":
-        """Returns the layout of one owner's equal share of the blocks; shares may be padded."""
+        """Returns the layout of an owner's equal share of the blocks; the last may be padded."""
 
         def share_of(section: Section) -> Section:
             return dataclasses.replace(section, num_blocks=-(-section.num_blocks // owners))
@@ -226,12 +222,10 @@ def parse_headers(
 
 
 def decode(layout: PacketLayout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
-    """Decodes untrusted packets.
+    """Decodes untrusted packets into messages whose arrays have an axis of packets in front.
 
-    Returns:
-      The messages, whose arrays have an axis of packets in front, and for each packet whether its
-      selectors could have sent all positions and all values are finite. The positions of any other
-      packet are replaced by some that lie in their blocks.
+    It also tells for each packet whether its selectors could have sent all positions and all values
+    are finite. Invalid positions are replaced by others that lie in their blocks.
     """
     return jax.vmap(functools.partial(_decode, layout))(packets)
 

@@ -43,12 +43,9 @@ Momenta = list[list[Coefficients]]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All blocks of one shape in a part.
+    """All blocks of one shape in a part, which fill ``rows`` (start, stop) of a packet's section.
 
-    Attributes:
-      members: pairs of a tensor's index in the part and a piece of that tensor.
-      section: index of the packet's section to which the blocks belong.
-      rows: start and stop (exclusive) of their rows in that section.
+    Each member is a tensor's index in the part and a piece of that tensor.
     """
 
     sides: Shape
@@ -68,12 +65,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some neighbouring tensors, with the way they are cut into blocks and transformed.
+    """Some neighbouring tensors, cut into blocks and transformed together.
 
-    Attributes:
-      tensors: start and stop (exclusive) of the tensors' indices.
-      groups: the blocks of the tensors, grouped by shape; empty tensors have none.
-      merged: whether the momenta of a group are one array; otherwise each piece has one.
+    ``tensors`` is the start and stop (exclusive) of their indices. If ``merged``, the momenta of a
+    group are one array; otherwise each piece has its own. Empty tensors belong to no group.
     """
 
     momentum_format: MomentumFormat
@@ -85,7 +80,7 @@ class Part:
     def forward(
         self, tensors: Sequence[Tensor], step: IntScalar
     ) -> list[Float[Array, "_blocks _columns _rows"]]:
-        """Returns the coefficients of each group, in the tensors' widest dtype or float32."""
+        """Returns the coefficients of each group in the tensors' widest dtype, at least float32."""
         dtype, basis = widest(*[x.dtype for x in tensors]), self.momentum_format.basis(step)
         coefficients = []
         for group in self.groups:
@@ -181,7 +176,6 @@ class Part:
         return result
 
     def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Joins the pieces of all groups into tensors of these shapes."""
         members = [member for group in self.groups for member in group.members]
         keys = [(number, piece.first) for number, piece in members]
         placed, tensors = dict(zip(keys, pieces, strict=True)), []
@@ -196,13 +190,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The way in which a list of tensors is compressed.
-
-    Attributes:
-      parts: the tensors, divided into parts of about equal size.
-      sections: the packet's sections, one for each shape of blocks.
-      sides: the sides of the blocks of each section.
-    """
+    """The compression of a list of tensors, with a section and its ``sides`` per block shape."""
 
     compression: Compression
     geometries: tuple[BlockGeometry, ...]
@@ -239,7 +227,6 @@ class Plan:
         return results
 
     def per_part(self, tree: Any) -> list[list[Any]]:
-        """Divides the leaves of a tree among the parts."""
         leaves = jax.tree.leaves(tree)
         return [leaves[slice(*part.tensors)] for part in self.parts]
 

@@ -42,8 +42,6 @@ def add(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k
 
 
 def add_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
-    """Adds the values of several workers, one worker after the other."""
-
     def by_product(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
         return _add_by_product(blocks, _blocks_last(positions).T, _blocks_last(values).T)
 
@@ -55,10 +53,7 @@ def add_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> 
 def sender_weight_sums(
     positions: Int32[Array, "workers blocks k"], weights: Float32[Array, "workers 1 1"]
 ) -> Float32[Array, "workers blocks k"]:
-    """Returns, for each of these coefficients, the sum of the weights of its senders.
-
-    It compares all positions of a block with each other.
-    """
+    """Sums the weights of each coefficient's senders by comparing all positions of a block."""
     workers, blocks, k = positions.shape
     all_positions, all_weights = _blocks_last(positions), jnp.repeat(weights[:, 0], k, axis=0)
     equal = all_positions[:, None] == all_positions[None]

@@ -32,7 +32,7 @@ _AT_ONCE = 64  # coefficients of a block from all workers that are compared or m
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """Selector of the ``k`` largest coefficients of a block of ``n``, in ascending positions."""
+    """Selector of the ``k`` largest coefficients of a block of ``n``, with ascending positions."""
 
     n: int
     k: int
@@ -57,7 +57,6 @@ class TopK:
         return min(CODINGS, key=self.position_bits)
 
     def position_bits(self, coding: str) -> int:
-        """Returns how many bits the positions of one block take."""
         low, bitmap = _fields(self.n, self.k, coding)
         return self.k * low + bitmap
 

@@ -37,9 +37,8 @@ def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
 class Basis(NamedTuple):
     """An orthonormal basis of every block.
 
-    Attributes:
-      matrix: function that returns the matrix of a side, with one basis vector per row.
-      randomized: whether a block's elements are first multiplied by fixed random signs.
+    The matrix of a side has one basis vector per row. If ``randomized``, a block's elements are
+    first multiplied by fixed random signs.
     """
 
     matrix: Callable[[int], Matrix]
@@ -56,7 +55,6 @@ def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
 
 @jax.threefry_partitionable(True)
 def random_basis(key: PRNGKeyArray, n: int) -> Float32[Array, "{n} {n}"]:
-    """Returns a random orthogonal matrix, the same on all workers."""
     return jax.random.orthogonal(jax.random.fold_in(key, n), n, dtype=jnp.float32)
 
 
@@ -90,7 +88,6 @@ def is_redrawn(name: TransformName) -> bool:
 def forward(
     blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
 ) -> Float[Array, "blocks columns rows"]:
-    """Returns the coefficients of blocks."""
     if basis and basis.randomized:
         blocks = blocks * jnp.asarray(signs(sides), blocks.dtype)[None]
     x = blocks.reshape(len(blocks), -1, sides[-1])

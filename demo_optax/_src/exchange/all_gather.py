@@ -53,11 +53,9 @@ class AllGather:
         return 1
 
     def layout(self, plan: Plan) -> PacketLayout:
-        """Returns the layout of a worker's packet."""
         return PacketLayout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:
-        """Returns an empty state."""
         del plan
         return ()
 
@@ -69,7 +67,6 @@ class AllGather:
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
-        """Gathers all packets and averages them (see `Exchange.exchange`)."""
         packets = collectives.gather(outbox.packets[0], self.axis_name)
         worker = axes.index(self.axis_name)
         average = self.average(plan, packets, outbox, worker, previous_metrics, mean)

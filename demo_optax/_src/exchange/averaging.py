@@ -76,15 +76,11 @@ def average(
     weights: Float32[Array, "workers"],
     mean: Mean,
 ) -> tuple[list[SparseSum], Float32[Array, "workers"]]:
-    """Averages one packet per worker.
+    """Averages one packet per worker, and rejects packets with the weight 0.
 
-    A message whose norm exceeds the ``cap`` is scaled down to it, and a packet with the weight 0 is
-    rejected. Each coefficient is averaged over its ``"senders"``, or over all ``"workers"`` whose
-    packets are accepted.
-
-    Returns:
-      The mean of each section, and the factors by which the workers' messages were scaled down,
-      with 0 for a rejected one.
+    Each coefficient is averaged over its ``"senders"``, or over all ``"workers"`` whose packets are
+    accepted. A message whose norm exceeds the ``cap`` is scaled down to it. The factors of all
+    messages, 0 for a rejected one, are returned with the mean of each section.
     """
 
     def weigh(packets, intact, weights):
@@ -122,7 +118,6 @@ def average(
 
 
 def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mean) -> SparseSum:
-    """Returns the mean of messages that are all decoded at once."""
     selector, total_weight = section.selector, jnp.sum(weights)
     if not selector.sends_positions:
         return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
@@ -145,7 +140,6 @@ def _zeros(section: Section) -> tuple[Array, Array]:
 
 
 def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Array]:
-    """Adds the messages of a group of workers to the sums."""
     total, sender_weights = sums
     if not section.selector.sends_positions:
         return total + jnp.sum(values, axis=0), sender_weights

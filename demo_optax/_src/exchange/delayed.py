@@ -30,12 +30,9 @@ from demo_optax._src.metrics import ExchangeMetrics
 class DelayedState(NamedTuple):
     """State of `Delayed`, which is the worker's last outbox, not exchanged yet.
 
-    Positions and values of all sections are joined in one array each.
-
-    Attributes:
-      packets: the packets, or zeros if none are under way.
-      factor: fraction of the message that has left the momentum.
-      compression: the settings that say what positions and values mean, as a static node.
+    The packets are zeros if none are under way. The positions and values of all sections are joined
+    in one array each, whose meaning follows from the static ``compression``. The ``factor`` is the
+    fraction of the message that has left the momentum.
     """
 
     packets: Packets
@@ -82,15 +79,12 @@ class Delayed:
 
     @property
     def axis_name(self) -> AxisName:
-        """The workers' axis, which is that of the inner exchange."""
         return self.inner.axis_name
 
     def packets_per_worker(self) -> int:
-        """Returns the number of packets of the inner exchange."""
         return self.inner.packets_per_worker()
 
     def layout(self, plan: Plan) -> PacketLayout:
-        """Returns the layout of the inner exchange's packets."""
         return self.inner.layout(plan)
 
     def init(self, plan: Plan) -> DelayedState:

@@ -92,12 +92,9 @@ class SparseSum:
 )
 @dataclasses.dataclass(frozen=True)
 class Subtraction:
-    """A worker's message as the others decode it, and the fraction that leaves its momentum.
+    """A worker's message as the others decode it, and the fraction of each block to subtract.
 
-    Attributes:
-      factors: for each section, the fractions for its blocks.
-      delay: number of steps since the message was sent.
-      under_way: whether no worker has applied the message yet.
+    The message was sent ``delay`` steps ago, and is ``under_way`` until workers have applied it.
     """
 
     message: Message
@@ -133,8 +130,6 @@ class Aggregate(NamedTuple):
       mean: the mean of each section, the same on all workers.
       subtractions: the messages that leave this worker's momentum; an exchange inside `Delayed`
         has exactly one.
-      state: the state of the exchange for its next call.
-      metrics: the metrics of the step.
       delay: the age in steps of the messages in ``mean``.
     """
 

@@ -54,12 +54,7 @@ from demo_optax._src.participation import reset_nonfinite_blocks
 
 
 class TwoPhaseState(NamedTuple):
-    """State of the owner of a share of the blocks.
-
-    Attributes:
-      residual: for each section, float32 ``(blocks / workers, n)``, the part of the mean that the
-        owner has not sent yet; each worker has its own.
-    """
+    """Each section's part of the mean that the owner has yet to send, ``(blocks / workers, n)``."""
 
     residual: tuple[Coefficients, ...]
 
@@ -115,7 +110,6 @@ class TwoPhase:
         return _layout(plan, self.packets_per_worker())
 
     def init(self, plan: Plan) -> TwoPhaseState:
-        """Returns a residual of zeros."""
         self._result_sections(plan)  # raises for settings that do not fit together
         zeros = [
             jnp.zeros((s.num_blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
@@ -260,7 +254,6 @@ def _layout(plan: Plan, owners: int) -> PacketLayout:
 
 
 def _for_owner(shared: Shared, owners: int, owner: IntScalar) -> Shared:
-    """Returns the shared positions of one owner's blocks."""
     return [None if at is None else divide_rows(at, owners, "edge")[owner] for at in shared]
 
 
