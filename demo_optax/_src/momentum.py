@@ -160,8 +160,8 @@ def apply(
     """Runs the second half of an update, which averages all packets.
 
     Whatever part of the worker's message did not count returns to the momentum. Nothing changes
-    unless the outbox comes from the last `send`, which was called in this step, or is `EMPTY` in a
-    step without one.
+    unless the outbox comes from the last `send`, which was called in this step, or is an `EMPTY` one
+    in a step without `send`.
     """
     step, has_sent = state.count, state.sent == state.count
     is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)

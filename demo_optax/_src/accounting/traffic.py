@@ -54,9 +54,9 @@ def packet_bytes(
 ) -> int:
     """Returns the bytes that each worker hands to the collectives of one update.
 
-    With local steps, this is the last update of a round. The bytes are read from the traced update
-    of any optax chain, and nothing is computed. They are the bytes of the operands of all
-    collectives, on every pass of a scan and in the largest branch of a condition.
+    With local steps, this is the last update of a round. Any optax chain will do, since its update
+    is only traced and nothing is computed. The bytes are those of the operands of all collectives,
+    on every pass of a scan and in the largest branch of a condition.
 
     Args:
       tx_or_compression: an optax transformation that is not yet wrapped by `stack_workers`, or a
@@ -211,9 +211,9 @@ class StepTime(NamedTuple):
       waiting: seconds of latency.
       step: seconds of compute, transfer and waiting, or the longer of compute and exchange if the
         exchange is delayed.
-      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute,
-        so that an exchange that overlaps with the compute costs nothing from there on; infinite if
-        the latency alone takes longer.
+      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute.
+        At this bandwidth or more, an exchange that overlaps with the compute costs nothing. It is
+        infinite if the latency alone takes longer.
     """
 
     packet: int

@@ -93,7 +93,7 @@ def by_path(tree, part: str = "params") -> dict:
 def _storable(path, x) -> tuple[str, Any]:
     """Returns a leaf's path, with its kind if the stored leaf does not show it, and that leaf.
 
-    Orbax does not support random keys, bytes, integers of more than 64 bits and most scalars.
+    Orbax does not support random keys, bytes, integers of more than 64 bits or most scalars.
     """
     name = keystr(path)
     if is_key(x):

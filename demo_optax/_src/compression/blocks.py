@@ -96,7 +96,7 @@ def block_geometry(
         room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
         sides[axis] = _largest_divisor(shape[axis], max(room, 1))
 
-    grid, segments = [], []  # each dimension has its full blocks and a remainder
+    grid, segments = [], []  # of full blocks, and of the remainder
     for dim, side in zip(shape, sides, strict=True):
         full, rest = divmod(dim, side)
         grid.append(full + bool(rest))

@@ -183,7 +183,7 @@ def _positions_of_ones(
     rank -= jnp.sum(jnp.where(in_word, (through - counts)[:, None], 0), 2, jnp.int32)
     bits = jnp.sum(jnp.where(in_word, bitmap[:, None], jnp.uint32(0)), 2, jnp.uint32)
     place = jnp.zeros_like(rank)
-    for width in (16, 8, 4, 2, 1):  # binary search inside the word
+    for width in (16, 8, 4, 2, 1):  # a binary search inside the word
         below = bits & jnp.uint32((1 << width) - 1)
         inside = jax.lax.population_count(below).astype(jnp.int32)
         above = rank >= inside

@@ -92,9 +92,8 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues
         scale = jnp.where(jnp.isfinite(mean), mean, 0.0) / quantiser.mean_level
         rounding = 1 << (_SCALE_SHIFT - 1)
     scales = (_bits(scale) + jnp.uint32(rounding)) >> _SCALE_SHIFT
-    scales = jnp.where(
-        scales >> (SCALE_BITS - 8) > 0, scales, jnp.uint32(0)
-    )  # avoids denormal scales
+    # A denormal scale becomes zero
+    scales = jnp.where(scales >> (SCALE_BITS - 8) > 0, scales, jnp.uint32(0))
 
     scale = _float(scales << _SCALE_SHIFT)[:, None]
     scaled = jnp.where(scale > 0, values / scale, 0.0)

@@ -25,7 +25,7 @@ from demo_optax._src.metrics import ExchangeMetrics, summarise
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Gives every worker all packets to average. Traffic grows with the number of workers.
+    """Gathers all packets on every worker and averages them there. Traffic grows with their number.
 
     Attributes:
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
