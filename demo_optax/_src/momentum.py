@@ -160,8 +160,8 @@ def apply(
     """Runs the second half of an update, which averages all packets.
 
     Whatever part of the worker's message did not count returns to the momentum. Nothing changes
-    unless the outbox comes from the last `send`, which was called in this step, or is an `EMPTY` one
-    in a step without `send`.
+    unless the outbox comes from the last `send`, which was called in this step, or is an `EMPTY`
+    one in a step without `send`.
     """
     step, has_sent = state.count, state.sent == state.count
     is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
@@ -304,7 +304,7 @@ def _finish(
 
 
 def _own(plan: Plan, momentum, under_way: Sequence[Subtraction], step: IntScalar, like):
-    """Returns T^-1 of a stored momentum and of the messages under way, like the gradient."""
+    """Returns T^-1 of a stored momentum and of messages under way, as a tree like ``like``."""
 
     def invert(part: Part, rows, stored):
         momenta = part.unpack(stored)
@@ -325,7 +325,7 @@ def _subtract(
     state: DecoupledMomentumState,
     key: PRNGKeyArray,
 ):
-    """Returns the momentum to store, like that of the state, after ``m <- m - alpha q_hat``."""
+    """Returns the momentum to store, as a tree like the state's, after ``m <- m - alpha q_hat``."""
 
     def subtract(part: Part, rows, momenta):
         for subtraction, own in zip(subtractions, rows, strict=True):

@@ -98,10 +98,7 @@ class Bins:
         return pack_bits(places.astype(jnp.uint32), self.place_bits)
 
     def decode(self, words: Array, num_blocks: int) -> tuple[Places, BoolScalar]:
-        """Unpacks untrusted words and tells whether all places lie in the block.
-
-        If some do not, all places are zero.
-        """
+        """Unpacks untrusted words into places, or into zeros and False if one is out of bounds."""
         places = unpack_bits(words, self.place_bits, num_blocks * self.k)
         places = places.reshape(num_blocks, self.k).astype(jnp.int32)
         inside = jnp.all(self.in_block(places) < self.n)

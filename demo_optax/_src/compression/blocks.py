@@ -47,7 +47,6 @@ class BlockGeometry(NamedTuple):
     """The blocks of one tensor.
 
     Attributes:
-      grid: number of blocks along each dimension.
       block_size: number of elements in the largest block.
       stored_shape: shape of the coefficients, which is the grid followed by a block. The first
         ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
@@ -96,7 +95,7 @@ def block_geometry(
         room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
         sides[axis] = _largest_divisor(shape[axis], max(room, 1))
 
-    grid, segments = [], []  # of full blocks, and of the remainder
+    grid, segments = [], []  # a dimension has full blocks and a remainder
     for dim, side in zip(shape, sides, strict=True):
         full, rest = divmod(dim, side)
         grid.append(full + bool(rest))

@@ -86,7 +86,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class PacketLayout:
-    """The layout of a packet, which is padded to a ``multiple`` of words.
+    """The layout of a packet, whose length is padded to a multiple of ``multiple`` words.
 
     An exchange puts ``extra`` words after the header.
     """

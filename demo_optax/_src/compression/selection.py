@@ -86,10 +86,7 @@ class ChoosingSelector(Selector, Protocol):
         ...
 
     def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
-        """Unpacks untrusted words and tells whether they hold positions that `select` can return.
-
-        If they do not, the returned positions are other valid arguments of `add`.
-        """
+        """Unpacks untrusted words into positions that `add` accepts; False if others were sent."""
         ...
 
 

@@ -85,8 +85,8 @@ class Compression:
         block is smaller, and is padded with zeros only where the momentum is stored. With
         ``"divisor"`` the side is a divisor of the dimension.
       selection: ``"topk"``, or ``"bins"`` for the largest coefficient in each of ``topk`` bins,
-        which needs no sort and fewer bits; there ``topk`` should be a power of two. With the other
-        selections all workers compute the positions from the step and none are sent:
+        which need no sort and take fewer bits; there ``topk`` should be a power of two. With the
+        other selections all workers compute the positions from the step and none are sent:
         ``"random"``, ``"random-slicing"``, and FlexDeMo's ``"striding"`` and ``"slicing"``.
         ``"random-slicing"`` sends a contiguous slice of coefficients that starts at a random
         position, the same in all blocks. It needs only slices instead of gathers and scatters, and

@@ -93,10 +93,7 @@ class TopK:
     def decode(
         self, words: UInt32[Array, "words"], num_blocks: int, coding: str | None = None
     ) -> tuple[Int32[Array, "{num_blocks} k"], BoolScalar]:
-        """Unpacks untrusted words and tells whether the positions ascend inside of the block.
-
-        If they do not, the first ``k`` positions are returned.
-        """
+        """Unpacks untrusted words, or returns the first ``k`` positions and False if invalid."""
         k, coding = self.k, coding or self.coding
         low_bits, size = _fields(self.n, k, coding)
         for_low = words_of(num_blocks * k, low_bits)

@@ -72,9 +72,8 @@ TRANSFORMS: dict[str, Callable[[PRNGKeyArray], Basis | None]] = {
 def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
     """Returns fixed random signs for a block's elements.
 
-    With these signs any set of coefficients, even neighbouring ones, has a component in every
-    direction of a block, as in the subsampled randomized transforms of Ailon and Chazelle (STOC
-    2006).
+    With them any set of coefficients, even neighbouring ones, has a component in every direction of
+    a block, as in the subsampled randomized transforms of Ailon and Chazelle (STOC 2006).
     """
     # The stream of RandomState is the same in all versions of NumPy.
     return np.asarray(2 * np.random.RandomState(0).randint(2, size=tuple(sides)) - 1, np.float32)
