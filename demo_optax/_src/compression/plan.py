@@ -43,9 +43,10 @@ Momenta = list[list[Coefficients]]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All blocks of one shape in a part, which fill ``rows`` (start, stop) of a packet's section.
+    """All blocks of one shape in a part, which fill ``rows`` of a packet's section.
 
-    Each member is a tensor's index in the part and a piece of that tensor.
+    The rows are a start and an exclusive stop. Each member is a tensor's index in the part and a
+    piece of that tensor.
     """
 
     sides: Shape
@@ -203,8 +204,8 @@ class Plan:
 
         The arguments of a part depend on results of the previous part, so that XLA neither holds
         the temporary arrays of all parts in memory nor merges their products. Since XLA removes
-        barriers on CPUs and GPUs, there a select makes only the first argument depend on them, and
-        this argument should be small.
+        barriers on CPUs and GPUs, a select makes the first argument depend on these results there,
+        and that argument alone, which should be small.
 
         ``stage`` returns a list of arrays or a tuple of results. The next part waits for the floats
         in the last element of a tuple; memory would grow if it waited for the others as well. Each
