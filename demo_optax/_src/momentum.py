@@ -1,4 +1,4 @@
-"""Decoupled momentum on one page: `send`, an exchange, `apply`.
+"""Decoupled momentum on one page, made of `send`, an exchange and `apply`.
 
     gradient ─► precondition ─► transform ─► accumulate ─► select ─► encode        `send`
                                                                         │ packet
@@ -6,8 +6,8 @@
                                                                         │ all packets
     update ◄─ inverse ◄─ subtract what was delivered ◄─ mean ◄─ decode             `apply`
 
-`send` and `apply` know no axis of workers. `update` runs both in one program, with the exchange
-between them, and subtracts once.
+`send` and `apply` know of no axis of workers. `update` runs both in one program with the exchange
+between them, and subtracts only once.
 """
 
 import functools
@@ -40,23 +40,23 @@ from demo_optax._src.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
 NEVER = EMPTY = -1
-"""``sent`` of a state without a message under way; the step of an outbox of `empty_outbox`."""
+"""The ``sent`` of a state without a message under way; the step of an outbox of `empty_outbox`."""
 REFUSED, IN_ROUND = -2, -3
-"""Steps of outboxes with which `apply` does nothing: of a second `send`, and inside of a round."""
+"""Steps of outboxes that `apply` ignores, from a second `send` and from inside of a round."""
 
 
 class DecoupledMomentumState(NamedTuple):
     """State of `demo_optax.decoupled_momentum`, as one worker sees it.
 
     Attributes:
-      count: int32 scalar, updates so far; the same on all workers.
-      momentum: a tree like the parameters, without boxes of Flax's. A parameter has the
-        coefficients ``(*grid, n)`` of its blocks, in the momentum's dtype; each worker its own.
-      precondition: state of the local preconditioner; each worker its own.
-      metrics: what the last exchange reported; the same on all workers.
-      exchange: what the exchange keeps between steps; ``()`` for `demo_optax.AllGather`.
-      sent: int32 scalar, the step whose message has left the momentum by ``send`` and waits for
-        ``apply``; -1 if there is none. It differs between workers only where ``send`` is called.
+      count: int32 scalar, the number of updates so far; the same on all workers.
+      momentum: a tree like the parameters, without Flax's boxes, of the coefficients
+        ``(*grid, n)`` of each parameter's blocks in the momentum's dtype; each worker has its own.
+      precondition: state of the local preconditioner; each worker has its own.
+      metrics: metrics of the last exchange; the same on all workers.
+      exchange: state of the exchange; ``()`` for `demo_optax.AllGather`.
+      sent: int32 scalar, the step whose message has left the momentum in ``send`` and waits for
+        ``apply``, or -1 if there is none. It differs between workers only where ``send`` is called.
       momentum_format: static, the transform and the blocks in which the momentum is stored.
       shapes: static, the shape of each parameter.
 
@@ -93,7 +93,6 @@ class Settings(NamedTuple):
     exchange: Exchange
 
     def weight_at(self, step: IntScalar) -> Any:
-        """The weight of the gradient at a step."""
         weight = 1 - self.decay if self.gradient_weight is None else self.gradient_weight
         return checks.evaluate_schedule("gradient_weight", weight, step)
 
@@ -103,10 +102,8 @@ class Applied(NamedTuple):
 
     Attributes:
       updates: T^-1 of the mean message, a tree like the gradient.
-      state: the new state.
       took_part: whether the worker's gradient of this step is in its momentum.
-      own: returns T^-1 of the momentum and of the message that is under way, a tree like the
-        gradient.
+      own: function that returns T^-1 of the momentum and of the message under way, as such a tree.
     """
 
     updates: Any
@@ -116,13 +113,9 @@ class Applied(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Results of `send`.
+    """Results of `send`, where the message has left the momentum of the new state.
 
-    Attributes:
-      outbox: the packet, and the message in it.
-      state: the new state, whose momentum the message has left.
-      took_part: as in `Applied`.
-      own: as in `Applied`.
+    The fields ``took_part`` and ``own`` are those of `Applied`.
     """
 
     outbox: Outbox
@@ -134,9 +127,9 @@ class Sent(NamedTuple):
 def send(
     settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
 ) -> Sent:
-    """The first half of an update: the message leaves the momentum for the outbox.
+    """Runs the first half of an update, which moves the message from the momentum to the outbox.
 
-    A second call in the same step changes nothing, and its outbox is refused by `apply`. Otherwise
+    A second call in the same step changes nothing, and `apply` refuses its outbox, since otherwise
     the message of the first call would be lost.
     """
     momenta, outbox, precondition = _accumulate_and_encode(
@@ -164,10 +157,11 @@ def apply(
     like,
     worker: IntScalar,
 ) -> Applied:
-    """The second half: the mean of all packets, and what did not count back into the momentum.
+    """Runs the second half of an update, which averages all packets.
 
-    Nothing changes unless the outbox is that of the last `send`, which was called in this step, or
-    is `EMPTY` in a step without one.
+    Whatever part of the worker's message did not count returns to the momentum. Nothing changes
+    unless the outbox comes from the last `send`, which was called in this step, or is an `EMPTY`
+    one in a step without `send`.
     """
     step, has_sent = state.count, state.sent == state.count
     is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
@@ -180,12 +174,12 @@ def apply(
     rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
 
     def in_basis_of_step(part: Part, stored):
-        # What `send` did, where it was called
+        # Where `send` was called, it has already changed the basis
         pairs = part.unpack(stored), part.unpack(stored, step)
         return jax.tree.map(lambda m, advanced: jnp.where(has_sent, m, advanced), *pairs)
 
     momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
-    # Random numbers of its own: those of `send` have decided how what is stored was rounded.
+    # The key differs from that of `send`, which has decided how the stored momentum was rounded.
     key = jax.random.fold_in(_rounding_key(settings, state, worker), 2**31)
     new = _finish(settings, plan, momenta, rest, state, like, key, outbox.factor > 0)
     applied = new.state._replace(sent=jnp.full_like(state.sent, NEVER))
@@ -196,7 +190,7 @@ def apply(
 
 
 def update(settings: Settings, plan: Plan, gradient, state, params, extra_args) -> Applied:
-    """Both halves in one program, with the exchange between them."""
+    """Runs both halves in one program, with the exchange between them."""
     exchange, worker = settings.exchange, axes.index(settings.exchange.axis_name)
     momenta, outbox, precondition = _accumulate_and_encode(
         settings, plan, gradient, state, params, worker, extra_args
@@ -210,7 +204,7 @@ def update(settings: Settings, plan: Plan, gradient, state, params, extra_args) 
 def _accumulate_and_encode(
     settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
 ) -> tuple[list[Any], Outbox, Any]:
-    """The momenta with everything in them, the outbox, and the state of the preconditioner."""
+    """Returns the momenta before any subtraction, the outbox and the preconditioner's state."""
     exchange, step, given = settings.exchange, state.count, gradient
     weight, sharded = (
         settings.weight_at(step),
@@ -219,7 +213,7 @@ def _accumulate_and_encode(
     participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
     participates &= participation.settings_are_finite(weight, settings.decay)
 
-    # Precondition: each worker's own second moment, or nothing
+    # Precondition: each worker may have a second moment of its own
     precondition = settings.precondition
     initial_state = precondition.init(gradient if params is None else params)
     intact = participation.is_intact(state.precondition, initial_state, exchange.axis_name, sharded)
@@ -233,8 +227,8 @@ def _accumulate_and_encode(
         # Transform: c = T(g)
         coefficients = part.split(part.forward(tensors, step))
 
-        # Accumulate: m <- beta m + w c; the old m for a worker that skips the step. XLA fuses it
-        # with the transform in the shape of c
+        # Accumulate: m <- beta m + w c. A worker that skips the step keeps the old m. In the shape
+        # of c, XLA fuses this with the transform
         def accumulate(m, c):
             dtype = widest(m.dtype, c.dtype)
             old = m.reshape(c.shape).astype(dtype)
@@ -287,7 +281,7 @@ def _finish(
     key: PRNGKeyArray,
     took_part: BoolScalar,
 ) -> Applied:
-    """Subtracts from the momenta what was delivered, and inverts the mean."""
+    """Subtracts the delivered messages from the momenta and inverts the mean."""
     step = state.count
     momentum = _subtract(settings, plan, momenta, aggregate.subtractions, state, key)
 
@@ -310,7 +304,7 @@ def _finish(
 
 
 def _own(plan: Plan, momentum, under_way: Sequence[Subtraction], step: IntScalar, like):
-    """T^-1 of a stored momentum and of the messages under way, a tree like the gradient."""
+    """Returns T^-1 of a stored momentum and of messages under way, as a tree like ``like``."""
 
     def invert(part: Part, rows, stored):
         momenta = part.unpack(stored)
@@ -331,7 +325,7 @@ def _subtract(
     state: DecoupledMomentumState,
     key: PRNGKeyArray,
 ):
-    """The momentum to store, a tree like that of the state, after ``m <- m - alpha q_hat``."""
+    """Returns the momentum to store, as a tree like the state's, after ``m <- m - alpha q_hat``."""
 
     def subtract(part: Part, rows, momenta):
         for subtraction, own in zip(subtractions, rows, strict=True):

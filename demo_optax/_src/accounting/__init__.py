@@ -1,1 +1,1 @@
-"""Bytes on the wire and seconds per step."""
+"""Accounting of bytes on the wire and seconds per step."""

@@ -1,4 +1,4 @@
-"""Bytes on the wire and seconds per step, from shapes alone."""
+"""Computation of bytes on the wire and seconds per step, from shapes alone."""
 
 import math
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import find_layout
 
 PRESETS = {"300m": 1024, "1b": 2048}
-"""Widths of the models in Peng et al., version 2."""
+"""Widths of the models in version 2 of Peng et al."""
 
 
 def preset_shapes(preset: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the parameter shapes of Peng et al., version 2: 16 layers, all matrices.
+    """Returns the parameter shapes in version 2 of Peng et al., with 16 layers of matrices only.
 
     Example:
       >>> sum(math.prod(leaf.shape) for leaf in preset_shapes("300m").values())
@@ -54,27 +54,28 @@ def packet_bytes(
 ) -> int:
     """Returns the bytes that each worker hands to the collectives of one update.
 
-    With local steps it is the last update of a round. The bytes are read from the traced update, so
-    any optax chain will do. Nothing is computed. They are those of the operands of all collectives,
+    With local steps, this is the last update of a round. Any optax chain will do, since its update
+    is only traced and nothing is computed. The bytes are those of the operands of all collectives,
     on every pass of a scan and in the largest branch of a condition.
 
     Args:
-      tx_or_compression: an optax transformation, or a compression alone. `stack_workers` wraps the
-        transformation only afterwards.
+      tx_or_compression: an optax transformation that is not yet wrapped by `stack_workers`, or a
+        compression alone.
       params: arrays or shapes of the parameters.
-      axis_name: the axis that the transformation exchanges over.
+      axis_name: the axis over which the transformation exchanges.
       mesh: the mesh, if workers have several devices.
       param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker. Each device
         sends a packet of its own shards; devices with the same shards send parts of one packet.
-      workers: their number, if no mesh is given; `demo_optax.TwoPhase` depends on it.
+      workers: number of workers if no mesh is given, on which `demo_optax.TwoPhase` depends.
       exchange: exchange for a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
-      Bytes, summed over the worker's devices. For `decoupled_momentum` they are the packet's, for
-      `mean_over_workers` the dense gradient's. 0 for a single worker (``axis_name=None``).
+      The bytes, summed over the worker's devices. They are those of the packet for
+      `decoupled_momentum`, those of the dense gradient for `mean_over_workers`, and 0 for a single
+      worker (``axis_name=None``).
 
     Raises:
-      ValueError: a collective stands in a ``while`` loop, whose number of passes nobody knows.
+      ValueError: a collective is in a ``while`` loop, whose number of passes is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -113,7 +114,7 @@ def packet_bytes(
 
 
 def _traced(tx, params, axis_name: AxisName, workers: int) -> int | None:
-    """Returns the bytes of an update, traced with ``workers`` along the first axis; or None."""
+    """Returns the bytes of an update, traced with ``workers`` along the first axis, or None."""
 
     def update():
         values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
@@ -156,8 +157,8 @@ def _shapes(params) -> list[tuple[int, ...]]:
 def reference_bytes(params, topk: int = 32, block_side: int = 64) -> int:
     """Returns the bytes per step and worker as the published code counts them.
 
-    A coefficient has 12 bytes, an int64 index and a float32 value. Blocks follow the rule
-    ``"divisor"``. The byte table of Peng et al., version 2, has these counts.
+    A coefficient takes 12 bytes, for an int64 index and a float32 value, and blocks follow the rule
+    ``"divisor"``. The byte table in version 2 of Peng et al. has these counts.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -201,18 +202,18 @@ def index_cost(n: int, k: int) -> IndexCost:
 
 
 class StepTime(NamedTuple):
-    """One step of all workers over one kind of link; with local steps the mean over a round.
+    """One step of all workers over one kind of link, or the mean over a round of local steps.
 
     Attributes:
       packet: bytes that each worker contributes to an exchange.
       wire: bytes that cross each worker's link, in each direction.
-      transfer: seconds that they take at the link's bandwidth.
+      transfer: seconds that these bytes take at the link's bandwidth.
       waiting: seconds of latency.
-      step: seconds of compute, transfer and waiting. If the exchange is delayed, the longer of
-        compute and exchange.
+      step: seconds of compute, transfer and waiting, or the longer of compute and exchange if the
+        exchange is delayed.
       hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute.
-        From there on an exchange that overlaps with the compute costs nothing. Infinite if the
-        latency alone takes longer.
+        At this bandwidth or more, an exchange that overlaps with the compute costs nothing. It is
+        infinite if the latency alone takes longer.
     """
 
     packet: int
@@ -239,19 +240,20 @@ def step_times(
     """Returns the seconds per step of ordinary data parallelism and of DeMo, over the same link.
 
     All collectives are rings of ``N`` workers. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N``
-    over each link in ``2 (N-1)`` rounds. An all-gather of packets of ``B`` bytes sends ``B (N-1)``
-    in ``N-1`` rounds. Each of two phases sends ``B (N-1)/N``. A delayed exchange overlaps with the
-    compute of the next step, but not after local steps.
+    over each link in ``2 (N-1)`` rounds, an all-gather of packets of ``B`` bytes sends ``B (N-1)``
+    in ``N-1`` rounds, and each of two phases sends ``B (N-1)/N``. A delayed exchange overlaps with
+    the compute of the next step, but not after local steps.
 
     Args:
       params: arrays or shapes of the parameters.
-      compression: one setting, or several by name: a compression, or a pair of a compression and
-        an exchange; `demo_optax.AllGather` by default.
-      workers: ``N``.
+      compression: one setting, or several by name. A setting is a compression, or a pair of a
+        compression and an exchange, which is `demo_optax.AllGather` by default.
+      workers: the number ``N`` of workers.
       bandwidth: bits per second of each worker's link.
       latency: seconds per round.
       compute_time: seconds of a step without any exchange.
-      local_steps: steps of a round, which ends with one exchange (`demo_optax.local_steps`).
+      local_steps: number of steps of a round, which ends with one exchange
+        (`demo_optax.local_steps`).
 
     Returns:
       A `StepTime` for each setting, and for a dense all-reduce of the gradient in two dtypes:

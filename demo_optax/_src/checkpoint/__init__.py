@@ -1,1 +1,1 @@
-"""Checkpoints of a whole run with Orbax: exact on the same workers, elastic on others."""
+"""Checkpoints of a whole run with Orbax, exact on the same workers and elastic on others."""

@@ -1,4 +1,4 @@
-"""What a saved state is: its leaves by their paths, and in JSON what their numbers mean."""
+"""Descriptions of saved states: leaves by their paths, and the meaning of their numbers in JSON."""
 
 import dataclasses
 import json
@@ -18,22 +18,21 @@ from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
 FORMAT = 10
-"""The version of what is saved; it goes up whenever the numbers of a state change their meaning."""
+"""The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
 
 def describe(layout: StateLayout, opt_state) -> dict:
-    """Describes a state of arrays or shapes. A restore compares what was saved with what it needs.
+    """Describes a state of arrays or shapes, so that a restore can compare it with what it needs.
 
-    For each `DecoupledMomentumState`, by its path, it says:
+    Each `DecoupledMomentumState` is described under its path by the following entries, whose axes
+    are numbered in the order of the mesh:
 
-    * ``momenta``: for each leaf, in ``coordinates``, the format of the momentum; the shape of a
-      device's shard of its parameter; the shards along each dimension; and in ``cuts`` the axes
-      inside a worker that divide it, empty if the exchange has no state;
-    * ``kept``: for each leaf of the exchange's state its shape, and the ``[axis, size]`` inside a
+    * ``momenta``: for each leaf, the format of the momentum (``coordinates``), the shape of a
+      device's shard of its parameter, the number of shards along each dimension, and the axes
+      inside a worker that divide it (``cuts``, empty if the exchange has no state);
+    * ``kept``: for each leaf of the exchange's state, its shape and the ``[axis, size]`` inside a
       worker along which every device has its own;
-    * ``pending``: the compression of a message under way, None without a delay.
-
-    Axes are numbered in the order of the mesh.
+    * ``pending``: the compression of a message under way, or None without a delay.
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
@@ -57,7 +56,7 @@ def describe(layout: StateLayout, opt_state) -> dict:
             elif inside[0] == GetAttrKey("exchange"):
                 own = [inner.index(name) for name in axes_of(spec) if name in inner]
                 leaf |= {"shape": x.shape, "axes": [(axis, sizes[axis]) for axis in own]}
-                # A delayed exchange keeps what the exchange inside of it keeps, and more.
+                # A delayed exchange also keeps the state of its inner exchange.
                 kept[keystr(tuple(key for key in inside[1:] if key != GetAttrKey("inner")))] = leaf
         is_delayed = isinstance(node.exchange, DelayedState)
         pending = dataclasses.asdict(node.exchange.compression) if is_delayed else None
@@ -74,7 +73,7 @@ def names_kept(described: dict) -> set[str]:
 
 
 def by_path(tree, part: str = "params") -> dict:
-    """Returns the leaves of a tree by their paths as Orbax can save them, but no empty arrays."""
+    """Returns the leaves of a tree by their paths as Orbax can save them, without empty arrays."""
     leaves = {}
     for path, x in jax.tree.leaves_with_path(tree):
         name, stored = _storable(path, x)
@@ -92,9 +91,9 @@ def by_path(tree, part: str = "params") -> dict:
 
 
 def _storable(path, x) -> tuple[str, Any]:
-    """Returns a leaf that Orbax can save, and its path with what the leaf does not tell of ``x``.
+    """Returns a leaf's path, with its kind if the stored leaf does not show it, and that leaf.
 
-    Orbax knows no random keys, no bytes, no integers of more than 64 bits and few scalars.
+    Orbax does not support random keys, bytes, integers of more than 64 bits or most scalars.
     """
     name = keystr(path)
     if is_key(x):
@@ -139,7 +138,7 @@ def with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
 
 
 def require_same(what: str, tree, saved: dict, but=(), shapes: bool = True) -> None:
-    """Refuses digests of other leaves than those of a tree, ``but`` for some, or other shapes."""
+    """Raises unless digests have the leaves and shapes of a tree, ``but`` for some leaves."""
 
     def listed(name: str, shape) -> str:
         return f"{name} of shape {tuple(shape)}" if shapes else name

@@ -1,7 +1,7 @@
 """Digests, by which a restore finds damage to a stored tree, down to a single bit.
 
-A leaf's digest is a sum of hashes, of each element at its place in the whole. Each device adds up
-those of its shard, so that the sum is the same on any mesh.
+The digest of a leaf sums the hashes of its elements at their places in the whole array. Each device
+adds up those of its shard, so that the sum is the same on any mesh.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _PIECE = 2**24  # words of a host's array that are put on a device at once
 def digests(leaves: dict) -> dict[str, dict]:
     """Returns the kind, the shape and the checksum of the bits of each leaf, for JSON.
 
-    All processes read arrays together; each reads NumPy arrays and strings for itself.
+    All processes read arrays together, but each reads NumPy arrays and strings for itself.
     """
     parts = [_sums(x, number) for number, x in enumerate(leaves.values())]
     local = np.array([sum(map(int, each)) % 2**32 for each in parts], np.uint32)
@@ -37,7 +37,7 @@ def digests(leaves: dict) -> dict[str, dict]:
 
 
 def template(digest: dict, sharding=None):
-    """Returns the restore target of a leaf: on devices with a sharding, otherwise a NumPy array."""
+    """Returns the restore target of a leaf, on devices if a sharding is given, else in NumPy."""
     if digest["kind"] == "text":
         return ""
     dtype = jnp.dtype(digest["kind"])
@@ -47,16 +47,16 @@ def template(digest: dict, sharding=None):
 
 
 def seal(description: dict) -> str:
-    """Returns a hash of a description, except for its entry ``seal``, which holds this hash."""
+    """Returns a hash of a description without its entry ``seal``, which holds this hash."""
     rest = {name: value for name, value in description.items() if name != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _sums(x, number: int) -> list[jax.Array]:
-    """Returns the sums of a leaf's shards on this process's devices, or of a host's pieces.
+    """Returns the sums of a leaf's shards on this process's devices, or of a host array's pieces.
 
-    Where several devices hold the same shard, one of them computes it, another one for each leaf,
-    so that each process checks a part of what it read.
+    Where several devices hold the same shard, only one of them computes its sum. It is a different
+    one for each leaf, so that every process checks a part of what it has read.
     """
     if not isinstance(x, jax.Array):
         words = _words(x)
@@ -82,7 +82,7 @@ def _sum_of_hashes(x, first, strides: tuple[int, ...]):
 
 
 def _words(x) -> np.ndarray:
-    """Returns the words of `to_words` for a host's value, which may have 64 bits."""
+    """Returns the words of `to_words` for a value on the host, which may have 64 bits."""
     x = np.frombuffer(x.encode(), np.uint8) if isinstance(x, str) else np.asarray(x)
     x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
     return np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")

@@ -1,4 +1,4 @@
-"""Restoring on other workers, or with another exchange: momenta keep their mean."""
+"""Restoring on other workers or with another exchange, so that momenta keep their mean."""
 
 import math
 from functools import partial
@@ -21,10 +21,10 @@ _UNDER_WAY = ".packets", ".factor", ".positions", ".values"
 
 
 def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisName):
-    """Makes the state that a mesh needs from one that other workers or settings left.
+    """Converts a state that other workers or settings saved into the one that a mesh needs.
 
-    ``state`` has NumPy arrays by their paths, of the description ``saved``. ``like`` is a tree of
-    shapes, dtypes and shardings, of ``description``.
+    ``state`` holds NumPy arrays by their paths, as ``saved`` describes them. ``like`` is a tree of
+    shapes, dtypes and shardings, as described by ``description``.
     """
     wanted = by_path(like)
     state = state | put_back_pending(state, saved)
@@ -54,7 +54,7 @@ def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisNa
 
 
 def put_back_pending(state: dict, saved: dict) -> dict:
-    """Returns the momenta of delayed exchanges with the messages that are still under way."""
+    """Returns the momenta of delayed exchanges with the messages under way added back."""
     result: dict[str, np.ndarray] = {}
     for path, described in saved["states"].items():
         if not described["pending"]:
@@ -76,7 +76,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
                     for axis in cut:
                         number = number * sizes[axis] + place[axis]
                     shard.append(slice(number * size, (number + 1) * size))
-                if x.size:  # devices that hold the same also put back the same
+                if x.size:  # devices with equal shards put back equal messages
                     old = state[name][tuple(shard)]
                     result.setdefault(name, state[name].astype(widest(old.dtype)))
                     result[name][tuple(shard)] = old + np.asarray(x)
@@ -84,7 +84,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
 
 
 def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> np.ndarray:
-    """Returns a device's part of a vector that an exchange keeps; empty ones are not stored."""
+    """Returns a device's part of a vector of an exchange, which is not stored if it is empty."""
     x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], np.int32)))[worker]
     parts = x.reshape(*(size for _, size in leaf["axes"]), -1)
     return parts[tuple(place[axis] for axis, _ in leaf["axes"])]
@@ -92,7 +92,7 @@ def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> n
 
 @partial(jax.jit, static_argnums=0)
 def _added(plan, positions, values, step, factor) -> list:
-    """Returns what a message under way adds to a device's stored momenta."""
+    """Returns the arrays that a message under way adds to a device's stored momenta."""
     taken = Subtraction.uniform(plan, message_of(plan, positions, values), -factor)
     stored = []
     for part, rows in zip(plan.parts, plan.split_rows(taken.rows()), strict=True):
@@ -102,7 +102,7 @@ def _added(plan, positions, values, step, factor) -> list:
 
 
 def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
-    """Returns what exchanges keep: owners' residuals for the new owners, and zeros for the rest."""
+    """Returns the state of exchanges, with residuals for the new owners and zeros elsewhere."""
     names = names_kept(description)
     result = {name: np.zeros(wanted[name].shape, wanted[name].dtype) for name in names}
     for path, before in saved["states"].items():
@@ -111,7 +111,7 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
             target = now["kept"].get(key)
             if key in _UNDER_WAY or not (x := np.asarray(state[leaf["name"]])).any():
                 continue
-            # A delayed residual is in the basis of the step before.
+            # A delayed residual is in the basis of the previous step.
             transforms = [leaf["coordinates"]["transform"] for leaf in before["momenta"]]
             redrawn = any(map(is_redrawn, transforms))
             if target is None:
@@ -134,7 +134,7 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
 def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarray:
     """Divides the rows of owners' shares ``(owners, parts * share, n)`` among other owners.
 
-    Each of the parts, a device inside every owner, keeps its own rows. Zeros pad the last shares.
+    Each part, which is a device inside every owner, keeps its own rows. Zeros pad the last shares.
     """
     owners, width, n = shape
     old = x.reshape(len(x), parts, -1, n).swapaxes(0, 1).reshape(parts, -1, n)
@@ -145,11 +145,11 @@ def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarra
 
 
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
-    """Redistributes entries ``(workers, ...)`` among other workers; their mean stays the same.
+    """Redistributes entries ``(workers, ...)`` among other workers so that their mean is kept.
 
-    Where the old number is a multiple of the new, neighbours are merged to their mean. Where the
-    new is a multiple of the old, entries are copied. Otherwise all workers get the mean of all. Of
-    integers, such as counters, the largest of those that are merged is kept.
+    If the old number of workers is a multiple of the new, neighbours are merged into their mean. If
+    the new number is a multiple of the old, entries are copied. Otherwise all workers get the mean
+    of all. When integers such as counters are merged, the largest is kept.
 
     Example:
       >>> redistribute(np.array([1.0, 3.0, 5.0, 7.0]), 2)
@@ -173,7 +173,6 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
 
 
 def _require_same_blocks(name: str, old: dict, new: dict) -> None:
-    """Refuses a momentum whose coefficients mean something else than those that are needed."""
     meanings = []
     for momentum in (old, new):
         held = MomentumFormat(**momentum["coordinates"])

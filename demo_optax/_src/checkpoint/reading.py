@@ -1,4 +1,4 @@
-"""The files of checkpoints: reading them, verifying their digests, and failures of Orbax."""
+"""Reading and verifying the files of checkpoints, and handling failures of Orbax."""
 
 import contextlib
 import errno
@@ -48,7 +48,6 @@ def absolute(directory: str | os.PathLike) -> str:
 
 
 def step_number(step) -> int:
-    """Returns the number of a step as a Python integer."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
         raise ValueError(
             f"step must be an integer from 0 on, the number of updates done so far, not {step!r}."
@@ -57,23 +56,23 @@ def step_number(step) -> int:
 
 
 def steps_in(directory: str, step: int | None = None) -> tuple[list[int], list[int]]:
-    """Returns the steps in a folder, as the first process lists them, and those that are wanted."""
+    """Returns the steps that the first process lists in a folder, and the wanted ones of them."""
     wanted = None if step is None else step_number(step)
     steps = on_first(f"list {directory}", lambda: listed_steps(directory))
     return steps, [number for number in steps if wanted in (None, number)]
 
 
 def listed_steps(directory: str) -> list[int]:
-    """Returns the steps that this process lists in a folder; ignores everything else there."""
+    """Returns the steps that this process lists in a folder, and ignores everything else there."""
     folder = epath.Path(directory)
     names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
 
 
 def on_first(what: str, fn: Callable[[], T]) -> T:
-    """Returns on all processes what a function returns on the first; all raise where it fails.
+    """Returns the first process's result of a function on all processes; all raise if it fails.
 
-    A disk that hosts share may show each of them another list of files, since they cache it.
+    Hosts that share a disk may see different lists of files, since they cache them.
     """
     try:
         return by_lead(fn)
@@ -85,7 +84,7 @@ def on_first(what: str, fn: Callable[[], T]) -> T:
 
 
 def on_all(step: int, fn: Callable[[], T]) -> T:
-    """Returns what a function returns on this process; all raise where it fails on any."""
+    """Returns this process's result of a function; all processes raise if it fails on any."""
     result: Any = None
     reason, failure = "", 2
     try:
@@ -105,7 +104,7 @@ def on_all(step: int, fn: Callable[[], T]) -> T:
 
 
 def clear_up(directory: str, damaged: Iterable[int]) -> None:
-    """Renames damaged steps and removes what failed saves left, on the first process alone."""
+    """Renames damaged steps and removes the remains of failed saves, on the first process only."""
 
     def rename_and_remove() -> None:
         folder = epath.Path(directory)
@@ -126,7 +125,7 @@ def clear_up(directory: str, damaged: Iterable[int]) -> None:
 
 
 def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) -> tuple[T, dict]:
-    """Reads the newest checkpoint that is intact; also returns why each newer one is not."""
+    """Reads the newest intact checkpoint and also returns why each newer one is damaged."""
     damaged: dict[int, str] = {}
     for step in sorted(steps, reverse=True):
         try:
@@ -163,8 +162,8 @@ def description_of(directory: str, step: int) -> dict:
 def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any]) -> dict:
     """Returns some parts of a step, verified by their digests, as trees like the given ones.
 
-    Where these have shapes with shardings, the leaves go to devices, otherwise into the host's
-    memory. A tree None gives NumPy arrays by their paths.
+    Where a given tree has shapes with shardings, the leaves are placed on devices, otherwise in the
+    host's memory. If a tree is None, NumPy arrays by their paths are returned.
     """
     targets: dict[str, dict] = {part: {} for part in trees}
     for part, tree in trees.items():
@@ -184,17 +183,17 @@ def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any
 
 @no_context_mesh()
 def load_params(directory: str | os.PathLike, params=None, *, step: int | None = None):
-    """Loads the parameters alone of a run's checkpoint, for evaluation: no optimizer, no mesh.
+    """Loads only the parameters of a run's checkpoint, without an optimizer or a mesh.
 
     Args:
       directory: the run's folder.
       params: arrays or shapes of the parameters. A leaf without a sharding is placed on the default
         device. If None, the result is a dict of NumPy arrays by their paths.
-      step: which checkpoint; the latest that is intact by default.
+      step: step of the checkpoint; by default the latest that is intact.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      DamagedCheckpoint: the step's checkpoint is damaged, or all are. A ValueError.
+      DamagedCheckpoint: the step's checkpoint is damaged, or all are. This is a ValueError.
       UserWarning: newer checkpoints are damaged.
 
     Example:
@@ -245,7 +244,7 @@ def _metadata(directory: str, step: int) -> dict:
 
 
 def _load(directory: str, step: int, wanted: dict) -> dict:
-    """Each process reads alone: it would wait minutes for another that cannot read its part."""
+    """Reads alone, since a process would wait minutes for another that cannot read its part."""
     own = jax.process_index()
     alone = orbax.Context()
     alone.multiprocessing.primary_host = own
@@ -267,7 +266,7 @@ def _verify(loaded: dict[str, dict], saved: dict[str, dict]) -> None:
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, and what it was raised from."""
+    """Yields an error and the errors from which it was raised."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -282,7 +281,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Tells whether memory, permission or connection is missing, which is no damage."""
+    """Tells whether memory, permission or connection is missing, which is not damage."""
     return any(
         isinstance(cause, MemoryError)
         or any(state in str(cause) for state in _MACHINE_STATES)

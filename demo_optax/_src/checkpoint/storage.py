@@ -1,7 +1,7 @@
 """Saving and restoring a whole run with Orbax.
 
 A checkpoint holds each worker's own momentum, the parameters, the rest of the optimizer state and
-whatever else the run needs. `elastic` fits it to other workers or settings.
+whatever else the run needs. The module `elastic` fits it to other workers or settings.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from demo_optax._src.parallel import layout, shards, worker_axis
 
 
 class Checkpoint(NamedTuple):
-    """What `Checkpointer.restore` gives back.
+    """The result of `Checkpointer.restore`.
 
     Attributes:
-      step: int, updates that were done when it was saved.
+      step: int, the number of updates that were done when it was saved.
       params: the parameters, on the mesh.
       opt_state: the optimizer state for this mesh's workers.
       extra: the tree that was saved with them.
@@ -45,17 +45,17 @@ class Checkpoint(NamedTuple):
 class Checkpointer:
     """Saves and restores one run in a folder.
 
-    With several processes every method, and `latest`, is called by all of them together, from their
-    main thread.
+    With several processes, all of them must call every method and `latest` together, from their
+    main threads.
 
     Args:
-      directory: the run's folder, made if it does not exist, or a URL such as ``gs://...``. All
-        hosts must see it.
+      directory: the run's folder, which is made if it does not exist, or a URL such as
+        ``gs://...``. All hosts must see it.
       tx: the run's optimizer, not wrapped by `demo_optax.stack_workers`.
       mesh: the workers' mesh.
-      axis_name: the workers' axis, or axes.
+      axis_name: the workers' axis or axes.
       param_specs: PartitionSpecs of the parameters inside a worker.
-      keep: how many of the latest checkpoints to keep; at least one.
+      keep: number of the latest checkpoints to keep, at least one.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, demo_optax
@@ -123,9 +123,9 @@ class Checkpointer:
 
     @property
     def latest(self) -> int | None:
-        """The step of the latest checkpoint that is not known to be damaged, None without any.
+        """The step of the latest checkpoint that is not known to be damaged, or None without one.
 
-        The first process looks, and tells the others.
+        The first process looks for it and tells the others.
         """
 
         def newest() -> int | None:
@@ -136,28 +136,28 @@ class Checkpointer:
 
     @shards.no_context_mesh()
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
-        """Saves in the background. The arrays may be donated to the next step at once.
+        """Saves in the background, so that the arrays may be donated to the next step at once.
 
         Args:
-          step: updates done so far, which numbers the checkpoint. The step that was saved or
+          step: number of updates so far, which numbers the checkpoint. The step that was saved or
             restored last is not saved again.
-          params: the parameters, as the train step returned them.
-          opt_state: the optimizer state, likewise, with its worker axis.
+          params: the parameters as the train step returned them.
+          opt_state: the optimizer state as the train step returned it, with its worker axis.
           extra: a tree of arrays, random keys, numbers, strings and bytes, the same on all
-            processes. For example the position in the data, a generator's state, what was logged.
+            processes, such as the position in the data, a generator's state or a log.
           wait: whether to return only when the checkpoint is on disk.
 
         Raises:
           ValueError: the folder holds a checkpoint of this step or a later one, which would stay
-            the latest; or ``step`` is no integer from 0 on.
-          TypeError: a leaf is nothing that can be stored.
-          OSError: this step, or the one before it in the background, could not be written. The
-            run can go on and save later steps. If only the one before failed, this one is still
-            being written.
+            the latest; or ``step`` is not a nonnegative integer.
+          TypeError: a leaf cannot be stored.
+          OSError: this step, or the previous one in the background, could not be written. The run
+            can go on and save later steps. If only the previous one failed, this one is still being
+            written.
         """
         step, reasons = reading.step_number(step), []
         if self._last != step:
-            # Orbax warns of a tree without arrays, so that the step is stored with ``extra``.
+            # Orbax warns of a tree without arrays, so the step is stored with ``extra``.
             trees = {
                 "params": params,
                 "opt_state": opt_state,
@@ -200,13 +200,13 @@ class Checkpointer:
         )
 
     def _finish(self) -> str:
-        """Waits for what is being written; returns why it could not be, or nothing."""
+        """Waits for the save in progress and returns why it failed, or an empty string."""
         step, self._pending = self._pending, None
         if self._orbax is None or step is None:
             return ""
         try:
             self._orbax.wait()
-            # The first process gives the folder its last name; others may not see that yet.
+            # The first process gives the folder its final name, which others may not see yet.
             if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
                 return self._failed(step, Exception("it is not in the folder"))
         except Exception as error:
@@ -214,13 +214,13 @@ class Checkpointer:
         return ""
 
     def _failed(self, step: int, error: Exception) -> str:
-        """Forgets a save, so that it can be tried again."""
+        """Forgets a save so that it can be tried again, and returns an error message."""
         writer, self._orbax, self._last = self._orbax, None, None
         with contextlib.suppress(Exception):
             if writer is not None:
                 writer.close()
         reason, advice = reading.in_a_line(error), ""
-        # TensorStore says in its text alone that the file system refused something.
+        # Only the text of TensorStore's errors says that the file system refused something.
         if any(isinstance(x, OSError) or "os_error_code" in str(x) for x in causes_of(error)):
             advice = " Make room there, or let this process write there."
         return (
@@ -230,23 +230,23 @@ class Checkpointer:
 
     @shards.no_context_mesh()
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
-        """Reads the latest checkpoint, or that of a step; None if there are no checkpoints.
+        """Reads the latest checkpoint or that of a step, and returns None if there are none.
 
         Args:
           params: arrays or shapes of the parameters, as a tree of the same structure.
           extra: a tree like the one that was saved.
-          step: which checkpoint; the latest that is intact by default.
+          step: step of the checkpoint; by default the latest that is intact.
 
         Returns:
-          A `Checkpoint`, placed on the mesh. With the workers and the settings that saved it, it
-          is equal to the last bit. On a different number of workers, what differs between workers
-          keeps its mean (see `redistribute`).
+          A `Checkpoint`, placed on the mesh. With the workers and the settings that saved it, it is
+          equal to the last bit. On a different number of workers, the arrays that differ between
+          workers keep their mean (see `redistribute`).
 
         Raises:
           ValueError: the checkpoint has a different model, optimizer or ``extra``, or momenta in
-            other blocks; there are checkpoints, but none of this step.
-          DamagedCheckpoint: the step's checkpoint is damaged, or all are. A ValueError.
-          OSError: a process could not read it, for want of memory, permission or connection.
+            other blocks; or there are checkpoints, but none of this step.
+          DamagedCheckpoint: the step's checkpoint is damaged, or all are. This is a ValueError.
+          OSError: a process could not read it for lack of memory, permission or connection.
           UserWarning: newer checkpoints are damaged; the next save renames them to
             ``<step>.damaged``.
         """
@@ -269,7 +269,7 @@ class Checkpointer:
         return checkpoint
 
     def _read(self, step, params, extra) -> Checkpoint:
-        """Reads and verifies one checkpoint, and converts it to what this mesh needs."""
+        """Reads and verifies one checkpoint and converts it for this mesh."""
         mesh, axis_name, _ = self._where
         saved = reading.description_of(self._directory, step)
         placement = layout.find_layout(self._tx, params, *self._where)

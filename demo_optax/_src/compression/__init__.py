@@ -1,4 +1,4 @@
-"""From a momentum to the few bytes that are sent of it, and back."""
+"""The path from a momentum to the few bytes that are sent of it, and back."""
 
 from demo_optax._src.compression.blocks import BlockRule as BlockRule
 from demo_optax._src.compression.plan import Plan as Plan

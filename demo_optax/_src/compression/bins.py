@@ -1,8 +1,9 @@
-"""The largest coefficient of each of ``k`` bins.
+"""Selection of the largest coefficient in each of ``k`` bins.
 
-Bin ``b`` holds the elements b, b+k, b+2k, … of a block. A maximum and a comparison find its
-largest, while an exact top-k needs a sort. A place in a bin has fewer bits than a position in a
-block. TPU-KNN's approximate top-k begins in this way (Chern et al., arXiv 2206.14286).
+Bin ``b`` holds the elements b, b+k, b+2k, … of a block. Finding its largest element takes only a
+maximum and a comparison, whereas an exact top-k needs a sort, and a place in a bin takes fewer bits
+than a position in a block. TPU-KNN's approximate top-k starts the same way (Chern et al.,
+arXiv 2206.14286).
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ AllPlaces = Int32[Array, "workers blocks k"]
 
 @dataclasses.dataclass(frozen=True)
 class Bins:
-    """Sends the largest coefficient of each of the ``k`` bins of a block of ``n``.
+    """Selector of the largest coefficient in each of the ``k`` bins of a block of ``n``.
 
     Its positions are places in the bins, from 0 to ``ceil(n / k) - 1``.
     """
@@ -29,11 +30,11 @@ class Bins:
     n: int
     k: int
     sends_positions = True
-    workers_at_once = 16  # whose values are added in one unrolled loop
+    workers_at_once = 16  # their values are added in one unrolled loop
 
     @property
     def place_bits(self) -> int:
-        """Bits of a place.
+        """Returns the number of bits that a place takes.
 
         Example:
           >>> Bins(4096, 64).place_bits
@@ -42,11 +43,10 @@ class Bins:
         return (-(-self.n // self.k) - 1).bit_length()
 
     def position_words(self, num_blocks: int) -> int:
-        """Words that the places of ``num_blocks`` blocks take."""
         return words_of(num_blocks * self.k, self.place_bits)
 
     def select(self, coefficients: Float[Array, "blocks n"]) -> Places:
-        """The places of the largest magnitudes; any one of equal magnitudes."""
+        """Returns the places of the largest magnitudes and breaks ties arbitrarily."""
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
         if self.n % (sparse.STRIDED_GROUP_SIZE * self.k):  # a group would belong to several bins
             return self._largest(magnitudes)
@@ -62,8 +62,6 @@ class Bins:
         return jax.lax.platform_dependent(magnitudes, cpu=by_strided_groups, default=self._largest)
 
     def take(self, blocks: Shaped[Array, "blocks n"], places: Places) -> Shaped[Array, "blocks k"]:
-        """One element of each bin."""
-
         def by_gather(blocks: Array, places: Places) -> Array:
             return sparse.take(blocks, self.in_block(places))
 
@@ -74,7 +72,6 @@ class Bins:
     def add(
         self, blocks: Float[Array, "blocks n"], places: Places, values: Float[Array, "blocks k"]
     ) -> Float[Array, "blocks n"]:
-        """Adds a value to one element of each bin."""
         return self.add_all(blocks, places[None], values[None])
 
     def add_all(
@@ -83,8 +80,6 @@ class Bins:
         places: AllPlaces,
         values: Float[Array, "workers blocks k"],
     ) -> Float[Array, "blocks n"]:
-        """Adds the values of several workers, one worker after the other."""
-
         def by_scatter(blocks: Array, places: AllPlaces, values: Array) -> Array:
             return sparse.scatter_all(blocks, self.in_block(places), values)
 
@@ -96,16 +91,14 @@ class Bins:
     def sender_weight_sums(
         self, places: AllPlaces, weights: Float32[Array, "workers 1 1"]
     ) -> Float32[Array, "workers blocks k"]:
-        """For each of these coefficients, the sum of the weights of the workers that sent it."""
         equal = places[:, None] == places[None]
         return jnp.sum(jnp.where(equal, weights[:, None], 0.0), axis=0)
 
     def encode(self, places: Places) -> Array:
-        """Packs places into words."""
         return pack_bits(places.astype(jnp.uint32), self.place_bits)
 
     def decode(self, words: Array, num_blocks: int) -> tuple[Places, BoolScalar]:
-        """Unpacks untrusted words: places, and whether all lay in the block; zeros if not."""
+        """Unpacks untrusted words into places, or into zeros and False if one is out of bounds."""
         places = unpack_bits(words, self.place_bits, num_blocks * self.k)
         places = places.reshape(num_blocks, self.k).astype(jnp.int32)
         inside = jnp.all(self.in_block(places) < self.n)
@@ -114,7 +107,7 @@ class Bins:
     def in_block(
         self, places: Int32[Array, "*workers blocks k"]
     ) -> Int32[Array, "*workers blocks k"]:
-        """Positions in the block."""
+        """Converts places in the bins to positions in the block."""
         first = jnp.arange(self.k, dtype=jnp.int32)
         return places * self.k + first.reshape((1,) * (places.ndim - 1) + (self.k,))
 
@@ -136,15 +129,15 @@ class Bins:
         total = self._binned(blocks, 0)
         for place, value in zip(places, values, strict=True):
             total += jnp.where(_here(place, total), value.T[None], 0)
-        # Without a barrier XLA adds in two dimensions, and keeps every comparison in memory.
+        # Without a barrier XLA adds in two dimensions and keeps every comparison in memory.
         total = jax.lax.optimization_barrier(total)
         return total.reshape(-1, len(blocks))[: self.n].T
 
     def _binned(
         self, blocks: Shaped[Array, "blocks n"], filling: float
     ) -> Shaped[Array, "places k blocks"]:
-        """The blocks along the last dimension: TPUs are fastest if it is the longest."""
-        depth = -(-self.n // self.k)  # if k does not divide n, the last bins have one place less
+        """Puts the blocks last, because TPUs are fastest if the last dimension is the longest."""
+        depth = -(-self.n // self.k)  # unless k divides n, the last bins have one place fewer
         missing = depth * self.k - self.n
         padded = jnp.pad(blocks.T, ((0, missing), (0, 0)), constant_values=filling)
         return padded.reshape(depth, self.k, len(blocks))

@@ -1,4 +1,4 @@
-"""Bits: fields of any width packed into 32-bit words, arrays as words, and a checksum."""
+"""Packing of bit fields into 32-bit words, conversion of arrays to words, and a checksum."""
 
 import math
 from collections.abc import Sequence
@@ -11,19 +11,13 @@ from jaxtyping import Array, Bool, Int64, UInt32
 
 
 def words_of(fields: int, bits: int) -> int:
-    """Words for this number of fields, each of ``bits`` bits."""
     return math.ceil(fields * bits / 32)
 
 
 def pack_bits(fields: UInt32[Array, "..."], bits: int) -> UInt32[Array, "words"]:
-    """Packs the low ``bits`` bits of each field into words, least significant first.
+    """Packs fields below ``2**bits`` into words, least significant bits first.
 
-    Args:
-      fields: each below ``2**bits``.
-      bits: from 0 to 32.
-
-    Returns:
-      ``ceil(fields.size * bits / 32)`` words.
+    The fields have 0 to 32 bits each and fill ``ceil(fields.size * bits / 32)`` words.
 
     Example:
       >>> [hex(word) for word in pack_bits(jnp.array([0xABC, 0xDEF, 0x123], jnp.uint32), 12)]
@@ -37,7 +31,7 @@ def pack_bits(fields: UInt32[Array, "..."], bits: int) -> UInt32[Array, "words"]
     fields = jnp.pad(fields, (0, -fields.size % len(word))).reshape(-1, len(word))
     low = fields << shift
     high = jnp.where(shift > 0, fields >> (32 - shift) % 32, 0)
-    # Each word is the sum of the parts that lie in it, whose bits are disjoint.
+    # Each word is the sum of the parts that lie in it, since their bits are disjoint.
     columns = np.arange(period)[None]
     in_low, in_high = ((word[:, None] + i == columns)[None].astype(np.uint32) for i in (0, 1))
     packed = jnp.sum(low[:, :, None] * in_low + high[:, :, None] * in_high, 1, jnp.uint32)
@@ -45,7 +39,7 @@ def pack_bits(fields: UInt32[Array, "..."], bits: int) -> UInt32[Array, "words"]
 
 
 def unpack_bits(words: UInt32[Array, "words"], bits: int, count: int) -> UInt32[Array, "{count}"]:
-    """The inverse of `pack_bits`: ``count`` fields of ``bits`` bits."""
+    """Inverts `pack_bits`."""
     if count * bits == 0:
         return jnp.zeros(count, jnp.uint32)
     period, word, shift = _period(bits)
@@ -57,10 +51,9 @@ def unpack_bits(words: UInt32[Array, "words"], bits: int, count: int) -> UInt32[
 
 
 def _period(bits: int) -> tuple[int, Int64[np.ndarray, "fields"], UInt32[np.ndarray, "1 fields"]]:
-    """Words until a field begins at a word's first bit again, and the fields in these words.
+    """Returns how many words pass until a field begins at a word's first bit again.
 
-    Returns:
-      The number of words; for each field the word in which it begins, and at which bit.
+    For each field in these words, it also returns the word and the bit where the field begins.
     """
     divisor = math.gcd(bits, 32)
     word, shift = np.divmod(np.arange(32 // divisor) * bits, 32)
@@ -68,17 +61,17 @@ def _period(bits: int) -> tuple[int, Int64[np.ndarray, "fields"], UInt32[np.ndar
 
 
 def true_once_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
-    """Always True, but XLA cannot fold it: it depends on these arrays.
+    """Returns True in a way that XLA cannot fold, since it depends on these arrays.
 
-    An ``optimization_barrier`` would not do, since XLA removes unused operands from the barrier.
-    The first element of each array is compared with a NaN that no arithmetic returns.
+    An ``optimization_barrier`` would not do, because XLA removes unused operands from it. The first
+    element of each array is compared with a NaN that no arithmetic returns.
     """
     first = [to_words(x.reshape(-1)[0].astype(jnp.float32)) for x in arrays]
     return jnp.all(jnp.stack(first) != jnp.uint32(0x7FC0DE40))
 
 
 def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
-    """Detects any change of one word; misses other changes with probability 2**-32.
+    """Returns a checksum that misses no change of one word, and others with probability 2**-32.
 
     >>> import jax.numpy as jnp
     >>> checksum(jnp.uint32([1, 2])) == checksum(jnp.uint32([2, 1]))
@@ -90,11 +83,11 @@ def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
 def hashes(
     words: UInt32[Array, "*shape"], first: ArrayLike = 0, strides: tuple[int, ...] | None = None
 ) -> UInt32[Array, "*shape"]:
-    """A one-to-one hash of each word at its place (MurmurHash3's mixer), for sums modulo 2**32.
+    """Hashes each word together with its place, one-to-one, for sums modulo 2**32.
 
-    Hashes of a slice equal those in the full array, given its offset ``first`` and the full array's
-    ``strides`` (default: contiguous). Sums of words, or of anything linear in them, would miss two
-    flipped signs, or values that swapped places.
+    The hash is MurmurHash3's mixer. A slice has the same hashes as the full array if it is given
+    its offset ``first`` and the full array's ``strides`` (contiguous by default). Sums of the words
+    themselves, or of anything linear in them, would miss two flipped signs or two swapped values.
     """
     place = jnp.uint32(first) + positions(words.shape, strides or contiguous_strides(words.shape))
     x = words + place * jnp.uint32(0x9E3779B9)
@@ -104,12 +97,11 @@ def hashes(
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbours along each dimension of a contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def positions(shape: tuple[int, ...], strides: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """The flat position of each element of an array of this shape, with these strides."""
+    """Returns the flat position of each element of an array with this shape and strides."""
     result = jnp.zeros(shape, jnp.uint32)
     for axis, stride in enumerate(strides):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -118,7 +110,7 @@ def positions(shape: tuple[int, ...], strides: tuple[int, ...]) -> UInt32[Array,
 
 
 def to_words(x: Array) -> UInt32[Array, "..."]:
-    """The bits of an array: one word per element, or several along one more axis."""
+    """Returns the bits of an array, as one word per element or several along one more axis."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -129,7 +121,7 @@ def to_words(x: Array) -> UInt32[Array, "..."]:
 
 
 def from_words(words: UInt32[Array, "..."], like: Array) -> Array:
-    """Inverse of `to_words`; dtype from ``like``."""
+    """Inverts `to_words`, with the dtype of ``like``."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
@@ -140,6 +132,6 @@ def from_words(words: UInt32[Array, "..."], like: Array) -> Array:
 
 
 def _unsigned(dtype: DTypeLike) -> str:
-    """The unsigned integers of a dtype's width, at most 32 bits."""
+    """Returns the unsigned integer type as wide as a dtype, of at most 32 bits."""
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
     return f"uint{min(info(dtype).bits, 32)}"

@@ -1,19 +1,18 @@
 """Block geometry: how a tensor of any rank is cut into the blocks that are compressed.
 
 A block has one side per dimension and at most ``block_side**2`` elements, so that ``topk``
-coefficients of a block mean about the same share of every large tensor:
+coefficients of a block are about the same share of every large tensor:
 
-* The last two dimensions larger than 1 get sides of ``block_side`` (or the dimension, where
-  that is smaller). A matrix is cut into ``64 x 64`` blocks, a vector into slices of 64.
-* Where those two leave room, the dimensions in front join the block, each with the largest
-  of its divisors that still fits, up to ``4 * block_side`` rows: a convolution kernel
-  ``(3, 3, 3, 64)`` is one block of 1728 elements, and an attention kernel ``(768, 12, 64)`` has
-  blocks of ``(4, 12, 64)``. Layers stacked by a scan, ``(layers, 512, 512)``, are compressed
-  layer by layer.
+* The last two dimensions larger than 1 get sides of ``block_side``, or of the dimension where it is
+  smaller. A matrix is cut into ``64 x 64`` blocks and a vector into slices of 64.
+* Where those two leave room, the dimensions in front join the block, each with the largest of its
+  divisors that still fits, up to ``4 * block_side`` rows. A convolution kernel ``(3, 3, 3, 64)`` is
+  one block of 1728 elements, and an attention kernel ``(768, 12, 64)`` has blocks of
+  ``(4, 12, 64)``. Layers stacked by a scan, ``(layers, 512, 512)``, are compressed layer by layer.
 
 If the block side does not divide a dimension, the last block is smaller (``block_rule="pad"``).
-Smaller blocks are transformed and compressed without padding, with as many coefficients as they
-have elements. Only where a momentum is stored are they padded with zeros to the size of the others.
+Smaller blocks are transformed and compressed without padding, and are padded with zeros to the size
+of the others only where a momentum is stored.
 """
 
 import itertools
@@ -25,17 +24,13 @@ BLOCK_RULES = get_args(BlockRule)
 
 
 class Piece(NamedTuple):
-    """Blocks of equal shape in one tensor: the interior, or one edge.
+    """Blocks of equal shape in one tensor, either its interior or one edge.
 
     Attributes:
-      first: position of the first of them in the tensor's grid.
-      grid: blocks along each dimension.
-      sides: elements per side of each of them.
-      in_grid: slices of the tensor's grid in which they are stored.
+      first: position of the first block in the tensor's grid.
+      in_grid: slices of the tensor's grid where the blocks are stored.
       in_tensor: slices of the tensor that hold their elements.
-      num_blocks: number of blocks.
-      block_shape: the sides larger than 1, at least one.
-      block_size: elements of each block.
+      block_shape: the sides larger than 1, or ``(1,)`` if there are none.
     """
 
     first: tuple[int, ...]
@@ -49,18 +44,14 @@ class Piece(NamedTuple):
 
 
 class BlockGeometry(NamedTuple):
-    """Blocks of one tensor.
+    """The blocks of one tensor.
 
     Attributes:
-      shape: the tensor's shape.
-      sides: elements per side of a block, one for each dimension.
-      grid: blocks along each dimension.
-      num_blocks: number of blocks.
-      block_size: elements of the largest block.
-      stored_shape: shape of the coefficients, the grid and then a block. The first ``len(shape)``
-        dimensions match the tensor's, so that its PartitionSpec applies.
+      block_size: number of elements in the largest block.
+      stored_shape: shape of the coefficients, which is the grid followed by a block. The first
+        ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
       pieces: the blocks grouped by shape, in the order of the grid; none if the tensor is empty.
-      cuts: along each dimension, the number of pieces.
+      cuts: number of pieces along each dimension.
     """
 
     shape: tuple[int, ...]
@@ -80,11 +71,11 @@ def block_geometry(
 
     Args:
       shape: the tensor's shape, of any rank.
-      block_side: elements per side of a block at most.
+      block_side: largest number of elements per side of a block.
       rule: with ``"pad"`` the last block of a dimension may be smaller. With ``"divisor"`` a side
-        is the largest divisor of the dimension up to ``block_side``, as in the published code (a
-        large prime then gives blocks of one element). Both agree where ``block_side`` divides the
-        dimension.
+        is the largest divisor of the dimension up to ``block_side``, as in the published code, so
+        that a large prime gives blocks of one element. Both rules agree where ``block_side``
+        divides the dimension.
 
     Example:
       >>> block_geometry((50257, 512)).sides, block_geometry((50257, 512)).grid
@@ -104,7 +95,7 @@ def block_geometry(
         room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
         sides[axis] = _largest_divisor(shape[axis], max(room, 1))
 
-    grid, segments = [], []  # of each dimension the full blocks, and the remainder
+    grid, segments = [], []  # a dimension has full blocks and a remainder
     for dim, side in zip(shape, sides, strict=True):
         full, rest = divmod(dim, side)
         grid.append(full + bool(rest))

@@ -1,8 +1,9 @@
-"""Positions that every worker knows from the step alone, so that none are sent (FlexDeMo).
+"""Selectors whose positions every worker knows from the step alone, so that none are sent.
 
-All workers send the same coefficients: the mean over the senders is the mean over all workers (From
-et al., arXiv 2502.06728). A set has different positions in each block, and needs gathers and
-scatters. A contiguous slice is the same in all blocks, and needs only slices.
+They follow FlexDeMo (From et al., arXiv 2502.06728). Because all workers send the same
+coefficients, the mean over the senders is the mean over all workers. A set has different positions
+in each block and needs gathers and scatters, while a contiguous slice is the same in all blocks and
+needs only slices.
 """
 
 import dataclasses
@@ -24,15 +25,11 @@ _put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
 
 @dataclasses.dataclass(frozen=True)
 class SharedSet:
-    """Sends ``k`` of ``n`` coefficients at positions that follow from the step.
+    """Selector of ``k`` of ``n`` coefficients at positions that follow from the step.
 
-    Attributes:
-      n: coefficients of a block.
-      k: how many of them are sent.
-      rule: ``"random"`` draws ``k`` positions, shifted by a different random offset in each block;
-        ``"striding"`` takes every ``n / k``-th and moves on by one each step.
-      seed: random seed for the positions.
-      stream: number of the section, so that each draws different positions.
+    The rule ``"random"`` draws ``k`` positions and shifts them by a different random offset in each
+    block; ``"striding"`` takes every ``n / k``-th position and moves on by one each step. The
+    ``stream`` is the section's number, so that each section draws different positions.
     """
 
     n: int
@@ -46,7 +43,6 @@ class SharedSet:
 
     @jax.threefry_partitionable(True)
     def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} k"]:
-        """The positions of a step, unique in each block."""
         if self.rule == "striding":
             places = jnp.asarray(np.arange(self.k) * self.n // self.k, jnp.int32)
             return jnp.broadcast_to((places + step % self.n) % self.n, (num_blocks, self.k))
@@ -58,17 +54,11 @@ class SharedSet:
 
 @dataclasses.dataclass(frozen=True)
 class SharedSlice:
-    """Sends a contiguous slice of ``k`` of ``n`` coefficients, the same in all blocks.
+    """Selector of a contiguous slice of ``k`` of ``n`` coefficients, the same in all blocks.
 
-    Its positions are the slice's start, once for each block.
-
-    Attributes:
-      n: coefficients of a block.
-      k: how many of them are sent.
-      rule: ``"random-slicing"`` starts anywhere; ``"slicing"`` moves on by ``k`` each step, so that
-        it visits every coefficient within ``ceil(n / k)`` steps.
-      seed: random seed for the start.
-      stream: number of the section, so that each draws a different start.
+    Its positions are the slice's start, once for each block. The rule ``"random-slicing"`` starts
+    anywhere; ``"slicing"`` moves on by ``k`` each step, so that it visits every coefficient within
+    ``ceil(n / k)`` steps. The ``stream`` is as in `SharedSet`.
     """
 
     n: int
@@ -80,8 +70,8 @@ class SharedSlice:
 
     @jax.threefry_partitionable(True)
     def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 1"]:
-        """The start of a step's slice, which wraps around at the block's end."""
-        if self.rule == "slicing":  # step * k modulo n, without overflow
+        """Returns the start of a step's slice, which wraps around at the end of the block."""
+        if self.rule == "slicing":  # this is step * k modulo n, without overflow
             start = step % (self.n // math.gcd(self.n, self.k)) * self.k % self.n
         else:
             start = jax.random.randint(_key(self, step), (), 0, self.n, jnp.int32)
@@ -90,7 +80,6 @@ class SharedSlice:
     def take(
         self, blocks: Shaped[Array, "blocks n"], starts: Int32[Array, "blocks 1"]
     ) -> Shaped[Array, "blocks k"]:
-        """The elements of the slice in each block."""
         last, beyond = self._ends(starts)
         both = jnp.concatenate([_slice(blocks, last, self.k), blocks[:, : self.k]], axis=1)
         return _slice(both, beyond, self.k)
@@ -101,7 +90,6 @@ class SharedSlice:
         starts: Int32[Array, "blocks 1"],
         values: Float[Array, "blocks k"],
     ) -> Float[Array, "blocks n"]:
-        """Adds values to the slice in each block."""
         values = values.astype(blocks.dtype)
         last, beyond = self._ends(starts)
         both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=1)
@@ -110,7 +98,7 @@ class SharedSlice:
         return _put(blocks, blocks[:, : self.k] + at_front, 0)
 
     def _ends(self, starts: Int32[Array, "blocks 1"]) -> tuple[IntScalar, IntScalar]:
-        """The start, moved back so that ``k`` elements fit, and how many elements wrap around."""
+        """Returns the start, moved back so that ``k`` elements fit, and how many wrap around."""
         start = starts[0, 0]
         last = jnp.minimum(start, self.n - self.k)
         return last, start - last
@@ -118,7 +106,7 @@ class SharedSlice:
 
 @dataclasses.dataclass(frozen=True)
 class AllCoefficients:
-    """Sends all ``n`` coefficients of a block."""
+    """Selector of all ``n`` coefficients of a block, which needs no positions."""
 
     n: int
     sends_positions = False
@@ -128,14 +116,12 @@ class AllCoefficients:
         return self.n
 
     def positions(self, num_blocks: int, step: IntScalar) -> Int32[Array, "{num_blocks} 0"]:
-        """None are needed."""
         del step
         return jnp.zeros((num_blocks, 0), jnp.int32)
 
     def take(
         self, blocks: Shaped[Array, "blocks n"], positions: Int32[Array, "blocks 0"]
     ) -> Shaped[Array, "blocks n"]:
-        """All elements."""
         del positions
         return blocks
 
@@ -145,7 +131,6 @@ class AllCoefficients:
         positions: Int32[Array, "blocks 0"],
         values: Float[Array, "blocks n"],
     ) -> Float[Array, "blocks n"]:
-        """Adds a value to every element."""
         del positions
         return blocks + values.astype(blocks.dtype)
 

@@ -1,11 +1,11 @@
-"""The bytes of one step: what a worker sends, as one array of 32-bit words.
+"""The packet that a worker sends in one step, as one array of 32-bit words.
 
     | checksum | header | extra | section 0: positions, scales, values | section 1: ... | zeros |
 
 A section holds the blocks of one shape of all tensors, in the order of the plan. Positions, scales
-and values are fields of a fixed number of bits, packed without gaps; each of the three begins at a
-new word. The layout follows from shapes and settings alone. The length is a multiple of 128 words:
-otherwise XLA replaces the all-gather by an all-reduce on TPUs.
+and values are fields of a fixed number of bits, packed without gaps, and each of the three begins
+at a new word. The layout follows from shapes and settings alone. The length is a multiple of 128
+words, since XLA would otherwise replace the all-gather by an all-reduce on TPUs.
 """
 
 import dataclasses
@@ -36,21 +36,20 @@ Packets = UInt32[Array, "packets words"]
 
 
 class Header(NamedTuple):
-    """What a packet reports of its worker's step: scalars, or arrays with an axis of packets.
+    """A packet's report on its worker's step: scalars, or arrays with an axis of packets.
 
     Every field is one 32-bit word of the packet.
 
     Attributes:
-      fingerprint: uint32, hash of the gradient; 0 for a gradient of zeros.
-      received: uint32, digest of the packets that the worker accepted until the step before.
-      restarted: uint32, blocks of its momentum that were reset to zero, and its preconditioner.
-      momentum_energy: float32, sum of squares of the momentum before the subtraction.
-      sent_energy: float32, energy of the selected coefficients minus the energy of the rounding
-        errors.
-      residual_energy: float32, energy of the momentum after the subtraction.
-      message_energy: float32, energy of the values in this packet.
-      weight: float32, weight of the message in the mean over workers; 1 unless the update was given
-        a ``message_weight``.
+      fingerprint: hash of the gradient; 0 for a gradient of zeros.
+      received: digest of the packets that the worker accepted up to the previous step.
+      restarted: number of blocks of the momentum that were reset to zero, plus the preconditioner.
+      momentum_energy: sum of squares of the momentum before the subtraction.
+      sent_energy: energy of the selected coefficients minus the energy of the rounding errors.
+      residual_energy: energy of the momentum after the subtraction.
+      message_energy: energy of the values in this packet.
+      weight: weight of the message in the mean over workers; 1 unless the update was given a
+        ``message_weight``.
     """
 
     fingerprint: UInt32[Array, "..."]
@@ -68,13 +67,7 @@ _HEADER_DTYPES = ("uint32",) * 3 + ("float32",) * 5
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Blocks of one size.
-
-    Attributes:
-      num_blocks: number of blocks.
-      selector: which of their coefficients are sent (`demo_optax._src.compression.selection`).
-      value_coding: coding of their values.
-    """
+    """The blocks of one shape, the selector of their coefficients and the coding of the values."""
 
     num_blocks: int
     selector: Any
@@ -82,7 +75,7 @@ class Section:
 
     @property
     def word_counts(self) -> tuple[int, int, int]:
-        """Words of positions, scales and values."""
+        """Returns how many words positions, scales and values take."""
         positions = (
             self.selector.position_words(self.num_blocks) if self.selector.sends_positions else 0
         )
@@ -93,12 +86,9 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class PacketLayout:
-    """The layout of a packet.
+    """The layout of a packet, whose length is padded to a multiple of ``multiple`` words.
 
-    Attributes:
-      sections: one for each shape of blocks.
-      extra: words that an exchange puts after the header.
-      multiple: the packet's length is padded to a multiple of this many words.
+    An exchange puts ``extra`` words after the header.
     """
 
     sections: tuple[Section, ...]
@@ -107,17 +97,15 @@ class PacketLayout:
 
     @property
     def header_words(self) -> int:
-        """Words before the sections: checksum, header and extra words."""
         return 1 + len(Header._fields) + self.extra
 
     @property
     def words(self) -> int:
-        """Length of a packet in 32-bit words."""
         used = self.header_words + sum(sum(section.word_counts) for section in self.sections)
         return used + -used % self.multiple
 
     def per_owner(self, owners: int) -> "PacketLayout":
-        """The layout of one owner's equal share of the blocks; the last shares may be padded."""
+        """Returns the layout of an owner's equal share of the blocks; the last may be padded."""
 
         def share_of(section: Section) -> Section:
             return dataclasses.replace(section, num_blocks=-(-section.num_blocks // owners))
@@ -126,12 +114,10 @@ class PacketLayout:
 
 
 class Message(NamedTuple):
-    """Coefficients of all sections.
+    """The coefficients of all sections, as values at positions.
 
-    Attributes:
-      positions: for each section, positions as its selector defines them; None in a decoded packet
-        whose positions all workers know.
-      values: for each section, the values at these positions.
+    A section's selector defines its positions. They are None in a decoded packet if all workers
+    know them.
     """
 
     positions: tuple[Any, ...]
@@ -139,11 +125,9 @@ class Message(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a packet comes from. It is not sent, but is part of the checksum.
+    """The step of a packet and its number among the packets of all workers.
 
-    Attributes:
-      step: step in which it was sealed.
-      packet_id: number of the packet among the packets of all workers.
+    They are not sent, but enter the checksum.
     """
 
     step: IntScalar
@@ -151,11 +135,7 @@ class Origin(NamedTuple):
 
 
 def encode(sections: Sequence[Section], selected: Message) -> tuple[list[CodedValues], Message]:
-    """Encodes the values of a message.
-
-    Returns:
-      The coded values of each section, and the message that the others decode.
-    """
+    """Encodes the values of a message and also returns the message that the others decode."""
     coded = [
         value_codings.encode(values, section.value_coding)
         for section, values in zip(sections, selected.values, strict=True)
@@ -179,17 +159,9 @@ def build(
     """Seals a message in packets, one for each owner of an equal share of its blocks.
 
     The first word of each packet is a checksum of the rest, of its layout and its origin. If
-    ``valid`` is False, the inverted checksum is written, so that every receiver rejects it. A
-    packet that was changed on the way, or comes from a different step or worker, is rejected too.
-
-    Args:
-      layout: the layout of one packet.
-      header: the header of all packets; each gets the energy of its part of the message.
-      coded: the coded values of each section.
-      message: the message that they decode to.
-      valid: whether the packets may be accepted.
-      origin: step and, for each packet, its ``packet_id``.
-      extra: words for ``layout.extra``; none by default.
+    ``valid`` is False, the inverted checksum is written, so that every receiver rejects the packet.
+    A packet that was changed on the way or comes from a different step or worker is rejected too.
+    All packets share the ``header``, except for the energy of their part of the message.
     """
     owners = len(origin.packet_id)
     divided: Any = functools.partial(divide_rows, owners=owners)
@@ -230,7 +202,7 @@ def build(
 def parse_headers(
     layout: PacketLayout, packets: Packets, origin: Origin
 ) -> tuple[Header, UInt32[Array, "packets extra"], Bool[Array, "packets"]]:
-    """The headers and extra words of untrusted packets, and whether they are intact.
+    """Returns the headers and extra words of untrusted packets, and whether they are intact.
 
     A packet is intact if its checksum is right for its origin and its header is finite.
     """
@@ -250,12 +222,10 @@ def parse_headers(
 
 
 def decode(layout: PacketLayout, packets: Packets) -> tuple[Message, Bool[Array, "packets"]]:
-    """Decodes untrusted packets.
+    """Decodes untrusted packets into messages whose arrays have an axis of packets in front.
 
-    Returns:
-      The messages, each array with an axis of packets in front, and for each packet whether its
-      selectors could have sent all positions, and all values are finite. If not, positions are
-      others, which lie in their blocks.
+    It also tells for each packet whether its selectors could have sent all positions and all values
+    are finite. Invalid positions are replaced by others that lie in their blocks.
     """
     return jax.vmap(functools.partial(_decode, layout))(packets)
 
@@ -288,7 +258,7 @@ def _decode(layout: PacketLayout, packet: UInt32[Array, "words"]) -> tuple[Messa
 def divide_rows(
     x: Shaped[Array, "blocks *k"], owners: int, mode: str = "constant"
 ) -> Shaped[Array, "{owners} share *k"]:
-    """Divides rows among the owners; pads with zeros, or with the last row (``"edge"``)."""
+    """Divides rows among the owners and pads with zeros, or with the last row (``"edge"``)."""
     share = -(-len(x) // owners)
     padded = jnp.pad(x, [(0, owners * share - len(x))] + [(0, 0)] * (x.ndim - 1), mode)
     return padded.reshape(owners, share, *x.shape[1:])
@@ -297,7 +267,7 @@ def divide_rows(
 def merge_rows(
     shares: Shaped[Array, "owners share k"], num_blocks: int
 ) -> Shaped[Array, "{num_blocks} k"]:
-    """The rows of all owners: the inverse of `divide_rows`."""
+    """Inverts `divide_rows`."""
     return shares.reshape(-1, shares.shape[2])[:num_blocks]
 
 

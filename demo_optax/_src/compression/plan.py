@@ -1,4 +1,4 @@
-"""The plan of a tree of tensors: a few arrays of equal blocks, and back, part by part.
+"""The plan by which tensors become a few arrays of equal blocks, and back, part by part.
 
 tensor ── forward ─► (blocks, n) ── pack ──► (*grid, n)
        ◄─ inverse ──             ◄─ unpack ─
@@ -6,7 +6,7 @@ tensor ── forward ─► (blocks, n) ── pack ──► (*grid, n)
 part     some consecutive tensors; parts are computed one after another
 piece    the blocks of one shape in one tensor
 group    the blocks of one shape in all tensors of a part, as one array
-section  the blocks of one shape in all parts; they are contiguous in the packet
+section  the blocks of one shape in all parts, contiguous in the packet
 """
 
 import dataclasses
@@ -43,14 +43,10 @@ Momenta = list[list[Coefficients]]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All blocks of one shape in a part.
+    """All blocks of one shape in a part, which fill ``rows`` of a packet's section.
 
-    Attributes:
-      sides: sides of each block.
-      members: pairs of a tensor's index in the part and a piece of it with such blocks.
-      selector: which of their coefficients are sent.
-      section: index of the packet's section that they belong to.
-      rows: start and stop (exclusive) of their rows in that section.
+    The rows are a start and an exclusive stop. Each member is a tensor's index in the part and a
+    piece of that tensor.
     """
 
     sides: Shape
@@ -70,14 +66,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """How some neighbouring tensors are cut into blocks and transformed.
+    """Some neighbouring tensors, cut into blocks and transformed together.
 
-    Attributes:
-      momentum_format: transform and blocks.
-      tensors: start and stop (exclusive) of the tensors' indices.
-      geometries: the block geometry of each tensor.
-      groups: their blocks, by shape. Empty tensors have none.
-      merged: whether the momenta of a group are one array; otherwise each piece has one.
+    ``tensors`` is the start and stop (exclusive) of their indices. If ``merged``, the momenta of a
+    group are one array; otherwise each piece has its own. Empty tensors belong to no group.
     """
 
     momentum_format: MomentumFormat
@@ -89,10 +81,7 @@ class Part:
     def forward(
         self, tensors: Sequence[Tensor], step: IntScalar
     ) -> list[Float[Array, "_blocks _columns _rows"]]:
-        """The coefficients of each group's blocks.
-
-        The dtype is the widest of the tensors' dtypes, and float32 at least.
-        """
+        """Returns the coefficients of each group in the tensors' widest dtype, at least float32."""
         dtype, basis = widest(*[x.dtype for x in tensors]), self.momentum_format.basis(step)
         coefficients = []
         for group in self.groups:
@@ -108,7 +97,7 @@ class Part:
         return coefficients
 
     def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Tensor]:
-        """The tensors that have these coefficients: the inverse of `forward`."""
+        """Inverts `forward`."""
         basis, pieces = self.momentum_format.basis(step), []
         for group, x in zip(self.groups, coefficients, strict=True):
             blocks = transforms.inverse(x, group.sides, basis)
@@ -129,7 +118,7 @@ class Part:
     def unpack(self, stored: Sequence[Stored], step: IntScalar | None = None) -> Momenta:
         """Unpacks the stored arrays into momenta for each group, in float32 or wider.
 
-        Given a step, it changes them from the basis of the step before to that of this step.
+        Given a step, it also changes them from the basis of the previous step to that of this one.
         """
         momenta = []
         for group in self.groups:
@@ -144,7 +133,7 @@ class Part:
         return momenta
 
     def pack(self, momenta: Momenta) -> list[Stored]:
-        """The arrays to store for each tensor, padded with zeros: the inverse of `unpack`."""
+        """Packs momenta into one array per tensor, padded with zeros; inverts `unpack`."""
         shapes, pieces = [geometry.stored_shape for geometry in self.geometries], []
         for group, arrays in zip(self.groups, momenta, strict=True):
             arrays = group.divide(arrays[0]) if self.merged else arrays
@@ -157,10 +146,10 @@ class Part:
     def select(
         self, momenta: Momenta, shared: Sequence[Positions | None]
     ) -> tuple[Momenta, Message]:
-        """For each group the coefficients to send, at shared positions or at chosen ones.
+        """Selects the coefficients to send of each group, at shared or at chosen positions.
 
-        It returns the momenta as well; of those that it was given XLA would compute everything
-        twice.
+        The caller must go on with the momenta returned here: if it used the ones it passed in, XLA
+        would compute everything twice.
         """
         momenta = jax.lax.optimization_barrier(momenta)
         selectors = [group.selector for group in self.groups]
@@ -173,7 +162,7 @@ class Part:
         step: IntScalar,
         delay: int,
     ) -> Momenta:
-        """Subtracts a message, for each group positions, values and factors, from the momenta."""
+        """Subtracts a message from the momenta: positions, values and factors for each group."""
         redrawn = delay and transforms.is_redrawn(self.momentum_format.transform)
         result = []
         for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True):
@@ -188,7 +177,6 @@ class Part:
         return result
 
     def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Joins the pieces of all groups to tensors of these shapes."""
         members = [member for group in self.groups for member in group.members]
         keys = [(number, piece.first) for number, piece in members]
         placed, tensors = dict(zip(keys, pieces, strict=True)), []
@@ -203,15 +191,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a list of tensors is compressed.
-
-    Attributes:
-      compression: the settings.
-      geometries: the block geometry of each tensor.
-      parts: the tensors, divided into parts of about equal size.
-      sections: the packet's sections, one for each shape of blocks.
-      sides: the sides of the blocks of each section.
-    """
+    """The compression of a list of tensors, with a section and its ``sides`` per block shape."""
 
     compression: Compression
     geometries: tuple[BlockGeometry, ...]
@@ -222,17 +202,14 @@ class Plan:
     def map_parts(self, stage: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """Calls ``stage(part, *its_arguments)`` for one part after another.
 
-        What a part gets depends on results of the part before. So XLA does not hold the temporary
-        arrays of all parts in memory, nor merge their products. XLA removes barriers for CPUs and
-        GPUs: there only the first argument depends on them, by a select. Let it be small.
+        The arguments of a part depend on results of the previous part, so that XLA neither holds
+        the temporary arrays of all parts in memory nor merges their products. Since XLA removes
+        barriers on CPUs and GPUs, a select makes the first argument depend on these results there,
+        and that argument alone, which should be small.
 
-        Args:
-          stage: it returns a list of arrays, or a tuple of results. The next part waits for the
-            floats in the last of a tuple: if it waited for the others as well, memory would grow.
-          arguments: for each further argument of ``stage``, one tree per part.
-
-        Returns:
-          The results, one per part.
+        ``stage`` returns a list of arrays or a tuple of results. The next part waits for the floats
+        in the last element of a tuple; memory would grow if it waited for the others as well. Each
+        of the further ``arguments`` holds one tree per part.
         """
         results, previous = [], []
         for part, *trees in zip(self.parts, *arguments, strict=True):
@@ -251,7 +228,6 @@ class Plan:
         return results
 
     def per_part(self, tree: Any) -> list[list[Any]]:
-        """For each part the leaves of its tensors."""
         leaves = jax.tree.leaves(tree)
         return [leaves[slice(*part.tensors)] for part in self.parts]
 
@@ -281,10 +257,10 @@ class Plan:
 
 @functools.lru_cache(maxsize=64)
 def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str = "cpu") -> Plan:
-    """The plan of tensors of these shapes. Packets are the same on all platforms."""
+    """Makes the plan of tensors with these shapes; packets are the same on all platforms."""
     momentum_format = compression.momentum_format
     geometries = tuple(map(momentum_format.geometry, shapes))
-    selectors: dict[Shape, Any] = {}  # by the sides of blocks, in the order of the sections
+    selectors: dict[Shape, Any] = {}  # keyed by the sides of blocks, in the order of the sections
     filled: dict[Shape, int] = {}
     parts: list[Part] = []
     for start, stop in _part_bounds([math.prod(shape) for shape in shapes], platform):
@@ -309,14 +285,15 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
     return Plan(compression, geometries, tuple(parts), tuple(sections), tuple(selectors))
 
 
-_PARTS = {"cpu": 16, "tpu": 8}  # elsewhere, on GPUs, 4
-_SMALLEST_PART = 2**20  # elements; below, a part's own programs cost more than they save
+_PARTS = {"cpu": 16, "tpu": 8}  # GPUs have 4
+_SMALLEST_PART = 2**20  # elements; the programs of a smaller part cost more than they save
 
 
 def _part_bounds(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
-    """The tensors of each part, as start and stop (exclusive).
+    """Returns the start and stop (exclusive) of the tensors of each part.
 
-    At most `_PARTS` parts of about equal size. Only the last may be below `_SMALLEST_PART`.
+    There are at most `_PARTS` parts of about equal size, and only the last may be smaller than
+    `_SMALLEST_PART`.
     """
     target = max(sum(sizes) / _PARTS.get(platform, 4), _SMALLEST_PART)
     bounds, start, size = [], 0, 0
@@ -329,7 +306,7 @@ def _part_bounds(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
 
 
 def shared_positions(sections: Sequence[Section], step: IntScalar) -> list[Positions | None]:
-    """For each section the positions that all workers know; None where each sends its own."""
+    """Returns each section's positions that all workers know, or None if each sends its own."""
     return [
         None if s.selector.sends_positions else s.selector.positions(s.num_blocks, step)
         for s in sections
@@ -341,12 +318,9 @@ def select(
     blocks: Sequence[Coefficients],
     shared: Sequence[Positions | None],
 ) -> Message:
-    """Selects the coefficients to send, of several arrays of blocks.
+    """Selects the coefficients to send from several arrays of blocks.
 
-    Args:
-      selectors: one for each array of blocks.
-      blocks: one array for each selector.
-      shared: the positions that all workers know; None where the selector chooses.
+    The positions in ``shared`` are those that all workers know, or None where the selector chooses.
     """
     positions, values = [], []
     for selector, x, at in zip(selectors, blocks, shared, strict=True):

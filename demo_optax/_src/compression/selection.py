@@ -1,7 +1,7 @@
-"""Selectors: which coefficients of each block are sent. Each kind has its own file.
+"""Selectors, which decide which coefficients of each block are sent. Each kind has its own file.
 
-To add one, write a frozen dataclass with the methods of `SharedSelector` or `ChoosingSelector`,
-or derive it from `TopK` with another choice. Enter it in `Selection` and in `SELECTORS`.
+To add one, write a frozen dataclass with the methods of `SharedSelector` or `ChoosingSelector`, or
+derive it from `TopK` with another choice, and enter it in `Selection` and in `SELECTORS`.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ AtOfAll = Int32[Array, "workers blocks places"]
 
 
 class Selector(Protocol):
-    """Which ``k`` of the ``n`` coefficients of a block are sent.
+    """Decides which ``k`` of the ``n`` coefficients of a block are sent.
 
-    Only the selector knows what its positions mean: an int32 array with a row for each block. It
-    may assume ``k < n``. Selectors are hashable, and their ``repr`` enters the checksum.
+    Only the selector knows what its positions mean; they are an int32 array with a row for each
+    block. It may assume ``k < n``. Selectors are hashable, and their ``repr`` enters the checksum.
     """
 
     n: int
     k: int
     sends_positions: bool
-    """Whether positions are part of the packet; if not, all workers know them from the step."""
+    """Whether the packet holds positions; if not, all workers know them from the step."""
 
     def take(self, blocks: Shaped[Array, "blocks n"], positions: At) -> Shaped[Array, "blocks k"]:
-        """The elements at these positions."""
+        """Returns the elements at these positions."""
         ...
 
     def add(
@@ -45,7 +45,7 @@ class SharedSelector(Selector, Protocol):
     """A selector whose positions every worker knows."""
 
     def positions(self, num_blocks: int, step: IntScalar) -> At:
-        """The positions of a step, the same on all workers."""
+        """Returns the positions of a step, the same on all workers and unique in each block."""
         ...
 
 
@@ -53,7 +53,7 @@ class ChoosingSelector(Selector, Protocol):
     """A selector whose positions each worker chooses and sends."""
 
     workers_at_once: int
-    """Workers whose messages are decoded and averaged together."""
+    """The number of workers whose messages are decoded and averaged together."""
 
     def select(self, coefficients: Float[Array, "blocks n"]) -> At:
         """Chooses positions by the coefficients."""
@@ -71,14 +71,14 @@ class ChoosingSelector(Selector, Protocol):
     def sender_weight_sums(
         self, positions: AtOfAll, weights: Float32[Array, "workers 1 1"]
     ) -> Float32[Array, "workers blocks k"]:
-        """For each of these coefficients, the sum of the weights of the workers that sent it.
+        """Returns, for each of these coefficients, the sum of the weights of its senders.
 
         A rejected worker has the weight 0.
         """
         ...
 
     def position_words(self, num_blocks: int) -> int:
-        """Words for the positions of ``num_blocks`` blocks in a packet."""
+        """Returns how many words the positions of ``num_blocks`` blocks take in a packet."""
         ...
 
     def encode(self, positions: At) -> UInt32[Array, "words"]:
@@ -86,7 +86,7 @@ class ChoosingSelector(Selector, Protocol):
         ...
 
     def decode(self, words: UInt32[Array, "words"], num_blocks: int) -> tuple[At, BoolScalar]:
-        """Unpacks untrusted words: valid arguments of `add`, and whether they are what was sent."""
+        """Unpacks untrusted words into positions that `add` accepts; False if others were sent."""
         ...
 
 
@@ -94,7 +94,7 @@ Selection = Literal["topk", "bins", "random", "random-slicing", "striding", "sli
 SELECTIONS = get_args(Selection)
 
 AnySelector = Any
-"""A `SharedSelector` or a `ChoosingSelector`."""
+"""Either a `SharedSelector` or a `ChoosingSelector`."""
 
 SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "topk": lambda n, k, seed, stream: TopK(n, k),

@@ -1,4 +1,4 @@
-"""Settings: what is sent of a momentum, and the format in which it is stored."""
+"""Settings of the compression and of the format in which a momentum is stored."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
 class MomentumFormat:
     """The settings of a compression that decide how a momentum is stored.
 
-    A static node of the optimizer state: it holds no array, and makes the trees of states with
-    different transforms or blocks unequal. Attributes are those of `demo_optax.Compression`.
-    ``seed`` is 0 unless the transform is ``"random"``.
+    As a static node of the optimizer state it holds no array, but makes the trees of states with
+    different transforms or blocks unequal. The attributes are those of `demo_optax.Compression`,
+    except that ``seed`` is 0 unless the transform is ``"random"``.
     """
 
     transform: TransformName
@@ -31,17 +31,16 @@ class MomentumFormat:
     seed: int
 
     def geometry(self, shape: tuple[int, ...]) -> BlockGeometry:
-        """The blocks of a tensor."""
         return block_geometry(shape, self.block_side, self.block_rule)
 
     def basis(self, step: IntScalar) -> Basis | None:
-        """The transform's basis at a step, the same on all workers; None for the identity."""
+        """Returns the basis at a step, the same on all workers, or None for the identity."""
         return TRANSFORMS[self.transform](transforms.key_of(self.seed, step, BASIS_STREAM))
 
     def advance(
         self, momentum: Coefficients, sides: Sequence[int], step: IntScalar
     ) -> Coefficients:
-        """Changes blocks from the basis of the step before to that of this step."""
+        """Changes blocks from the basis of the previous step to that of this step."""
         if not transforms.is_redrawn(self.transform):
             return momentum
         old, new = self.basis(step - 1), self.basis(step)
@@ -51,45 +50,47 @@ class MomentumFormat:
 
 @jax.tree_util.register_static
 class TensorShapes(tuple[tuple[int, ...], ...]):
-    """Shapes of all tensors: a static node of the optimizer state.
+    """The shapes of all tensors, as a static node of the optimizer state.
 
-    No shapes equal all others: ``optax.tree.map_params`` makes a state of placeholders, which have
-    none, and maps it against the real one.
+    An empty tuple equals every other, because ``optax.tree.map_params`` maps a state of
+    placeholders, which have no shapes, against the real one.
     """
 
     def __eq__(self, other: object) -> bool:
         same = not self or not other or super().__eq__(other)
         return isinstance(other, TensorShapes) and same
 
-    __ne__ = object.__ne__  # the opposite of `__eq__`, which a tuple's is not
+    __ne__ = object.__ne__  # the opposite of `__eq__`, unlike a tuple's
     __hash__ = tuple.__hash__
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """What is sent of a momentum. An exchange decides how it travels (`demo_optax.AllGather`).
+    """The settings that decide which part of a momentum is sent, and in how many bits.
 
-    Among arrays it is a static node: it has no leaves, and ``jax.jit`` compiles again for another.
+    An exchange such as `demo_optax.AllGather` decides how it travels. In a tree of arrays a
+    compression is a static node without leaves, so that ``jax.jit`` recompiles for a different one.
 
     Attributes:
-      topk: coefficients sent of each block; a block that has fewer sends all of them.
-      block_side: elements per side of a block (see `demo_optax._src.compression.blocks`).
+      topk: number of coefficients sent of each block; a block that has fewer sends all of them.
+      block_side: number of elements per side of a block (see
+        `demo_optax._src.compression.blocks`).
       value_coding: coding of the values in a packet, from 32 bits down to 1: ``"float32"``,
-        ``"bfloat16"``, ``"int8"``, ``"int4"``, ``"int2"``, ``"sign"``.
+        ``"bfloat16"``, ``"int8"``, ``"int4"``, ``"int2"`` or ``"sign"``.
       transform: ``"dct"``, ``"randomized-dct"``, ``"random"`` or ``"identity"``.
-        ``"randomized-dct"`` multiplies the elements by fixed random signs first; it is for shared
-        positions. ``"random"`` draws orthogonal matrices anew on each step.
-      block_rule: for a dimension that ``block_side`` does not divide. ``"pad"``: the last block is
-        smaller; only where the momentum is stored is it padded with zeros. ``"divisor"``: the side
-        is a divisor of the dimension.
-      selection: ``"topk"``, or ``"bins"``, the largest of each of ``topk`` bins. Bins need no sort
-        and use fewer bits. Choose ``topk`` as a power of two. With the other selections all workers
-        compute the positions from the step, and none are sent: ``"random"``,
-        ``"random-slicing"``, and FlexDeMo's ``"striding"`` and ``"slicing"``.
-        ``"random-slicing"`` sends a contiguous slice of coefficients from a random position on, the
-        same in all blocks. It needs slices, not gathers and scatters. Use it with
-        ``transform="randomized-dct"``.
+        ``"randomized-dct"`` first multiplies the elements by fixed random signs and is meant for
+        shared positions. ``"random"`` draws new orthogonal matrices on each step.
+      block_rule: rule for a dimension that ``block_side`` does not divide. With ``"pad"`` the last
+        block is smaller, and is padded with zeros only where the momentum is stored. With
+        ``"divisor"`` the side is a divisor of the dimension.
+      selection: ``"topk"``, or ``"bins"`` for the largest coefficient in each of ``topk`` bins,
+        which need no sort and take fewer bits; there ``topk`` should be a power of two. With the
+        other selections all workers compute the positions from the step and none are sent:
+        ``"random"``, ``"random-slicing"``, and FlexDeMo's ``"striding"`` and ``"slicing"``.
+        ``"random-slicing"`` sends a contiguous slice of coefficients that starts at a random
+        position, the same in all blocks. It needs only slices instead of gathers and scatters, and
+        should be used with ``transform="randomized-dct"``.
       seed: random seed for drawn bases and positions.
 
     Raises:
@@ -122,21 +123,18 @@ class Compression:
 
     @property
     def momentum_format(self) -> MomentumFormat:
-        """The settings that decide how a momentum is stored."""
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
     def selector(self, n: int, stream: int, k: int | None = None) -> AnySelector:
-        """The selector of ``k`` of the ``n`` coefficients of a block, or of all if ``k >= n``.
+        """Returns the selector of ``k`` of a block's ``n`` coefficients, or of all if ``k >= n``.
 
-        Args:
-          n: coefficients of a block.
-          stream: number of the section; each section draws different positions.
-          k: how many are sent; ``topk`` by default.
+        ``k`` is ``topk`` by default. The ``stream`` is the number of the section, so that each
+        section draws different positions.
         """
         k = self.topk if k is None else k
         return AllCoefficients(n) if k >= n else SELECTORS[self.selection](n, k, self.seed, stream)
 
 
 STATIC_NODES = Compression, MomentumFormat, TensorShapes
-"""What states of decoupled momentum hold besides arrays: the settings that they were made for."""
+"""Types of the settings that a state of decoupled momentum holds besides its arrays."""

@@ -1,7 +1,7 @@
-"""Finds the largest values of each block; reads, adds and counts values at positions.
+"""Operations on values at positions of blocks: finding the largest, reading, adding and counting.
 
-A scatter is the natural way to add. TPUs sort its indices and then loop, so there comparisons and
-matrix products are used instead. The order of additions is fixed on every device, so that all
+A scatter is the natural way to add, but TPUs sort its indices and then loop, so there comparisons
+and matrix products are used instead. The order of additions is fixed on every device, so that all
 workers get the same bits.
 """
 
@@ -20,18 +20,17 @@ BlockPositions = Int[Array, "blocks k"]
 WorkerPositions = Int[Array, "workers blocks k"]
 WorkerValues = Float[Array, "workers blocks k"]
 
-STRIDED_GROUP_SIZE = 8  # elements (`largest_by_strided_groups`)
-_LANES = 128  # width of a TPU's vectors: narrower arrays are padded to it in memory
-_MOST_COMPARISONS = 16  # per element; beyond, a product costs less
+STRIDED_GROUP_SIZE = 8  # elements
+_LANES = 128  # a TPU pads narrower arrays to this width of its vectors in memory
+_MOST_COMPARISONS = 16  # per element; a product costs less than more of them
 
 
 def take(blocks: Shaped[Array, "blocks n"], positions: BlockPositions) -> Shaped[Array, "blocks k"]:
-    """The elements at these positions of each block."""
     return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
 
 
 def add(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
-    """Adds values to blocks, at positions unique in each."""
+    """Adds values to blocks, at positions that are unique in each."""
     compare = positions.shape[1] <= _MOST_COMPARISONS
     return jax.lax.platform_dependent(
         blocks,
@@ -43,8 +42,6 @@ def add(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k
 
 
 def add_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
-    """Adds the values of several workers, one worker after the other."""
-
     def by_product(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
         return _add_by_product(blocks, _blocks_last(positions).T, _blocks_last(values).T)
 
@@ -56,10 +53,7 @@ def add_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> 
 def sender_weight_sums(
     positions: Int32[Array, "workers blocks k"], weights: Float32[Array, "workers 1 1"]
 ) -> Float32[Array, "workers blocks k"]:
-    """For each of these coefficients, the sum of the weights of the workers that sent it.
-
-    It compares all positions of a block with each other.
-    """
+    """Sums the weights of each coefficient's senders by comparing all positions of a block."""
     workers, blocks, k = positions.shape
     all_positions, all_weights = _blocks_last(positions), jnp.repeat(weights[:, 0], k, axis=0)
     equal = all_positions[:, None] == all_positions[None]
@@ -68,14 +62,11 @@ def sender_weight_sums(
 
 
 def scatter(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
-    """Adds by a scatter without collisions."""
     rows = jnp.arange(len(blocks))[:, None]
     return blocks.at[rows, positions].add(values, unique_indices=True, mode="promise_in_bounds")
 
 
 def scatter_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
-    """Adds by one scatter after the other."""
-
     def add(
         blocks: Dense, worker: tuple[BlockPositions, Float[Array, "blocks k"]]
     ) -> tuple[Dense, None]:
@@ -89,10 +80,10 @@ def largest_by_strided_groups(
     magnitudes: Float32[Array, "blocks n"],
     largest: Callable[[Float32[Array, "_blocks _n"]], Int32[Array, "_blocks _k"]],
 ) -> Int32[Array, "blocks _k"]:
-    """The positions of the largest, by two selections in shorter rows.
+    """Finds the positions of the largest magnitudes by two selections in shorter rows.
 
-    A block has ``n / 8`` strided groups of 8 elements. A group holds every ``n / 8``-th element.
-    The groups with the largest maxima hold the largest elements.
+    A block has ``n / 8`` strided groups of 8 elements, each of which holds every ``n / 8``-th
+    element. The groups with the largest maxima hold the largest elements.
     """
     groups = magnitudes.shape[1] // STRIDED_GROUP_SIZE
     rows = [magnitudes[:, i * groups : (i + 1) * groups] for i in range(STRIDED_GROUP_SIZE)]
@@ -105,7 +96,7 @@ def largest_by_strided_groups(
 def _add_by_comparison(
     blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]
 ) -> Dense:
-    # Blocks along the last dimension are how a TPU holds the coefficients that come from products.
+    # The blocks come last, as in the layout in which a TPU's products leave the coefficients.
     place = jnp.arange(blocks.shape[1])[:, None]
     total = blocks.T
     for position, value in zip(positions.T, values.T, strict=True):

@@ -1,4 +1,4 @@
-"""The ``k`` largest coefficients of each block, and the codings of their ascending positions.
+"""Selection of the ``k`` largest coefficients of each block, and codings of their positions.
 
 ========== =============================================== ================================
 coding     bits per block of ``n``                         cheapest for
@@ -9,9 +9,9 @@ elias-fano ``k l + k + ceil(n / 2**l) - 1``,               in between
 bitmap     ``n``                                           about a quarter of ``n`` and more
 ========== =============================================== ================================
 
-Elias-Fano sends the low ``l`` bits of each position unchanged, and the high parts, which ascend
-slowly, in unary: a bitmap in which the i-th position sets bit ``high + i``. A block's bitmap
-travels as whole words, and its remainder as one shorter field.
+Positions are sent in ascending order. Elias-Fano sends the low ``l`` bits of each position
+unchanged and the high parts, which ascend slowly, in unary, as a bitmap in which the i-th position
+sets bit ``high + i``. A block's bitmap travels as whole words and one shorter field for the rest.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from demo_optax._src.compression.bits import pack_bits, unpack_bits, words_of
 
 CODINGS = "packed", "elias-fano", "bitmap"
 
-_GPU_KERNEL_K = 16  # up to this many coefficients XLA has a top-k kernel for GPUs
-_AT_ONCE = 64  # coefficients of a block, of all workers, that are compared or in one product
+_GPU_KERNEL_K = 16  # XLA has a top-k kernel for GPUs up to this many coefficients
+_AT_ONCE = 64  # coefficients of a block from all workers that are compared or multiplied at once
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """Sends the ``k`` largest coefficients of a block of ``n``, positions ascending."""
+    """Selector of the ``k`` largest coefficients of a block of ``n``, with ascending positions."""
 
     n: int
     k: int
@@ -44,12 +44,11 @@ class TopK:
 
     @property
     def workers_at_once(self) -> int:
-        """Workers whose messages are decoded together."""
         return max(_AT_ONCE // self.k, 1)
 
     @property
     def coding(self) -> str:
-        """The coding of the positions with the fewest bits.
+        """Returns the coding of the positions that takes the fewest bits.
 
         Example:
           >>> [TopK(4096, k).coding for k in (1, 8, 2048)]
@@ -58,20 +57,17 @@ class TopK:
         return min(CODINGS, key=self.position_bits)
 
     def position_bits(self, coding: str) -> int:
-        """Bits for the positions of one block."""
         low, bitmap = _fields(self.n, self.k, coding)
         return self.k * low + bitmap
 
     def position_words(self, num_blocks: int) -> int:
-        """Words for the positions of ``num_blocks`` blocks."""
         low, bitmap = _fields(self.n, self.k, self.coding)
         whole_words = num_blocks * (bitmap // 32)
         rests = words_of(num_blocks, bitmap % 32)
         return words_of(num_blocks * self.k, low) + whole_words + rests
 
     def select(self, coefficients: Float[Array, "blocks n"]) -> Int32[Array, "blocks k"]:
-        """Positions of the largest magnitudes of each block, exactly."""
-        # In float32, the only dtype that XLA's fast paths take.
+        # XLA's fast paths take only float32.
         magnitudes = jnp.abs(coefficients.astype(jnp.float32))
         slow = ["cpu"] if self.k <= _GPU_KERNEL_K else ["cpu", "cuda", "rocm"]
         chosen = jax.lax.platform_dependent(
@@ -84,7 +80,7 @@ class TopK:
     def encode(
         self, positions: Int32[Array, "blocks k"], coding: str | None = None
     ) -> UInt32[Array, "words"]:
-        """Packs ascending positions into words, by the shortest of `CODINGS` or a given one."""
+        """Packs ascending positions into words, with the shortest coding unless one is given."""
         coding = coding or self.coding
         low_bits, size = _fields(self.n, self.k, coding)
         low = positions.astype(jnp.uint32) & jnp.uint32((1 << low_bits) - 1)
@@ -97,10 +93,7 @@ class TopK:
     def decode(
         self, words: UInt32[Array, "words"], num_blocks: int, coding: str | None = None
     ) -> tuple[Int32[Array, "{num_blocks} k"], BoolScalar]:
-        """Unpacks untrusted words: positions, and whether they ascended in the block.
-
-        If they did not, the positions are the first ``k``.
-        """
+        """Unpacks untrusted words, or returns the first ``k`` positions and False if invalid."""
         k, coding = self.k, coding or self.coding
         low_bits, size = _fields(self.n, k, coding)
         for_low = words_of(num_blocks * k, low_bits)
@@ -125,14 +118,14 @@ class TopK:
     def _by_strided_groups(
         self, magnitudes: Float32[Array, "blocks n"]
     ) -> Int32[Array, "blocks k"]:
-        """Like `_by_kernel`, for devices that are slow on long rows (GPUs sort them whole)."""
+        """Replaces `_by_kernel` on devices that are slow on long rows, which GPUs sort whole."""
         if self.n % sparse.STRIDED_GROUP_SIZE or self.n // sparse.STRIDED_GROUP_SIZE < 4 * self.k:
             return self._by_kernel(magnitudes)
         return sparse.largest_by_strided_groups(magnitudes, lambda x: jax.lax.top_k(x, self.k)[1])
 
 
 def _fields(n: int, k: int, coding: str) -> tuple[int, int]:
-    """``(bits of each low part, bits of the block's bitmap)``."""
+    """Returns the number of bits of each low part, and of the block's bitmap."""
     low = (n // k).bit_length() - 1
     return {
         "packed": ((n - 1).bit_length(), 0),
@@ -142,18 +135,18 @@ def _fields(n: int, k: int, coding: str) -> tuple[int, int]:
 
 
 def _shift(k: int, coding: str) -> Int32[Array, "1 {k}"]:
-    """What Elias-Fano adds to high parts, so that equal ones set different bits; else zeros."""
+    """Returns the steps by which Elias-Fano makes equal high parts set different bits, or zeros."""
     steps = jnp.arange(k, dtype=jnp.int32)[None]
     return steps if coding == "elias-fano" else jnp.zeros_like(steps)
 
 
 def _is_dense(k: int, size: int) -> bool:
-    """Whether bits one by one cost less than comparing ``k`` places with all words."""
+    """Tells whether handling every bit costs less than comparing ``k`` places with all words."""
     return k * size // 32 > 4096
 
 
 def _bitmap(ones: Int[Array, "blocks k"], size: int) -> UInt32[Array, "blocks words"]:
-    """The ``ceil(size / 32)`` words in which these bits are set."""
+    """Returns the ``ceil(size / 32)`` words of each block in which these bits are set."""
     if _is_dense(ones.shape[1], size):
         bits = jnp.zeros((len(ones), -(-size // 32) * 32), jnp.uint32)
         bits = bits.at[jnp.arange(len(ones))[:, None], ones].set(1, unique_indices=True)
@@ -167,7 +160,7 @@ def _bitmap(ones: Int[Array, "blocks k"], size: int) -> UInt32[Array, "blocks wo
 def _positions_of_ones(
     bitmap: UInt32[Array, "blocks words"], k: int
 ) -> tuple[Int32[Array, "blocks {k}"], BoolScalar]:
-    """Positions of the ``k`` set bits of each block's words; whether every block has ``k``."""
+    """Finds the ``k`` set bits in the words of each block; tells whether every block has ``k``."""
     blocks, size = bitmap.shape[0], 32 * bitmap.shape[1]
     if _is_dense(k, size):
         bits = unpack_bits(bitmap.reshape(-1), 1, blocks * size).reshape(blocks, size)
@@ -181,13 +174,13 @@ def _positions_of_ones(
     counts = jax.lax.population_count(bitmap).astype(jnp.int32)
     through = jnp.cumsum(counts, axis=1)
     rank = jnp.arange(k, dtype=jnp.int32)[None]
-    # The word that holds the i-th set bit, and how many set bits of that word come before
+    # Find the word that holds the i-th set bit, and how many set bits come before it in that word
     word = jnp.sum(through[:, None] <= rank[:, :, None], 2, jnp.int32)
     in_word = word[:, :, None] == words
     rank -= jnp.sum(jnp.where(in_word, (through - counts)[:, None], 0), 2, jnp.int32)
     bits = jnp.sum(jnp.where(in_word, bitmap[:, None], jnp.uint32(0)), 2, jnp.uint32)
     place = jnp.zeros_like(rank)
-    for width in (16, 8, 4, 2, 1):  # binary search inside the word
+    for width in (16, 8, 4, 2, 1):  # a binary search inside the word
         below = bits & jnp.uint32((1 << width) - 1)
         inside = jax.lax.population_count(below).astype(jnp.int32)
         above = rank >= inside

@@ -1,7 +1,7 @@
-"""Blockwise orthonormal transforms: a matrix product over the columns, one over the rows.
+"""Blockwise orthonormal transforms, as one matrix product over columns and one over rows.
 
-All blocks of one shape are transformed together, whatever tensors they come from. A block's
-columns are its last side, its rows all others. The coefficients come out with rows and columns
+All blocks of one shape are transformed together, whatever tensors they come from. The last side of
+a block is its columns and all others are its rows. The coefficients come out with rows and columns
 swapped, which saves a transpose in each direction.
 """
 
@@ -19,15 +19,15 @@ from demo_optax._src.arrays import IntScalar
 Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
 
 BASIS_STREAM, POSITIONS_STREAM, ROUNDING_STREAM = range(3)
-"""Streams of random numbers: the redrawn basis, shared positions, rounding of stored momenta."""
+"""Streams of random numbers for redrawn bases, shared positions and the rounding of momenta."""
 
 
 def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
-    """The random key of a step and a purpose (such a stream), the same on all workers.
+    """Returns the random key of a step and a stream, the same on all workers.
 
-    JAX's settings decide what ``jax.random.key(seed)`` is, and they may differ between workers and
-    when a run resumes. This key depends on none. What is drawn from it must not either: draw under
-    ``jax.threefry_partitionable(True)``, and name the dtype.
+    The key ``jax.random.key(seed)`` depends on JAX's settings, which may differ between workers and
+    when a run resumes; this key depends on none. To keep draws independent of them too, draw under
+    ``jax.threefry_partitionable(True)`` and name the dtype.
     """
     words = jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -37,9 +37,8 @@ def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:
 class Basis(NamedTuple):
     """An orthonormal basis of every block.
 
-    Attributes:
-      matrix: function from a side to its matrix, with one basis vector per row.
-      randomized: whether a block's elements are first multiplied by fixed random signs.
+    The matrix of a side has one basis vector per row. If ``randomized``, a block's elements are
+    first multiplied by fixed random signs.
     """
 
     matrix: Callable[[int], Matrix]
@@ -47,7 +46,7 @@ class Basis(NamedTuple):
 
 
 def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
-    """Orthonormal DCT-II matrix, one basis vector per row (``scipy.fft.dct``, "ortho")."""
+    """Returns the orthonormal DCT-II matrix of ``scipy.fft.dct``, one basis vector per row."""
     frequency, position = np.arange(n)[:, None], np.arange(n)[None, :]
     basis = np.sqrt(2 / n) * np.cos(np.pi * frequency * (2 * position + 1) / (2 * n))
     basis[0] /= np.sqrt(2)
@@ -56,7 +55,6 @@ def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
 
 @jax.threefry_partitionable(True)
 def random_basis(key: PRNGKeyArray, n: int) -> Float32[Array, "{n} {n}"]:
-    """An orthogonal matrix, the same on all workers."""
     return jax.random.orthogonal(jax.random.fold_in(key, n), n, dtype=jnp.float32)
 
 
@@ -68,11 +66,11 @@ TRANSFORMS: dict[str, Callable[[PRNGKeyArray], Basis | None]] = {
     "random": lambda key: Basis(functools.partial(random_basis, key)),
     "identity": lambda key: None,
 }
-"""The basis of each transform, from a key of the step that only ``"random"`` depends on."""
+"""Functions that make the basis of each transform; only ``"random"`` uses the step's key."""
 
 
 def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
-    """Fixed random signs of a block's elements.
+    """Returns fixed random signs for a block's elements.
 
     With them any set of coefficients, even neighbouring ones, has a component in every direction of
     a block, as in the subsampled randomized transforms of Ailon and Chazelle (STOC 2006).
@@ -82,14 +80,13 @@ def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
 
 
 def is_redrawn(name: TransformName) -> bool:
-    """Whether the basis changes from step to step, so that momenta must change their basis."""
+    """Tells whether the basis changes on every step, so that momenta must change theirs."""
     return name == "random"
 
 
 def forward(
     blocks: Float[Array, "blocks *sides"], sides: Sequence[int], basis: Basis | None
 ) -> Float[Array, "blocks columns rows"]:
-    """Coefficients of blocks."""
     if basis and basis.randomized:
         blocks = blocks * jnp.asarray(signs(sides), blocks.dtype)[None]
     x = blocks.reshape(len(blocks), -1, sides[-1])
@@ -99,7 +96,7 @@ def forward(
 def inverse(
     coefficients: Float[Array, "blocks n"], sides: Sequence[int], basis: Basis | None
 ) -> Float[Array, "blocks *sides"]:
-    """Blocks of coefficients: the transpose of `forward`."""
+    """Returns the blocks that have these coefficients, by the transpose of `forward`."""
     x = coefficients.reshape(len(coefficients), sides[-1], -1)
     if basis is None:
         return x.swapaxes(1, 2).reshape(-1, *sides)
@@ -111,7 +108,7 @@ def inverse(
 def change_basis(
     coefficients: Float[Array, "blocks n"], sides: Sequence[int], old: Basis, new: Basis
 ) -> Float[Array, "blocks n"]:
-    """Coefficients of the same blocks in another basis, at one transform's cost."""
+    """Converts coefficients from one basis to another at the cost of one transform."""
 
     def between(n: int) -> Matrix:
         matrices = new.matrix(n), old.matrix(n).T
@@ -134,7 +131,7 @@ def _multiply(
 
 
 def _matrices(sides: Sequence[int], matrix: Callable[[int], Matrix]) -> tuple[Matrix, Matrix]:
-    """The matrices by which columns and rows are multiplied."""
+    """Returns the matrices by which columns and rows are multiplied."""
     rows = np.ones((1, 1))
     for side in sides[:-1]:
         factor = matrix(side)
@@ -145,10 +142,10 @@ def _matrices(sides: Sequence[int], matrix: Callable[[int], Matrix]) -> tuple[Ma
 def product(
     subscripts: str, x: Float[Array, "..."], y: Float[Array, "..."], *, exact: bool = False
 ) -> Float[Array, "..."]:
-    """``jnp.einsum`` in float32; unless ``exact``, in three products of bfloat16 on TPUs.
+    """Computes ``jnp.einsum`` in float32 or, unless ``exact``, in three bfloat16 products on TPUs.
 
-    Three have errors of about ``2**-16``, at half the cost of float32's six. That is enough for
-    gradients and updates, whose errors do not accumulate; stored momenta take exact ones.
+    Three products have errors of about ``2**-16`` at half the cost of float32's six. This is enough
+    for gradients and updates, whose errors do not accumulate, but stored momenta need exact ones.
     """
     einsum = functools.partial(jnp.einsum, subscripts)
     highest = functools.partial(einsum, precision=jax.lax.Precision.HIGHEST)

@@ -1,9 +1,9 @@
-"""Value codings: coefficients as fields of a few bits, and how the others decode them.
+"""Value codings, which turn coefficients into fields of a few bits and back.
 
-The quantised codings share one scale per block, a float32 of which only the exponent and
-the first two bits of the mantissa are sent. Each field names a *level*, a small integer, so
-that level times scale is exact in float32: sender and receivers cannot disagree by a rounding, in
-whatever order a compiler multiplies and adds.
+The quantised codings have one scale per block, a float32 of which only the exponent and the first
+two bits of the mantissa are sent. Each field names a *level*, a small integer, so that level times
+scale is exact in float32. Sender and receivers therefore cannot disagree by a rounding, in whatever
+order a compiler multiplies and adds.
 """
 
 import dataclasses
@@ -30,13 +30,10 @@ _float = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Quantiser:
-    """Levels of a quantised coding, and where a block's values lie among them.
+    """The ascending levels of a quantised coding; a field is the index of its level.
 
-    Attributes:
-      bits: bits per field.
-      levels: the levels, ascending; a field is the index of its level.
-      mean_level: the level at which a block's mean magnitude is put. None puts the largest
-        magnitude at the largest level instead, for codings fine enough to cover the whole range.
+    The scale puts the mean magnitude of a block at ``mean_level``. If that is None, it puts the
+    largest magnitude at the largest level, for codings fine enough to cover the whole range.
     """
 
     bits: int
@@ -44,9 +41,10 @@ class Quantiser:
     mean_level: float | None = None
 
 
-# The two coarsest have no level at zero, since few selected coefficients are zero. A zero, such as
-# the largest of a bin of zeros, is sent as plus or minus a level, and the momentum keeps the error.
-# 2.2 for the mean lost least energy on the largest of normal, Laplace and Student-t coefficients.
+# The two coarsest codings have no level at zero, since few selected coefficients are zero. A zero,
+# such as the largest of a bin of zeros, is sent as plus or minus a level, and the momentum keeps
+# the error. The mean level 2.2 lost the least energy on the largest of normal, Laplace and
+# Student-t coefficients.
 QUANTISERS = {
     "int8": Quantiser(8, tuple(range(-127, 128))),
     "int4": Quantiser(4, tuple(range(-7, 8))),
@@ -56,11 +54,9 @@ QUANTISERS = {
 
 
 class CodedValues(NamedTuple):
-    """Values of some blocks as they are sent: unsigned integers of a few bits.
+    """The values of some blocks as they are sent, as unsigned integers of a few bits.
 
-    Attributes:
-      scales: scales of `SCALE_BITS` bits, one per block; none for the plain codings.
-      values: values of `value_bits` bits.
+    There is one scale of `SCALE_BITS` bits per block, or none for the plain codings.
     """
 
     scales: UInt32[Array, "scales"]
@@ -68,22 +64,17 @@ class CodedValues(NamedTuple):
 
 
 def value_bits(coding: ValueCoding) -> int:
-    """Bits of one value, its share of the scale not included."""
+    """Returns the number of bits of one value, without its share of the scale."""
     return QUANTISERS[coding].bits if coding in QUANTISERS else jnp.finfo(coding).bits
 
 
 def scale_bits(coding: ValueCoding) -> int:
-    """Bits for each block's scale: 0 for the codings that have none."""
+    """Returns the number of bits of each block's scale, 0 for codings that have none."""
     return SCALE_BITS if coding in QUANTISERS else 0
 
 
 def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues:
-    """Rounds values to the nearest that their coding can represent.
-
-    Args:
-      values: the values of some blocks.
-      coding: one of `VALUE_CODINGS`.
-    """
+    """Rounds values to the nearest ones that a coding can represent."""
     values = values.astype(jnp.float32)
     if coding == "float32":
         return CodedValues(jnp.zeros(0, jnp.uint32), _bits(values))
@@ -91,7 +82,7 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues
         half = jnp.uint32(0x7FFF) + ((_bits(values) >> 16) & 1)
         return CodedValues(jnp.zeros(0, jnp.uint32), (_bits(values) + half) >> 16)
 
-    # One scale for each block; it is rounded up where the largest magnitude must fit
+    # Each block has one scale, which is rounded up where the largest magnitude must fit
     quantiser, magnitudes = QUANTISERS[coding], jnp.abs(values)
     if quantiser.mean_level is None:
         scale = jnp.max(magnitudes, axis=1) / quantiser.levels[-1]
@@ -101,7 +92,8 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues
         scale = jnp.where(jnp.isfinite(mean), mean, 0.0) / quantiser.mean_level
         rounding = 1 << (_SCALE_SHIFT - 1)
     scales = (_bits(scale) + jnp.uint32(rounding)) >> _SCALE_SHIFT
-    scales = jnp.where(scales >> (SCALE_BITS - 8) > 0, scales, jnp.uint32(0))  # no denormal ones
+    # A denormal scale becomes zero
+    scales = jnp.where(scales >> (SCALE_BITS - 8) > 0, scales, jnp.uint32(0))
 
     scale = _float(scales << _SCALE_SHIFT)[:, None]
     scaled = jnp.where(scale > 0, values / scale, 0.0)
@@ -120,11 +112,7 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues
 def decode(
     coded: CodedValues, coding: ValueCoding
 ) -> tuple[Float32[Array, "blocks k"], BoolScalar]:
-    """Decodes untrusted values.
-
-    Returns:
-      The values, and whether every scale and value is finite and every code is valid.
-    """
+    """Decodes untrusted values and tells whether all are finite and all codes are valid."""
     if coding in ("float32", "bfloat16"):
         values = _float(coded.values << (32 - value_bits(coding)))
         return values, jnp.all(jnp.isfinite(values))
@@ -136,7 +124,7 @@ def decode(
 
 
 def _level(quantiser: Quantiser, field: Integer[Array, "blocks k"]) -> Float32[Array, "blocks k"]:
-    """The level of each field, computed where they are evenly spaced: tables are slow to read."""
+    """Returns the level of each field, by arithmetic if possible, since tables are slow to read."""
     levels = np.asarray(quantiser.levels, np.float32)
     gaps = np.diff(levels)
     if np.all(gaps == gaps[0]):

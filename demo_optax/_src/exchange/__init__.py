@@ -1,4 +1,4 @@
-"""Exchanges: how the workers' messages become the same aggregate on all of them."""
+"""Exchanges, which turn the workers' messages into the same aggregate on all of them."""
 
 from demo_optax._src.exchange.all_gather import AllGather as AllGather
 from demo_optax._src.exchange.delayed import Delayed as Delayed

@@ -1,4 +1,4 @@
-"""The exchange by one all-gather: every worker averages all packets."""
+"""The exchange by one all-gather, after which every worker averages all packets."""
 
 import dataclasses
 
@@ -25,15 +25,14 @@ from demo_optax._src.metrics import ExchangeMetrics, summarise
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Every worker receives all packets and averages them. Traffic grows with their number.
+    """Gathers all packets on every worker and averages them there. Traffic grows with their number.
 
     Attributes:
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
         tuple of names for workers along several axes; None for a single worker.
       norm_limit: largest norm of a worker's message, as a multiple of the median norm of all
-        messages. The excess stays in the worker's momentum. The limit bounds what one broken or
-        malicious worker can do. With sharded parameters it holds for each shard. None sets no
-        limit.
+        messages, or None for no limit. The excess stays in the worker's momentum. The limit bounds
+        the effect of a broken or malicious worker, and holds for each shard of sharded parameters.
 
     Example:
       >>> import demo_optax
@@ -50,15 +49,13 @@ class AllGather:
             object.__setattr__(self, "norm_limit", float(self.norm_limit))
 
     def packets_per_worker(self) -> int:
-        """One packet holds the whole message."""
+        """Returns 1, since one packet holds the whole message."""
         return 1
 
     def layout(self, plan: Plan) -> PacketLayout:
-        """The layout of a worker's packet."""
         return PacketLayout(plan.sections)
 
     def init(self, plan: Plan) -> tuple[()]:
-        """No state."""
         del plan
         return ()
 
@@ -70,7 +67,6 @@ class AllGather:
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
-        """Gathers all packets and averages them (see `Exchange.exchange`)."""
         packets = collectives.gather(outbox.packets[0], self.axis_name)
         worker = axes.index(self.axis_name)
         average = self.average(plan, packets, outbox, worker, previous_metrics, mean)
@@ -85,10 +81,10 @@ class AllGather:
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
-        """Averages packets, a row for each worker, whatever carried them.
+        """Averages packets, one row per worker, no matter how they were transported.
 
-        Rows of zeros are rejected. The other arguments are those of `Exchange.exchange`, and this
-        worker's row.
+        Rows of zeros are rejected. ``worker`` is this worker's row, and the other arguments are
+        those of `Exchange.exchange`.
         """
         layout, ids = self.layout(plan), jnp.arange(len(packets), dtype=jnp.int32)
         headers, _, intact = parse_headers(layout, packets, Origin(outbox.step, ids))
@@ -106,13 +102,13 @@ class AllGather:
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """A packet to each of the others, and one from each of them."""
+        """Returns the traffic of a packet to each other worker and one from each of them."""
         packet, others = 4 * self.layout(plan).words, workers - 1
         return Traffic(packet, packet * others, others)
 
 
 def resolve_exchange(axis_name: AxisName, exchange: Exchange | None) -> Exchange:
-    """The exchange of an optimizer that was given an axis name, an exchange or neither."""
+    """Returns the exchange of an optimizer that was given an axis name, an exchange or neither."""
     if exchange is None:
         return AllGather(axis_name)
     if not isinstance(exchange, Exchange):

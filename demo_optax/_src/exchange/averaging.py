@@ -1,4 +1,4 @@
-r"""How several workers' packets become their mean. No packet is trusted.
+r"""Averaging of the packets of several workers, none of which is trusted.
 
 The mean of coefficient :math:`j` is taken over the workers :math:`S_j` that sent it, or over all
 workers whose packets are accepted:
@@ -6,9 +6,9 @@ workers whose packets are accepted:
 .. math::
     \bar q_j = \sum_{i \in S_j} w_i\, a_i\, \hat q_{ij} \Big/ \sum_{i \in S_j} w_i
 
-:math:`w_i` is the weight in the header of worker :math:`i`, 1 unless its update was given a
-``message_weight``. :math:`a_i \le 1` is the accepted fraction of its decoded message
-:math:`\hat q_i`: below 1 if the message's norm exceeds the cap.
+:math:`w_i` is the weight in the header of worker :math:`i`, which is 1 unless its update was given
+a ``message_weight``. :math:`a_i \le 1` is the accepted fraction of its decoded message
+:math:`\hat q_i`, which is below 1 if the norm of the message exceeds the cap.
 
 Every worker averages the same packets in the same order with the same program, so that the mean is
 equal to the last bit on all of them.
@@ -35,16 +35,13 @@ from demo_optax._src.compression.packet import (
 from demo_optax._src.exchange.protocol import Mean, SparseSum
 
 Shared = Sequence[Positions | None]
-"""For each section the positions that all workers know; None where each worker sends its own."""
+"""The positions of each section that all workers know, or None if each worker sends its own."""
 
 
 class Decoded(NamedTuple):
-    """Decoded packets; each array has an axis of packets in front.
+    """Decoded packets, whose arrays have an axis of packets in front.
 
-    Attributes:
-      message: valid positions, and values; the values of a rejected packet are zeros.
-      accepted: whether each packet is intact, well formed and finite.
-      norms: norm of each message.
+    The positions are always valid, and the values of a packet that is not accepted are zeros.
     """
 
     message: Message
@@ -55,9 +52,9 @@ class Decoded(NamedTuple):
 def decode_accepted(
     layout: PacketLayout, packets: Packets, intact: Bool[Array, "packets"]
 ) -> Decoded:
-    """Decodes packets, and rejects those that are not intact, well formed and finite.
+    """Decodes packets and rejects those that are not intact, well formed and finite.
 
-    The energy is checked per block: one bad block would not show in the norm of all blocks.
+    The energy is checked per block, since one bad block would not show in the norm of all blocks.
     """
     message, valid = decode(layout, packets)
     accepted, total = intact & valid, jnp.zeros(len(intact), jnp.float32)
@@ -79,21 +76,11 @@ def average(
     weights: Float32[Array, "workers"],
     mean: Mean,
 ) -> tuple[list[SparseSum], Float32[Array, "workers"]]:
-    """Averages packets.
+    """Averages one packet per worker, and rejects packets with the weight 0.
 
-    Args:
-      layout: the layout of each packet.
-      packets: one packet per worker.
-      intact: which packets are intact.
-      shared: positions that every worker knows.
-      cap: norm to which a larger message is scaled down.
-      weights: weights of the workers in the mean; a packet with the weight 0 is rejected.
-      mean: which workers each coefficient is averaged over: its ``"senders"``, or all ``"workers"``
-        whose packets are accepted.
-
-    Returns:
-      The mean of each section, and the factors by which the workers' messages were scaled down;
-      0 where one was rejected.
+    Each coefficient is averaged over its ``"senders"``, or over all ``"workers"`` whose packets are
+    accepted. A message whose norm exceeds the ``cap`` is scaled down to it. The factors of all
+    messages, 0 for a rejected one, are returned with the mean of each section.
     """
 
     def weigh(packets, intact, weights):
@@ -131,7 +118,6 @@ def average(
 
 
 def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mean) -> SparseSum:
-    """The mean of messages that are decoded all at once."""
     selector, total_weight = section.selector, jnp.sum(weights)
     if not selector.sends_positions:
         return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
@@ -142,19 +128,18 @@ def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mea
 
 
 def _safe_divisor(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """The divisor; 1 where it is 0, because no worker sent anything."""
+    """Replaces a divisor of 0, which means that no worker sent anything, by 1."""
     return jnp.where(divisor > 0, divisor, 1.0)
 
 
 def _zeros(section: Section) -> tuple[Array, Array]:
-    """Initial sums of values, and of the weights of their senders, for each coefficient."""
+    """Returns initial sums of the values and of their senders' weights for each coefficient."""
     columns = section.selector.n if section.selector.sends_positions else section.selector.k
     zeros = jnp.zeros((section.num_blocks, columns), jnp.float32)
     return zeros, zeros
 
 
 def _add(section: Section, sums, positions, values, weights) -> tuple[Array, Array]:
-    """Adds the messages of a group of workers to the sums."""
     total, sender_weights = sums
     if not section.selector.sends_positions:
         return total + jnp.sum(values, axis=0), sender_weights
@@ -179,9 +164,9 @@ def _of_values(selector, shared: Positions, total, divisor) -> SparseSum:
 
 
 def _workers_at_once(layout: PacketLayout) -> int:
-    """How many packets are decoded together: few if they hold positions.
+    """Returns how many packets are decoded together, which are few if they hold positions.
 
-    Otherwise as many as have no more values together than there are coefficients.
+    Otherwise they are as many as together have no more values than there are coefficients.
     """
     selectors = [section.selector for section in layout.sections]
     limits = [selector.workers_at_once for selector in selectors if selector.sends_positions]
@@ -194,7 +179,7 @@ def _workers_at_once(layout: PacketLayout) -> int:
 def clip_factor(
     norms: Float32[Array, "*shape"], cap: Float32[Array, "..."]
 ) -> Float32[Array, "*shape"]:
-    """The factor that scales a message's norm down to the cap: in [0, 1], whatever it holds."""
+    """Returns the factor in [0, 1] that scales the norm of any message down to the cap."""
     cap = jnp.maximum(cap, 0.0)
     return jnp.where(norms > cap, cap / norms, 1.0)
 
@@ -202,12 +187,12 @@ def clip_factor(
 def limits(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
 ) -> tuple[FloatScalar, Float32[Array, "packets"]]:
-    """The cap on the norm of a message, and the weights of the messages in their mean.
+    """Returns the cap on the norm of a message, and the weights of the messages in their mean.
 
-    Both follow from the headers. The cap is a multiple of the median norm, none if ``limit`` is
-    None. Weights are capped like norms, and divided by the largest. For an even number of packets
-    the lower of the two in the middle is the median. A wrong number in one packet moves it by one
-    place at most.
+    Both follow from the headers. The cap is a multiple of the median norm, or the largest float32
+    if ``limit`` is None. Weights are capped in the same way and divided by the largest. The median
+    of an even number of packets is the lower one in the middle, and a wrong number in one packet
+    moves it by at most one place.
     """
     norms, weights = jnp.sqrt(headers.message_energy), jnp.where(intact, headers.weight, 0.0)
     largest, caps = jnp.finfo(jnp.float32).max, []

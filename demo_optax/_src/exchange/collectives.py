@@ -1,4 +1,4 @@
-"""The collectives of a step. Data replicated over a worker's devices is sent once."""
+"""The collectives of a step, which send data replicated over a worker's devices only once."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from demo_optax._src.compression.packet import MULTIPLE
 
 
 def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
-    """All workers' packets. Under ``shard_map`` the type says that they are equal on all."""
+    """Gathers all workers' packets, with a type that marks them as equal under ``shard_map``."""
     if axis_name is None:
         return packet[None]
     if axes.manual_names(axis_name) != axes.names(axis_name):
@@ -23,16 +23,16 @@ def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array,
 def gather_along(
     words: UInt32[Array, "words"], axis_name: AxisName
 ) -> UInt32[Array, "devices words"]:
-    """The words of all devices along an axis; along other axes nothing is sent."""
+    """Gathers the words of all devices along an axis and sends nothing along the others."""
     manual = axes.manual_names(axis_name)
     if manual != axes.names(axis_name):
-        gathered = words  # under vmap only the untiled form works, for one axis at a time
+        gathered = words  # vmap supports only the untiled form, for one axis at a time
         for name in reversed(axes.names(axis_name)):
             to = "invarying" if name in manual else "varying"
             gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, words.size)
 
-    # As rows of a matrix, or fused with its producer, XLA makes it an all-reduce on 64 TPUs.
+    # On 64 TPUs XLA makes it an all-reduce if it gathers matrix rows or is fused with its producer.
     row = jax.lax.optimization_barrier(words[None])
     row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
     return row.reshape(-1, words.size)
@@ -46,7 +46,7 @@ def all_to_all(
         return packets
     all_names = axes.names(axis_name)
     if axes.manual_names(axis_name) != all_names:
-        # Under vmap the shape is wrong for an array that does not vary: make it vary.
+        # Under vmap the shape would be wrong for an array that does not vary, so make it vary.
         packets = packets + jnp.uint32(0) * axes.index(axis_name).astype(jnp.uint32)
         exchanged = packets.reshape(*map(axes.size, all_names), -1)
         for place, name in enumerate(all_names):
@@ -60,9 +60,9 @@ def all_to_all(
 def split_across_devices(
     collective: Callable, words: UInt32[Array, "*some words"], axis_name: AxisName
 ):
-    """A collective between workers; each device of a worker sends a different part of the words.
+    """Runs a collective in which each device of a worker sends a different part of the words.
 
-    The received parts are gathered inside the worker.
+    The received parts are then gathered inside the worker.
     """
     replicated = axes.replicated_axes(words, axis_name)
     if not replicated:

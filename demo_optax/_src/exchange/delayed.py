@@ -1,4 +1,4 @@
-"""An exchange whose packets are applied one step later, so that it overlaps with the compute."""
+"""The exchange that applies packets one step later, so that it overlaps with the compute."""
 
 import dataclasses
 import itertools
@@ -28,15 +28,11 @@ from demo_optax._src.metrics import ExchangeMetrics
 
 
 class DelayedState(NamedTuple):
-    """State of `Delayed`: the worker's last outbox, which has not been exchanged yet.
+    """State of `Delayed`, which is the worker's last outbox, not exchanged yet.
 
-    Attributes:
-      packets: uint32 ``(packets, words)``; zeros if nothing is under way.
-      positions: int32, the positions of the message in them, all sections in one array.
-      values: float32, its values, all sections in one array.
-      factor: float32 scalar, the fraction of the message that has left the momentum.
-      inner: state of the inner exchange.
-      compression: static, the settings that say what positions and values mean.
+    The packets are zeros if none are under way. The positions and values of all sections are joined
+    in one array each, whose meaning follows from the static ``compression``. The ``factor`` is the
+    fraction of the message that has left the momentum.
     """
 
     packets: Packets
@@ -51,7 +47,7 @@ class DelayedState(NamedTuple):
 class Delayed:
     r"""Exchanges the packets of the previous step while this step computes its gradient.
 
-    A message leaves the momentum when it is sent, and enters the mean a step later:
+    A message leaves the momentum when it is sent and enters the mean one step later:
 
     .. math::
         m_t &\leftarrow \beta m_{t-1} + w\, T(g_t) \\
@@ -59,8 +55,9 @@ class Delayed:
         m_t &\leftarrow m_t - \alpha\, \hat q_t + \alpha\, (1 - a_{t-1})\, \hat q_{t-1} \\
         u_t &= T^{-1}(\mathrm{mean}(a_{t-1}\, \hat q_{t-1}))
 
-    :math:`a_{t-1}` is the fraction of the previous message that was accepted: 0 if its packet was
-    rejected, below 1 if its norm was limited. The rejected fraction is added back to the momentum.
+    :math:`a_{t-1}` is the fraction of the previous message that was accepted. It is 0 if the packet
+    was rejected and below 1 if its norm was limited. The rejected fraction is added back to the
+    momentum.
 
     Attributes:
       inner: the exchange that is delayed.
@@ -82,19 +79,16 @@ class Delayed:
 
     @property
     def axis_name(self) -> AxisName:
-        """The axis of the inner exchange."""
         return self.inner.axis_name
 
     def packets_per_worker(self) -> int:
-        """Packets of the inner exchange."""
         return self.inner.packets_per_worker()
 
     def layout(self, plan: Plan) -> PacketLayout:
-        """The layout of the inner exchange's packets."""
         return self.inner.layout(plan)
 
     def init(self, plan: Plan) -> DelayedState:
-        """Nothing under way: packets of zeros, which every worker rejects."""
+        """Returns a state with packets of zeros, which every worker rejects."""
         packets = jnp.zeros((self.packets_per_worker(), self.layout(plan).words), jnp.uint32)
         message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _message_shapes(plan))
         outbox = Outbox(packets, message, jnp.float32(0), jnp.int32(-1))
@@ -122,7 +116,7 @@ class Delayed:
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """The traffic of the inner exchange, overlapped with the compute."""
+        """Returns the traffic of the inner exchange, which overlaps with the compute."""
         return self.inner.traffic(plan, workers)._replace(overlaps=True)
 
     def _keep(self, plan: Plan, outbox: Outbox, inner) -> DelayedState:
@@ -134,7 +128,7 @@ class Delayed:
 
 
 def message_of(plan: Plan, positions: Int32[Array, "_"], values: Float32[Array, "_"]) -> Message:
-    """The message whose positions and values a `DelayedState` keeps."""
+    """Returns the message whose positions and values a `DelayedState` keeps."""
     shapes = _message_shapes(plan)
     return Message(*map(_divided, (positions, values), shapes))
 

@@ -1,8 +1,8 @@
-"""What an exchange is: how the workers' messages become the same aggregate on all of them.
+"""The protocol of exchanges, which turn the workers' messages into the same aggregate on all.
 
 To add one, write a frozen dataclass with the methods of `Exchange` in a file of this folder, and
 name it in the ``__init__.py`` of this folder and of ``demo_optax``. Only checkpoints depend on the
-kind of exchange: they put the pending packets of `Delayed` back into the momentum.
+kind of exchange, since they put the pending packets of `Delayed` back into the momentum.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ MEANS = get_args(Mean)
 
 
 class Outbox(NamedTuple):
-    """What a worker hands to an exchange.
+    """The packets that a worker hands to an exchange, and the message in them.
 
     Attributes:
       packets: uint32 ``(packets, words)``, one packet for each owner of a share of the blocks.
-      message: the message that the others decode from them.
+      message: the message that the other workers decode from the packets.
       factor: float32 scalar, the fraction of the message that leaves the momentum if the packet is
         accepted; 0 if the packet must be ignored.
       step: int32 scalar, the step in which the packets were built.
@@ -50,7 +50,7 @@ class Outbox(NamedTuple):
 
     @property
     def packet(self) -> UInt32[Array, "words"]:
-        """The only packet, of an exchange without owners."""
+        """The only packet of an exchange without owners."""
         (packet,) = self.packets
         return packet
 
@@ -62,12 +62,12 @@ class Outbox(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class SparseSum:
-    """The aggregate of a section as a sum of sparse terms; `dense` adds them in their order.
+    """The aggregate of a section as a sum of sparse terms, which `dense` adds in order.
 
     Attributes:
       positions: int32 ``(terms, blocks, places)``.
       values: float32 ``(terms, blocks, k)``.
-      selector: what the positions mean.
+      selector: the selector that defines the positions.
     """
 
     positions: Array
@@ -75,9 +75,9 @@ class SparseSum:
     selector: Any
 
     def dense(self) -> Coefficients:
-        """The coefficients ``(blocks, n)``, zero where no worker sent any."""
+        """Returns the coefficients ``(blocks, n)``, which are zero where no worker sent any."""
         blocks = self.values.shape[1]
-        # Zeros that depend on the values; otherwise XLA makes those of all sections at once.
+        # The zeros depend on the values, or XLA would make those of all sections at once.
         zeros = jnp.where(true_once_computed([self.values]), jnp.float32(0), jnp.float32(1))
         zeros = jnp.broadcast_to(zeros, (blocks, self.selector.n))
         if len(self.values) == 1:
@@ -92,13 +92,9 @@ class SparseSum:
 )
 @dataclasses.dataclass(frozen=True)
 class Subtraction:
-    """A message of a worker, and the fraction of it that leaves its momentum.
+    """A worker's message as the others decode it, and the fraction of each block to subtract.
 
-    Attributes:
-      message: the message, as the others decode it.
-      factors: for each section, the fraction for each of its blocks.
-      delay: steps since the message was sent.
-      under_way: whether nobody has applied the message yet.
+    The message was sent ``delay`` steps ago, and is ``under_way`` until workers have applied it.
     """
 
     message: Message
@@ -110,33 +106,31 @@ class Subtraction:
     def uniform(
         cls, plan: Plan, message: Message, factor: FloatScalar, under_way: bool = False
     ) -> "Subtraction":
-        """The same fraction of every block."""
+        """Makes a subtraction of the same fraction of every block."""
         factors = [jnp.full((s.num_blocks, 1), factor) for s in plan.sections]
         return cls(message, factors, under_way=under_way)
 
     def undone(self) -> "Subtraction":
-        """What brings the message back into the momentum."""
+        """Returns the subtraction that brings the message back into the momentum."""
         return dataclasses.replace(self, factors=[-factor for factor in self.factors])
 
     def less(self, fraction: FloatScalar) -> "Subtraction":
-        """What is left to subtract once this fraction of the message has left the momentum."""
+        """Returns the rest to subtract once this fraction has left the momentum."""
         return dataclasses.replace(self, factors=[factor - fraction for factor in self.factors])
 
     def rows(self) -> list[tuple[Any, Any, Any]]:
-        """For each section positions, values and factors, a row for each block."""
+        """Returns positions, values and factors for each section, with a row for each block."""
         return list(zip(*self.message, self.factors, strict=True))
 
 
 class Aggregate(NamedTuple):
-    """What an exchange returns on every worker.
+    """The result of an exchange on one worker.
 
     Attributes:
-      mean: for each section the mean, the same on all workers.
-      subtractions: what leaves this worker's momentum. An exchange inside `Delayed` has exactly
-        one.
-      state: state of the exchange for its next call.
-      metrics: metrics of the step.
-      delay: age in steps of the messages in ``mean``.
+      mean: the mean of each section, the same on all workers.
+      subtractions: the messages that leave this worker's momentum; an exchange inside `Delayed`
+        has exactly one.
+      delay: the age in steps of the messages in ``mean``.
     """
 
     mean: Sequence[SparseSum]
@@ -147,12 +141,12 @@ class Aggregate(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Traffic of one exchange on a worker's link.
+    """The traffic of one exchange on a worker's link.
 
     Attributes:
       sent: bytes that the worker hands to its collectives.
       received: bytes that it receives from the others.
-      rounds: messages that must be sent one after another, if every collective is a ring.
+      rounds: number of messages that must be sent one after another if every collective is a ring.
       overlaps: whether the exchange overlaps with the next step's compute.
     """
 
@@ -164,11 +158,11 @@ class Traffic(NamedTuple):
 
 @runtime_checkable
 class Exchange(Protocol):
-    """How the workers' messages become the same aggregate on all of them.
+    """Turns the workers' messages into the same aggregate on all of them.
 
-    No packet is trusted. Every worker rejects a packet with a wrong checksum, or of a different
-    step or worker. It also rejects positions that the selector cannot send, and values or energies
-    that are not finite. A worker whose step counter differs rejects the packets of all others.
+    No packet is trusted. Every worker rejects a packet with a wrong checksum or from a different
+    step or worker, as well as positions that the selector cannot send and values or energies that
+    are not finite. A worker whose step counter differs rejects the packets of all others.
 
     Example:
       >>> import demo_optax
@@ -182,15 +176,15 @@ class Exchange(Protocol):
         ...
 
     def packets_per_worker(self) -> int:
-        """Packets into which a worker divides its message, one for each owner of a share."""
+        """Returns the number of packets of a worker's message, one for each owner of a share."""
         ...
 
     def layout(self, plan: Plan) -> PacketLayout:
-        """The layout of one of these packets."""
+        """Returns the layout of one of these packets."""
         ...
 
     def init(self, plan: Plan) -> Any:
-        """The initial state of the exchange."""
+        """Returns the initial state of the exchange."""
         ...
 
     def exchange(
@@ -206,20 +200,20 @@ class Exchange(Protocol):
 
         Args:
           plan: the plan of the tensors, the same on all workers.
-          outbox: this worker's packets, and the message in them.
-          state: state from the previous call.
-          previous_metrics: metrics of the previous call.
-          mean: which workers each coefficient is averaged over: its ``"senders"``, or all
-            ``"workers"`` whose packets are accepted.
+          outbox: this worker's packets and the message in them.
+          state: the state from the previous call.
+          previous_metrics: the metrics of the previous call.
+          mean: ``"senders"`` to average each coefficient over its senders, or ``"workers"`` to
+            average it over all workers whose packets are accepted.
         """
         ...
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """Traffic of one call among this number of workers."""
+        """Returns the traffic of one call among this number of workers."""
         ...
 
 
 def split_messages(plan: Plan, subtractions: Sequence[Subtraction]) -> list[Any]:
-    """For each part of the plan its rows of each message."""
+    """Divides the rows of each message among the parts of the plan."""
     rows = [plan.split_rows(subtraction.rows()) for subtraction in subtractions]
     return list(zip(*rows, strict=True)) or [()] * len(plan.parts)

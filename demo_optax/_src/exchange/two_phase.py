@@ -4,8 +4,8 @@
 
 Each worker owns an equal share of the blocks. It averages the messages of all workers for them,
 adds its residual, and sends the largest coefficients of the total to all workers. The rest is its
-new residual, which decays as a momentum does: error feedback on both sides, as in 1-bit Adam (Tang
-et al., arXiv 2102.02888) and DoubleSqueeze (Tang et al., arXiv 1905.05957).
+new residual, which decays as a momentum does. This is error feedback on both sides, as in 1-bit
+Adam (Tang et al., arXiv 2102.02888) and DoubleSqueeze (Tang et al., arXiv 1905.05957).
 """
 
 import dataclasses
@@ -54,34 +54,29 @@ from demo_optax._src.participation import reset_nonfinite_blocks
 
 
 class TwoPhaseState(NamedTuple):
-    """State of an owner of a share of the blocks.
-
-    Attributes:
-      residual: for each section, the part of the mean that the owner has not sent yet,
-        ``(blocks / workers, n)`` float32; each worker has its own.
-    """
+    """Each section's part of the mean that the owner has yet to send, ``(blocks / workers, n)``."""
 
     residual: tuple[Coefficients, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoPhase:
-    """Each worker averages its share of the blocks, and sends the mean back, compressed as well.
+    """Lets each worker average its share of the blocks and send back the mean, compressed as well.
 
-    It is a compressed reduce-scatter followed by an all-gather. What the compression leaves out
-    stays with the owner for later steps, and decays by ``residual_decay`` on each. The bytes that a
-    worker sends and receives hardly grow with the number of workers.
+    This is a compressed reduce-scatter followed by a compressed all-gather. The part of the mean
+    that the compression leaves out stays with the owner for later steps and decays by
+    ``residual_decay`` on each. The bytes that a worker sends and receives hardly grow with the
+    number of workers.
 
     Attributes:
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
-      topk_back: coefficients of each block that an owner sends back; four times ``topk`` by
-        default; with shared positions the same coefficients come back.
-      value_coding_back: coding of the values that it sends back; that of the compression by
-        default.
+      topk_back: number of coefficients of each block that an owner sends back, four times ``topk``
+        by default. With shared positions the same coefficients come back.
+      value_coding_back: coding of the values that it sends back, by default the compression's.
       norm_limit: largest norm of a worker's message, as in `AllGather`. It applies in the first
-        phase only. Each owner decides alone on its share of the blocks.
+        phase only, where each owner decides alone on its share of the blocks.
       residual_decay: factor of the residual on each step, in [0, 1]. With 1 nothing is ever lost,
-        but what an owner sends is older, and the loss was higher in our runs.
+        but the owner's results are older, and the loss was higher in our runs.
 
     Example:
       >>> import demo_optax
@@ -107,15 +102,14 @@ class TwoPhase:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
 
     def packets_per_worker(self) -> int:
-        """Every worker owns a share of the blocks."""
+        """Returns the number of workers, since each of them owns a share of the blocks."""
         return axes.size(self.axis_name)
 
     def layout(self, plan: Plan) -> PacketLayout:
-        """The layout of the packet for one owner, without an all-gather's padding to 128 words."""
+        """Returns the layout of the packet for one owner, which needs no padding to 128 words."""
         return _layout(plan, self.packets_per_worker())
 
     def init(self, plan: Plan) -> TwoPhaseState:
-        """The residual starts at zero."""
         self._result_sections(plan)  # raises for settings that do not fit together
         zeros = [
             jnp.zeros((s.num_blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
@@ -132,9 +126,9 @@ class TwoPhase:
     ) -> Aggregate:
         """Exchanges in two phases (see `Exchange.exchange`).
 
-        The owner alone decides whether to accept a packet, and reports it to all workers. If an
-        owner's result is rejected, its residual does not change, and the messages to it stay in the
-        momenta. If no packet is accepted, nothing changes.
+        The owner alone decides whether to accept a packet, and reports its decision to all workers.
+        If an owner's result is rejected, its residual does not change and the messages to it stay
+        in the momenta. If no packet is accepted, nothing changes.
         """
         workers, own_id, step = len(outbox.packets), axes.index(self.axis_name), outbox.step
         worker_ids = jnp.arange(workers, dtype=jnp.int32)
@@ -149,7 +143,7 @@ class TwoPhase:
         positions = _for_owner(shared_positions(plan.sections, step), workers, own_id)
         means, clip_factors = average(layout, packets, intact, positions, cap, weights, mean)
 
-        # It adds its residual, and selects and encodes like a worker
+        # It adds its residual, then selects and encodes like a worker
         residual = self._residual(plan, state, step)
         kept = [self.residual_decay * x for x in residual]
         totals = [old + new.dense() for old, new in zip(kept, means, strict=True)]
@@ -171,10 +165,10 @@ class TwoPhase:
         headers, extra, intact = parse_headers(result_layout, packets, Origin(step, worker_ids))
         results = decode_accepted(result_layout, packets, intact)
 
-        # Which packets were accepted by which owner, and the accepted fraction
+        # Find out which owner accepted which packets, and the accepted fractions
         by_owner = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
         by_owner = (by_owner > 0) & results.accepted[:, None]
-        # A worker is accepted if some owner accepted its packet, and its own result is accepted
+        # A worker is accepted if some owner accepted its packet and its own result is accepted
         accepted = by_owner.any(axis=0) & results.accepted
         any_accepted = accepted.any()
         caps = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
@@ -208,15 +202,15 @@ class TwoPhase:
         )
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
-        """A packet to each owner, and each owner's result to all workers."""
+        """Returns the traffic of a packet to each owner and each owner's result to all workers."""
         packets = 4 * workers * _layout(plan, workers).words
         result, others = 4 * self._result_layout(plan, workers).words, workers - 1
         return Traffic(packets + result, (packets / workers + result) * others, 2 * others)
 
     def _result_sections(self, plan: Plan) -> list[Section]:
-        """The sections of all owners' results together."""
+        """Returns the sections of all owners' results together."""
         settings = plan.compression
-        # A selector of an arbitrary block, only to see whether it sends its positions.
+        # The block is arbitrary, since only ``sends_positions`` matters.
         sends_positions = settings.selector(settings.topk + 1, 0).sends_positions
         if self.topk_back is not None and not sends_positions:
             raise ValueError(
@@ -238,17 +232,17 @@ class TwoPhase:
         ]
 
     def _result_layout(self, plan: Plan, workers: int) -> PacketLayout:
-        """The layout of an owner's result.
+        """Returns the layout of an owner's result.
 
-        The header is followed by the cap on norms, and a bit for each worker: whether the owner
-        accepted its packet.
+        The header is followed by the cap on norms and by one bit for each worker that tells whether
+        the owner accepted its packet.
         """
         return PacketLayout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).per_owner(
             workers
         )
 
     def _residual(self, plan: Plan, state: TwoPhaseState, step: IntScalar) -> list[Coefficients]:
-        """The owner's residual in the basis of a step; blocks that are not finite become zero."""
+        """Returns the residual in the basis of a step; blocks that are not finite become zero."""
         momentum_format = plan.compression.momentum_format
         pairs = zip(state.residual, plan.sides, strict=True)
         residual = [momentum_format.advance(x, sides, step) for x, sides in pairs]
@@ -260,13 +254,12 @@ def _layout(plan: Plan, owners: int) -> PacketLayout:
 
 
 def _for_owner(shared: Shared, owners: int, owner: IntScalar) -> Shared:
-    """The shared positions of one owner's blocks."""
     return [None if at is None else divide_rows(at, owners, "edge")[owner] for at in shared]
 
 
 def _rows(
     factors: Float32[Array, "owners"], layout: PacketLayout, plan: Plan
 ) -> list[Float32[Array, "_blocks 1"]]:
-    """For each section, the factor of the owner of each of its blocks."""
+    """Returns, for each section, the factors of the owners of its blocks."""
     shares = zip(plan.sections, layout.sections, strict=True)
     return [jnp.repeat(factors, share.num_blocks)[: s.num_blocks, None] for s, share in shares]
