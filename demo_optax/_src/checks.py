@@ -167,6 +167,9 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
         {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (given, expected)
     )
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (given, expected)]
+    if has == needs and structures[0] == structures[1]:
+        return
     if lacking := sorted(needs.keys() - has.keys()) + sorted(has.keys() - needs.keys()):
         raise ValueError(
             f"{what} lacks {sorted(needs.keys() - has.keys())[:3] or 'nothing'} and holds "
@@ -184,9 +187,8 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
         return isinstance(x, static)
 
     nodes = [filter(is_static, jax.tree.leaves(x, is_leaf=is_static)) for x in (given, expected)]
-    for made, wanted in zip(*nodes, strict=True):
-        if made != wanted:
-            raise ValueError(
-                f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. "
-                f"{remedy}"
-            )
+    pairs = [pair for pair in zip(*nodes, strict=False) if pair[0] != pair[1]]
+    made, wanted = pairs[0] if pairs else structures
+    raise ValueError(
+        f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. {remedy}"
+    )

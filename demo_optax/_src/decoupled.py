@@ -171,7 +171,7 @@ def decoupled(
     gradient; the state is the pair ``(DecoupledMomentumState, state of base)``. The base should
     have no momentum of its own (``optax.adamw(..., b1=0.0)``), since a second one made training
     much worse in our runs. On a step without participants the updates are zero, and only the
-    schedule counts in the base's state change: states whose only field is ``count``.
+    schedule counts in the base's state change: states whose only field is an integer ``count``.
 
     With ``look_ahead`` each worker takes its gradient at the point to which its own momentum leads:
 

@@ -206,10 +206,7 @@ def _accumulate_and_encode(
 ) -> tuple[list[Any], Outbox, Any]:
     """Returns the momenta before any subtraction, the outbox and the preconditioner's state."""
     exchange, step, given = settings.exchange, state.count, gradient
-    weight, sharded = (
-        settings.weight_at(step),
-        axes.sharded_axes_in(extra_args),
-    )
+    weight, sharded = settings.weight_at(step), axes.sharded_axes_in(extra_args)
     participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
     participates &= participation.settings_are_finite(weight, settings.decay)
 

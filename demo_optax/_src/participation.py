@@ -93,7 +93,8 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
     """
 
     def is_count(x) -> bool:
-        return getattr(x, "_fields", ()) == ("count",)
+        is_alone = getattr(x, "_fields", ()) == ("count",)
+        return is_alone and jnp.issubdtype(getattr(x.count, "dtype", float), jnp.integer)
 
     def is_injected(x) -> bool:
         return isinstance(x, optax.InjectStatefulHyperparamsState)

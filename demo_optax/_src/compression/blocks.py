@@ -28,16 +28,16 @@ class Piece(NamedTuple):
 
     Attributes:
       first: position of the first block in the tensor's grid.
-      in_grid: slices of the tensor's grid where the blocks are stored.
-      in_tensor: slices of the tensor that hold their elements.
+      in_grid: bounds of the part of the tensor's grid where the blocks are stored.
+      in_tensor: bounds of the part of the tensor that holds their elements.
       block_shape: the sides larger than 1, or ``(1,)`` if there are none.
     """
 
     first: tuple[int, ...]
     grid: tuple[int, ...]
     sides: tuple[int, ...]
-    in_grid: tuple[slice, ...]
-    in_tensor: tuple[slice, ...]
+    in_grid: tuple[tuple[int, int], ...]
+    in_tensor: tuple[tuple[int, int], ...]
     num_blocks: int
     block_shape: tuple[int, ...]
     block_size: int
@@ -109,10 +109,9 @@ def block_geometry(
                 first=starts,
                 grid=counts,
                 sides=lengths,
-                in_grid=tuple(slice(a, a + n) for a, n in zip(starts, counts, strict=True)),
+                in_grid=tuple((a, a + n) for a, n in zip(starts, counts, strict=True)),
                 in_tensor=tuple(
-                    slice(a, a + n * side)
-                    for a, n, side in zip(offsets, counts, lengths, strict=True)
+                    (a, a + n * side) for a, n, side in zip(offsets, counts, lengths, strict=True)
                 ),
                 num_blocks=math.prod(counts),
                 block_shape=tuple(side for side in lengths if side > 1) or (1,),

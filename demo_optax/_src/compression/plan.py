@@ -87,7 +87,7 @@ class Part:
         for group in self.groups:
             blocks = []
             for number, piece in group.members:
-                x = tensors[number].astype(dtype)[piece.in_tensor]
+                x = tensors[number].astype(dtype)[tuple(itertools.starmap(slice, piece.in_tensor))]
                 x = x.reshape(
                     [n for pair in zip(piece.grid, piece.sides, strict=True) for n in pair]
                 )
@@ -124,7 +124,9 @@ class Part:
         for group in self.groups:
             pieces = []
             for number, piece in group.members:
-                x = stored[number][(*piece.in_grid, slice(piece.block_size))]
+                x = stored[number][
+                    (*itertools.starmap(slice, piece.in_grid), slice(piece.block_size))
+                ]
                 pieces.append(upcast(x.reshape(piece.num_blocks, piece.block_size)))
             pieces = [jnp.concatenate(pieces)] if self.merged else pieces
             if step is not None:

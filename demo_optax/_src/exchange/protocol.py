@@ -127,9 +127,10 @@ class Aggregate(NamedTuple):
     """The result of an exchange on one worker.
 
     Attributes:
-      mean: the mean of each section, the same on all workers.
+      mean: the mean of each section, the same on all workers; its type must say so, as that of
+        `collectives.gather` does.
       subtractions: the messages that leave this worker's momentum; an exchange inside `Delayed`
-        has exactly one.
+        has exactly one, of the very message in the outbox.
       delay: the age in steps of the messages in ``mean``.
     """
 

@@ -8,6 +8,7 @@ optax's link differs between workers as well.
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,32 +115,61 @@ def state_shardings(
     return shards.shardings(mesh, state_specs(tx, params, mesh, axis_name, param_specs))
 
 
+_LAYOUTS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""The layouts of each ``tx.update``, which live as long as the optimizer does."""
+
+
 def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
-    """Returns the layout for arrays or shapes of the whole parameters, and caches the last few."""
+    """Returns the layout for arrays or shapes of the whole parameters.
+
+    The update is traced once for each optimizer.
+
+    Raises:
+      ValueError: the updates differ between workers, because ``tx`` does not exchange.
+    """
     checks.require_unwrapped(tx)
     checks.real_leaves("parameter", params)
     shards.num_workers(mesh, axis_name)
-    leaves, structure = jax.tree.flatten((checks.shapes_of("parameter", params), param_specs))
-    context = axes.platform(), jnp.result_type(float)
-    return _trace_layout(tx, structure, tuple(leaves), mesh, axis_name, context)
+    params = checks.shapes_of("parameter", params)
+    leaves, structure = jax.tree.flatten((params, param_specs))
+    context = mesh, axis_name, axes.platform(), jnp.result_type(float)
+    key = tx.init, structure, tuple(leaves), context
+    layouts = _LAYOUTS.setdefault(tx.update, {})
+    if key not in layouts:
+        layouts[key] = _trace_layout(tx, params, mesh, axis_name, param_specs)
+    return layouts[key]
 
 
-KEPT = 16  # this many layouts are cached
+def update_with_specs(tx, specs) -> Callable:
+    """Returns ``update(gradient, state, params, extra_args)``, which tells ``tx`` the specs."""
+    tx, inner = boxed_inside(tx, specs), unboxed(specs)
 
-
-@functools.lru_cache(KEPT)
-def _trace_layout(tx, structure, leaves, mesh, axis_name: AxisName, _) -> StateLayout:
-    params, param_specs = structure.unflatten(leaves)
-    specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
-    inner, tx = unboxed(specs), boxed_inside(tx, specs)
-    parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
-
-    @jax.jit
     def update(gradient, state, params, extra_args):
         return tx.update(gradient, state, params, **{**extra_args, PARAM_SPECS: inner})
 
+    return update
+
+
+def _traced_once(tx, specs) -> Callable:
+    """Jits `update_with_specs`, without a reference that would keep ``tx`` alive."""
+    if not isinstance(tx, optax.GradientTransformation):  # but has methods, as optax.MultiSteps
+        return jax.jit(update_with_specs(tx, specs))
+    kind, init, reference = type(tx), tx.init, weakref.ref(tx.update)
+
+    @jax.jit
+    def update(*args):
+        return update_with_specs(kind(init, reference()), specs)(*args)  # type: ignore[arg-type]
+
+    return update
+
+
+def _trace_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayout:
+    specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
+    inner, init = unboxed(specs), boxed_inside(tx, specs).init
+    parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
+    update = _traced_once(tx, specs)
     program, state_shapes, state_axes, update_axes = _trace_update(
-        tx.init, update, parts, inner, mesh, axis_name
+        init, update, parts, inner, mesh, axis_name
     )
     worker_axes = set(axes.names(axis_name))
     varies_over_workers = jax.tree.map(lambda names: bool(names & worker_axes), state_axes)
@@ -163,6 +193,11 @@ def _trace_layout(tx, structure, leaves, mesh, axis_name: AxisName, _) -> StateL
     )
 
 
+_TRACED = (
+    "The update is traced before any step, to find out which leaves of its state differ between "
+    f"workers. Of extra arguments only {', '.join(TRACING_ARGUMENTS)} is known then: give the "
+    "others a default."
+)
 _DECIDE_ALONE = (
     optax.MultiStepsState,
     optax.ApplyIfFiniteState,
@@ -207,16 +242,18 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
 
     _, types = axes.trace_worker(lambda: jax.eval_shape(init, values()), abstract)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
-    new_axes = jax.tree.map(axes.varying, types)
+    new_axes, extra_args = jax.tree.map(axes.varying, types), {}
     while True:
-        run = functools.partial(trace, state_axes := new_axes)
+        run = functools.partial(trace, state_axes := new_axes, extra_args)
         try:
-            try:
-                _, (program, types) = axes.trace_worker(functools.partial(run, {}), abstract)
-            except TypeError:  # an argument may be missing
-                with_value = functools.partial(run, TRACING_ARGUMENTS)
-                _, (program, types) = axes.trace_worker(with_value, abstract)
+            _, (program, types) = axes.trace_worker(run, abstract)
         except (TypeError, ValueError) as error:
+            lacks_argument = "required keyword-only argument" in str(error)
+            if lacks_argument and not extra_args:
+                extra_args = TRACING_ARGUMENTS
+                continue
+            if lacks_argument:
+                error.add_note(_TRACED)
             if any(map(is_alone, jax.tree.leaves(shapes, is_leaf=is_alone))):
                 error.add_note(_ALONE)
             raise

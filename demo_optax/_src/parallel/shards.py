@@ -214,12 +214,11 @@ def _require_batch_spec(
     parts = "workers" if isinstance(mesh, AbstractMesh) else "devices"
     for dimension, devices in enumerate(counts(shape, spec, mesh)):
         if dimension >= len(shape) or shape[dimension] % devices:
-            length = shape[dimension] if dimension < len(shape) else "missing"
             raise ValueError(
-                f"{what} has shape {shape}, whose dimension {dimension} ({length}) cannot be "
-                f"divided among {devices} {parts}: choose a batch size that is a multiple of their "
-                "number, or say with batch_specs how the batch is divided; P() is for a leaf that "
-                "all workers share."
+                f"{what} has shape {shape}, whose dimension {dimension} cannot be divided among "
+                f"{devices} {parts}: say with batch_specs how the batch is divided, where P() is "
+                "for a leaf that all workers share, or choose a batch size that is a multiple of "
+                "their number."
             )
     named = [axes.names(entry) for entry in spec if set(axes.names(entry)) & set(worker_axes)]
     if named and (len(named) > 1 or named[0][: len(worker_axes)] != worker_axes):

@@ -5,6 +5,7 @@ then mix the parts of several workers. Outside the step such leaves have a leadi
 entry per worker, sharded over the workers.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from demo_optax._src.compression.settings import STATIC_NODES
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import StateLayout, find_layout
+from demo_optax._src.parallel.layout import StateLayout, find_layout, update_with_specs
 from demo_optax._src.participation import PARTICIPATES
 from demo_optax._src.rounds import LocalStepsState
 
@@ -82,13 +83,6 @@ def stack_workers(
         return find_layout(tx, params, mesh, axis_name, param_specs)
 
     def init_fn(params):
-        if worker_axes & set(jax.sharding.get_abstract_mesh().manual_axes):
-            raise TypeError(
-                "demo_optax.stack_workers(...) stands inside another optimizer, such as "
-                "optax.MultiSteps or optax.apply_if_finite, or its init is called inside of "
-                "jax.shard_map: leave it outermost, and wrap inside of it, as in "
-                "stack_workers(demo_optax.multi_steps(tx, every), mesh)."
-            )
         return init_opt_state(tx, params, mesh, axis_name, param_specs)
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -109,6 +103,8 @@ def stack_workers(
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
         require_state(state, layout, on_device=True)
+        # Not jitted, so that extra arguments may be anything.
+        layout = dataclasses.replace(layout, update=update_with_specs(tx, layout.params))
         old = own_entries(state, layout)
         updates, new = update_on_device(layout, updates, old, params, extra_args)
         return updates, stack_entries(new, layout)
@@ -250,6 +246,13 @@ def init_opt_state(
       >>> state[0].momentum["w"].shape  # the number of workers comes first
       (1, 1, 1, 4096)
     """
+    if axes.manual_names(axis_name):
+        raise TypeError(
+            "demo_optax.stack_workers(...) stands inside another optimizer, such as "
+            "optax.MultiSteps or optax.apply_if_finite, or its init is called inside of "
+            "jax.shard_map: leave it outermost, and wrap inside of it, as in "
+            "stack_workers(demo_optax.multi_steps(tx, every), mesh)."
+        )
     return init_stacked(tx, find_layout(tx, params, mesh, axis_name, param_specs), params)
 
 

@@ -133,7 +133,15 @@ def gradients_on_device(
 
     def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
         def loss_of_shards(params, state, *args):
-            out = loss_fn(_gather(params, specs), *([state] if stateful else []), *args)
+            given = [params, state] if stateful else [params]
+            given[0] = _gather(params, specs)
+            try:
+                out = loss_fn(*given, *args)
+            except TypeError as error:
+                is_of_call = error.__traceback__ and error.__traceback__.tb_next is None
+                if is_of_call:
+                    error.add_note(_ARGUMENTS)
+                raise
             if stateful:
                 return out
             if not isinstance(out, (tuple, list)):
@@ -145,8 +153,9 @@ def gradients_on_device(
                 )
             return out[0], (state, out[1])
 
-        keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
-        keys = keys if device_axes else key
+        keys = key
+        if device_axes:
+            keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
         loss, new, aux, gradient = _accumulate(
             loss_of_shards, device_axes or None, microbatches, rows, params, state, batch, *keys
         )
@@ -171,6 +180,13 @@ def gradients_on_device(
         return WorkerGradients(loss, aux, state, norm, gradient)
 
     return on_device
+
+
+_ARGUMENTS = (
+    "A loss function is called with the parameters and each worker's own part of the batch. With "
+    "stateful=True a model state stands between them. A key comes last, with "
+    "make_train_step(random_key=True), or if one is given after the batch of worker_gradients."
+)
 
 
 def stack(tree):
