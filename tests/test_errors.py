@@ -1,5 +1,6 @@
 """Wrong use is an error that says what to do."""
 
+import collections
 import re
 
 import jax
@@ -308,6 +309,15 @@ def test_gradient_of_another_tree():
     for other in ({"hidden": params["hidden"]}, list(params.values())):
         with pytest.raises(ValueError, match="made for other parameters or settings"):
             ALONE.update(other, state, other)
+
+
+def test_gradient_in_another_order():
+    zeros, ones = jnp.zeros((8, 8)), jnp.ones((8, 8))
+    tx, params = demo_optax.demo_sgd(1.0, Compression(4, 8)), {"q": zeros, "k": zeros}
+    _, state = tx.update({"q": zeros, "k": ones}, tx.init(params), params)
+    other = collections.OrderedDict(q=zeros, k=zeros)
+    with pytest.raises(ValueError, match="Make the state anew"):
+        tx.update(other, state, other)
 
 
 def test_gradient_of_another_shape():

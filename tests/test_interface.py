@@ -1,5 +1,6 @@
 """What users of optax and Flax try: it works, or says why not."""
 
+import functools
 import gc
 import weakref
 

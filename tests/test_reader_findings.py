@@ -1,5 +1,7 @@
 """Faults that readers of the code found: each failed before."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,3 +220,53 @@ def test_a_residual_in_a_redrawn_basis_keeps_its_delay(tmp_path):
         pytest.raises(ValueError, match=r"another delay.*restore it with the old delay"),
     ):
         checkpointer.restore(params)
+
+
+class CountOfNumbers(NamedTuple):
+    """Statistics, which only have the name of a schedule's count."""
+
+    count: jax.Array
+
+
+def test_statistics_named_count_are_no_schedule():
+    def update(updates, state, params=None):
+        del params
+        count = 0.9 * state.count + jnp.sum(jnp.square(updates["w"]))
+        return {"w": updates["w"] / (1 + count)}, CountOfNumbers(count)
+
+    scale = optax.GradientTransformation(lambda _: CountOfNumbers(jnp.zeros(())), update)
+    tx = demo_optax.demo_sgd(0.1, SMALL, precondition=scale)
+    params = {"w": jnp.ones((8, 8))}
+    state = tx.init(params)
+    broken = state[0]._replace(precondition=CountOfNumbers(jnp.asarray(jnp.nan)))
+    _, state = tx.update(params, (broken, *state[1:]), params)
+    assert int(demo_optax.exchange_metrics(state).participants) == 1
+
+
+class Mutable:
+    """An optimizer with methods, whose rate changes."""
+
+    rate = 1.0
+
+    def init(self, params):
+        return optax.sgd(1.0).init(params)
+
+    def update(self, updates, state, params=None, **extra_args):
+        del extra_args
+        mean, _ = demo_optax.mean_over_workers("data").update(
+            updates, demo_optax.mean_over_workers("data").init(params), params
+        )
+        return jax.tree.map(lambda u: -self.rate * u, mean), state
+
+
+def test_an_optimizer_that_changes_is_traced_again(annotations_unchecked):
+    mesh, tx, params = workers.mesh_of(2), Mutable(), {"w": jnp.ones(4)}
+
+    def step_once():
+        step = demo_optax.make_train_step(lambda p, x: jnp.sum(p["w"]) * x[0], tx, mesh)
+        state = demo_optax.init_opt_state(tx, params, mesh)
+        return float(step(dict(params), state, jnp.ones(2))[0]["w"][0])
+
+    assert step_once() == 0.0
+    tx.rate = 2.0
+    assert step_once() == -1.0

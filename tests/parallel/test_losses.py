@@ -21,6 +21,32 @@ def over_its_batch(params):
     return model.loss(params, BATCH)
 
 
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (lambda params: model.loss(params, BATCH), "each worker's own part of the batch"),
+        (lambda params, batch, key: model.loss(params, batch), "random_key=True"),
+        (lambda params, state, batch: (model.loss(params, batch), (state, None)), "stateful=True"),
+    ],
+    ids=["over its batch", "with a key", "with a state"],
+)
+def test_a_loss_that_takes_other_arguments(loss, said):
+    params, state = workers.initial(DEMO, MESH)
+    with pytest.raises(TypeError, match="positional argument") as refused:
+        demo_optax.make_train_step(loss, DEMO, MESH)(params, state, BATCH)
+    assert said in "".join(refused.value.__notes__)
+
+
+def test_an_error_inside_of_a_loss_is_left_alone():
+    def loss(params, batch):
+        return len(1) + model.loss(params, batch)
+
+    params, state = workers.initial(DEMO, MESH)
+    with pytest.raises(TypeError, match="has no len") as raised:
+        demo_optax.make_train_step(loss, DEMO, MESH)(params, state, BATCH)
+    assert not any("random_key" in note for note in getattr(raised.value, "__notes__", []))
+
+
 def test_a_loss_may_take_its_arguments_by_any_signature():
     def loss(*args, scale=1.0):
         return scale * model.loss(*args)

@@ -124,9 +124,8 @@ class Part:
         for group in self.groups:
             pieces = []
             for number, piece in group.members:
-                x = stored[number][
-                    (*itertools.starmap(slice, piece.in_grid), slice(piece.block_size))
-                ]
+                bounds = *piece.in_grid, (0, piece.block_size)
+                x = stored[number][tuple(itertools.starmap(slice, bounds))]
                 pieces.append(upcast(x.reshape(piece.num_blocks, piece.block_size)))
             pieces = [jnp.concatenate(pieces)] if self.merged else pieces
             if step is not None:

@@ -133,10 +133,10 @@ def gradients_on_device(
 
     def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
         def loss_of_shards(params, state, *args):
-            given = [params, state] if stateful else [params]
-            given[0] = _gather(params, specs)
+            params = _gather(params, specs)
+            args = (state, *args) if stateful else args
             try:
-                out = loss_fn(*given, *args)
+                out = loss_fn(params, *args)
             except TypeError as error:
                 is_of_call = error.__traceback__ and error.__traceback__.tb_next is None
                 if is_of_call:
