@@ -150,7 +150,7 @@ def test_replicas_that_skip_a_step_alone_hear_nobody_afterwards_and_are_reported
 
 def test_optimizers_are_forgotten():
     tx = demo_optax.demo(5e-3, SMALL, axis_name="data")
-    train(tx)
+    demo_optax.init_opt_state(tx, model.init(), MESH)
     alive = weakref.ref(tx.update)
     del tx
     gc.collect()

@@ -119,7 +119,7 @@ def test_negative_settings_are_refused(setting):
 
 def test_a_gradient_of_the_transposed_shape_is_refused():
     tx = demo_optax.demo(1e-3)
-    with pytest.raises(ValueError, match=r"gradient of shape \(8, 4\).*\(4, 8\)"):
+    with pytest.raises(ValueError, match=r"shapes \[\(4, 8\)\].*\[\(8, 4\)\] is needed"):
         tx.update(jnp.ones((8, 4)), tx.init(jnp.ones((4, 8))))
 
 
@@ -139,8 +139,9 @@ def test_a_conditional_link_says_what_to_do():
         should_transform_fn=lambda step: step > 2,
     )
     mesh = workers.mesh_of(2)
-    with pytest.raises((TypeError, ValueError), match="conditionally_transform lets each worker"):
+    with pytest.raises(TypeError, match="equal output types") as refused:
         demo_optax.init_opt_state(tx, jnp.ones((4, 4)), mesh)
+    assert "conditionally_transform" in "".join(refused.value.__notes__)
 
 
 def test_a_step_says_how_many_arguments_it_takes():

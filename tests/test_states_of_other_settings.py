@@ -54,9 +54,7 @@ def test_a_compiled_update_refuses_a_state_of_other_settings(name, stacked):
     update, state = jax.jit(tx.update), tx.init(params)
     update(gradient, state, params)
     for fn in (update, tx.update):
-        with pytest.raises(
-            ValueError, match=r"optimizer (needs|was made for)|exchange needs|parameter of shape"
-        ):
+        with pytest.raises(ValueError, match=r"(was made for|has shape) .* is needed"):
             fn(gradient, other.init(others), params)
 
 

@@ -63,6 +63,9 @@ class TensorShapes(tuple[tuple[int, ...], ...]):
     __ne__ = object.__ne__  # the opposite of `__eq__`, unlike a tuple's
     __hash__ = tuple.__hash__
 
+    def __repr__(self) -> str:
+        return f"parameters of the shapes {[*self]}"
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
