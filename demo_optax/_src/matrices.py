@@ -80,8 +80,8 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
     """Sets all singular values of each matrix to about 1, by optax's Newton-Schulz steps.
 
     Where the extra argument ``param_specs`` says that matrices are sharded, each device makes some
-    of them orthogonal whole. It computes one after another, so that the steps need the memory of
-    one. Leaves that are not matrices by `dimension_numbers` stay as they are.
+    of them orthogonal whole. It computes one matrix after another, so that the steps need the
+    memory of a single matrix. Leaves that are not matrices by `dimension_numbers` stay as they are.
 
     The update raises a ValueError if a matrix is sharded and its spec does not say so. With
     ``check_vma=False`` this cannot be detected, and each shard is then made orthogonal by itself.

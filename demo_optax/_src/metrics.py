@@ -37,8 +37,8 @@ class ExchangeMetrics(NamedTuple):
         for float32, and was reset to zero, plus the number of preconditioners whose state was not
         finite.
       residual_norm: float32, norm of the part that stays in a worker's momentum, as the root mean
-        square over the workers. A tensor of which several shards of a worker hold copies counts
-        once for each copy.
+        square over the workers. If several devices of a worker hold copies of a tensor, each
+        copy counts.
 
     Example:
       >>> import demo_optax

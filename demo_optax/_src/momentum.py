@@ -40,9 +40,9 @@ from demo_optax._src.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
 NEVER = EMPTY = -1
-"""The ``sent`` of a state without a message under way; the step of an outbox of `empty_outbox`."""
+"""A state without a message under way has this as ``sent``, and an empty outbox as ``step``."""
 REFUSED, IN_ROUND = -2, -3
-"""Steps of outboxes that `apply` ignores, from a second `send` and from inside of a round."""
+"""These steps mark outboxes that `apply` ignores: of a second `send`, and from inside a round."""
 
 
 class DecoupledMomentumState(NamedTuple):

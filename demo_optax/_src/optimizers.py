@@ -92,7 +92,9 @@ def demo_scaled(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    r"""Scales each worker's gradients by the root of their second moment before DeMo; start here.
+    r"""Divides each worker's gradients by the root of their second moment, before the momentum.
+
+    This is the optimizer to start with.
 
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\

@@ -84,7 +84,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
 
 
 def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> np.ndarray:
-    """Returns a device's part of a vector of an exchange, which is not stored if it is empty."""
+    """Returns a device's part of a vector of an exchange. Empty vectors are not stored."""
     x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], np.int32)))[worker]
     parts = x.reshape(*(size for _, size in leaf["axes"]), -1)
     return parts[tuple(place[axis] for axis, _ in leaf["axes"])]

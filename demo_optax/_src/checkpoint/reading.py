@@ -56,7 +56,7 @@ def step_number(step) -> int:
 
 
 def steps_in(directory: str, step: int | None = None) -> tuple[list[int], list[int]]:
-    """Returns the steps that the first process lists in a folder, and the wanted ones of them."""
+    """Returns the steps that the first process lists in a folder, and those to be restored."""
     wanted = None if step is None else step_number(step)
     steps = on_first(f"list {directory}", lambda: listed_steps(directory))
     return steps, [number for number in steps if wanted in (None, number)]

@@ -71,7 +71,9 @@ def true_once_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
 
 
 def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
-    """Returns a checksum that misses no change of one word, and others with probability 2**-32.
+    """Returns a checksum that always changes with a single word.
+
+    It misses other changes with a probability of 2**-32.
 
     >>> import jax.numpy as jnp
     >>> checksum(jnp.uint32([1, 2])) == checksum(jnp.uint32([2, 1]))

@@ -105,7 +105,7 @@ class PacketLayout:
         return used + -used % self.multiple
 
     def per_owner(self, owners: int) -> "PacketLayout":
-        """Returns the layout of an owner's equal share of the blocks; the last may be padded."""
+        """Returns the layout of an owner's share of the blocks; the last share may be padded."""
 
         def share_of(section: Section) -> Section:
             return dataclasses.replace(section, num_blocks=-(-section.num_blocks // owners))

@@ -32,7 +32,8 @@ def gather_along(
             gathered = jax.lax.all_gather(gathered, name, to=to)
         return gathered.reshape(-1, words.size)
 
-    # On 64 TPUs XLA makes it an all-reduce if it gathers matrix rows or is fused with its producer.
+    # On 64 TPUs XLA turns this gather into an all-reduce if it gathers the rows of a matrix, or is
+    # fused with its producer.
     row = jax.lax.optimization_barrier(words[None])
     row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
     return row.reshape(-1, words.size)

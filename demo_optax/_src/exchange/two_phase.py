@@ -54,7 +54,11 @@ from demo_optax._src.participation import reset_nonfinite_blocks
 
 
 class TwoPhaseState(NamedTuple):
-    """Each section's part of the mean that the owner has yet to send, ``(blocks / workers, n)``."""
+    """State of an owner of a share of the blocks.
+
+    For each section the residual holds the part of the mean that the owner has not sent yet,
+    ``(blocks / workers, n)``.
+    """
 
     residual: tuple[Coefficients, ...]
 

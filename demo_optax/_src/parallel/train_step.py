@@ -258,7 +258,7 @@ def make_train_step(
         return specs_of_shapes(structure, tuple(map(np.shape, leaves)))
 
     signature = ("params", "opt_state"), stateful, (random_key,)
-    accepted: Any = (None, None)  # the signature of the arrays placed last; their layout
+    accepted: Any = (None, None)  # holds the signature of the arrays placed last, and their layout
 
     def step(params, opt_state, *args, **extra_args):
         nonlocal accepted

@@ -323,7 +323,10 @@ _MAKE_GRADIENTS = (
 
 
 def require_stacked(tree, workers: int, what: str, maker: str, one_worker: Any = None) -> None:
-    """Refuses leaves that are not ``(workers, *shape)``, by the shapes of ``one_worker`` if any."""
+    """Refuses leaves of any other shape than ``(workers, *shape)``.
+
+    If ``one_worker`` is given, its leaves have these shapes.
+    """
     leaves = jax.tree.leaves_with_path(tree)
     of_one = map(np.shape, jax.tree.leaves(one_worker))
     wanted = [np.shape(x)[1:] for _, x in leaves] if one_worker is None else of_one
