@@ -135,7 +135,7 @@ def _fields(n: int, k: int, coding: str) -> tuple[int, int]:
 
 
 def _shift(k: int, coding: str) -> Int32[Array, "1 {k}"]:
-    """Returns the numbers that Elias-Fano adds to high parts to tell equal ones apart, else zeros."""
+    """Returns the numbers by which Elias-Fano tells equal high parts apart, or zeros."""
     steps = jnp.arange(k, dtype=jnp.int32)[None]
     return steps if coding == "elias-fano" else jnp.zeros_like(steps)
 
