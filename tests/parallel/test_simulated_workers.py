@@ -111,9 +111,7 @@ def test_further_axes_of_a_simulated_mesh_are_refused():
 def test_a_batch_that_cannot_be_divided_among_simulated_workers_names_them():
     tx, params = OPTIMIZERS["demo"], {"w": jnp.zeros((8, 8))}
     step = demo_optax.make_train_step(lambda p, x: jnp.sum(x @ p["w"]), tx, SIMULATED)
-    with pytest.raises(
-        ValueError, match="cannot be divided among 8 workers: .*choose a batch size"
-    ):
+    with pytest.raises(ValueError, match=r"among 8 workers: .*choose a batch size"):
         step(params, demo_optax.init_opt_state(tx, params, SIMULATED), jnp.ones((12, 8)))
 
 
