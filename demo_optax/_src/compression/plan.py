@@ -272,7 +272,9 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
         groups = []
         for sides, pieces in members.items():
             if sides not in selectors:
-                selectors[sides] = compression.selector(math.prod(sides), len(selectors))
+                selectors[sides] = compression.selector(
+                    math.prod(sides), compression.topk, len(selectors)
+                )
             first = filled.get(sides, 0)
             filled[sides] = first + sum(piece.num_blocks for _, piece in pieces)
             section, rows = list(selectors).index(sides), (first, filled[sides])

@@ -129,13 +129,11 @@ class Compression:
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
-    def selector(self, n: int, stream: int, k: int | None = None) -> AnySelector:
+    def selector(self, n: int, k: int, stream: int) -> AnySelector:
         """Returns the selector of ``k`` of a block's ``n`` coefficients, or of all if ``k >= n``.
 
-        ``k`` is ``topk`` by default. The ``stream`` is the number of the section, so that each
-        section draws different positions.
+        The ``stream`` is the number of the section, so that each section draws other positions.
         """
-        k = self.topk if k is None else k
         return AllCoefficients(n) if k >= n else SELECTORS[self.selection](n, k, self.seed, stream)
 
 

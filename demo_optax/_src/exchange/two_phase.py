@@ -215,19 +215,18 @@ class TwoPhase:
         """Returns the sections of all owners' results together."""
         settings = plan.compression
         # The block is arbitrary, since only ``sends_positions`` matters.
-        sends_positions = settings.selector(settings.topk + 1, 0).sends_positions
+        sends_positions = settings.selector(2, 1, 0).sends_positions
         if self.topk_back is not None and not sends_positions:
             raise ValueError(
                 f"topk_back={self.topk_back} is for selections that send their positions: with "
                 f"selection={settings.selection!r} and topk={settings.topk} owners send back the "
                 "very coefficients that were sent to them. Leave it out."
             )
-        k = self.topk_back or 4 * settings.topk
         coding = self.value_coding_back or settings.value_coding
         return [
             Section(
                 s.num_blocks,
-                settings.selector(s.selector.n, number, k)
+                settings.selector(s.selector.n, self.topk_back or 4 * s.selector.k, number)
                 if s.selector.sends_positions
                 else s.selector,
                 coding,
