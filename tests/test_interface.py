@@ -65,6 +65,17 @@ def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
     assert "microbatches" not in refused(twice)
 
 
+def test_an_argument_that_no_trace_can_know_needs_a_default(annotations_unchecked):
+    def update(updates, state, params=None, *, temperature, **rest):
+        del params, temperature, rest
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    with pytest.raises(TypeError, match="temperature") as refused:
+        demo_optax.init_opt_state(tx, model.init(), MESH)
+    assert "give the others a default" in "".join(refused.value.__notes__)
+
+
 def test_a_preconditioner_with_random_keys_trains():
     noise = optax.add_noise(1e-3, 0.5, key=jax.random.key(3))
     tx = demo_optax.demo(5e-3, SMALL, precondition=noise, axis_name="data")

@@ -176,19 +176,20 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
             f"{sorted(has.keys() - needs.keys())[:3] or 'nothing'} besides: it was made for other "
             f"parameters or settings ({len(lacking)} leaves differ). {remedy}"
         )
-    for name, shape in needs.items():
-        if has[name] != shape:
-            raise ValueError(
-                f"{what}{name} has shape {has[name]}, but {shape} is needed: the parameters, the "
-                f"settings or the number of workers changed since it was made. {remedy}"
-            )
 
     def is_static(x) -> bool:
         return isinstance(x, static)
 
     nodes = [filter(is_static, jax.tree.leaves(x, is_leaf=is_static)) for x in (given, expected)]
-    pairs = [pair for pair in zip(*nodes, strict=False) if pair[0] != pair[1]]
-    made, wanted = pairs[0] if pairs else structures
+    other_settings = [pair for pair in zip(*nodes, strict=False) if pair[0] != pair[1]]
+    other_shapes = [name for name in needs if has[name] != needs[name]]
+    if other_shapes and not other_settings:
+        name = other_shapes[0]
+        raise ValueError(
+            f"{what}{name} has shape {has[name]}, but {needs[name]} is needed: the parameters, the "
+            f"settings or the number of workers changed since it was made. {remedy}"
+        )
+    made, wanted = other_settings[0] if other_settings else structures
     raise ValueError(
         f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. {remedy}"
     )

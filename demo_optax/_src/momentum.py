@@ -184,7 +184,7 @@ def apply(
     new = _finish(settings, plan, momenta, rest, state, like, key, outbox.factor > 0)
     applied = new.state._replace(sent=jnp.full_like(state.sent, NEVER))
     return new._replace(
-        updates=jax.tree.map(lambda u: jnp.where(is_current, u, jnp.zeros_like(u)), new.updates),
+        updates=participation.zero_unless(is_current, new.updates),
         state=participation.choose(is_current, applied, state),
     )
 

@@ -32,9 +32,12 @@ def over_its_batch(params):
 )
 def test_a_loss_that_takes_other_arguments(loss, said):
     params, state = workers.initial(DEMO, MESH)
-    with pytest.raises(TypeError, match="positional argument") as refused:
-        demo_optax.make_train_step(loss, DEMO, MESH)(params, state, BATCH)
-    assert said in "".join(refused.value.__notes__)
+    step = demo_optax.make_train_step(loss, DEMO, MESH)
+    gradients_of = jax.jit(demo_optax.worker_gradients(loss, MESH))
+    for fn, args in (step, (params, state, BATCH)), (gradients_of, (model.init(), BATCH)):
+        with pytest.raises(TypeError, match="positional argument") as refused:
+            fn(*args)
+        assert said in "".join(refused.value.__notes__)
 
 
 def test_an_error_inside_of_a_loss_is_left_alone():
