@@ -298,8 +298,9 @@ def ahead(settings: Settings, fraction: float, sign: bool = False):
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
         return LocalStepsState(
+            round=jnp.zeros((), jnp.int32),
             mini_step=jnp.zeros((), jnp.int32),
-            stepped=jnp.array(True),
+            weight=jnp.zeros(()),
             displacement=zeros,
             inner=optax.EmptyState(),
             outer=tx.init(params),

@@ -132,7 +132,7 @@ def split_momentum(
     settings = Settings(
         compression=compression, precondition=precondition, exchange=exchange, **options
     )
-    checks.in_interval("decay", settings.decay, "[0, 1)")
+    checks.in_interval("decay", settings.decay, "[0, 1]")
     checks.in_interval("subtraction_factor", settings.subtraction_factor, "(0, 1]")
     if settings.gradient_weight is not None:
         checks.require_rate("gradient_weight", settings.gradient_weight)

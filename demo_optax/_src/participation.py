@@ -92,17 +92,10 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
     hyperparameters that are infinite or NaN.
     """
 
-    def is_count(x) -> bool:
-        is_alone = getattr(x, "_fields", ()) == ("count",)
-        return is_alone and jnp.issubdtype(getattr(x.count, "dtype", float), jnp.integer)
-
-    def is_injected(x) -> bool:
-        return isinstance(x, optax.InjectStatefulHyperparamsState)
-
     def chosen(x, other):
-        if is_count(x):
+        if _is_count(x):
             return x
-        if is_injected(x):
+        if _is_injected(x):
             inner = choose_state(condition, x.inner_state, other.inner_state)
             given = jax.tree.map(
                 lambda x, other: in_dtype_of(jnp.where(condition | all_finite(x), x, other), x),
@@ -112,7 +105,31 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
             return x._replace(inner_state=inner, hyperparams=given)
         return in_dtype_of(jnp.where(condition, x, reusable(axes.varying_like(other, x))), x)
 
-    return jax.tree.map(chosen, state, otherwise, is_leaf=lambda x: is_count(x) or is_injected(x))
+    return jax.tree.map(chosen, state, otherwise, is_leaf=lambda x: _is_count(x) or _is_injected(x))
+
+
+def with_counts(state: Any, count: IntScalar) -> Any:
+    """Returns a state whose schedules all stand at ``count``, except for those of accumulators."""
+
+    def is_leaf(x) -> bool:
+        return _is_count(x) or _is_injected(x) or isinstance(x, optax.MultiStepsState)
+
+    def replaced(x):
+        if not (_is_count(x) or _is_injected(x)):
+            return x
+        x = x._replace(count=axes.varying_like(count.astype(x.count.dtype), x.count))
+        return x._replace(inner_state=with_counts(x.inner_state, count)) if _is_injected(x) else x
+
+    return jax.tree.map(replaced, state, is_leaf=is_leaf)
+
+
+def _is_count(x) -> bool:
+    is_alone = getattr(x, "_fields", ()) == ("count",)
+    return is_alone and jnp.issubdtype(getattr(x.count, "dtype", float), jnp.integer)
+
+
+def _is_injected(x) -> bool:
+    return isinstance(x, optax.InjectStatefulHyperparamsState)
 
 
 def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:

@@ -17,7 +17,7 @@ from demo_optax._src.exchange.delayed import DelayedState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 10
+FORMAT = 11
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
 

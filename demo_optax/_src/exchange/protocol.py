@@ -34,6 +34,8 @@ class Outbox(NamedTuple):
       factor: float32 scalar, the fraction of the message that leaves the momentum if the packet is
         accepted; 0 if the packet must be ignored.
       step: int32 scalar, the step in which the packets were built.
+      progress: with `demo_optax.local_steps`, a tree like the gradient: the progress of the round
+        that the message was made of.
 
     Example:
       >>> import demo_optax
@@ -47,6 +49,7 @@ class Outbox(NamedTuple):
     message: Message
     factor: Float32[Array, ""]
     step: IntScalar
+    progress: Any = ()
 
     @property
     def packet(self) -> UInt32[Array, "words"]:
