@@ -105,17 +105,14 @@ def decoupled_momentum(
       >>> updates["w"][0]
       Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
     """
-    momentum = split_momentum(
-        compression,
-        axis_name,
-        exchange,
-        precondition,
+    options: Any = dict(
         decay=decay,
         gradient_weight=gradient_weight,
         mean=mean,
         subtraction_factor=subtraction_factor,
         momentum_dtype=momentum_dtype,
     )
+    momentum = split_momentum(compression, axis_name, exchange, precondition, **options)
 
     def update_fn(updates, state, params=None, **extra_args) -> Any:
         return momentum.update(updates, state, params, extra_args)[:2]
@@ -127,8 +124,13 @@ def decoupled_momentum(
         del extra_args
         return momentum.apply(packets, outbox, state, params, worker)[:2]
 
+    def with_compression(compression: Compression) -> SplitTransformation:
+        others = dict(exchange=momentum.exchange, precondition=precondition, **options)
+        return decoupled_momentum(compression=compression, **others)
+
     functions = momentum.init, update_fn, send_fn, apply_fn
-    return SplitTransformation.make(*functions, compression, momentum.exchange)
+    settings = compression, momentum.exchange, with_compression
+    return SplitTransformation.make(*functions, *settings)
 
 
 class LookAheadState(NamedTuple):
@@ -200,17 +202,14 @@ def decoupled(
       >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
       (1, 1, 4096)
     """
-    momentum = split_momentum(
-        compression,
-        axis_name,
-        exchange,
-        precondition,
+    options: Any = dict(
         decay=decay,
         gradient_weight=gradient_weight,
         mean=mean,
         subtraction_factor=subtraction_factor,
         momentum_dtype=momentum_dtype,
     )
+    momentum = split_momentum(compression, axis_name, exchange, precondition, **options)
     checks.require_unwrapped(base)
     base = optax.with_extra_args_support(base)
     if look_ahead is not None:
@@ -262,5 +261,10 @@ def decoupled(
 
         return LookAheadState(jax.tree.map(displacement, unboxed(ahead), old.displacement))
 
+    def with_compression(compression: Compression) -> SplitTransformation:
+        others = dict(exchange=momentum.exchange, precondition=precondition, **options)
+        return decoupled(base, compression, look_ahead=look_ahead, **others)
+
     functions = init_fn, update_fn, send_fn, apply_fn
-    return SplitTransformation.make(*functions, compression, momentum.exchange)
+    settings = compression, momentum.exchange, with_compression
+    return SplitTransformation.make(*functions, *settings)

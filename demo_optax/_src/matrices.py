@@ -76,6 +76,10 @@ def _usual(path, x) -> DimensionNumbers | None:
     return DimensionNumbers() if x.ndim == 2 and not is_embedding else None
 
 
+class WholeMatricesState(NamedTuple):
+    """Says that a transformation needs whole matrices; holds no array."""
+
+
 def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     """Sets all singular values of each matrix to about 1, by optax's Newton-Schulz steps.
 
@@ -107,7 +111,7 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
                 results[i] = form.tensor(x)
         return structure.unflatten(results), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+    return optax.GradientTransformationExtraArgs(lambda params: WholeMatricesState(), update_fn)
 
 
 class Form(NamedTuple):

@@ -1,25 +1,17 @@
 """Runs rounds of local steps with one exchange at their end."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import (
-    BoolScalar,
-    FloatScalar,
-    IntScalar,
-    in_dtype_of,
-    unboxed,
-    upcast,
-)
+from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed, upcast
 from demo_optax._src.axes import AxisName
 from demo_optax._src.decoupled import LookAheadState
+from demo_optax._src.fragments import Fragments
 from demo_optax._src.halves import SplitTransformation, require_unsent
+from demo_optax._src.local_state import LocalStepsState, local_parameters, nodes
 from demo_optax._src.momentum import (
     EMPTY,
     IN_ROUND,
@@ -32,42 +24,12 @@ from demo_optax._src.participation import PARTICIPATES, all_finite, choose
 ENDS_ROUND = "ends_round"
 
 
-class LocalStepsState(NamedTuple):
-    """Holds the state of `local_steps`, as one worker sees it.
-
-    Attributes:
-      round: int32 scalar, the number of rounds whose result was applied; the same on all workers.
-      mini_step: int32 scalar, the number of inner steps so far in this round. In a job with an axis
-        of workers it is the same on all of them.
-      weight: float32 scalar, the sum of the ``message_weight`` of those steps whose gradient was
-        finite, which will be the weight of the round's message; differs between workers.
-      displacement: a tree like the parameters, float32 or wider: the worker's own parameters minus
-        the shared ones.
-      inner: state of the inner optimizer; differs between workers.
-      outer: state of the outer optimizer.
-
-    Example:
-      >>> state = local_steps(optax.adam(0.1), optax.sgd(1.0), every=4).init(jnp.ones(3))
-      >>> state.displacement
-      Array([0., 0., 0.], dtype=float32)
-    """
-
-    round: IntScalar
-    mini_step: IntScalar
-    weight: FloatScalar
-    displacement: optax.Updates
-    inner: optax.OptState
-    outer: optax.OptState
-
-    handles_nonfinite = True
-    local_fields = ("mini_step", "weight", "displacement", "inner")
-
-
 def local_steps(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
     every: int,
     *,
+    fragments: int | None = None,
     merge: float | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -166,17 +128,20 @@ def local_steps(
     checks.require_unwrapped(inner)
     checks.require_unwrapped(outer)
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
+    parts = None if fragments is None else Fragments.of(outer, fragments, every, axis_name)
+    every //= fragments or 1
 
     def init_fn(params):
         checks.floating_leaves(params)
-        inner_state, outer_state = inner.init(params), outer.init(params)
-        if _nodes(inner_state, DecoupledMomentumState):
+        inner_state = inner.init(params)
+        outer_state, pending = parts.init(params) if parts else (outer.init(params), ())
+        if nodes(inner_state, DecoupledMomentumState):
             raise ValueError(
                 "the state of inner holds a DecoupledMomentumState ('decoupled_momentum'), but "
                 "each worker takes its inner steps by itself: put it into outer, which exchanges, "
                 "and leave another optimizer in inner."
             )
-        if _nodes(outer_state, LookAheadState):
+        if nodes(outer_state, LookAheadState):
             raise ValueError(
                 "the state of outer holds a LookAheadState ('look_ahead'), but with local steps a "
                 "worker takes its gradients at its own parameters: give outer look_ahead=None."
@@ -184,10 +149,11 @@ def local_steps(
         return LocalStepsState(
             round=jnp.zeros((), jnp.int32),
             mini_step=jnp.zeros((), jnp.int32),
-            weight=axes.as_varying(jnp.zeros((), jnp.float32), axis_name),
+            weight=axes.as_varying(jnp.zeros(parts.count if parts else (), jnp.float32), axis_name),
             displacement=axes.as_varying(zeros_to_sum(unboxed(params)), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
             outer=outer_state,
+            pending=pending,
         )
 
     def take_step(updates, state, params, extra_args):
@@ -201,7 +167,7 @@ def local_steps(
         ends_round = extra_args.pop(ENDS_ROUND, state.mini_step >= every - 1)
         sharded = axes.sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
-        under_way = [one.sent >= 0 for one in _nodes(state.outer, DecoupledMomentumState)]
+        under_way = [one.sent >= 0 for one in nodes(state.outer, DecoupledMomentumState)]
         rounds = state.round + jnp.array([False, *under_way]).any()
         progress = rounds * every + jnp.minimum(state.mini_step, every - 1)
         inner_state = participation.with_counts(state.inner, progress)
@@ -245,13 +211,13 @@ def local_steps(
             ),
         )
 
+    def moved(d, g, u):
+        """Returns a displacement of which the gradient ``g`` was sent, after an update ``u``."""
+        # The gradient is minus a displacement, rounded if it is narrower.
+        return d + g.astype(d.dtype) if merge is None else merge * (d - u.astype(d.dtype))
+
     def merged(updates, progress, state):
         """Returns the state after the shared parameters have moved by ``updates``."""
-
-        def moved(d, g, u):
-            # The gradient g that was sent is minus a displacement, rounded if it is narrower.
-            return d + g.astype(d.dtype) if merge is None else merge * (d - u.astype(d.dtype))
-
         trees = state.displacement, *unboxed((progress, updates))
         displacement = jax.tree.map(moved, *trees)
         return state._replace(displacement=displacement, round=state.round + 1)
@@ -266,6 +232,24 @@ def local_steps(
 
         return step_or_skip(ends_round, exchange, lambda state: state, state)
 
+    def update_fragment(updates, state, params=None, **extra_args):
+        is_due, state = take_step(updates, state, params, extra_args)
+
+        def exchange(state):
+            results, state = parts.deliver(state, updates, params, extra_args, moved)
+            shared = optax.apply_updates(params, results)
+            number, weights = parts.next_number(state), state.weight
+            state = state._replace(weight=weights[number])
+            gradient, extra, state = end_round(updates, state, shared, extra_args)
+            weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
+            return results, parts.send(gradient, state._replace(weight=weights), shared, extra)
+
+        if every == 1:  # without a conditional, the exchange overlaps with the gradient
+            return exchange(state)
+        return step_or_skip(is_due, exchange, lambda state: state, state)
+
+    if parts:
+        return optax.GradientTransformationExtraArgs(init_fn, update_fragment)
     if not isinstance(outer, SplitTransformation):
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
     split: SplitTransformation = outer
@@ -273,7 +257,7 @@ def local_steps(
     def send_fn(updates, state, params=None, *, worker=None, **extra_args):
         ends_round, new = take_step(updates, state, params, extra_args)
         if not isinstance(ends_round, Tracer) and ends_round:
-            require_unsent(*_nodes(state.outer, DecoupledMomentumState))
+            require_unsent(*nodes(state.outer, DecoupledMomentumState))
 
         def send(new):
             gradient, extra, new = end_round(updates, new, params, extra_args)
@@ -288,7 +272,7 @@ def local_steps(
         args = packets, outbox._replace(progress=()), state.outer, params
         updates, outer_state = split.apply(*args, worker=worker, **extra_args)
         (before,), (after,) = (
-            _nodes(outer, DecoupledMomentumState) for outer in (state.outer, outer_state)
+            nodes(outer, DecoupledMomentumState) for outer in (state.outer, outer_state)
         )
         new = merged(updates, outbox.progress, state._replace(outer=outer_state))
         # A worker that missed the round's last step begins the next round with the others.
@@ -296,85 +280,12 @@ def local_steps(
         new = new._replace(mini_step=mini_step)
         return updates, choose(before.count != after.count, new, state)
 
-    settings = split.compression, split.exchange
+    def with_compression(compression):
+        other = split.with_compression(compression)
+        return local_steps(inner, other, every, merge=merge, axis_name=axis_name)
+
+    settings = split.compression, split.exchange, with_compression
     return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, *settings)
-
-
-def local_parameters(params, opt_state):
-    """Returns the parameters at which a worker takes its gradient.
-
-    Args:
-      params: the shared parameters.
-      opt_state: an optimizer's state, which may hold that of `local_steps`, or of an optimizer with
-        ``look_ahead``, at any depth.
-
-    Returns:
-      A tree like ``params``, in their dtypes. With local steps or a look-ahead these are the
-      worker's own parameters, with a leading worker axis if the state has one. Otherwise they are
-      ``params``.
-
-    Raises:
-      ValueError: `local_steps` covers only some of the parameters; the parameters are not those of
-        the state.
-
-    Example:
-      >>> params = jnp.float32(8.0)
-      >>> local_parameters(params, optax.sgd(1.0).init(params))
-      Array(8., dtype=float32)
-    """
-    states = _nodes(unboxed(opt_state), (LocalStepsState, LookAheadState))
-    if not states:
-        return params
-    wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
-    if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
-        raise ValueError(
-            f"local_steps must cover all parameters, {list(map('/'.join, wanted))}, but the state "
-            f"has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
-            "outermost, and partition and mask inside inner and outer."
-        )
-    displacements = {
-        path: d
-        for state, paths in zip(states, held, strict=True)
-        for path, d in zip(paths, jax.tree.leaves(state.displacement), strict=True)
-    }
-    if not displacements:
-        return params
-    if unknown := displacements.keys() - set(wanted):
-        raise ValueError(
-            f"the state has displacements of {sorted(map('/'.join, unknown))}, but the parameters "
-            f"are {list(map('/'.join, wanted))}: pass the "
-            "parameters that the optimizer was initialised with, and do not flatten them around an "
-            "optimizer that looks ahead."
-        )
-    leaves, structure = jax.tree.flatten(params)
-    pairs = [(x, displacements.get(path)) for path, x in zip(wanted, leaves, strict=True)]
-    for path, (x, d) in zip(wanted, pairs, strict=True):
-        if d is not None and d.shape[max(d.ndim - jnp.ndim(x), 0) :] != jnp.shape(x):
-            raise ValueError(
-                f"the state has a displacement of shape {d.shape} for the parameter "
-                f"{'/'.join(path)} of shape {jnp.shape(x)}: make the state by "
-                "demo_optax.init_opt_state, which gives it an axis of workers."
-            )
-    leading = next(d.shape[: d.ndim - jnp.ndim(x)] for x, d in pairs if d is not None)
-
-    def moved(x, d):
-        if d is None:
-            return jnp.broadcast_to(x, (*leading, *jnp.shape(x)))
-        return (jnp.expand_dims(x, tuple(range(len(leading)))) + d).astype(jnp.result_type(x))
-
-    return structure.unflatten([moved(x, d) for x, d in pairs])
-
-
-def has_exchanged(opt_state) -> BoolScalar:
-    """Tells whether the update that returned this state ended a round; True without rounds."""
-    rounds = _nodes(opt_state, LocalStepsState)
-    outside = jax.tree.map(
-        lambda x: x.outer if isinstance(x, LocalStepsState) else x,
-        opt_state,
-        is_leaf=lambda x: isinstance(x, LocalStepsState),
-    )
-    counting = rounds + _nodes(outside, optax.MultiStepsState)
-    return jnp.all(jnp.array([x.mini_step == 0 for x in counting], bool))
 
 
 def step_or_skip(is_last: BoolScalar, step, skip, *args):
@@ -391,17 +302,6 @@ def zeros_to_sum(params):
     """Returns zeros, in float32 or wider, to which updates of the parameters are added."""
     checks.real_leaves("parameter", params)
     return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
-
-
-def _nodes(tree, kind: type | tuple[type, ...]) -> list:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [node for node in nodes if isinstance(node, kind)]
-
-
-def _paths(tree) -> list[tuple[str, ...]]:
-    """Returns the paths of the leaves, whether their containers have keys or attributes."""
-    paths = (path for path, _ in jax.tree.leaves_with_path(tree))
-    return [tuple(keystr((key,), simple=True) for key in path) for path in paths]
 
 
 def _require_no_exchange(steps, axis_name: AxisName) -> None:

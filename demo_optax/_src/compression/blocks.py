@@ -13,13 +13,15 @@ coefficients of a block are about the same share of every large tensor:
 If the block side does not divide a dimension, the last block is smaller (``block_rule="pad"``).
 Smaller blocks are transformed and compressed without padding, and are padded with zeros to the size
 of the others only where a momentum is stored.
+
+A tensor may also be a stack of blocks already, along its first dimension (``block_rule="stack"``).
 """
 
 import itertools
 import math
 from typing import Literal, NamedTuple, get_args
 
-BlockRule = Literal["pad", "divisor"]
+BlockRule = Literal["pad", "divisor", "stack"]
 BLOCK_RULES = get_args(BlockRule)
 
 
@@ -75,7 +77,8 @@ def block_geometry(
       rule: with ``"pad"`` the last block of a dimension may be smaller. With ``"divisor"`` a side
         is the largest divisor of the dimension up to ``block_side``, as in the published code, so
         that a large prime gives blocks of one element. Both rules agree where ``block_side``
-        divides the dimension.
+        divides the dimension. With ``"stack"`` the first dimension counts the blocks, which have
+        the other dimensions whatever ``block_side`` is.
 
     Example:
       >>> block_geometry((50257, 512)).sides, block_geometry((50257, 512)).grid
@@ -85,16 +88,7 @@ def block_geometry(
       >>> block_geometry((768, 12, 64)).sides
       (4, 12, 64)
     """
-    side_of = _largest_divisor if rule == "divisor" else min
-    sides = [1] * len(shape)
-    large = [axis for axis, dim in enumerate(shape) if dim > 1]
-    for axis in large[-2:]:
-        sides[axis] = side_of(shape[axis], block_side)
-    for axis in reversed(large[:-2]):
-        rows = math.prod(sides) // sides[large[-1]]
-        room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
-        sides[axis] = _largest_divisor(shape[axis], max(room, 1))
-
+    sides = [1, *shape[1:]][: len(shape)] if rule == "stack" else _sides(shape, block_side, rule)
     grid, segments = [], []  # a dimension has full blocks and a remainder
     for dim, side in zip(shape, sides, strict=True):
         full, rest = divmod(dim, side)
@@ -128,6 +122,19 @@ def block_geometry(
         pieces=tuple(pieces),
         cuts=tuple(map(len, segments)),
     )
+
+
+def _sides(shape: tuple[int, ...], block_side: int, rule: BlockRule) -> list[int]:
+    side_of = _largest_divisor if rule == "divisor" else min
+    sides = [1] * len(shape)
+    large = [axis for axis, dim in enumerate(shape) if dim > 1]
+    for axis in large[-2:]:
+        sides[axis] = side_of(shape[axis], block_side)
+    for axis in reversed(large[:-2]):
+        rows = math.prod(sides) // sides[large[-1]]
+        room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
+        sides[axis] = _largest_divisor(shape[axis], max(room, 1))
+    return sides
 
 
 def _largest_divisor(dim: int, limit: int) -> int:

@@ -89,10 +89,7 @@ class Delayed:
 
     def init(self, plan: Plan) -> DelayedState:
         """Returns a state with packets of zeros, which every worker rejects."""
-        packets = jnp.zeros((self.packets_per_worker(), self.layout(plan).words), jnp.uint32)
-        message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _message_shapes(plan))
-        outbox = Outbox(packets, message, jnp.float32(0), jnp.int32(-1))
-        return self._keep(plan, outbox, self.inner.init(plan))
+        return self._keep(plan, nothing_sent(self.inner, plan, step=-1), self.inner.init(plan))
 
     def exchange(
         self,
@@ -125,6 +122,13 @@ class Delayed:
             (outbox.packets, *flat, outbox.factor), self.axis_name
         )
         return DelayedState(packets, positions, values, factor, inner, plan.compression)
+
+
+def nothing_sent(exchange: Exchange, plan: Plan, step: int) -> Outbox:
+    """Returns an outbox of zeros, whose packets every worker rejects."""
+    packets = jnp.zeros((exchange.packets_per_worker(), exchange.layout(plan).words), jnp.uint32)
+    message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _message_shapes(plan))
+    return Outbox(packets, message, jnp.float32(0), jnp.int32(step))
 
 
 def message_of(plan: Plan, positions: Int32[Array, "_"], values: Float32[Array, "_"]) -> Message:

@@ -11,6 +11,7 @@ from jax.tree_util import keystr
 
 from demo_optax._src import axes
 from demo_optax._src.axes import AxisName
+from demo_optax._src.local_state import local_parameters
 from demo_optax._src.parallel import shards, worker_axis
 from demo_optax._src.parallel.worker_gradient import (
     gradients_on_device,
@@ -19,7 +20,6 @@ from demo_optax._src.parallel.worker_gradient import (
     stack,
     stacked_results_specs,
 )
-from demo_optax._src.rounds import local_parameters
 
 
 def worker_gradients(

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import checks
 from demo_optax._src.axes import AxisName
+from demo_optax._src.local_state import has_exchanged, local_parameters
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax._src.parallel import gradients, shards, worker_axis, worker_gradient
 from demo_optax._src.parallel.layout import StateLayout, find_layout
 from demo_optax._src.participation import PARTICIPATES
-from demo_optax._src.rounds import has_exchanged, local_parameters
 
 Sharding = Literal["manual", "auto"]
 

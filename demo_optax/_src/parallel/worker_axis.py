@@ -21,12 +21,12 @@ from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed
 from demo_optax._src.axes import AxisName, sharded_axes
 from demo_optax._src.compression.settings import STATIC_NODES
+from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout, find_layout, update_with_specs
 from demo_optax._src.participation import PARTICIPATES
-from demo_optax._src.rounds import LocalStepsState
 
 
 class Stacked(optax.GradientTransformationExtraArgs):

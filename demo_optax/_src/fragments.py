@@ -1,0 +1,232 @@
+"""Exchanges the progress of local steps in fragments, while the next steps are taken.
+
+The blocks of one shape, over all tensors, are a section. Every ``count``-th block of each section
+belongs to one fragment, and zeros fill up a section whose blocks cannot be divided evenly, so that
+all fragments have the same shapes and one program handles each of them.
+
+    tensors ── blocks of a section ──► (rows, count, *sides) ── number ──► a fragment (rows, *sides)
+
+The outer optimizer sees no tensors of the model, but a stack of blocks for each section. Its state
+is that of all fragments, one behind the other. For an exchange it gets those rows that belong to
+the fragment; numbers without rows, such as the counts of schedules, are the same for all fragments
+of a round.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+from jaxtyping import Array, Float
+
+from demo_optax._src import axes, checks
+from demo_optax._src.arrays import IntScalar, in_dtype_of
+from demo_optax._src.axes import AxisName
+from demo_optax._src.compression import Compression, Plan, make_plan, transforms
+from demo_optax._src.exchange import AllGather, Outbox
+from demo_optax._src.exchange.collectives import gather
+from demo_optax._src.exchange.delayed import nothing_sent
+from demo_optax._src.halves import SplitTransformation
+from demo_optax._src.local_state import LocalStepsState, nodes
+from demo_optax._src.matrices import WholeMatricesState
+from demo_optax._src.momentum import IN_ROUND, DecoupledMomentumState
+
+Fragment = dict[str, Float[Array, "_rows *_sides"]]
+"""The blocks of each section that belong to a fragment, by their sides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    """An outer optimizer of fragments, their number, and the compression that tells the blocks."""
+
+    outer: SplitTransformation
+    count: int
+    blocks: Compression
+
+    @classmethod
+    def of(cls, outer: Any, count: int, every: int, axis_name: AxisName) -> "Fragments":
+        checks.static_integer("fragments", count, at_least=1)
+        if every % count:
+            raise ValueError(
+                f"fragments={count} must divide every={every}, since one fragment is exchanged "
+                "after each every/fragments steps: change one of them."
+            )
+        exchange = getattr(outer, "exchange", None)
+        if type(exchange) is not AllGather or exchange.axis_name != axis_name:
+            given = f"its exchange is {exchange}" if exchange else "this one has no halves"
+            raise TypeError(
+                "with fragments the outer optimizer of local_steps must send by "
+                f"AllGather({axis_name!r}), but {given}: give demo_optax.decoupled(..., "
+                f"axis_name={axis_name!r}). A dense exchange is decoupled(base, "
+                "Compression(topk=4096, transform='identity'), decay=1.0, gradient_weight=1.0, "
+                "mean='workers')."
+            )
+        settings = outer.compression
+        stacked = outer.with_compression(dataclasses.replace(settings, block_rule="stack"))
+        return cls(stacked, count, dataclasses.replace(settings, transform="identity"))
+
+    def init(self, params) -> tuple[Any, Outbox]:
+        """Returns the state of the outer optimizer, and the outbox from before the first send."""
+        sections = self._sections(params)
+        ordered = {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in sections.items()}
+        fragment = {name: x[:, 0] for name, x in sections.items()}
+        state = self.outer.init(ordered)
+        _require_rows(state, jax.eval_shape(self.outer.init, fragment), self.count)
+        shapes = tuple(x.shape for x in jax.tree.leaves(fragment))
+        plan = make_plan(self.outer.compression, shapes, axes.platform())
+        outbox = nothing_sent(self.outer.exchange, plan, step=IN_ROUND)
+        outbox = outbox._replace(progress=jax.tree.map(jnp.zeros_like, fragment))
+        names = "packets", "message", "factor", "progress"
+        local = [axes.as_varying(getattr(outbox, x), self.outer.exchange.axis_name) for x in names]
+        return state, outbox._replace(**dict(zip(names, local, strict=True)))
+
+    def deliver(
+        self, state: LocalStepsState, like, params, extra_args, moved: Callable
+    ) -> tuple[Any, LocalStepsState]:
+        """Exchanges the packets of the fragment under way and applies them.
+
+        ``moved(displacement, progress, update)`` is the new displacement of an array. Returns the
+        updates, a tree like ``like`` that is zero outside of the fragment, and the new state.
+        """
+        if sharded := axes.sharded_axes_in(extra_args):
+            raise ValueError(
+                f"the parameters are sharded inside a worker, over {sharded}, but fragments are "
+                "cut from whole parameters: leave out param_specs, or leave out fragments."
+            )
+        number, pending = state.round % self.count, state.pending
+        packets = gather(pending.packet, self.outer.exchange.axis_name)
+        own, cut = self._state_of(state.outer, params, number), self._cut(params, number)
+        sent = pending._replace(progress=())
+        updates, new = self.outer.apply(packets, sent, own, cut, **extra_args)
+        old = self._cut(state.displacement, number)
+        displacement = jax.tree.map(moved, old, pending.progress, updates)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return self._put(zeros, updates, number), state._replace(
+            round=state.round + (pending.step >= 0),
+            displacement=self._put(state.displacement, displacement, number),
+            outer=self._with_state_of(state.outer, new, number),
+        )
+
+    def send(self, gradient, state: LocalStepsState, params, extra_args) -> LocalStepsState:
+        """Moves the next fragment of the gradient into the outbox."""
+        number = self.next_number(state)
+        own, progress = self._state_of(state.outer, params, number), self._cut(gradient, number)
+        outbox, new = self.outer.send(progress, own, self._cut(params, number), **extra_args)
+        return state._replace(
+            outer=self._with_state_of(state.outer, new, number),
+            pending=outbox._replace(progress=progress),
+        )
+
+    def next_number(self, state: LocalStepsState) -> IntScalar:
+        """Returns the number of the fragment to send, once the one under way was delivered."""
+        return state.round % self.count
+
+    # --- tensors, sections of their blocks, and one fragment of these
+
+    def _plan(self, tree) -> Plan:
+        return make_plan(self.blocks, tuple(x.shape for x in jax.tree.leaves(tree)))
+
+    def _sections(self, tree) -> dict[str, Float[Array, "_rows count *_sides"]]:
+        plan, tensors = self._plan(tree), jax.tree.leaves(tree)
+        blocks: list[list[Any]] = [[] for _ in plan.sections]
+        for part in plan.parts:
+            coefficients = part.forward(tensors[slice(*part.tensors)], jnp.int32(0))
+            for group, x in zip(part.groups, coefficients, strict=True):
+                x = transforms.inverse(x.reshape(len(x), -1), group.sides, None)
+                blocks[group.section].append(x)
+        return {
+            _name(sides): self._filled(jnp.concatenate(own))
+            for sides, own in zip(plan.sides, blocks, strict=True)
+        }
+
+    def _filled(self, blocks):
+        """Adds blocks of zeros, and makes an axis of fragments."""
+        sides = blocks.shape[1:]
+        blocks = jnp.pad(blocks, [(0, -len(blocks) % self.count), *[(0, 0) for _ in sides]])
+        return blocks.reshape(-1, self.count, *sides)
+
+    def _cut(self, tree, number: IntScalar) -> Fragment:
+        sections = self._sections(tree)
+        return {
+            name: jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+            for name, x in sections.items()
+        }
+
+    def _put(self, tree, fragment: Fragment, number: IntScalar):
+        """Returns the tree with a fragment in its place; inverts `_cut`."""
+        plan, sections = self._plan(tree), self._sections(tree)
+        rows = []
+        for sides, section in zip(plan.sides, plan.sections, strict=True):
+            x = sections[_name(sides)]
+            x = jax.lax.dynamic_update_index_in_dim(x, fragment[_name(sides)], number, 1)
+            blocks = x.reshape(-1, *sides)[: section.num_blocks]
+            rows.append(transforms.forward(blocks, sides, None).reshape(len(blocks), -1))
+        tensors: list[Any] = []
+        for part, own in zip(plan.parts, plan.split_rows(rows), strict=True):
+            tensors += part.inverse(own, jnp.int32(0))
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(map(in_dtype_of, tensors, leaves))
+
+    # --- the state of the outer optimizer, and that of one fragment
+
+    def _state_of(self, state, params, number: IntScalar):
+        def own(x, like):
+            if x.shape == like.shape:
+                return x
+            return jax.lax.dynamic_slice_in_dim(x, number * like.shape[0], like.shape[0])
+
+        like = jax.eval_shape(lambda x: self.outer.init(self._cut(x, jnp.int32(0))), params)
+        leaves, structure = jax.tree.flatten(like)
+        return structure.unflatten(map(own, jax.tree.leaves(state), leaves))
+
+    def _with_state_of(self, state, own, number: IntScalar):
+        """Returns the state with a fragment's own part in its place.
+
+        Numbers without rows change with the last fragment of a round, so that they count rounds,
+        except for those that tell of the exchange itself.
+        """
+        is_last = number == self.count - 1
+
+        def leaf(x, new):
+            if x.shape == new.shape:
+                return in_dtype_of(jnp.where(is_last, new, x), x)
+            return jax.lax.dynamic_update_slice_in_dim(x, new, number * len(new), 0)
+
+        def is_momentum(x) -> bool:
+            return isinstance(x, DecoupledMomentumState)
+
+        def node(x, new):
+            if not is_momentum(x):
+                return leaf(x, new)
+            structure: Any = jax.tree.structure(x)
+            leaves = map(leaf, jax.tree.leaves(x), jax.tree.leaves(new))
+            return structure.unflatten(leaves)._replace(metrics=new.metrics, sent=new.sent)
+
+        return jax.tree.map(node, state, own, is_leaf=is_momentum)
+
+
+def _name(sides: tuple[int, ...]) -> str:
+    return "x".join(map(str, sides))
+
+
+def _require_rows(state, own, count: int) -> None:
+    """Refuses a state that cannot be divided into those of fragments."""
+    if nodes(state, WholeMatricesState):
+        raise TypeError(
+            "demo_muon makes whole matrices orthogonal, but with fragments the outer optimizer of "
+            "local_steps sees stacks of blocks: give another outer optimizer, such as "
+            "demo_optax.decoupled(optax.sgd(0.7), ...), or leave out fragments."
+        )
+    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(own), strict=True)
+    for (path, x), one in pairs:
+        is_number = x.shape == one.shape and (count == 1 or x.ndim == 0)
+        rows = tuple(count * n for n in one.shape[:1])
+        if not is_number and x.shape != rows + one.shape[1:]:
+            raise ValueError(
+                f"the state of outer has the shape {x.shape} in {keystr(path)}, of which a "
+                f"fragment would have {one.shape}: with {count} fragments each array must have a "
+                "row for each block. Give an outer optimizer whose state has numbers and arrays "
+                "of the parameters' shapes only, such as optax.sgd, or leave out fragments."
+            )
