@@ -125,7 +125,7 @@ def decoupled_momentum(
         return momentum.apply(packets, outbox, state, params, worker)[:2]
 
     def with_compression(compression: Compression) -> SplitTransformation:
-        others = dict(exchange=momentum.exchange, precondition=precondition, **options)
+        others: Any = dict(exchange=momentum.exchange, precondition=precondition, **options)
         return decoupled_momentum(compression=compression, **others)
 
     functions = momentum.init, update_fn, send_fn, apply_fn
@@ -262,7 +262,7 @@ def decoupled(
         return LookAheadState(jax.tree.map(displacement, unboxed(ahead), old.displacement))
 
     def with_compression(compression: Compression) -> SplitTransformation:
-        others = dict(exchange=momentum.exchange, precondition=precondition, **options)
+        others: Any = dict(exchange=momentum.exchange, precondition=precondition, **options)
         return decoupled(base, compression, look_ahead=look_ahead, **others)
 
     functions = init_fn, update_fn, send_fn, apply_fn

@@ -14,7 +14,7 @@ of a round.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,28 @@ from demo_optax._src import axes, checks
 from demo_optax._src.arrays import IntScalar, in_dtype_of
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan, make_plan, transforms
-from demo_optax._src.exchange import AllGather, Outbox
+from demo_optax._src.exchange import AllGather, Delayed, Outbox
 from demo_optax._src.exchange.collectives import gather
-from demo_optax._src.exchange.delayed import nothing_sent
+from demo_optax._src.exchange.delayed import DelayedState, message_of
 from demo_optax._src.halves import SplitTransformation
 from demo_optax._src.local_state import LocalStepsState, nodes
 from demo_optax._src.matrices import WholeMatricesState
-from demo_optax._src.momentum import IN_ROUND, DecoupledMomentumState
+from demo_optax._src.momentum import IN_ROUND, NEVER, DecoupledMomentumState
 
 Fragment = dict[str, Float[Array, "_rows *_sides"]]
 """The blocks of each section that belong to a fragment, by their sides."""
+
+
+class PendingFragment(NamedTuple):
+    """A fragment that was sent but is not exchanged yet.
+
+    Attributes:
+      outbox: the worker's packet and the message in it, as `demo_optax.Delayed` keeps them.
+      progress: the gradient that the message was made of.
+    """
+
+    outbox: DelayedState
+    progress: Fragment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +79,18 @@ class Fragments:
         stacked = outer.with_compression(dataclasses.replace(settings, block_rule="stack"))
         return cls(stacked, count, dataclasses.replace(settings, transform="identity"))
 
-    def init(self, params) -> tuple[Any, Outbox]:
-        """Returns the state of the outer optimizer, and the outbox from before the first send."""
+    def init(self, params) -> tuple[Any, PendingFragment]:
+        """Returns the state of the outer optimizer, and a fragment from before the first send."""
         sections = self._sections(params)
         ordered = {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in sections.items()}
         fragment = {name: x[:, 0] for name, x in sections.items()}
         state = self.outer.init(ordered)
         _require_rows(state, jax.eval_shape(self.outer.init, fragment), self.count)
-        shapes = tuple(x.shape for x in jax.tree.leaves(fragment))
-        plan = make_plan(self.outer.compression, shapes, axes.platform())
-        outbox = nothing_sent(self.outer.exchange, plan, step=IN_ROUND)
-        outbox = outbox._replace(progress=jax.tree.map(jnp.zeros_like, fragment))
-        names = "packets", "message", "factor", "progress"
-        local = [axes.as_varying(getattr(outbox, x), self.outer.exchange.axis_name) for x in names]
-        return state, outbox._replace(**dict(zip(names, local, strict=True)))
+        progress = jax.tree.map(jnp.zeros_like, fragment)
+        return state, PendingFragment(
+            outbox=self._delayed.init(self._plan_of_packets(fragment)),
+            progress=axes.as_varying(progress, self.outer.exchange.axis_name),
+        )
 
     def deliver(
         self, state: LocalStepsState, like, params, extra_args, moved: Callable
@@ -95,16 +105,20 @@ class Fragments:
                 f"the parameters are sharded inside a worker, over {sharded}, but fragments are "
                 "cut from whole parameters: leave out param_specs, or leave out fragments."
             )
-        number, pending = state.round % self.count, state.pending
-        packets = gather(pending.packet, self.outer.exchange.axis_name)
+        number, kept = state.round % self.count, state.pending.outbox
+        packets = gather(kept.packets[0], self.outer.exchange.axis_name)
         own, cut = self._state_of(state.outer, params, number), self._cut(params, number)
-        sent = pending._replace(progress=())
-        updates, new = self.outer.apply(packets, sent, own, cut, **extra_args)
+        message = message_of(self._plan_of_packets(cut), kept.positions, kept.values)
+        (momentum,) = nodes(own, DecoupledMomentumState)
+        was_sent = momentum.sent != NEVER
+        step = jnp.where(was_sent, momentum.sent, IN_ROUND)
+        outbox = Outbox(kept.packets, message, kept.factor, step)
+        updates, new = self.outer.apply(packets, outbox, own, cut, **extra_args)
         old = self._cut(state.displacement, number)
-        displacement = jax.tree.map(moved, old, pending.progress, updates)
+        displacement = jax.tree.map(moved, old, state.pending.progress, updates)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         return self._put(zeros, updates, number), state._replace(
-            round=state.round + (pending.step >= 0),
+            round=state.round + was_sent,
             displacement=self._put(state.displacement, displacement, number),
             outer=self._with_state_of(state.outer, new, number),
         )
@@ -114,14 +128,23 @@ class Fragments:
         number = self.next_number(state)
         own, progress = self._state_of(state.outer, params, number), self._cut(gradient, number)
         outbox, new = self.outer.send(progress, own, self._cut(params, number), **extra_args)
+        kept = self._delayed.keep(self._plan_of_packets(progress), outbox, ())
         return state._replace(
             outer=self._with_state_of(state.outer, new, number),
-            pending=outbox._replace(progress=progress),
+            pending=PendingFragment(kept, progress),
         )
 
     def next_number(self, state: LocalStepsState) -> IntScalar:
         """Returns the number of the fragment to send, once the one under way was delivered."""
         return state.round % self.count
+
+    @property
+    def _delayed(self) -> Delayed:
+        return Delayed(self.outer.exchange)
+
+    def _plan_of_packets(self, fragment: Fragment) -> Plan:
+        shapes = tuple(x.shape for x in jax.tree.leaves(fragment))
+        return make_plan(self.outer.compression, shapes, axes.platform())
 
     # --- tensors, sections of their blocks, and one fragment of these
 

@@ -27,8 +27,8 @@ class LocalStepsState(NamedTuple):
         the shared ones.
       inner: state of the inner optimizer; differs between workers.
       outer: state of the outer optimizer.
-      pending: with fragments, the `demo_optax.Outbox` of the last one that was sent, whose packet
-        is exchanged when the next one is due; otherwise ``()``.
+      pending: with fragments, the one that was sent last and is exchanged when the next one is due;
+        otherwise ``()``.
 
     Example:
       >>> state = local_steps(optax.adam(0.1), optax.sgd(1.0), every=4).init(jnp.ones(3))

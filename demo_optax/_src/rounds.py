@@ -1,5 +1,7 @@
 """Runs rounds of local steps with one exchange at their end."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -128,7 +130,7 @@ def local_steps(
     checks.require_unwrapped(inner)
     checks.require_unwrapped(outer)
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
-    parts = None if fragments is None else Fragments.of(outer, fragments, every, axis_name)
+    parts: Any = None if fragments is None else Fragments.of(outer, fragments, every, axis_name)
     every //= fragments or 1
 
     def init_fn(params):
@@ -232,7 +234,7 @@ def local_steps(
 
         return step_or_skip(ends_round, exchange, lambda state: state, state)
 
-    def update_fragment(updates, state, params=None, **extra_args):
+    def update_fragment(updates, state, params: Any = None, **extra_args):
         is_due, state = take_step(updates, state, params, extra_args)
 
         def exchange(state):

@@ -14,6 +14,7 @@ from demo_optax._src import axes
 from demo_optax._src.arrays import is_key, key_impl, unwrap_keys, wrap_keys
 from demo_optax._src.axes import axes_of, sharded_axes
 from demo_optax._src.exchange.delayed import DelayedState
+from demo_optax._src.fragments import PendingFragment
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
@@ -33,11 +34,22 @@ def describe(layout: StateLayout, opt_state) -> dict:
     * ``kept``: for each leaf of the exchange's state, its shape and the ``[axis, size]`` inside a
       worker along which every device has its own;
     * ``pending``: the compression of a message under way, or None without a delay.
+    * ``fragments``: with fragments of local steps, of which one is under way, their number and the
+      name of the leaf that tells how many were applied.
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
     sizes = [mesh.shape[name] for name in inner]
-    states = {}
+
+    def kept_by_exchange(name: str, path, x) -> dict[str, Any]:
+        own = [inner.index(axis) for axis in axes_of(spec_at[path]) if axis in inner]
+        return {"name": name, "shape": x.shape, "axes": [(axis, sizes[axis]) for axis in own]}
+
+    def is_local(x) -> bool:
+        return isinstance(getattr(x, "pending", None), PendingFragment)
+
+    states, nodes = {}, jax.tree.leaves_with_path(opt_state, is_leaf=is_local)
+    in_fragments = [(path, node) for path, node in nodes if is_local(node)]
     for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum):
         if not shards.is_momentum(node):
             continue
@@ -54,13 +66,21 @@ def describe(layout: StateLayout, opt_state) -> dict:
                 leaf["cuts"] = cuts if jax.tree.leaves(node.exchange) else []
                 momenta.append(leaf)
             elif inside[0] == GetAttrKey("exchange"):
-                own = [inner.index(name) for name in axes_of(spec) if name in inner]
-                leaf |= {"shape": x.shape, "axes": [(axis, sizes[axis]) for axis in own]}
+                leaf = kept_by_exchange(leaf["name"], (*path, *inside), x)
                 # A delayed exchange also keeps the state of its inner exchange.
                 kept[keystr(tuple(key for key in inside[1:] if key != GetAttrKey("inner")))] = leaf
-        is_delayed = isinstance(node.exchange, DelayedState)
-        pending = dataclasses.asdict(node.exchange.compression) if is_delayed else None
-        states[keystr(path)] = {"momenta": momenta, "kept": kept, "pending": pending}
+        under_way, fragments = node.exchange, {}
+        for at, local in in_fragments:
+            if path[: len(at)] == at:
+                under_way = local.pending.outbox
+                applied = keystr((*at, GetAttrKey("round")))
+                fragments = {"fragments": {"count": local.weight.shape[-1], "applied": applied}}
+                for inside, x in jax.tree.leaves_with_path(under_way):
+                    place = *at, GetAttrKey("pending"), GetAttrKey("outbox"), *inside
+                    kept[keystr(inside)] = kept_by_exchange(keystr(place), place, x)
+        is_delayed = isinstance(under_way, DelayedState)
+        pending = dataclasses.asdict(under_way.compression) if is_delayed else None
+        states[keystr(path)] = {"momenta": momenta, "kept": kept, "pending": pending} | fragments
     workers = shards.num_workers(mesh, layout.axis_name)
     described = {"format": FORMAT, "workers": workers, "states": states}
     return json.loads(json.dumps(described, default=int))

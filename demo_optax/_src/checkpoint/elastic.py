@@ -54,13 +54,22 @@ def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisNa
 
 
 def put_back_pending(state: dict, saved: dict) -> dict:
-    """Returns the momenta of delayed exchanges with the messages under way added back."""
+    """Returns the momenta of delayed exchanges with the messages under way added back.
+
+    With fragments, a message belongs to the rows of its fragment.
+    """
     result: dict[str, np.ndarray] = {}
     for path, described in saved["states"].items():
         if not described["pending"]:
             continue
         momenta, kept = described["momenta"], described["kept"]
-        shapes = tuple(tuple(leaf["shape"]) for leaf in momenta)
+        fragments = described.get("fragments")
+        count = fragments["count"] if fragments else 1
+        number = int(state[fragments["applied"]]) % count if fragments else 0
+        shapes = tuple(
+            (leaf["shape"][0] // count, *leaf["shape"][1:]) if fragments else tuple(leaf["shape"])
+            for leaf in momenta
+        )
         plan = make_plan(Compression(**described["pending"]), shapes)
         factors, step = state[kept[".factor"]["name"]], np.int32(state[f"{path}.count"]) - 1
         sizes = dict(kept[".packets"]["axes"])
@@ -76,6 +85,8 @@ def put_back_pending(state: dict, saved: dict) -> dict:
                     for axis in cut:
                         number = number * sizes[axis] + place[axis]
                     shard.append(slice(number * size, (number + 1) * size))
+                if fragments:
+                    shard.append(slice(number * len(x), (number + 1) * len(x)))
                 if x.size:  # devices with equal shards put back equal messages
                     old = state[name][tuple(shard)]
                     result.setdefault(name, state[name].astype(widest(old.dtype)))

@@ -89,7 +89,10 @@ class Delayed:
 
     def init(self, plan: Plan) -> DelayedState:
         """Returns a state with packets of zeros, which every worker rejects."""
-        return self._keep(plan, nothing_sent(self.inner, plan, step=-1), self.inner.init(plan))
+        packets = jnp.zeros((self.packets_per_worker(), self.layout(plan).words), jnp.uint32)
+        message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _message_shapes(plan))
+        outbox = Outbox(packets, message, jnp.float32(0), jnp.int32(-1))
+        return self.keep(plan, outbox, self.inner.init(plan))
 
     def exchange(
         self,
@@ -108,7 +111,7 @@ class Delayed:
         sent = Subtraction.uniform(plan, outbox.message, outbox.factor, under_way=True)
         return aggregate._replace(
             subtractions=[sent, rest],
-            state=self._keep(plan, outbox, aggregate.state),
+            state=self.keep(plan, outbox, aggregate.state),
             delay=1,
         )
 
@@ -116,19 +119,13 @@ class Delayed:
         """Returns the traffic of the inner exchange, which overlaps with the compute."""
         return self.inner.traffic(plan, workers)._replace(overlaps=True)
 
-    def _keep(self, plan: Plan, outbox: Outbox, inner) -> DelayedState:
+    def keep(self, plan: Plan, outbox: Outbox, inner) -> DelayedState:
+        """Returns the state in which an outbox waits for its exchange."""
         flat = map(_flat, outbox.message, (jnp.int32, jnp.float32))
         packets, positions, values, factor = axes.as_varying(
             (outbox.packets, *flat, outbox.factor), self.axis_name
         )
         return DelayedState(packets, positions, values, factor, inner, plan.compression)
-
-
-def nothing_sent(exchange: Exchange, plan: Plan, step: int) -> Outbox:
-    """Returns an outbox of zeros, whose packets every worker rejects."""
-    packets = jnp.zeros((exchange.packets_per_worker(), exchange.layout(plan).words), jnp.uint32)
-    message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _message_shapes(plan))
-    return Outbox(packets, message, jnp.float32(0), jnp.int32(step))
 
 
 def message_of(plan: Plan, positions: Int32[Array, "_"], values: Float32[Array, "_"]) -> Message:
