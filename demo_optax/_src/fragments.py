@@ -25,6 +25,7 @@ from demo_optax._src import axes, checks
 from demo_optax._src.arrays import IntScalar, in_dtype_of
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan, make_plan, transforms
+from demo_optax._src.compression.plan import Shape
 from demo_optax._src.exchange import AllGather, Delayed, Outbox
 from demo_optax._src.exchange.collectives import gather
 from demo_optax._src.exchange.delayed import DelayedState, message_of
@@ -32,6 +33,7 @@ from demo_optax._src.halves import SplitTransformation
 from demo_optax._src.local_state import LocalStepsState, nodes
 from demo_optax._src.matrices import WholeMatricesState
 from demo_optax._src.momentum import IN_ROUND, NEVER, DecoupledMomentumState
+from demo_optax._src.participation import choose
 
 Fragment = dict[str, Float[Array, "_rows *_sides"]]
 """The blocks of each section that belong to a fragment, by their sides."""
@@ -59,12 +61,7 @@ class Fragments:
 
     @classmethod
     def of(cls, outer: Any, count: int, every: int, axis_name: AxisName) -> "Fragments":
-        checks.static_integer("fragments", count, at_least=1)
-        if every % count:
-            raise ValueError(
-                f"fragments={count} must divide every={every}, since one fragment is exchanged "
-                "after each every/fragments steps: change one of them."
-            )
+        require_divides(count, every, "every")
         exchange = getattr(outer, "exchange", None)
         if type(exchange) is not AllGather or exchange.axis_name != axis_name:
             given = f"its exchange is {exchange}" if exchange else "this one has no halves"
@@ -116,6 +113,7 @@ class Fragments:
         updates, new = self.outer.apply(packets, outbox, own, cut, **extra_args)
         old = self._cut(state.displacement, number)
         displacement = jax.tree.map(moved, old, state.pending.progress, updates)
+        displacement = choose(was_sent, displacement, old)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         return self._put(zeros, updates, number), state._replace(
             round=state.round + was_sent,
@@ -228,6 +226,24 @@ class Fragments:
             return structure.unflatten(leaves)._replace(metrics=new.metrics, sent=new.sent)
 
         return jax.tree.map(node, state, own, is_leaf=is_momentum)
+
+
+def require_divides(fragments: Any, steps: int, name: str) -> None:
+    checks.static_integer("fragments", fragments, at_least=1)
+    if steps % fragments:
+        raise ValueError(
+            f"fragments={fragments} must divide {name}={steps}, since one fragment is exchanged "
+            f"after each {name} / fragments steps: change one of them."
+        )
+
+
+def plan_of_fragment(compression: Compression, shapes: tuple[Shape, ...], count: int) -> Plan:
+    """Returns the plan of the packets of one of ``count`` fragments of tensors."""
+    whole = make_plan(compression, shapes)
+    sections = zip(whole.sections, whole.sides, strict=True)
+    rows = {_name(sides): (-(-s.num_blocks // count), *sides) for s, sides in sections}
+    stacked = dataclasses.replace(compression, block_rule="stack")
+    return make_plan(stacked, tuple(rows[name] for name in sorted(rows)))
 
 
 def _name(sides: tuple[int, ...]) -> str:

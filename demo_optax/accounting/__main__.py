@@ -67,6 +67,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("topk-back", None, "coefficients that owners send back; None: 4 times --topk", type=int)
     add("delay", 0, "delay of the exchange, in steps", type=int, choices=(0, 1))
     add("local-steps", 1, "steps of each worker for one exchange", type=int)
+    add("fragments", None, "fragments of a round, one after another; None: all at once", type=int)
     args = parser.parse_args(arguments)
     if args.topk_back is not None and args.exchange != "two-phase":
         parser.error("--topk-back is for --exchange two-phase: leave it out, or add that")
@@ -124,7 +125,8 @@ def main(arguments: list[str]) -> None:
     method = "DeMo" if args.local_steps == 1 else "SparseLoCo"
     name = f"{method}, k={args.topk}, {args.value_coding}"
     link = args.workers, args.bandwidth, args.latency, args.compute_time, args.local_steps
-    times = accounting.step_times(params, {name: (compression, exchange)}, *link)
+    settings = {name: (compression, exchange)}
+    times = accounting.step_times(params, settings, *link, fragments=args.fragments)
 
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     print(f"{args.preset}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
@@ -139,11 +141,12 @@ def main(arguments: list[str]) -> None:
         ("", "MB sent", "transfer", "latency", "step", "hidden from"),
         *rows,
     )
-    packet, sent = times[name].packet, times[name].packet / args.local_steps
+    packet, steps = times[name].packet, args.local_steps // (args.fragments or 1)
+    sent = packet / steps
     if args.local_steps > 1:
         print(
             f"Means over a round of {args.local_steps} steps. Each worker sends {packet:,} bytes "
-            "at its end."
+            + ("for each of its fragments." if args.fragments else "at its end.")
         )
     print(
         f"k={args.topk} with {args.value_coding} values: {sent:,.0f} bytes a step, "

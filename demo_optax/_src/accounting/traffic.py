@@ -17,6 +17,7 @@ from demo_optax._src.compression.top_k import TopK
 from demo_optax._src.decoupled import decoupled_momentum
 from demo_optax._src.exchange import AllGather, Exchange
 from demo_optax._src.exchange.protocol import Traffic
+from demo_optax._src.fragments import plan_of_fragment, require_divides
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import find_layout
 
@@ -54,9 +55,9 @@ def packet_bytes(
 ) -> int:
     """Returns the bytes that each worker hands to the collectives of one update.
 
-    With local steps, this is the last update of a round. Any optax chain will do, since its update
-    is only traced and nothing is computed. The bytes are those of the operands of all collectives,
-    on every pass of a scan and in the largest branch of a condition.
+    With local steps, this is the last update of a round, or that of a fragment. Any optax chain will
+    do, since its update is only traced and nothing is computed. The bytes are those of the operands
+    of all collectives, on every pass of a scan and in the largest branch of a condition.
 
     Args:
       tx_or_compression: an optax transformation that is not yet wrapped by `stack_workers`, or a
@@ -145,9 +146,14 @@ def received_bytes(
     return _traffic(compression, params, workers, exchange or AllGather()).received
 
 
-def _traffic(compression: Compression, params, workers: int, exchange: Exchange) -> Traffic:
+def _traffic(
+    compression: Compression, params, workers: int, exchange: Exchange, fragments: int | None = None
+) -> Traffic:
     checks.real_leaves("parameter", params)
-    return exchange.traffic(make_plan(compression, tuple(_shapes(params))), workers)
+    shapes = tuple(_shapes(params))
+    if fragments is None:
+        return exchange.traffic(make_plan(compression, shapes), workers)
+    return exchange.traffic(plan_of_fragment(compression, shapes, fragments), workers)
 
 
 def _shapes(params) -> list[tuple[int, ...]]:
@@ -236,13 +242,15 @@ def step_times(
     latency: float = 0.0,
     compute_time: float = 0.0,
     local_steps: int = 1,
+    fragments: int | None = None,
 ) -> dict[str, StepTime]:
     """Returns the seconds per step of ordinary data parallelism and of DeMo, over the same link.
 
     All collectives are rings of ``N`` workers. An all-reduce of ``B`` bytes sends ``2 B (N-1)/N``
     over each link in ``2 (N-1)`` rounds, an all-gather of packets of ``B`` bytes sends ``B (N-1)``
     in ``N-1`` rounds, and each of two phases sends ``B (N-1)/N``. A delayed exchange overlaps with
-    the compute of the next step, but not after local steps.
+    the compute of the next step, but not after local steps. That of fragments overlaps with it if
+    there are as many fragments as local steps.
 
     Args:
       params: arrays or shapes of the parameters.
@@ -254,6 +262,8 @@ def step_times(
       compute_time: seconds of a step without any exchange.
       local_steps: number of steps of a round, which ends with one exchange
         (`demo_optax.local_steps`).
+      fragments: number of fragments in which the settings exchange the progress of a round; the
+        dense all-reduce is still one exchange of all.
 
     Returns:
       A `StepTime` for each setting, and for a dense all-reduce of the gradient in two dtypes:
@@ -277,6 +287,8 @@ def step_times(
             f"compute_time >= 0 (seconds), not {workers}, {bandwidth}, {latency}, {compute_time}."
         )
     checks.static_integer("local_steps", local_steps, at_least=1)
+    if fragments is not None:
+        require_divides(fragments, local_steps, "local_steps")
 
     def dense(bytes_per_value: int) -> Traffic:
         size = dense_bytes(params, bytes_per_value)
@@ -298,5 +310,7 @@ def step_times(
     settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
     for name, setting in settings.items():
         setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
-        times[name] = time(_traffic(setting, params, workers, exchange), local_steps)
+        traffic = _traffic(setting, params, workers, exchange, fragments)
+        traffic = traffic._replace(overlaps=traffic.overlaps or fragments is not None)
+        times[name] = time(traffic, local_steps // (fragments or 1))
     return times

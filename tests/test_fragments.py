@@ -1,0 +1,327 @@
+"""Fragments of local steps beside a simulation in NumPy, and what their exchange may rely on."""
+
+import collections
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import demo_optax
+from benchmarks.hlo import arguments_behind, collectives
+from demo_optax.checkpoint import Checkpointer
+from tests import model, workers
+from tests.local_methods import local, sparse
+
+SHAPES = {"b": (16,), "w": (20, 24)}  # blocks of 8, (8, 8) and (4, 8)
+RATE = 0.25
+
+
+def params_of_shapes():
+    random = np.random.default_rng(0)
+    return {n: jnp.asarray(random.normal(size=s), jnp.float32) for n, s in SHAPES.items()}
+
+
+def blocks_by_hand(shapes, side, count):
+    """Each block's tensor, region, section, fragment and row, counted by the documented rule."""
+    seen = collections.Counter()
+    for name, shape in sorted(shapes.items()):
+        starts = [range(0, dim, side) for dim in shape]
+        for start in itertools.product(*starts):
+            region = tuple(slice(i, min(i + side, n)) for i, n in zip(start, shape, strict=True))
+            section = "x".join(str(part.stop - part.start) for part in region)
+            row, fragment = divmod(seen[section], count)
+            seen[section] += 1
+            yield name, region, section, fragment, row
+
+
+def fragment_masks(count):
+    masks = [{n: np.zeros(s, bool) for n, s in SHAPES.items()} for _ in range(count)]
+    for name, region, _, fragment, _ in blocks_by_hand(SHAPES, 8, count):
+        masks[fragment][name][region] = True
+    return masks
+
+
+def tensors_of(stacks, count, *, columns_first):
+    """Tensors ``(workers, *shape)`` from the stacks ``(workers, count * rows, ...)`` of a state."""
+    stacks = {name: np.asarray(x) for name, x in stacks.items()}
+    tensors = {n: np.zeros((len(next(iter(stacks.values()))), *s)) for n, s in SHAPES.items()}
+    for name, region, section, fragment, row in blocks_by_hand(SHAPES, 8, count):
+        rows = stacks[section].shape[1] // count
+        block, sides = stacks[section][:, fragment * rows + row], section.split("x")
+        if columns_first and len(sides) == 2:
+            block = block.reshape(-1, *map(int, reversed(sides))).swapaxes(1, 2)
+        tensors[name][:, *region] = block.reshape(-1, *map(int, sides))
+    return tensors
+
+
+def everything(base):
+    """An outer optimizer that sends all coefficients."""
+    compression = demo_optax.Compression(64, 8, "float32", transform="identity")
+    return outer_of(base, compression)
+
+
+def outer_of(base, compression):
+    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", axis_name="data")
+    return demo_optax.decoupled(base, compression, **options)
+
+
+def rows_of(step):
+    """A matrix of each of three workers, for a loss whose gradients depend on the parameters."""
+    random = np.random.default_rng(step + 1)
+    return {n: random.normal(size=(3, *s)).astype(np.float32) for n, s in SHAPES.items()}
+
+
+def parabola(params, batch):
+    return sum(jnp.sum(0.5 * jnp.square(params[n]) + params[n] * batch[n][0]) for n in params)
+
+
+OUTER = {
+    "plain": (optax.sgd(1.0), 1.0, 0.0),
+    "nesterov": (optax.sgd(0.7, momentum=0.9, nesterov=True), 0.7, 0.9),
+}
+
+
+@pytest.mark.parametrize(
+    "outer, every, count, merge",
+    [
+        ("plain", 4, 4, None),
+        ("nesterov", 4, 2, 0.5),
+        ("nesterov", 3, 3, 0.5),
+        ("plain", 2, 1, None),
+    ],
+)
+def test_fragments_follow_a_simulation(outer, every, count, merge):
+    base, rate, momentum = OUTER[outer]
+    tx = local(everything(base), every=every, inner=optax.sgd(RATE), fragments=count, merge=merge)
+    mesh = workers.mesh_of(3)
+    step = demo_optax.make_train_step(parabola, tx, mesh)
+    params = params_of_shapes()
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    masks, names = fragment_masks(count), list(SHAPES)
+
+    x = {n: np.asarray(p, np.float64) for n, p in params.items()}
+    d = {n: np.zeros((3, *s)) for n, s in SHAPES.items()}
+    trace, sent, due = {n: np.zeros(s) for n, s in SHAPES.items()}, None, 0
+    for i in range(11):
+        batch = rows_of(i)
+        params, state, metrics = step(params, state, batch)
+        for n in names:
+            d[n] = d[n] - RATE * ((x[n] + d[n]) + batch[n])
+        exchanged = i % (every // count) == every // count - 1
+        assert bool(metrics.exchanged) == exchanged
+        if exchanged:
+            if sent is not None:
+                mask = masks[(due - 1) % count]
+                for n in names:
+                    mean = sent[n].mean(0)
+                    trace[n] = np.where(mask[n], mean + momentum * trace[n], trace[n])
+                    u = np.where(mask[n], rate * (mean + momentum * trace[n]), 0)
+                    x[n] = x[n] + u
+                    kept = d[n] - sent[n] if merge is None else merge * (d[n] - u)
+                    d[n] = np.where(mask[n], kept, d[n])
+            sent = {n: np.where(masks[due % count][n], d[n], 0) for n in names}
+            due += 1
+        for n in names:
+            np.testing.assert_allclose(params[n], x[n], rtol=1e-4, atol=2e-6)
+            np.testing.assert_allclose(state.displacement[n], d[n], rtol=1e-4, atol=2e-6)
+    assert int(state.round) == due - 1
+    assert int(state.outer[0].count) == (due - 1) // count
+
+
+def linear(params, batch):  # whose gradient is the batch
+    return sum(jnp.sum(params[n] * batch[n][0]) for n in params)
+
+
+def test_nothing_of_what_the_workers_went_is_lost():
+    """What is shared, under way, and not sent yet adds up to the inner steps."""
+    outer = outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8, "int8", transform="identity"))
+    tx = local(outer, every=4, inner=optax.sgd(RATE), fragments=4)
+    mesh, start = workers.mesh_of(3), params_of_shapes()
+    step = demo_optax.make_train_step(linear, tx, mesh, donate=False)
+    params, state = start, demo_optax.init_opt_state(tx, start, mesh)
+    went, before = {n: 0.0 for n in SHAPES}, state
+    for i in range(14):
+        params, state, _ = step(params, state, rows_of(i))
+        went = {n: went[n] - RATE * x for n, x in rows_of(i).items()}
+        # A message under way has left the momentum, and its progress has not left the displacement:
+        # the momentum of the step before holds neither.
+        left = tensors_of(state.outer[0].momentum, 4, columns_first=True)
+        old = tensors_of(before.outer[0].momentum, 4, columns_first=True)
+        mask = fragment_masks(4)[i % 4]  # of the fragment under way
+        for n in SHAPES:
+            m = np.where(mask[n], old[n], left[n])
+            total = params[n] - start[n] + (state.displacement[n] - m).mean(0)
+            np.testing.assert_allclose(total, went[n].mean(0), rtol=1e-4, atol=2e-5)
+        before = state
+    assert max(np.abs(x).max() for x in jax.tree.leaves(left)) > 0.1  # much is not sent yet
+
+
+def test_eight_workers_stay_bit_identical():
+    mesh, tx = workers.mesh_of(8), local(sparse(), every=5, fragments=5)
+    calls = []
+
+    def loss(params, batch):
+        calls.append(1)
+        return model.loss(params, batch)
+
+    step = demo_optax.make_train_step(loss, tx, mesh)
+    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    losses, traced = [], 0
+    for i in range(40):
+        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
+        losses.append(float(metrics.loss.mean()))
+        traced = len(calls) if i == 0 else traced
+        assert metrics.exchanged and int(metrics.exchange.participants) == (8 if i else 0)
+        assert metrics.exchange.agreed
+    assert len(calls) == traced, "one program handles all fragments"
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    for leaf in jax.tree.leaves(params):
+        assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
+    assert demo_optax.check_replicas((params, state), mesh) == ()
+    assert {x.shape for x in jax.tree.leaves(state.pending.progress)} >= {(8, 1, 8, 8)}
+
+
+@pytest.mark.parametrize("every, count", [(4, 4), (4, 2)])
+def test_one_gather_of_a_fragments_bytes_waits_for_no_gradient(every, count):
+    outer = everything(optax.sgd(0.7, momentum=0.9, nesterov=True))
+    tx, mesh = local(outer, every=every, fragments=count), workers.mesh_of(4)
+    params = params_of_shapes()
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(parabola, tx, mesh)
+    batch = {n: np.ones((4, *s), np.float32) for n, s in SHAPES.items()}
+    text = step.lower(params, state, batch).compile().as_text()
+    (found,) = collectives(text)
+    blocks = collections.Counter(section for _, _, section, _, _ in blocks_by_hand(SHAPES, 8, 1))
+    values = sum(
+        -(-number // count) * np.prod(list(map(int, section.split("x"))))
+        for section, number in blocks.items()
+    )
+    assert 4 * values < found.operand_bytes < 4 * values + 612  # a header, and 512-byte units
+    assert found.operand_bytes == demo_optax.packet_bytes(tx, params)
+    times = demo_optax.accounting.step_times(
+        params, outer.compression, 4, 1e6, compute_time=1.0, local_steps=every, fragments=count
+    )
+    assert times["DeMo"].packet == found.operand_bytes
+    waits = times["DeMo"].step > 1.0
+    assert (" conditional(" in text) == waits == (every > count)
+    if not waits:
+        ((_, behind),) = arguments_behind(text)
+        assert behind and all("pending.outbox.packets" in argument for argument in behind)
+
+
+@pytest.mark.parametrize("coding", ["int2", pytest.param("sign", marks=pytest.mark.slow)])
+def test_padding_stays_zero(coding):
+    base = optax.adamw(0.1, weight_decay=0.1)
+    compression = demo_optax.Compression(4, 8, coding, transform="identity")
+    tx = local(outer_of(base, compression), every=4, fragments=4)
+    mesh = workers.mesh_of(3)
+    step = demo_optax.make_train_step(parabola, tx, mesh)
+    params = params_of_shapes()
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    filled = {(s, f, r) for _, _, s, f, r in blocks_by_hand(SHAPES, 8, 4)}
+    for i in range(9):
+        params, state, metrics = step(params, state, rows_of(i))
+        assert metrics.exchange.restarted == 0
+        adam = optax.tree.get(state.outer, "ScaleByAdamState")
+        momentum = state.outer[0].momentum
+        stacks = [momentum, *[jax.tree.map(lambda x: x[None], x) for x in (adam.mu, adam.nu)]]
+        for stack, (section, x) in [(s, item) for s in stacks for item in s.items()]:
+            rows = x.shape[1] // 4
+            for fragment, row in np.ndindex(4, rows):
+                inside = np.asarray(x)[:, fragment * rows + row]
+                if (section, fragment, row) not in filled:
+                    assert not inside.any()
+                elif i == 8 and stack is not momentum:
+                    assert inside.any()
+        progress = {n: np.asarray(x) for n, x in state.pending.progress.items()}
+        for section, x in progress.items():
+            for row in range(x.shape[1]):
+                assert x[:, row].any() == ((section, i % 4, row) in filled)
+
+
+def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(tmp_path):
+    tx, mesh = local(sparse(), every=4, fragments=2), workers.mesh_of(4)
+    params, state, _ = workers.train(tx, range(5), mesh=mesh)
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        checkpointer.save(5, params, state)
+        expected = workers.train(tx, range(5, 9), start=(params, state), mesh=mesh)[:2]
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        found = checkpointer.restore(model.init())
+    assert (int(found.opt_state.round), int(found.opt_state.mini_step)) == (1, 1)
+    ours = workers.train(tx, range(5, 9), start=found[1:3], mesh=mesh)[:2]
+    chex.assert_trees_all_equal(ours, expected)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_other_workers_take_over_what_was_under_way(count, tmp_path):
+    compression = demo_optax.Compression(4, 8, "int8", transform="identity")
+    tx = local(outer_of(optax.sgd(1.0), compression), every=4, fragments=4, inner=optax.sgd(RATE))
+    start = params_of_shapes()
+
+    def run(mesh, steps, params, state):
+        step = demo_optax.make_train_step(linear, tx, mesh, donate=False)
+        for i in steps:
+            number = mesh.size
+            batch = {n: np.resize(x, (number, *x.shape[1:])) for n, x in rows_of(i).items()}
+            params, state, metrics = step(params, state, batch)
+        return params, state, metrics
+
+    mesh, other = workers.mesh_of(4), workers.mesh_of(count)
+    state = demo_optax.init_opt_state(tx, start, mesh)
+    params, before, _ = run(mesh, range(6), start, state)
+    params, state, _ = run(mesh, [6], params, before)
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        checkpointer.save(7, params, state)
+    with Checkpointer(tmp_path, tx, other) as checkpointer:
+        found = checkpointer.restore(params_of_shapes()).opt_state
+
+    # The momentum holds the message again, whose progress is still to leave the displacement.
+    assert not np.asarray(found.pending.outbox.packets).any()
+    old, new, sent = (
+        tensors_of(x.outer[0].momentum, 4, columns_first=True) for x in (before, found, state)
+    )
+    mask = fragment_masks(4)[6 % 4]
+    for n in SHAPES:
+        delta = np.where(mask[n], -np.asarray(state.displacement[n]).mean(0), 0)
+        expected = np.where(mask[n], old[n].mean(0) + delta, sent[n].mean(0))
+        np.testing.assert_allclose(new[n].mean(0), expected, rtol=1e-4, atol=1e-5)
+    _, _, metrics = run(other, [7], params, found)
+    assert int(metrics.exchange.participants) == 0
+    _, _, metrics = run(other, [7, 8], params, found)
+    assert int(metrics.exchange.participants) == count
+
+
+def test_a_worker_that_skips_steps_and_simulated_workers():
+    tx = local(sparse(), every=4, fragments=4)
+    ends = []
+    for mesh in (workers.mesh_of(4), AbstractMesh((4,), ("data",))):
+        params, state = workers.initial(tx, mesh)
+        step = workers.step_of(tx, mesh)
+        for i in range(8):
+            batch = model.batch(i)
+            if i == 2:
+                batch["x"][8:12] = np.nan  # the third worker's rows
+            params, state, metrics = step(params, state, batch)
+            # It sends what it went in the other steps of the round.
+            assert int(metrics.exchange.participants) == (4 if i else 0)
+        assert np.asarray(state.weight)[2].tolist() == [3, 2, 1, 0]
+        ends.append(jax.tree.map(np.asarray, (params, state.displacement)))
+    chex.assert_trees_all_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_own_parameters_that_are_not_finite_begin_again():
+    tx, mesh = local(sparse(), every=4, fragments=4), workers.mesh_of(4)
+    params, state, _ = workers.train(tx, range(5), mesh=mesh)
+    broken = jax.tree.map(lambda x: np.array(x), state.displacement)
+    broken["hidden"][2] = np.inf
+    shardings = jax.tree.map(lambda x: x.sharding, state.displacement)
+    state = state._replace(displacement=jax.device_put(broken, shardings))
+    params, state, seen = workers.train(tx, range(5, 12), start=(params, state), mesh=mesh)
+    participants = [int(metrics.exchange.participants) for metrics in seen]
+    assert participants == [4, 3, 4, 4, 4, 4, 4]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
