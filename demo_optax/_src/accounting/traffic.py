@@ -55,7 +55,7 @@ def packet_bytes(
 ) -> int:
     """Returns the bytes that each worker hands to the collectives of one update.
 
-    With local steps, this is the last update of a round, or that of a fragment. Any optax chain will
+    With local steps this is the last update of a round, or that of a fragment. Any optax chain will
     do, since its update is only traced and nothing is computed. The bytes are those of the operands
     of all collectives, on every pass of a scan and in the largest branch of a condition.
 
