@@ -172,6 +172,20 @@ def local_steps(inner, outer, every=2):
     return demo_optax.local_steps(inner, outer, every, axis_name="data")
 
 
+def in_fragments(outer, fragments=2):
+    tx = demo_optax.local_steps(optax.sgd(0.1), outer, 4, fragments=fragments, axis_name="data")
+    return demo_optax.init_opt_state(tx, model.init(), two())
+
+
+def with_three_numbers():
+    return optax.GradientTransformation(lambda params: jnp.zeros(3), lambda u, s, p=None: (u, s))
+
+
+def fragments_of_shards():
+    tx = demo_optax.local_steps(optax.sgd(0.1), DEMO, 4, fragments=4, axis_name="data")
+    demo_optax.state_specs(tx, model.init(), inner(), param_specs=P("fsdp"))
+
+
 def local_steps_of_a_part():
     tx = optax.partition({True: local_steps(optax.sgd(0.1), DEMO), False: DEMO}, MASK)
     state = demo_optax.init_opt_state(tx, model.init(), two())
@@ -302,6 +316,11 @@ RAISED = [
         model.init()
     ),
     local_steps_of_a_part,
+    lambda: in_fragments(optax.sgd(1.0)),
+    lambda: in_fragments(DEMO, fragments=3),
+    lambda: in_fragments(demo_optax.demo_muon(0.1, look_ahead=None, axis_name="data")),
+    lambda: in_fragments(demo_optax.decoupled(with_three_numbers(), axis_name="data")),
+    fragments_of_shards,
     lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
     donated_parameters,
     state_of_other_blocks,

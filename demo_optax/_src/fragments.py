@@ -10,6 +10,11 @@ The outer optimizer sees no tensors of the model, but a stack of blocks for each
 is that of all fragments, one behind the other. For an exchange it gets those rows that belong to
 the fragment; numbers without rows, such as the counts of schedules, are the same for all fragments
 of a round.
+
+A packet's header names the round and the worker, but not the fragment. All workers of a job are at
+the same fragment nevertheless, because its number follows from `LocalStepsState.round`, which is
+equal on all of them and changes in the one program that they share. Where a fault makes it differ,
+`demo_optax.check_replicas` finds it.
 """
 
 import dataclasses
@@ -78,6 +83,12 @@ class Fragments:
 
     def init(self, params) -> tuple[Any, PendingFragment]:
         """Returns the state of the outer optimizer, and a fragment from before the first send."""
+        if nodes(jax.eval_shape(self.outer.init, params), WholeMatricesState):
+            raise TypeError(
+                "demo_muon makes whole matrices orthogonal, but with fragments the outer optimizer "
+                "of local_steps sees stacks of blocks: give another outer optimizer, such as "
+                "demo_optax.decoupled(optax.sgd(0.7), ...), or leave out fragments."
+            )
         sections = self._sections(params)
         ordered = {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in sections.items()}
         fragment = {name: x[:, 0] for name, x in sections.items()}
@@ -252,12 +263,6 @@ def _name(sides: tuple[int, ...]) -> str:
 
 def _require_rows(state, own, count: int) -> None:
     """Refuses a state that cannot be divided into those of fragments."""
-    if nodes(state, WholeMatricesState):
-        raise TypeError(
-            "demo_muon makes whole matrices orthogonal, but with fragments the outer optimizer of "
-            "local_steps sees stacks of blocks: give another outer optimizer, such as "
-            "demo_optax.decoupled(optax.sgd(0.7), ...), or leave out fragments."
-        )
     pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(own), strict=True)
     for (path, x), one in pairs:
         is_number = x.shape == one.shape and (count == 1 or x.ndim == 0)

@@ -77,6 +77,22 @@ def local_steps(
     In our runs an exchange that took a third of a round cost 0.04 in loss without ``merge``, and
     0.005 with ``merge=0.5``. Where results come at once, ``merge`` should be left out.
 
+    **Fragments.** With ``fragments`` :math:`= P` a worker sends its progress in :math:`P` parts,
+    one after each :math:`H / P` steps, as in Streaming DiLoCo: every :math:`P`-th block of the
+    tensors is a fragment. A fragment is exchanged and applied when the next one is due, and the
+    worker goes on with inner steps in the meantime. The equations above then hold for the elements
+    of each fragment by itself. With :math:`P = H` each step exchanges what the step before has
+    sent, which does not depend on this step's gradient, so that XLA can overlap the two. The outer
+    optimizer must exchange by `demo_optax.AllGather`; this one sends all elements::
+
+        every_element = Compression(topk=4096, value_coding="int8", transform="identity")
+        options = dict(decay=1.0, gradient_weight=1.0, mean="workers", axis_name="data")
+        outer = decoupled(nesterov, every_element, **options)
+        local_steps(optax.adamw(4e-4), outer, every=32, fragments=32, axis_name="data")
+
+    It sees stacks of blocks instead of the model's tensors, so that masks by name and norms of
+    layers have no place in it. Its schedules still count rounds.
+
     **Weights and schedules.** A round's message has the weight of its gradients, which is the sum
     of the extra argument ``message_weight`` over its steps, such as the tokens trained on. Workers
     may thus take unequal numbers of steps, which matters in a swarm. A round ends with its last
@@ -96,17 +112,20 @@ def local_steps(
         (``optax.lamb``) are those of a shard, so clip with ``make_train_step(clip_norm=...)``.
       outer: any optax optimizer that exchanges over ``axis_name``.
       every: number of inner steps in a round, :math:`H`.
+      fragments: number of fragments, :math:`P`, a divisor of ``every``; None sends everything at
+        the end of a round. Parameters must not be sharded inside a worker.
       merge: :math:`w` in [0, 1), or None.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``, whose ``update`` needs the shared parameters. It
-      is a `demo_optax.SplitTransformation` if ``outer`` is one. Extra arguments go to both
+      is a `demo_optax.SplitTransformation` if ``outer`` is one, unless there are fragments. Extra arguments go to both
       optimizers.
 
     Raises:
       ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges,
-        or holds a decoupled momentum; the gradient is not local; there are no parameters.
+        or holds a decoupled momentum; the gradient is not local; there are no parameters; or
+        ``outer`` cannot be divided into fragments.
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_ and `Streaming DiLoCo
