@@ -86,6 +86,13 @@ def update(optimizer: str, args):
         "demo_scaled": MAKERS["demo_scaled"](1e-3, compression, exchange=exchange),
         "demo_muon": MAKERS["demo_muon"](1e-3, compression, exchange=exchange),
         "adamw": optax.chain(demo_optax.mean_over_workers("data"), optax.adamw(1e-3)),
+        "fragments": demo_optax.local_steps(
+            optax.adamw(1e-3),
+            demo_optax.decoupled(optax.sgd(0.7), compression, axis_name="data"),
+            every=8,
+            fragments=8,
+            axis_name="data",
+        ),
     }[optimizer]
     params = transformer_shapes(args.layers, args.width)
     stacked = demo_optax.stack_workers(tx, mesh)
@@ -191,7 +198,7 @@ def main() -> None:
     parser.add_argument("--exchange", default="all-gather", choices=("all-gather", "two-phase"))
     parser.add_argument("--delay", type=int, default=0, choices=(0, 1))
     parser.add_argument("--chips", type=int, default=8, choices=TPU_SLICES)
-    kinds = ("adamw", "demo", "demo_scaled", "demo_muon")
+    kinds = ("adamw", "demo", "demo_scaled", "demo_muon", "fragments")
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "demo"], choices=kinds)
     parser.add_argument("--hlo", help="a file for the optimised HLO of the last program")
     parser.add_argument("--keep", action="store_true", help="append the figures to results/")

@@ -38,7 +38,6 @@ from demo_optax._src.halves import SplitTransformation
 from demo_optax._src.local_state import LocalStepsState, nodes
 from demo_optax._src.matrices import WholeMatricesState
 from demo_optax._src.momentum import IN_ROUND, NEVER, DecoupledMomentumState
-from demo_optax._src.participation import choose
 
 Fragment = dict[str, Float[Array, "_rows *_sides"]]
 """The blocks of each section that belong to a fragment, by their sides."""
@@ -122,13 +121,18 @@ class Fragments:
         step = jnp.where(was_sent, momentum.sent, IN_ROUND)
         outbox = Outbox(kept.packets, message, kept.factor, step)
         updates, new = self.outer.apply(packets, outbox, own, cut, **extra_args)
-        old = self._cut(state.displacement, number)
-        displacement = jax.tree.map(moved, old, state.pending.progress, updates)
-        displacement = choose(was_sent, displacement, old)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return self._put(zeros, updates, number), state._replace(
+        is_moved = jax.tree.map(lambda u: jnp.full_like(u, was_sent), updates)
+        displacement = jax.tree.map(
+            lambda d, g, u, is_moved: jnp.where(is_moved > 0, moved(d, g, u), d),
+            state.displacement,
+            *[
+                self._spread(x, state.displacement, number)
+                for x in (state.pending.progress, updates, is_moved)
+            ],
+        )
+        return self._spread(updates, like, number), state._replace(
             round=state.round + was_sent,
-            displacement=self._put(state.displacement, displacement, number),
+            displacement=displacement,
             outer=self._with_state_of(state.outer, new, number),
         )
 
@@ -186,19 +190,19 @@ class Fragments:
             for name, x in sections.items()
         }
 
-    def _put(self, tree, fragment: Fragment, number: IntScalar):
-        """Returns the tree with a fragment in its place; inverts `_cut`."""
-        plan, sections = self._plan(tree), self._sections(tree)
-        rows = []
+    def _spread(self, fragment: Fragment, like, number: IntScalar):
+        """Returns a tree like ``like`` that is zero outside of the fragment."""
+        plan, rows = self._plan(like), []
         for sides, section in zip(plan.sides, plan.sections, strict=True):
-            x = sections[_name(sides)]
-            x = jax.lax.dynamic_update_index_in_dim(x, fragment[_name(sides)], number, 1)
-            blocks = x.reshape(-1, *sides)[: section.num_blocks]
+            is_own = jnp.arange(self.count).reshape(1, -1, *[1] * len(sides)) == number
+            # A select, unlike an update of a slice, becomes a part of what uses the result.
+            blocks = jnp.where(is_own, fragment[_name(sides)][:, None], 0)
+            blocks = blocks.reshape(-1, *sides)[: section.num_blocks]
             rows.append(transforms.forward(blocks, sides, None).reshape(len(blocks), -1))
         tensors: list[Any] = []
         for part, own in zip(plan.parts, plan.split_rows(rows), strict=True):
             tensors += part.inverse(own, jnp.int32(0))
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(like)
         return structure.unflatten(map(in_dtype_of, tensors, leaves))
 
     # --- the state of the outer optimizer, and that of one fragment

@@ -119,8 +119,8 @@ def local_steps(
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``, whose ``update`` needs the shared parameters. It
-      is a `demo_optax.SplitTransformation` if ``outer`` is one, unless there are fragments. Extra arguments go to both
-      optimizers.
+      is a `demo_optax.SplitTransformation` if ``outer`` is one, unless there are fragments. Extra
+      arguments go to both optimizers.
 
     Raises:
       ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges,
