@@ -59,6 +59,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         not call ``send`` in a step and only applies the packets of the others.
       compression: the `demo_optax.Compression` of the packets.
       exchange: the exchange of ``update``.
+      steps_per_round: the number of steps of `demo_optax.local_steps` in a round; None for an
+        optimizer that exchanges on every step.
 
     Raises:
       ValueError: ``send`` is called twice in a step; ``apply`` gets an outbox other than that of
@@ -82,9 +84,12 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     empty_outbox: Callable
     compression: Compression
     exchange: Exchange
+    steps_per_round: int | None
 
     @classmethod
-    def make(cls, init, update, send, apply, compression, exchange) -> "SplitTransformation":
+    def make(
+        cls, init, update, send, apply, compression, exchange, steps_per_round=None
+    ) -> "SplitTransformation":
         def empty_outbox(params, **extra_args) -> Outbox:
             extra = axes.TRACING_ARGUMENTS | extra_args
             shapes, _ = jax.eval_shape(lambda x: send(x, init(x), x, worker=-1, **extra), params)
@@ -99,6 +104,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         made = cls(init, update)
         made.send, made.apply, made.empty_outbox = send, apply_to_arrays, empty_outbox
         made.compression, made.exchange = compression, exchange
+        made.steps_per_round = steps_per_round
         return made
 
 

@@ -1,6 +1,6 @@
 """Runs rounds of local steps with one exchange at their end."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -296,7 +296,7 @@ def local_steps(
         new = new._replace(mini_step=mini_step)
         return updates, choose(before.count != after.count, new, state)
 
-    settings = split.compression, split.exchange
+    settings = split.compression, split.exchange, every
     return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, *settings)
 
 
@@ -377,13 +377,17 @@ def has_exchanged(opt_state) -> BoolScalar:
     return jnp.all(jnp.array([x.mini_step == 0 for x in counting], bool))
 
 
-def step_or_skip(is_last: BoolScalar, step, skip, *args):
+def step_or_skip(is_last: BoolScalar | bool, step, skip, *args):
     """Returns ``step(*args)`` on the last call of a round, else zeros and ``skip(*args)``."""
+    if is_last is True:
+        return step(*args)
     shapes, _ = jax.eval_shape(step, *args)
 
     def zeros_and_skip(*args):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), skip(*args)
 
+    if is_last is False:
+        return zeros_and_skip(*args)
     return jax.lax.cond(is_last, *axes.branches_of_one_type(step, zeros_and_skip, *args), *args)
 
 
