@@ -9,7 +9,6 @@ from unittest import mock
 
 import jax
 import numpy as np
-import optax
 
 import demo_optax
 from demo_optax._src.parallel import processes
