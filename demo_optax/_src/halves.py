@@ -140,6 +140,12 @@ def split_momentum(
     )
     checks.in_interval("decay", settings.decay, "[0, 1]")
     checks.in_interval("subtraction_factor", settings.subtraction_factor, "(0, 1]")
+    is_kept = not isinstance(settings.decay, Tracer) and settings.decay == 1
+    if settings.gradient_weight is None and is_kept:
+        raise ValueError(
+            "decay=1 leaves gradients the weight 1 - decay = 0, so that nothing is trained: give a "
+            "gradient_weight, such as 1.0."
+        )
     if settings.gradient_weight is not None:
         checks.require_rate("gradient_weight", settings.gradient_weight)
     checks.one_of("mean", settings.mean, MEANS)
