@@ -9,7 +9,6 @@ from unittest import mock
 
 import jax
 import numpy as np
-import optax
 
 import demo_optax
 from demo_optax._src.parallel import processes
@@ -169,7 +168,6 @@ def has_no_place():
 
 DELAYED = demo_optax.Delayed(demo_optax.AllGather())
 RANDOM_BASIS = demo_optax.demo(1e-3, demo_optax.Compression(4, transform="random"))
-EVERY_SECOND = demo_optax.local_steps(optax.sgd(1e-3), swarms.DEMO_SCALED, 2)
 
 
 def two_workers_along_the_axis():
@@ -216,7 +214,7 @@ RAISED = [
     lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, axis_name="data")),
     lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, exchange=DELAYED)),
     lambda: with_worker(swarms.begin, RANDOM_BASIS),
-    lambda: with_worker(swarms.begin, EVERY_SECOND),
+    lambda: swarms.make_worker(swarms.DEMO_SCALED, None, 0, round_seconds=60.0),
     two_workers_along_the_axis,
     no_place_in_the_first_process,
     has_no_place,

@@ -68,8 +68,9 @@ def take_steps(worker: SwarmWorker, until: int, state=None, batches=batch_of) ->
     """Takes steps before this one; parameters, state, digests by step, and metrics."""
     params, opt_state = state or begin(worker)
     number, digests, all_metrics = int(worker.member.worker.split("-")[1]), {}, []
+    first = worker.number
     while worker.number < until:
-        batch = batches(number, worker.number)
+        batch = batches(number, first + len(all_metrics))
         params, opt_state, metrics = worker.step(params, opt_state, batch)
         digests[worker.number] = digest(params)
         all_metrics.append(metrics)

@@ -52,8 +52,14 @@ class Options:
     """The trainer's preset."""
     batch_size: int = 4
     """Of each worker."""
-    delay: int = 0
-    """Of the exchange, in steps."""
+    delay: int | None = None
+    """Of the exchange, by default the trainer's."""
+    optimizer: str = "demo-scaled"
+    """The trainer's optimizer; diloco and sparseloco exchange in rounds."""
+    local_steps: int | None = None
+    """Steps in a round."""
+    round_seconds: float | None = None
+    """Seconds in a round."""
     hang: float = 90.0
     """Seconds without a step of a worker that count as a hang."""
     seed: int = 0
@@ -69,9 +75,12 @@ class Chaos:
         self.options, self.place, self.console = options, place, console
         self.drawn = random.Random(options.seed)
         words = ["--swarm", place.url, "--preset", options.preset, "--steps", str(options.steps)]
-        words += ["--batch-size", str(options.batch_size), "--delay", str(options.delay)]
+        words += ["--batch-size", str(options.batch_size), "--optimizer", options.optimizer]
         words += ["--seed", str(options.seed), "--evaluate-every", "1000000"]
         words += ["--snapshot-every", "50", "--min-workers", "1", "--log-checksums"]
+        for flag in ("delay", "local_steps", "round_seconds"):
+            if (value := getattr(options, flag)) is not None:
+                words += [f"--{flag.replace('_', '-')}", str(value)]
         words += NANO if options.preset == "nano" else []
         self.workers = [
             Worker(f"worker-{n}", folder, words, place.environment) for n in range(options.workers)
@@ -196,18 +205,21 @@ def report(chaos: Chaos, history: History, console: Console) -> bool:
     goodput = history._replace(manifests=during).goodput(options.workers)
     durations = history._replace(manifests=during).seconds()
     losses = [worker.held_out() for worker in chaos.workers]
+    counted = sum(packet.steps for m in history.manifests for packet in m.packets)
+    trained = sum(len(list(worker.lines())) for worker in chaos.workers)
     table = Table(show_header=False)
     kinds_seen = ", ".join(f"{n} {kind}" for kind, n in sorted(chaos.counts.items()))
-    table.add_row("store", f"{options.store}, delay {options.delay}")
+    table.add_row("store", f"{options.store}, {options.optimizer}")
     table.add_row("faults", f"{sum(chaos.counts.values())}: {kinds_seen}")
-    table.add_row("steps", f"{len(history.manifests)} in {chaos.ended - chaos.began:.0f} s")
-    table.add_row("steps compared, and different", f"{compared}, {len(differing)}")
+    exchanges = f"{len(history.manifests)} exchanges in {chaos.ended - chaos.began:.0f} s"
+    table.add_row("steps", f"{counted} of {trained} that were trained counted, in {exchanges}")
+    table.add_row("exchanges compared, and different", f"{compared}, {len(differing)}")
     table.add_row("lost, and why", f"{len(chaos.errors)} {'; '.join(chaos.errors)}")
     table.add_row("hangs", str(chaos.hangs))
     table.add_row("goodput", f"{goodput:.1%} of {options.workers} workers' time")
     if durations:
         table.add_row(
-            "seconds a step",
+            "seconds an exchange",
             f"median {statistics.median(durations):.3f}, most {max(durations):.1f}",
         )
     for what, seconds in ("a kill is noticed after", noticed), ("a start takes part after", again):

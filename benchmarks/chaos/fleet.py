@@ -117,7 +117,7 @@ class Worker:
 
     def lines(self) -> Iterator[Line]:
         for record in self.records():
-            if "held_out" not in record:
+            if "loss" in record:
                 yield Line(
                     self.name,
                     record["step"],
@@ -136,7 +136,7 @@ def compare_steps(workers: Sequence[Worker]) -> tuple[int, list[int]]:
     by_step: dict[int, list[str]] = {}
     for worker in workers:
         for record in worker.records():
-            if record["parameters"]:
+            if record["parameters"] and "loss" in record:
                 by_step.setdefault(record["done"], []).append(record["parameters"])
     compared = {number: digests for number, digests in by_step.items() if len(digests) > 1}
     return len(compared), sorted(n for n, digests in compared.items() if len(set(digests)) > 1)

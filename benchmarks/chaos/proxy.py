@@ -7,6 +7,7 @@ import time
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+CHUNK = 32_768  # bytes of one request, before another one has its turn
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -17,13 +18,22 @@ class Faults:
       delay: seconds before each answer.
       failing: probability of an error, half of them after the request has reached the store.
       stale: whether lists are answered as they were when they were first asked for.
+      bandwidth: bytes per second in each direction, which all requests share.
     """
 
     def __init__(self, seed: int):
         self.delay, self.failing, self.stale = 0.0, 0.0, False
+        self.bandwidth = float("inf")
+        self.up, self.down = threading.Lock(), threading.Lock()
         self.lists: dict[str, tuple[int, list, bytes]] = {}
         self.random = random.Random(seed)
         self.requests = 0
+
+    def carry(self, link: threading.Lock, size: int) -> None:
+        """Takes as long as these bytes do; requests at the same time take turns."""
+        for start in range(0, size if self.bandwidth < float("inf") else 0, CHUNK):
+            with link:
+                time.sleep(min(CHUNK, size - start) / self.bandwidth)
 
     def set_stale(self, stale: bool) -> None:
         self.lists.clear()
@@ -43,12 +53,14 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
             faults.requests += 1
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             time.sleep(faults.delay)
+            faults.carry(faults.up, len(body))
             fails = faults.random.random() < faults.failing
             if fails and faults.random.random() < 0.5:
                 return self.reply(503, [], b"")
             status, headers, content = self.ask(body)
             if fails:  # the store did what it was asked, and nobody hears of it
                 return self.reply(503, [], b"")
+            faults.carry(faults.down, len(content))
             return self.reply(status, headers, content)
 
         def ask(self, body: bytes):

@@ -57,7 +57,8 @@ def decoupled_momentum(
     hyperparameters, if its state is not finite or if it makes a finite gradient infinite or NaN.
 
     Args:
-      decay: :math:`\beta` in [0, 1). 0.999 suits runs of many thousand steps, 0.95 short ones.
+      decay: :math:`\beta` in [0, 1]. 0.999 suits runs of many thousand steps, 0.95 short ones. With
+        1 nothing is forgotten, which needs a ``gradient_weight``.
       compression: transform, blocks, number of coefficients and their coding.
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a
         tuple of names for workers along several axes; None for a single worker. It is short for

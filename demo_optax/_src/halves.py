@@ -61,6 +61,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
       exchange: the exchange of ``update``.
       with_compression: ``with_compression(compression)`` returns the same optimizer with another
         compression.
+      steps_per_round: the number of steps of `demo_optax.local_steps` in a round; None for an
+        optimizer that exchanges on every step.
 
     Raises:
       ValueError: ``send`` is called twice in a step; ``apply`` gets an outbox other than that of
@@ -85,10 +87,19 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     compression: Compression
     exchange: Exchange
     with_compression: Callable[[Compression], "SplitTransformation"]
+    steps_per_round: int | None
 
     @classmethod
     def make(
-        cls, init, update, send, apply, compression, exchange, with_compression
+        cls,
+        init,
+        update,
+        send,
+        apply,
+        compression,
+        exchange,
+        with_compression,
+        steps_per_round=None,
     ) -> "SplitTransformation":
         def empty_outbox(params, **extra_args) -> Outbox:
             extra = axes.TRACING_ARGUMENTS | extra_args
@@ -105,6 +116,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         made.send, made.apply, made.empty_outbox = send, apply_to_arrays, empty_outbox
         made.compression, made.exchange = compression, exchange
         made.with_compression = with_compression
+        made.steps_per_round = steps_per_round
         return made
 
 
@@ -140,6 +152,12 @@ def split_momentum(
     )
     checks.in_interval("decay", settings.decay, "[0, 1]")
     checks.in_interval("subtraction_factor", settings.subtraction_factor, "(0, 1]")
+    is_kept = not isinstance(settings.decay, Tracer) and settings.decay == 1
+    if settings.gradient_weight is None and is_kept:
+        raise ValueError(
+            "decay=1 leaves gradients the weight 1 - decay = 0, so that nothing is trained: give a "
+            "gradient_weight, such as 1.0."
+        )
     if settings.gradient_weight is not None:
         checks.require_rate("gradient_weight", settings.gradient_weight)
     checks.one_of("mean", settings.mean, MEANS)

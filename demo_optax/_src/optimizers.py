@@ -56,7 +56,7 @@ def demo(
       learning_rate: :math:`\eta`, a number or a schedule; both uses evaluate the schedule at the
         same step.
       compression: selection and coding of the part of the momentum that is sent.
-      decay: momentum decay :math:`\beta` in [0, 1).
+      decay: momentum decay :math:`\beta` in [0, 1].
       weight_decay, mask: decoupled weight decay :math:`\lambda`; the parameters that it applies to.
       precondition: a transformation of the local gradient before the momentum; its state stays
         with its worker.

@@ -265,8 +265,8 @@ def local_steps(
             weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
             return results, parts.send(gradient, state._replace(weight=weights), shared, extra)
 
-        if every == 1:  # without a conditional, the exchange overlaps with the gradient
-            return exchange(state)
+        # Without a conditional, the exchange overlaps with the gradient.
+        is_due = True if every == 1 else is_due
         return step_or_skip(is_due, exchange, lambda state: state, state)
 
     if parts:
@@ -305,17 +305,21 @@ def local_steps(
         other = split.with_compression(compression)
         return local_steps(inner, other, every, merge=merge, axis_name=axis_name)
 
-    settings = split.compression, split.exchange, with_compression
+    settings = split.compression, split.exchange, with_compression, every
     return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, *settings)
 
 
-def step_or_skip(is_last: BoolScalar, step, skip, *args):
+def step_or_skip(is_last: BoolScalar | bool, step, skip, *args):
     """Returns ``step(*args)`` on the last call of a round, else zeros and ``skip(*args)``."""
+    if is_last is True:
+        return step(*args)
     shapes, _ = jax.eval_shape(step, *args)
 
     def zeros_and_skip(*args):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), skip(*args)
 
+    if is_last is False:
+        return zeros_and_skip(*args)
     return jax.lax.cond(is_last, *axes.branches_of_one_type(step, zeros_and_skip, *args), *args)
 
 

@@ -87,6 +87,15 @@ class Config:
     local_steps: Count | None = None
     """Steps in a round of diloco and sparseloco, by default 20. The
     held-out loss is that of the parameters after the last complete round."""
+    merge: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Part of the way from the shared parameters that a worker keeps when
+    the result of a round comes, for diloco and sparseloco. By default it
+    keeps what it went since it sent its packet, and in a swarm with
+    --delay 1 half of the way."""
+    round_seconds: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Seconds of a round of diloco and sparseloco in a swarm, instead of
+    --local-steps, so that workers of unequal speed need not wait for each
+    other. Schedules and --steps still count --local-steps for a round."""
     microbatches: Count = 1
     """Parts into which each worker divides its sequences, to save
     memory."""
@@ -136,8 +145,10 @@ class Config:
     value_coding_back: ValueCoding | None = None
     """Coding of the values that are sent back, by default that of
     --value-coding."""
-    delay: Literal[0, 1] = 0
-    """1: exchange packets while the next step computes its gradient."""
+    delay: Literal[0, 1] | None = None
+    """1: exchange packets while the next step computes its gradient, or
+    in a swarm during the next steps of a round. By default 1 for rounds
+    in a swarm, otherwise 0."""
     look_ahead: Annotated[float, Field(ge=0, le=100)] | None = None
     """Each worker takes its gradient where its own momentum would lead,
     this many steps of the optimizer ahead. For demo-scaled and
@@ -164,7 +175,7 @@ class Config:
     """Workers of a swarm without which no step is taken."""
     snapshot_every: Count = 100
     """Steps between two snapshots of a swarm, from which new workers
-    start."""
+    start. With rounds they are written at the end of one."""
     evaluate_every: Count = 100
     """Steps between two evaluations on held-out text."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

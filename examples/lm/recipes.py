@@ -26,9 +26,11 @@ OptimizerName = Literal[
 
 LOCAL_STEPS = 20
 LOOK_AHEAD = {0: 1.0, 1: 1.5}  # by the delay
+MERGE = {0: None, 1: 0.5}  # in a swarm, by the delay
 PUBLISHED = demo_optax.Compression(32)
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4")
 ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
+WHOLE = demo_optax.Compression(64 * 64, value_coding="int8", transform="identity")
 
 
 class Settings(NamedTuple):
@@ -45,6 +47,7 @@ class Settings(NamedTuple):
     exchange: demo_optax.Exchange
     b2: float
     look_ahead: float | None = None
+    merge: float | None = None
     matrices: Any = None
 
     @property
@@ -58,9 +61,10 @@ class Recipe(NamedTuple):
     """Default learning rate, decays of the momentum and the weights, and what makes the optimizer.
 
     The learning rate is that of width 128: the trainer multiplies it by 128 / width.
-    With an ``outer`` optimizer it is that of each worker's local steps. Those without a default
-    ``compression`` all-reduce whole gradients, or differences of parameters. ``b2`` is the default
-    decay of the second moment, where there is one.
+    With an ``outer`` optimizer it is that of each worker's local steps. Those that ``reduce``
+    all-reduce whole gradients, or differences of parameters, except in a swarm, whose packets have
+    the default ``compression``. ``b2`` is the default decay of the second moment, where there is
+    one.
     """
 
     learning_rate: float
@@ -71,6 +75,7 @@ class Recipe(NamedTuple):
     outer: Callable[[Settings], optax.GradientTransformation] | None = None
     looks_ahead: bool = False
     b2: float | None = None
+    reduces: bool = False
 
 
 def _decoupled(optimizer, settings: Settings) -> optax.GradientTransformation:
@@ -108,16 +113,21 @@ def _data_parallel_adamw(settings: Settings) -> optax.GradientTransformation:
 
 
 def _diloco(settings: Settings) -> optax.GradientTransformation:
-    del settings
     nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    if settings.exchange.axis_name is None:  # in a swarm, which sends packets
+        return _of_differences(nesterov, settings, decay=1.0)
     return optax.chain(demo_optax.mean_over_workers("data"), nesterov)
 
 
 def _sparseloco(settings: Settings) -> optax.GradientTransformation:
+    return _of_differences(optax.sgd(1.0), settings, decay=0.95)
+
+
+def _of_differences(base, settings: Settings, decay: float) -> optax.GradientTransformation:
     return demo_optax.decoupled(
-        optax.sgd(1.0),
+        base,
         dataclasses.replace(settings.compression, transform="identity"),
-        decay=0.95,
+        decay=decay,
         gradient_weight=1.0,
         mean="workers",
         exchange=settings.exchange,
@@ -131,9 +141,9 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-adamw": Recipe(2e-3, 0.95, 0.1, _demo_adamw, b2=0.95),
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
     "demo-muon": Recipe(3e-3, 0.95, 0.0, muon_with, ONE_BIT, looks_ahead=True, b2=0.99),
-    "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, compression=None, outer=_diloco, b2=0.95),
+    "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, WHOLE, outer=_diloco, b2=0.95, reduces=True),
     "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco, b2=0.95),
-    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, compression=None, b2=0.95),
+    "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, None, b2=0.95, reduces=True),
 }
 
 
@@ -145,8 +155,9 @@ def make(
     tx = recipe.make(settings)
     if recipe.outer is None:
         return tx
-    every = steps_of_a_round(optimizer, local_steps)
-    return demo_optax.local_steps(tx, recipe.outer(settings), every, axis_name="data")
+    every, axis_name = steps_of_a_round(optimizer, local_steps), settings.exchange.axis_name
+    outer, merge = recipe.outer(settings), settings.merge
+    return demo_optax.local_steps(tx, outer, every, merge=merge, axis_name=axis_name)
 
 
 def steps_of_a_round(optimizer: OptimizerName, local_steps: int | None) -> int:

@@ -21,7 +21,7 @@ from . import agreement, data, hosts, recipes, stores
 from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
-from .recipes import LOOK_AHEAD, RECIPES, OptimizerName, Settings
+from .recipes import LOOK_AHEAD, MERGE, RECIPES, OptimizerName, Settings
 from .report import console
 from .validation import require_divisible, require_enough, require_sensible
 
@@ -100,8 +100,9 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         compression=compression(config),
         exchange=exchange(config),
         b2=default(config.b2, recipe.b2 or 0.0),
-        look_ahead=default(config.look_ahead, recipe.looks_ahead * LOOK_AHEAD[config.delay])
+        look_ahead=default(config.look_ahead, recipe.looks_ahead * LOOK_AHEAD[delay(config)])
         or None,
+        merge=MERGE[delay(config)] if config.swarm and config.merge is None else config.merge,
         matrices=functools.partial(jax.tree.map_with_path, dimension_numbers),
     )
 
@@ -202,6 +203,13 @@ def exchange(config: Config) -> demo_optax.Exchange:
         back = config.topk_back, config.value_coding_back
         made = demo_optax.TwoPhase("data", *back, config.norm_limit)
     return demo_optax.Delayed(made) if config.delay else made
+
+
+def delay(config: Config) -> int:
+    """Whether packets travel while the worker goes on, as they do in a swarm with rounds."""
+    if config.delay is None:
+        return int(bool(config.swarm and RECIPES[config.optimizer].outer))
+    return config.delay
 
 
 def make_mesh(config: Config) -> Mesh | AbstractMesh:

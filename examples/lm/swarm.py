@@ -34,8 +34,9 @@ from demo_optax.swarm import (
 
 from . import stores
 from .config import Config, refuse
+from .recipes import steps_of_a_round
 from .report import console
-from .setup import Run, batches_of, make_evaluation, prepare
+from .setup import Run, batches_of, delay, make_evaluation, prepare
 from .signals import Signals
 from .train import (
     EVALUATION_TOKENS,
@@ -48,12 +49,15 @@ from .train import (
 from .validation import require_sensible
 
 CACHE = Path.home() / ".cache" / "demo_optax" / "compiled"
+LEAVE_SECONDS = 15.0  # for a worker that leaves to send its progress
 GO_ON = "Start the same command again to take part again, from where the others are then."
 
 SAME = (
     "optimizer",
     "preset",
     "steps",
+    "local_steps",
+    "merge",
     "learning_rate",
     "warmup_steps",
     "decay",
@@ -107,6 +111,8 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
     )
     describe(run)
     console.print(f"worker {member.worker} has slot {member.slot} of {member.slots} in {store.url}")
+    every = steps_of_a_round(config.optimizer, config.local_steps)
+    overlaps = delay(config) and every > 1
     tokens = math.prod(run.batch_shape)
     assert isinstance(run.mesh, Mesh)  # validation refuses --simulate
     worker = SwarmWorker(
@@ -114,15 +120,17 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         cast(demo_optax.SplitTransformation, run.tx),
         run.mesh,
         member,
-        delay=config.delay,
-        snapshot_every=config.snapshot_every,
+        delay=delay(config),
+        round_seconds=config.round_seconds,
+        snapshot_every=max(config.snapshot_every // every, 1),
         microbatches=config.microbatches,
         clip_norm=config.clip_norm,
         param_specs=run.param_specs,
         weight=tokens,
         facts=facts_of(config),
     )
-    with worker, leaves_at(signals, member), log_file(config) as log, bar:
+    grace = LEAVE_SECONDS if overlaps else 0.0
+    with worker, leaves_at(signals, member, grace), log_file(config) as log, bar:
         prepared = time.monotonic()
         console.print("compiles and joins; the first start on a machine takes longest")
         rows, length = run.batch_shape
@@ -130,29 +138,35 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         try:
             params, opt_state = worker.begin(run.params, batch)
         except Left:
-            left(worker, signals)
+            left(worker, signals, lost=0)
         joined = time.monotonic()
         console.print(
             f"joined before step {worker.number}: {prepared - started:.1f} s to prepare, "
             f"{worker.seconds_compiling:.1f} s to compile, "
             f"{joined - prepared - worker.seconds_compiling:.1f} s to catch up"
         )
-        batches = batches_of(own_order(run, member.worker), worker.number * rows)
+        batches = batches_of(own_order(run, member.worker), worker.number * every * rows)
         evaluate = make_evaluation(run, lambda: None)
-        task = bar.add_task("", total=config.steps, completed=worker.number, **shown(None, 0.0))
-        sent, members = 0.0, ()
-        while worker.number < config.steps:
-            began = time.monotonic()
+        done = worker.number * every
+        task = bar.add_task("", total=config.steps, completed=done, **shown(None, 0.0))
+        sent, members, steps_alone = 0.0, (), 0
+        while worker.number < config.steps // every:
+            began, number, before = time.monotonic(), worker.number, done
             try:
                 if signals.stop_requested():
                     raise Left
                 params, opt_state, metrics = worker.step(params, opt_state, next(batches))
             except Left:
-                left(worker, signals)
+                left(worker, signals, worker.leave(params, opt_state))
+            steps_alone = 0 if metrics.round_steps else min(steps_alone + 1, every - 1)
+            done = worker.number * every + steps_alone
             sent += metrics.packet_bytes / 1e6
             seconds = time.monotonic() - began
-            checked = params if config.log_checksums else None
+            checked = params if config.log_checksums and worker.number > number else None
             write(log, worker.number, checked, metrics, seconds, run.corpus.bytes_per_token)
+            if every > 1 and worker.number > number:
+                ended = {"round": worker.number - 1, "done": worker.number, "time": time.time()}
+                write_line(log, ended | {"parameters": digest(checked) if checked else None})
             if metrics.members and metrics.members != members:
                 members = metrics.members
                 bar.print(f"step {metrics.step}: {', '.join(members)} took part")
@@ -167,10 +181,10 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 bar.print(f"step {metrics.step}: parameters {differed}")
             if metrics.replayed:
                 bar.print(f"step {metrics.step}: caught up with {metrics.replayed} steps")
-            bar.update(task, completed=worker.number, **shown(metrics, sent, run))
-            if worker.number // config.evaluate_every > metrics.step // config.evaluate_every:
+            bar.update(task, completed=done, **shown(metrics, sent, run))
+            if done // config.evaluate_every > before // config.evaluate_every:
                 loss = evaluate(params, EVALUATION_TOKENS)
-                bar.print(f"step {worker.number}: {loss:.3f} nats per byte of held-out text")
+                bar.print(f"step {done}: {loss:.3f} nats per byte of held-out text")
         loss = evaluate(params, LAST_EVALUATION_TOKENS)
         write_line(log, {"held_out": loss, "done": worker.number, "parameters": digest(params)})
     console.print(f"held-out text: {loss:.3f} nats per byte; parameters {digest(params)}")
@@ -186,9 +200,10 @@ def facts_of(config: Config) -> dict[str, Any]:
     return facts
 
 
-def left(worker: SwarmWorker, signals: Signals) -> NoReturn:
+def left(worker: SwarmWorker, signals: Signals, lost: int) -> NoReturn:
     worker.close()
-    console.print(f"Left before step {worker.number}. {GO_ON}")
+    lost_too = f" {lost} steps of this round are lost." if lost else ""
+    console.print(f"Left before step {worker.number}.{lost_too} {GO_ON}")
     sys.exit(signals.exit_status)
 
 
@@ -233,13 +248,14 @@ def shown(metrics: SwarmMetrics | None, sent: float, run: Run | None = None) -> 
 
 
 @contextlib.contextmanager
-def leaves_at(signals: Signals, member: Member) -> Iterator[None]:
-    """Ends a wait for other workers at a signal."""
+def leaves_at(signals: Signals, member: Member, grace: float) -> Iterator[None]:
+    """Ends a wait for other workers some seconds after a signal."""
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.2):
             if signals.stop_requested():
+                ended.wait(grace)
                 member.leave()
                 return
 

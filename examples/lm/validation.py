@@ -111,6 +111,13 @@ def _require_agreement(config: Config) -> None:
             f"--local-steps {config.local_steps} are for --optimizer diloco and sparseloco: "
             f"{config.optimizer} exchanges on every step. Leave them out, or choose one of the two."
         )
+    for name in ("merge", "round_seconds"):
+        if getattr(config, name) is not None and not RECIPES[config.optimizer].outer:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(config, name)} is for rounds of local steps, "
+                f"but {config.optimizer} exchanges on every step: leave it out, or choose "
+                "--optimizer diloco or sparseloco."
+            )
     every = steps_of_a_round(config.optimizer, config.local_steps)
     if config.steps % every:
         raise ValueError(
@@ -125,7 +132,7 @@ def _require_agreement(config: Config) -> None:
                 "and --exchange all-gather has no owners: leave it out, or set --exchange "
                 "two-phase."
             )
-    sends_packets = RECIPES[config.optimizer].compression is not None
+    sends_packets = config.swarm or not RECIPES[config.optimizer].reduces
     for name in OF_PACKETS:
         if not sends_packets and getattr(config, name) != getattr(DEFAULT, name):
             raise ValueError(
@@ -187,6 +194,7 @@ def _require_swarm(config: Config) -> None:
             "min_workers",
             "snapshot_every",
             "log_checksums",
+            "round_seconds",
         ):
             if getattr(config, name) != getattr(DEFAULT, name):
                 raise ValueError(
@@ -211,10 +219,10 @@ def _require_swarm(config: Config) -> None:
             "--exchange two-phase divides the blocks among a fixed number of workers, but those "
             "of a --swarm come and go: leave it out."
         )
-    if RECIPES[config.optimizer].compression is None or RECIPES[config.optimizer].outer:
+    if RECIPES[config.optimizer].compression is None:
         raise ValueError(
-            f"--optimizer {config.optimizer} does not send packets on every step: with --swarm "
-            "choose one whose name begins with demo."
+            f"--optimizer {config.optimizer} sends no packets: with --swarm choose diloco, "
+            "sparseloco, or one whose name begins with demo."
         )
     if config.min_workers > config.slots:
         raise ValueError(

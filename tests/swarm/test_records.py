@@ -21,7 +21,10 @@ TIMES = st.floats(0, 2**52)
 @st.composite
 def manifests(draw):
     slots = sorted(draw(st.sets(st.integers(0, 500), min_size=1, max_size=8)))
-    packets = tuple(PacketRef(slot, draw(COUNTS), draw(HASHES)) for slot in slots)
+    packets = tuple(
+        PacketRef(slot, draw(COUNTS), draw(HASHES), draw(COUNTS), draw(st.integers(0, 2**53)))
+        for slot in slots
+    )
     return Manifest(draw(COUNTS), packets, draw(st.one_of(st.just(""), HASHES)), draw(TIMES))
 
 
@@ -77,7 +80,7 @@ def test_what_breaks_parsers_is_damaged(read, data):
 
 @pytest.mark.parametrize("file", ["run.json", "snapshots/00000009/x.npz", "/etc/passwd"])
 def test_a_snapshot_names_a_file_of_its_own(file):
-    index = SnapshotIndex(8, file, "0" * 64, "0" * 64)
+    index = SnapshotIndex(8, file, 1, "0" * 64, "0" * 64)
     with tempfile.TemporaryDirectory() as folder:
         store = ObjectStore(folder)
         store.put("snapshots/00000008.json", records.encode(index))
@@ -87,7 +90,8 @@ def test_a_snapshot_names_a_file_of_its_own(file):
 
 def test_names_that_are_not_ours_are_ignored():
     names = ["notes.txt", "000.000001.here", "000.000001.tmp", "9.1.here", "777.000001.left"]
-    assert records.read_folder(names, slots=4) == ({}, frozenset({(0, 1)}), frozenset())
+    folder = records.StepFolder({}, frozenset({(0, 1)}), frozenset(), frozenset())
+    assert records.read_folder(names, slots=4) == folder
     steps = ["00000042", "00000042.json", "00000042/a/b", "readme.md", "42", "0000004x"]
     assert list(map(records.step_of, steps)) == [42, 42, 42, None, None, None]
 

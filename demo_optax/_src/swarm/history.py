@@ -38,17 +38,29 @@ class History(NamedTuple):
         """Returns the seconds between the decisions of each two successive steps."""
         return [max(b.time - a.time, 0.0) for a, b in itertools.pairwise(self.manifests)]
 
+    def seconds_per_step(self) -> float:
+        """Returns the median time of a worker's step; in a round they take many."""
+        steps = [max(x.steps for x in m.packets) for m in self.manifests[1:]]
+        each = [s / max(n, 1) for s, n in zip(self.seconds(), steps, strict=True)]
+        return statistics.median(each) if each else 0.0
+
+    def tokens_per_second(self) -> float:
+        """Returns the tokens that counted, if the workers' weights are those of their batches."""
+        duration = sum(self.seconds())
+        tokens = sum(x.tokens for m in self.manifests[1:] for x in m.packets)
+        return tokens / duration if duration else 0.0
+
     def goodput(self, workers: int | None = None) -> float:
         """Returns the share of worker-seconds that became steps of median duration.
 
         By default it counts the time of all workers that ever took part.
         """
-        durations = self.seconds()
+        durations, step = self.seconds(), self.seconds_per_step()
         if not durations or not sum(durations):
             return 1.0
-        total = max(self.manifests[-1].time - self.manifests[0].time, statistics.median(durations))
+        total = max(self.manifests[-1].time - self.manifests[0].time, step)
         workers = workers or len({self.names[x] for m in self.manifests for x in m.members})
-        useful = sum(len(m.packets) for m in self.manifests[1:]) * statistics.median(durations)
+        useful = sum(x.steps for m in self.manifests[1:] for x in m.packets) * step
         return min(useful / (workers * total), 1.0)
 
 
@@ -98,9 +110,15 @@ def status(history: History) -> str:
     ]
     if durations:
         lines.append(
-            f"last {len(history.manifests)} steps: {statistics.median(durations):.3f} s a step "
-            f"(median), goodput {history.goodput():.0%} of all workers that took part"
+            f"last {len(history.manifests)} exchanges: {statistics.median(durations):.3f} s each "
+            f"and {history.seconds_per_step():.3f} s a step (medians), "
+            f"{history.tokens_per_second():,.0f} tokens a second counted, goodput "
+            f"{history.goodput():.0%} of all workers that took part"
         )
+    steps = {history.names[x.member]: x.steps for x in end.packets}
+    if max(steps.values()) > 1:
+        trained = ", ".join(f"{name} {count}" for name, count in steps.items())
+        lines.append(f"steps in round {end.step}: {trained}")
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ DEADLINE_STEPS = 3  # the deadline, in median steps
 NUM_DURATIONS = 21  # steps in the median
 STEPS_TO_ANNOUNCE = 2  # that the others may take until they see an announcement
 LONGEST_POLL_SECONDS = 0.05
+LONGEST_LOOK_SECONDS = 2.0  # at a round that others may end
 LOG_EVERY_SECONDS = 5.0
 PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
 
@@ -108,6 +109,7 @@ class Member:
         self._names: dict[MemberId, str] = {}
         self._leaving = threading.Event()
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
+        self._transferring = threading.Lock()  # packets, for which snapshots make way
         self.slot, self.incarnation = claim(store, worker, uuid.uuid4().hex, slots)
 
     @property
@@ -129,13 +131,18 @@ class Member:
         """Whether `leave` was called."""
         return self._leaving.is_set()
 
-    def exchange(self, step: int, packet: bytes) -> ExchangeResult:
-        """Sends a packet, and returns once it is decided which packets count."""
+    def exchange(
+        self, step: int, packet: bytes, steps: int = 1, tokens: int = 1, ends_round: bool = False
+    ) -> ExchangeResult:
+        """Sends a packet, and returns once it is decided which packets count.
+
+        The numbers of steps and tokens that the packet results from enter the manifest. With
+        ``ends_round`` it asks the others to end their round too.
+        """
         started = time.monotonic()
-        own = PacketRef(*self.me, records.sha256(packet))
-        key = records.packet_key(step, own)
-        self._packets = {key: packet}
-        self.store.put(key, packet)
+        if ends_round:
+            self.store.put(records.mark_key(step, self.me, "ends"), b"")
+        own = self.send(step, packet, steps, tokens)
         previous = self.manifest(step - 1)
         expected = previous.members if previous else frozenset()
         manifest = self._agree(step, expected, len(packet), started)
@@ -152,6 +159,33 @@ class Member:
             own=self.slot if own in manifest.packets else None,
             waited=now - started,
         )
+
+    def send(self, step: int, packet: bytes, steps: int = 1, tokens: int = 1) -> PacketRef:
+        """Sends a packet, without waiting for a decision."""
+        own = PacketRef(*self.me, records.sha256(packet), steps, tokens)
+        key = records.packet_key(step, own)
+        self._packets = {key: packet}
+        with self._transferring:
+            self.store.put(key, packet)
+        return own
+
+    def wait_for_transfers(self) -> None:
+        """Waits until no packet is being sent or read."""
+        with self._transferring:
+            pass
+
+    def await_others(self, step: int, ended: threading.Event) -> bool:
+        """Waits until others have ended a round of local steps; returns whether it is decided.
+
+        Returns False once the event is set, too. It looks less and less often as time goes by.
+        """
+        began = time.monotonic()
+        while not ended.wait(min(max((time.monotonic() - began) / 20, 0.05), LONGEST_LOOK_SECONDS)):
+            if self.manifest(step) is not None:
+                return True
+            if self._folder(step).ends - {self.me}:
+                return False
+        return False
 
     def receive(self, step: int) -> ExchangeResult:
         """Returns what the others exchanged in a step that is decided."""
@@ -287,7 +321,10 @@ class Member:
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
         """Reads the packets that are not there yet, and keeps those of the right hash and size."""
         hashes = {records.packet_key(step, packet): packet.sha256 for packet in packets}
-        for key, data in self._read_all(hashes.keys() - self._packets.keys()).items():
+        missing = hashes.keys() - self._packets.keys()
+        with self._transferring if missing else contextlib.nullcontext():
+            found = self._read_all(missing)
+        for key, data in found.items():
             if records.sha256(data) == hashes[key] and size in (None, len(data)):
                 self._packets[key] = data
 

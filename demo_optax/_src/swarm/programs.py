@@ -32,17 +32,20 @@ class Programs(NamedTuple):
 
     ``gradients(params, opt_state, batch)`` returns the gradients, stacked as one worker's.
     ``send(params, opt_state, gradients, gradient_norm, weight, slot)`` returns an outbox and a new
-    state. ``apply(params, opt_state, outbox, packets, slot)`` returns new parameters, a new state
-    and the metrics of the exchange. In its packets zeros stand for those that do not count.
+    state. ``step_alone`` with the same arguments returns the state after a step inside a round.
+    ``apply(params, opt_state, outbox, packets, slot)`` returns new parameters, a new state and the
+    metrics of the exchange. In its packets zeros stand for those that do not count.
     """
 
     gradients: Callable[..., WorkerGradients]
+    step_alone: Any  # None without rounds
     send: Callable[..., tuple[Outbox, Any]]
     apply: Callable[..., tuple[Any, Any, Any]]
     init: Callable[[Any], Any]  # returns the state for parameters
     shardings: tuple[Any, Any]  # of parameters and state, which have no axis of workers
     shape: tuple[int, int, int]  # (shards, slots, words) of the packets
     empty_outbox: Outbox  # of a worker that sent nothing
+    no_gradient: Callable[[], tuple[Any, np.ndarray]]  # with the norm of one that is not finite
     fingerprint: dict[str, str]  # the kind of device, and the SHA-256 of the text of send and apply
     batch: Any  # shapes and dtypes of a batch
 
@@ -55,15 +58,11 @@ def compile_programs(
     layout = find_layout(tx, params, mesh, (), options["param_specs"])
     init = functools.partial(worker_axis.init_stacked, tx, layout)
     state = jax.eval_shape(init, params)
-    if isinstance(state, rounds.LocalStepsState):
-        raise ValueError(
-            "local_steps(...) exchanges on some steps only, but a step of a swarm is one exchange: "
-            "pass its outer optimizer alone, and use microbatches=... or a larger batch."
-        )
     sharded = sharded_axes(arrays.unboxed(layout.params))
     shard_axes = tuple(name for name in mesh.axis_names if name in sharded)
     over_shards = P(shard_axes or None)
-    outbox_specs: Any = Outbox._make((over_shards, over_shards, P(), P()))
+    progress = arrays.unboxed(layout.params) if tx.steps_per_round else ()
+    outbox_specs: Any = Outbox._make((over_shards, over_shards, P(), P(), progress))
     gradients_of = stacked_gradients(
         loss_fn, mesh, axis_name, manual=True, stateful=False, **options
     )
@@ -73,19 +72,30 @@ def compile_programs(
         copies = shards.copies(local, mesh, axis_name, layout.params)
         return gradients_of(copies, (), batch, params_are_replicated=False)
 
-    def send(params, opt_state, gradients, gradient_norm, weight, slot):
+    def send(params, opt_state, gradients, gradient_norm, weight, slot, **ends_round):
         extra = {"worker": slot, momentum.MESSAGE_WEIGHT: weight[0]}
         extra[participation.PARTICIPATES] = jnp.isfinite(gradient_norm[0])
 
         def on_device(gradient, opt_state, params, extra):
+            extra |= ends_round
             outbox, new = _on_device(tx, tx.send, layout, gradient, opt_state, params, **extra)
             packets, message = jax.tree.map(lambda x: x[None], (outbox.packets, outbox.message))
+            if tx.steps_per_round:
+                replicated = layout.update_replicated_axes
+                progress = jax.tree.map(shards.from_first, outbox.progress, replicated)
+                outbox = outbox._replace(progress=progress)
             return outbox._replace(packets=packets, message=message), new
 
         specs = layout.params, layout.state, layout.params, P()
         return jax.shard_map(
             on_device, mesh=mesh, in_specs=specs, out_specs=(outbox_specs, layout.state)
         )(_first(gradients), opt_state, params, extra)
+
+    def step_alone(*args):
+        return send(*args, ends_round=False)[1]
+
+    def end_round(*args):
+        return send(*args, ends_round=True) if tx.steps_per_round else send(*args)
 
     def apply(params, opt_state, outbox, packets, slot):
         def on_device(params, opt_state, outbox, packets, slot):
@@ -123,12 +133,14 @@ def compile_programs(
     result = jax.eval_shape(gradients, params, state, batch)
     sent = result.gradients, worker, worker, slot
     stacked = shards.stacked_specs(layout.params, axis_name)
-    outbox, _ = jax.eval_shape(send, params, state, *sent)
+    outbox, _ = jax.eval_shape(end_round, params, state, *sent)
     shape = len(outbox.packets), slots, outbox.packets.shape[-1]
     packets = jax.ShapeDtypeStruct(shape, jnp.uint32)
     batch_leaf_specs = shards.batch_leaf_specs(batch, options["batch_specs"], mesh, axis_name)
     computing, _ = compiled(gradients, (batch,), (batch_leaf_specs,), ())
-    sending, send_text = compiled(send, sent, (stacked, P(axis_name), P(axis_name), P()), (1,))
+    sending: Any = sent, (stacked, P(axis_name), P(axis_name), P()), (1,)
+    alone = compiled(step_alone, *sending)[0] if tx.steps_per_round else None
+    sending, send_text = compiled(end_round, *sending)
     applying, apply_text = compiled(
         apply, (outbox, packets, slot), (outbox_specs, over_shards, P()), (0, 1)
     )
@@ -139,7 +151,13 @@ def compile_programs(
     fingerprint = {"device": kind, "optimizer": records.sha256(text)}
     placed = shards.shardings(mesh, (layout.params, layout.state))
     batch = checks.shapes_of("batch", batch)
-    return Programs(computing, sending, applying, init, placed, shape, empty, fingerprint, batch)
+
+    def no_gradient() -> tuple[Any, np.ndarray]:
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), result.gradients)
+        return zeros, np.array([np.nan], np.float32)
+
+    programs = computing, alone, sending, applying, init
+    return Programs(*programs, placed, shape, empty, no_gradient, fingerprint, batch)
 
 
 def _on_device(tx, half: Callable, layout, gradient, state, params, **options) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
-FORMAT = 2  # of the store's objects and of packets; all workers of a run have the same
+FORMAT = 3  # of the store's objects and of packets; all workers of a run have the same
 
 MemberId = tuple[int, int]  # a slot, and its owner's incarnation: a new one at each joining
 
@@ -25,11 +25,13 @@ class Damaged(SwarmError):
 
 
 class PacketRef(NamedTuple):
-    """Refers to a packet by its sender and its hash."""
+    """Refers to a packet by its sender and its hash, and says how much training is in it."""
 
     slot: int
     incarnation: int
     sha256: str
+    steps: int = 1  # that the worker took; several with rounds of local steps
+    tokens: int = 1  # the weight of the message, rounded
 
     @property
     def member(self) -> MemberId:
@@ -61,15 +63,17 @@ class SnapshotIndex(NamedTuple):
     """Locates a snapshot."""
 
     step: int  # the first one after the snapshot
-    file: str  # the key of its arrays
-    sha256: str  # of the file
+    file: str  # the folder of its parts
+    parts: int
+    sha256: str  # of all parts together
     digest: str  # of the arrays
 
 
 R = TypeVar("R", bound=Manifest | Claim | SnapshotIndex)
 
 _COUNT, _TEXT, _HASH = r"\d{1,10}", '".*"', '"[0-9a-f]{64}"'
-_PACKET = rf"\[{_COUNT}, {_COUNT}, {_HASH}\]"
+_TOKENS = r"\d{1,16}"
+_PACKET = rf"\[{_COUNT}, {_COUNT}, {_HASH}, {_COUNT}, {_TOKENS}\]"
 _PATTERNS = {  # of the JSON of each field
     "step": _COUNT,
     "packets": rf"\[{_PACKET}(, {_PACKET})*\]",
@@ -78,6 +82,7 @@ _PATTERNS = {  # of the JSON of each field
     "worker": _TEXT,
     "nonce": _TEXT,
     "file": _TEXT,
+    "parts": _COUNT,
     "sha256": _HASH,
     "digest": _HASH,
 }
@@ -129,12 +134,16 @@ def step_key(folder: str, step: int) -> str:
 
 
 def mark_key(step: int, member: MemberId, mark: str) -> str:
-    """Returns the key by which a worker says that it is ``here`` for a step, or has ``left``."""
+    """Returns the key by which a worker says that it is ``here`` for a step, or has ``left``.
+
+    The mark ``ends`` asks the others to end a round of local steps, too.
+    """
     return f"{step_key('packets', step)}/{member[0]:03d}.{member[1]:06d}.{mark}"
 
 
 def packet_key(step: int, packet: PacketRef) -> str:
-    return mark_key(step, packet.member, f"{packet.sha256}.packet")
+    name = f"{packet.sha256}.{packet.steps}.{packet.tokens}.packet"
+    return mark_key(step, packet.member, name)
 
 
 class StepFolder(NamedTuple):
@@ -143,25 +152,28 @@ class StepFolder(NamedTuple):
     packets: dict[int, PacketRef]  # of the newest incarnation in each slot
     here: frozenset[MemberId]  # workers that will send one
     left: frozenset[MemberId]  # workers that will not
+    ends: frozenset[MemberId]  # workers that have ended the round
 
 
-_NAME = re.compile(r"(\d{3,})\.(\d{6,})\.(?:(here|left)|([0-9a-f]{64})\.packet)")
+_NAME = re.compile(
+    r"(\d{3,})\.(\d{6,})\.(?:(here|left|ends)|([0-9a-f]{64})\.(\d{1,10})\.(\d{1,16})\.packet)"
+)
 
 
 def read_folder(names: Iterable[str], slots: int | None = None) -> StepFolder:
     """Parses the names in a step's folder; unknown names and other slots are ignored."""
     packets: dict[int, PacketRef] = {}
-    marks: dict[str, set[MemberId]] = {"here": set(), "left": set()}
+    marks: dict[str, set[MemberId]] = {"here": set(), "left": set(), "ends": set()}
     for match in filter(None, map(_NAME.fullmatch, sorted(names))):
-        slot, incarnation, mark, digest = match.groups()
+        slot, incarnation, mark, digest, steps, tokens = match.groups()
         member = int(slot), int(incarnation)
         if slots is not None and member[0] >= slots:
             continue
         if mark:
             marks[mark].add(member)
         else:
-            packets[member[0]] = PacketRef(*member, digest)
-    return StepFolder(packets, frozenset(marks["here"]), frozenset(marks["left"]))
+            packets[member[0]] = PacketRef(*member, digest, int(steps), int(tokens))
+    return StepFolder(packets, *map(frozenset, marks.values()))
 
 
 def step_of(name: str) -> int | None:

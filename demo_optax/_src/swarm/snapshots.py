@@ -1,7 +1,8 @@
 """Snapshots of the state that all workers share, from which new workers start.
 
-A snapshot is one object in NumPy's format. Orbax writes a checkpoint with all processes of a job,
-but a single process writes a snapshot, in a thread, while the others train.
+A snapshot is a file in NumPy's format, divided into objects of a few megabytes, so that packets
+need not wait long for a slow link. Orbax writes a checkpoint with all processes of a job, but a
+single process writes a snapshot, in a thread, while the others train.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import math
 import time
 import uuid
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax.numpy as jnp
@@ -18,11 +20,12 @@ import numpy as np
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.member import Member
 from demo_optax._src.swarm.records import Damaged, Manifest, SnapshotIndex, SwarmError
-from demo_optax._src.swarm.store import Store
+from demo_optax._src.swarm.store import Store, in_parallel
 
 Leaves = list[np.ndarray]
 
 NUM_KEPT = 2
+PART_BYTES = 4_000_000
 READ_TRIES = 5
 LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 POLL_SECONDS = 0.25
@@ -37,15 +40,23 @@ def digest(leaves: Leaves) -> str:
     return sha256.hexdigest()
 
 
-def write(store: Store, step: int, leaves: Leaves) -> None:
+def write(
+    store: Store, step: int, leaves: Leaves, before_part: Callable[[], object] = lambda: None
+) -> None:
     """Writes a snapshot; the first one that is complete stands."""
     contents = io.BytesIO()
     np.savez(contents, *map(_as_bytes, leaves))
     folder, data = records.step_key("snapshots", step), contents.getvalue()
-    file = f"{folder}/{uuid.uuid4().hex}.npz"
-    index = SnapshotIndex(step, file, records.sha256(data), digest(leaves))
-    store.put(file, data)
+    file, starts = f"{folder}/{uuid.uuid4().hex}.npz", range(0, len(data), PART_BYTES)
+    index = SnapshotIndex(step, file, len(starts), records.sha256(data), digest(leaves))
+    for number, start in enumerate(starts):
+        before_part()
+        store.put(_part_key(file, number), data[start : start + PART_BYTES])
     store.create(f"{folder}.json", records.encode(index))
+
+
+def _part_key(file: str, number: int) -> str:
+    return f"{file}/{number:06d}"
 
 
 def read_index(store: Store, step: int) -> SnapshotIndex | None:
@@ -62,8 +73,9 @@ def read_index(store: Store, step: int) -> SnapshotIndex | None:
 
 def read(store: Store, index: SnapshotIndex, like: Leaves) -> Leaves:
     """Reads arrays with the shapes and dtypes of ``like``; raises `Damaged` for all others."""
-    data = store.get(index.file)
-    if data is None or records.sha256(data) != index.sha256:
+    parts = in_parallel(lambda number: store.get(_part_key(index.file, number)), range(index.parts))
+    data = b"".join(part or b"" for part in parts)
+    if records.sha256(data) != index.sha256:
         raise Damaged(f"{index.file!r} must hold the bytes of its hash")
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
@@ -104,10 +116,9 @@ def sweep(store: Store) -> None:
     kept = steps_of(store)[-NUM_KEPT:]
     if len(kept) < NUM_KEPT:
         return
-    # With a delay, the exchange of the step before a snapshot is still to be applied.
-    for folder, first in ("packets", kept[0] - 1), ("snapshots", kept[0]):
+    for folder in "packets", "snapshots":
         steps = {name: records.step_of(name) for name in store.names(folder)}
-        old = [name for name, step in steps.items() if step is not None and step < first]
+        old = [name for name, step in steps.items() if step is not None and step < kept[0]]
         # An index is deleted before its file, so that whoever reads an index finds the file.
         old.sort(key=lambda name: not name.endswith(".json"))
         store.delete([f"{folder}/{name}" for name in old])
@@ -179,7 +190,7 @@ class SnapshotTurns:
 
     def _write(self, step: int, shared: Leaves) -> None:
         try:
-            write(self.member.store, step, shared)
+            write(self.member.store, step, shared, before_part=self.member.wait_for_transfers)
             sweep(self.member.store)
         except (OSError, Damaged) as error:  # another worker writes the next one
             self._warn(step, f"was not written: {error}")

@@ -3,8 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from demo_optax._src import axes, checks, halves, metrics
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.processes import by_lead, is_lead
 from demo_optax._src.swarm import agreement, snapshots
-from demo_optax._src.swarm.member import ExchangeResult, Member
+from demo_optax._src.swarm.member import ExchangeResult, Left, Member
 from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import Manifest, SwarmError
 from demo_optax._src.swarm.replicated_state import (
@@ -24,58 +23,40 @@ from demo_optax._src.swarm.replicated_state import (
     to_devices,
     to_host,
 )
+from demo_optax._src.swarm.rounds import RoundClock
 from demo_optax._src.swarm.snapshots import SnapshotTurns
+from demo_optax._src.swarm.under_way import ExchangeUnderWay, SwarmMetrics
 
+LEAVE_SECONDS = 10.0  # for which a worker that leaves waits for the result of its last packet
 LOG_EVERY_STEPS = 200  # of catching up
 READ_AT_ONCE = 16  # steps, after it has caught up with as many
-
-
-class SwarmMetrics(NamedTuple):
-    """Measurements of a step.
-
-    Attributes:
-      step: int, the number of the step, from 0.
-      loss: float, the loss of this worker.
-      gradient_norm: float, the norm of its gradient before clipping.
-      exchange: `demo_optax.ExchangeMetrics` of the exchange that the parameters were updated with.
-      members: names of the workers whose packets counted in it.
-      late: names of the workers that this worker waited for in vain.
-      waited: float, seconds in the exchange; with a delay, those that the gradient did not hide.
-      packet_bytes: int, bytes that it sent.
-      replayed: int, steps that it caught up with afterwards.
-      drift: float, the norm by which its parameters and shared state differed from the last
-        snapshot, relative to that of the snapshot; None in steps without a comparison.
-    """
-
-    step: int
-    loss: float
-    gradient_norm: float
-    exchange: metrics.ExchangeMetrics
-    members: tuple[str, ...]
-    late: tuple[str, ...]
-    waited: float
-    packet_bytes: int
-    replayed: int
-    drift: float | None
 
 
 class SwarmWorker:
     """Trains as one worker of a swarm, whatever the others do.
 
+    With an optimizer from `demo_optax.local_steps` the workers exchange once in a round. With
+    ``delay=1`` as well, a worker goes on with its next steps while packets travel, for as long as
+    they need: it never waits for the others.
+
     Args:
       loss_fn: the loss, as in `demo_optax.make_train_step`.
       tx: an optimizer of this library without an axis of workers, such as
-        ``demo_optax.demo_scaled(3e-3)``.
+        ``demo_optax.demo_scaled(3e-3)``, or `demo_optax.local_steps` around one.
       mesh: the devices of this worker. ``axis_name`` has size 1; the other axes divide the worker's
         batch, and may divide its parameters.
       member: this worker's place in the swarm. If the worker is a JAX job of several processes, the
         first one has the place, and the others pass None.
       axis_name: an axis of size 1.
       delay: 1 exchanges packets while the next step computes its gradient, as `demo_optax.Delayed`
-        does. A message is applied with the learning rate of the step that sent it.
-      snapshot_every: steps between two snapshots; the same for all workers.
-      weight: the weight of this worker's messages in the mean, such as the number of tokens in its
-        batch. By default all workers count the same.
+        does, or during the next steps of a round. A message is applied with the learning rate of
+        the step that sent it.
+      round_seconds: the duration of a round instead of a number of steps. The first worker whose
+        time is over ends the round for all, so that workers of unequal speed need not wait for each
+        other.
+      snapshot_every: steps or rounds between two snapshots; the same for all workers.
+      weight: the weight of a step in the mean of the messages, such as the number of tokens in this
+        worker's batch. A round has the sum of its steps. By default all steps count the same.
       facts: what else all workers must have in common. It is compared when one joins, together with
         trees, packets and, on devices of one kind, the whole optimizer.
 
@@ -92,6 +73,7 @@ class SwarmWorker:
         axis_name: axes.AxisName = "data",
         *,
         delay: int = 0,
+        round_seconds: float | None = None,
         snapshot_every: int = 100,
         microbatches: int = 1,
         clip_norm: float | None = None,
@@ -105,6 +87,13 @@ class SwarmWorker:
         checks.one_of("delay", delay, (0, 1))
         checks.static_integer("snapshot_every", snapshot_every, at_least=1)
         checks.in_interval("weight", np.float32(weight), f"[{np.finfo(np.float32).tiny}, inf)")
+        if round_seconds is not None:
+            checks.in_interval("round_seconds", round_seconds, "(0, inf)")
+            if not tx.steps_per_round:
+                raise ValueError(
+                    f"round_seconds={round_seconds} needs rounds, but the optimizer exchanges on "
+                    "every step: give SwarmWorker an optimizer local_steps(inner, outer, every=30)."
+                )
         if (workers := shards.num_workers(mesh, axis_name)) != 1:
             raise ValueError(
                 f"the mesh holds {workers} workers along {axis_name!r}, but a swarm's worker is "
@@ -131,12 +120,16 @@ class SwarmWorker:
             loss_fn, tx, mesh, axis_name, params, batch, slots, options
         )
         self._facts: dict[str, Any] = dict(snapshot_every=snapshot_every, slots=slots, delay=delay)
+        self._facts |= dict(steps_per_round=tx.steps_per_round, round_seconds=round_seconds)
         self._facts |= facts or {}
-        self._exchanging = ThreadPoolExecutor(1, "exchange")
+        self._under_way = ExchangeUnderWay(member)
         self._turns = SnapshotTurns(member, snapshot_every) if member else None
+        self._has_rounds, self._clock = bool(tx.steps_per_round), None
+        if member and tx.steps_per_round:
+            self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
+        self._steps = 0  # that this worker took since it last sent a packet
         self._outbox: Any = None  # the message that was sent and is not applied yet
-        self._pending: Future[ExchangeResult] | None = None  # with a delay, its exchange
-        self._times_late = 0  # successive steps in which this worker's packet did not count
+        self._times_late = 0  # successive exchanges in which this worker's packet did not count
         self._programs: Any = None  # what `begin` compiles
         self._error: BaseException | None = None
 
@@ -192,13 +185,40 @@ class SwarmWorker:
         with self._stops_at_errors():
             return self._step(params, opt_state, batch)
 
+    def leave(self, params, opt_state) -> int:
+        """Sends the progress of a round that has not ended, before the worker leaves.
+
+        Returns the number of its steps that are lost, which is 0 if the packet could be sent. The
+        others need not wait for it: it counts in the round that they are in.
+        """
+        if self._error is not None or not self._has_rounds or not self._steps:
+            return self._steps
+        with self._stops_at_errors():
+            if self._outbox is not None:
+                result = None
+                with contextlib.suppress(Left):
+                    result = self._result(LEAVE_SECONDS)
+                if result is None:
+                    return self._steps
+                params, opt_state, _ = self._advance(result, params, opt_state)
+            number, steps = self.number, self._steps
+            if by_lead(lambda: self.member.manifest(number) is not None):
+                return self._steps
+            nothing = *self._programs.no_gradient(), self._weight, self._slot
+            opt_state, packet = self._send(params, opt_state, *nothing)
+            by_lead(lambda: self.member.send(number, packet, steps, self._tokens_of(steps)))
+            self._steps = 0
+            return 0
+
     def close(self) -> None:
         """Tells the others not to wait for this worker, and finishes what it writes."""
         if self._turns is None:
             return
         with contextlib.suppress(OSError):
             self.member.leave(self.number)
-        self._exchanging.shutdown(wait=False, cancel_futures=True)
+        self._under_way.close()
+        if self._clock is not None:
+            self._clock.close()
         self._turns.close()
 
     def __enter__(self) -> "SwarmWorker":
@@ -224,37 +244,36 @@ class SwarmWorker:
     def _step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
         params, opt_state, drift = self._adopt(params, opt_state)
         while True:
-            number, was_sent = self.number, not self.delay or self._outbox is not None
             gradients = self._programs.gradients(params, opt_state, batch)
             norm = to_host(gradients.gradient_norm)
             ready = time.monotonic()
-            result = self._delayed_result() if self.delay else None
+            result = self._result(timeout=0.0 if self._has_rounds else None)
             if result is None or not result.swept:
                 break
             params, opt_state, _ = self._advance(result, params, opt_state)  # others are far ahead
-        waited = time.monotonic() - ready
-        sent = gradients.gradients, norm, self._weight, self._slot
-        packet = b""
-        if not self.delay:
-            opt_state, packet = self._send(params, opt_state, *sent)
-            result = by_lead(lambda: self.member.exchange(number, packet))
-            waited = result.waited
-        params, opt_state, exchange = self._advance(result, params, opt_state)
-        if self.delay:
-            opt_state, packet = self._send(params, opt_state, *sent)
-            if self._member is not None:
-                self._pending = self._exchanging.submit(self._member.exchange, number, packet)
-        replayed = 0
+        waited, packet, replayed, exchange, round_steps = time.monotonic() - ready, b"", 0, None, 0
         if result is not None:
-            if self.number % self.every == 0 and not result.swept:
-                self._take_snapshot(params, opt_state, result.manifest)
-            if was_sent:
-                self._times_late = self._times_late + 1 if result.own is None else 0
-            if self._times_late:
-                params, opt_state, replayed = self._catch_up(params, opt_state)
-            # After 1, 2, 4, 8, ... times, so that nobody waits long for a worker that is too slow.
-            if was_sent and self._times_late.bit_count() == 1:
-                self._announce()
+            params, opt_state, exchange, replayed = self._deliver(result, params, opt_state)
+        elif self._has_rounds and self._outbox is None:
+            params, opt_state, replayed = self._follow(params, opt_state)
+        number, sent = self.number, (gradients.gradients, norm, self._weight, self._slot)
+        self._steps += 1
+        if self._ends_round():
+            opt_state, packet = self._send(params, opt_state, *sent)
+            round_steps, self._steps = self._steps, 0
+            tokens, marks = self._tokens_of(round_steps), False
+            if self._clock is not None:
+                marks = self._clock.end()
+            self._under_way.begin(number, packet, round_steps, tokens, marks)
+            if not self.delay:
+                result = self._result()
+                assert result is not None
+                waited = result.waited
+                params, opt_state, exchange, replayed = self._deliver(result, params, opt_state)
+        else:
+            opt_state = self._programs.step_alone(params, opt_state, *sent)
+        if exchange is None:  # a copy, since the next program donates the state
+            exchange = jax.tree.map(jnp.copy, metrics.exchange_metrics(opt_state))
         return (
             params,
             opt_state,
@@ -269,8 +288,59 @@ class SwarmWorker:
                 packet_bytes=len(packet),
                 replayed=replayed,
                 drift=drift,
+                round_steps=round_steps,
             ),
         )
+
+    def _ends_round(self) -> bool:
+        """Tells whether this step is the last of a round; without rounds every step is one.
+
+        A round goes on for as long as the result of the last one is not there.
+        """
+        if not self._has_rounds:
+            return True
+        if self._outbox is not None:
+            return False
+        number, steps = self.number, self._steps
+        return by_lead(lambda: bool(self._clock and self._clock.is_over(number, steps)))
+
+    def _follow(self, params, opt_state) -> tuple[Any, Any, int]:
+        """Catches up if the others have decided this worker's round without it."""
+        number = self.number
+        if not by_lead(lambda: bool(self._clock and self._clock.is_decided(number))):
+            return params, opt_state, 0
+        params, opt_state, replayed = self._catch_up(params, opt_state)
+        self._count_late(True)
+        return params, opt_state, replayed
+
+    def _tokens_of(self, steps: int) -> int:
+        return round(float(self._weight[0]) * steps)
+
+    def _result(self, timeout: float | None = None) -> ExchangeResult | None:
+        """Returns the result of the exchange under way, if there is one and it comes in time."""
+        return None if self._outbox is None else self._under_way.result(timeout)
+
+    def _deliver(
+        self, result: ExchangeResult, params, opt_state
+    ) -> tuple[Any, Any, metrics.ExchangeMetrics, int]:
+        """Applies the result of an exchange that this worker took part in."""
+        params, opt_state, exchange = self._advance(result, params, opt_state)
+        replayed = 0
+        if self.number % self.every == 0 and not result.swept:
+            self._take_snapshot(params, opt_state, result.manifest)
+        if result.own is None:
+            params, opt_state, replayed = self._catch_up(params, opt_state)
+        self._count_late(result.own is None)
+        return params, opt_state, exchange, replayed
+
+    def _count_late(self, is_late: bool) -> None:
+        """Asks the others to wait for this worker, after it was late 1, 2, 4, 8, ... times.
+
+        If it asked each time, everybody would wait for a worker that is too slow.
+        """
+        self._times_late = self._times_late + 1 if is_late else 0
+        if self._times_late.bit_count() == 1:
+            self._announce()
 
     def _announce(self) -> None:
         by_lead(lambda: self.member.announce(self.number))
@@ -284,12 +354,9 @@ class SwarmWorker:
         self.member.end_if_leaving()
         return self.member.manifest(self.number) is not None
 
-    def _advance(self, result: ExchangeResult | None, params, opt_state) -> tuple[Any, Any, Any]:
-        """Applies the packets; goes on to the next step, or to a snapshot if some were swept."""
+    def _advance(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any, Any]:
+        """Applies the packets; goes on to the next exchange, or to a snapshot if some are swept."""
         self.number += 1
-        if result is None:  # in the first step of a run with a delay
-            exchange = metrics.exchange_metrics(opt_state)
-            return params, opt_state, jax.tree.map(jnp.copy, exchange)  # send donates the state
         num_shards, slots, words = self._programs.shape
         packets = np.zeros((num_shards, slots, words), np.uint32)
         for slot, data in result.packets.items():
@@ -308,33 +375,12 @@ class SwarmWorker:
         while by_lead(self._is_behind):
             if steps and steps % READ_AT_ONCE == 0:
                 by_lead(lambda: self.member.read_ahead(self.number, READ_AT_ONCE))
-            if self.delay:
-                result = self._delayed_result()
-            else:
-                result = by_lead(lambda: self.member.receive(self.number))
+            result = by_lead(lambda: self.member.receive(self.number))
             params, opt_state, _ = self._advance(result, params, opt_state)
             steps += 1
             if steps % LOG_EVERY_STEPS == 0 and self._member is not None:
                 self._member.tell(f"caught up with {steps} steps, to step {self.number}")
         return params, opt_state, steps
-
-    def _delayed_result(self) -> ExchangeResult | None:
-        """Returns what was exchanged in the step before, if there was one."""
-        if self.number == 0:
-            return None
-        pending, self._pending = self._pending, None
-        num_shards, _, words = self._programs.shape
-
-        def ask() -> ExchangeResult:
-            before = self.number - 1
-            if pending is not None:
-                return pending.result()
-            if self.member.manifest(before) is not None:
-                return self.member.receive(before)
-            # Everybody stopped before that step was decided; it is decided without a message.
-            return self.member.exchange(before, bytes(4 * num_shards * words))
-
-        return by_lead(ask)
 
     def _jump(self, params, opt_state) -> tuple[Any, Any]:
         """Takes over the newest snapshot; the first worker of a run writes one."""
@@ -353,8 +399,10 @@ class SwarmWorker:
         step, drift, leaves = comparison or (0, None, None)
         if leaves is None:
             return params, opt_state, drift
-        if self.delay:  # first applies what is under way, so that its own message is not lost
-            params, opt_state, _ = self._advance(self._delayed_result(), params, opt_state)
+        # First it applies what is under way, so that its own message is not lost.
+        result = self._result()
+        if result is not None:
+            params, opt_state, _ = self._advance(result, params, opt_state)
         params, opt_state = replace_leaves(self._programs.shardings, params, opt_state, leaves)
         self.number = step
         params, opt_state, _ = self._catch_up(params, opt_state)

@@ -1,0 +1,242 @@
+"""Rounds of local steps in a swarm, beside the same rounds over ``shard_map``."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax.swarm import ObjectStore, SwarmError, read_history
+from tests import swarms
+
+WORKERS, EVERY = 4, 3
+
+SPARSE = demo_optax.Compression(8, 8, value_coding="int2", transform="identity")
+DENSE = demo_optax.Compression(64, 8, value_coding="int8", transform="identity")
+OPTIONS = dict(gradient_weight=1.0, mean="workers")
+OUTER = {
+    "sparseloco": lambda **options: demo_optax.decoupled(
+        optax.sgd(1.0), SPARSE, decay=0.95, **OPTIONS, **options
+    ),
+    "diloco": lambda **options: demo_optax.decoupled(
+        optax.sgd(0.7, momentum=0.9, nesterov=True), DENSE, decay=1.0, **OPTIONS, **options
+    ),
+    "demo_scaled": lambda **options: demo_optax.demo_scaled(1e-2, **options),
+}
+
+
+def rounds(name, axis_name=None, **options):
+    inner = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 12), b2=0.95)
+    outer = OUTER[name](axis_name=axis_name)
+    return demo_optax.local_steps(inner, outer, EVERY, axis_name=axis_name, **options)
+
+
+def over_shard_map(name, steps):
+    """Shared parameters after each round, of the same workers along the axis of one mesh."""
+    types = (AxisType.Auto,)
+    mesh = jax.make_mesh((WORKERS,), ("data",), types, devices=jax.devices()[:WORKERS])
+    tx = rounds(name, "data")
+    params = jax.device_put(swarms.initial_params(), NamedSharding(mesh, P()))
+    opt_state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh)
+    digests = []
+    for number in range(steps):
+        each = [swarms.batch_of(worker, number) for worker in range(WORKERS)]
+        batch = jax.tree.map(lambda *x: np.concatenate(x), *each)
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        params, opt_state, metrics = step(params, opt_state, batch)
+        if metrics.exchanged:
+            digests.append(swarms.digest(params))
+    return digests
+
+
+def in_a_swarm(tx, store, until, **settings):
+    """Each worker's digests by round, and its metrics."""
+    workers = [
+        swarms.make_worker(tx, store, n, min_workers=WORKERS, **settings) for n in range(WORKERS)
+    ]
+
+    def run(worker):
+        with worker:
+            return swarms.take_steps(worker, until)[1:]
+
+    return swarms.together([functools.partial(run, worker) for worker in workers])
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_parameters_after_each_round_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
+    expected = over_shard_map(name, 12 * EVERY)
+    for digests, seen in in_a_swarm(rounds(name), ObjectStore(str(tmp_path)), 12):
+        assert [digests[n + 1] for n in range(12)] == expected
+        assert [metrics.round_steps for metrics in seen] == 12 * [0, 0, EVERY]
+
+
+@pytest.mark.parametrize("merge", [None, 0.5])
+def test_workers_go_on_while_packets_travel_and_stay_equal(merge, tmp_path):
+    tx = rounds("sparseloco", merge=merge)
+    results = in_a_swarm(tx, ObjectStore(str(tmp_path)), 12, delay=1)
+    first, *others = [digests for digests, _ in results]
+    for digests in others:
+        common = first.keys() & digests.keys()
+        assert len(common) > 8 and all(digests[n] == first[n] for n in common)
+    for _, seen in results:
+        assert seen[-1].loss < seen[0].loss
+        assert all(metrics.round_steps in (0, *range(EVERY, 100)) for metrics in seen)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ObjectStore(str(tmp_path))
+
+
+def require_equal(*digests):
+    """Whoever has finished a round has the same shared parameters after it."""
+    for number in set().union(*digests):
+        assert len({x[number] for x in digests if number in x}) == 1, number
+
+
+def slowly(seconds):
+    def batches(worker, step):
+        time.sleep(seconds)
+        return swarms.batch_of(worker, step)
+
+    return batches
+
+
+def both(first, second, until, states=(None, None), seconds=(0.02, 0.02)):
+    workers = zip((first, second), states, seconds, strict=True)
+    return swarms.together(
+        [
+            functools.partial(swarms.take_steps, worker, until, state, slowly(pause))
+            for worker, state, pause in workers
+        ]
+    )
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_newcomer_stands_where_the_others_do(delay, store):
+    tx, settings = rounds("diloco"), dict(delay=delay, deadline=1.0, snapshot_every=4)
+    first = swarms.make_worker(tx, store, 0, **settings)
+    state, alone, _ = swarms.take_steps(first, 6)
+    second = swarms.make_worker(tx, store, 1, **settings)
+    begun = swarms.begin(second)
+    assert second.number >= 6
+    (_, before, _), ((_, joined), after, seen) = both(first, second, 20, (state, begun))
+    require_equal(alone | before, after)
+    assert any(set(metrics.members) == {"worker-0", "worker-1"} for metrics in seen)
+    schedule = optax.tree.get(joined.inner, "ScaleByScheduleState")
+    assert int(schedule.count) >= 19 * EVERY  # though it has taken fewer steps itself
+    assert int(optax.tree.get(joined.inner, "ScaleByAdamState").count) < 16 * EVERY
+    first.close(), second.close()
+
+
+def test_one_that_misses_rounds_keeps_what_it_went_and_delivers_it_later(store):
+    tx, settings = rounds("sparseloco"), dict(delay=1, deadline=0.3)
+    first, second = (swarms.make_worker(tx, store, n, **settings) for n in range(2))
+    (state, _, _), (stopped, _, _) = both(first, second, 4)
+    state, alone, _ = swarms.take_steps(first, 8, state)
+    before = jax.tree.map(np.asarray, stopped[1].displacement)
+    (_, of_first, _), (_, of_second, seen) = both(first, second, 20, (state, stopped))
+    require_equal(alone | of_first, of_second)
+    assert any(x.any() for x in jax.tree.leaves(before))
+    assert sum(metrics.replayed for metrics in seen) >= 3
+    assert "worker-1" in seen[-1].members or "worker-1" in seen[-2].members
+    first.close(), second.close()
+
+
+def test_rounds_of_some_seconds_end_for_all_and_weigh_by_steps(store):
+    tx, settings = rounds("sparseloco"), dict(delay=1, round_seconds=0.5, weight=10.0)
+    first, second = (swarms.make_worker(tx, store, n, **settings) for n in range(2))
+    (_, of_first, _), (_, of_second, _) = both(first, second, 12, seconds=(0.01, 0.06))
+    require_equal(of_first, of_second)
+    counted = [m for m in read_history(store).manifests if len(m.packets) == 2]
+    steps = np.array([[packet.steps for packet in m.packets] for m in counted])
+    assert len(counted) > 6 and np.median(steps[:, 0]) > 2 * np.median(steps[:, 1]) > 0
+    tokens = np.array([[packet.tokens for packet in m.packets] for m in counted])
+    assert (tokens == 10 * steps).all()
+    first.close(), second.close()
+
+
+def linear(params, batch):
+    """A loss whose gradient is the batch."""
+    return sum(jnp.sum(params[n] * batch[n][0]) for n in params)
+
+
+def test_a_message_weighs_the_steps_in_it(store):
+    """With plain steps and all coefficients, x goes by the mean of the workers' progress."""
+    whole = demo_optax.Compression(64, 8, transform="identity")
+    outer = demo_optax.decoupled(optax.sgd(1.0), whole, decay=1.0, **OPTIONS)
+    tx = demo_optax.local_steps(optax.sgd(0.5), outer, EVERY)
+    params = swarms.initial_params()
+    gradients = [
+        jax.tree.map(lambda x, n=n: np.full((1, *x.shape), n + 1.0), params) for n in (0, 1)
+    ]
+    members = [
+        demo_optax.swarm.Member(store, f"worker-{n}", slots=2, deadline=30.0, min_workers=2)
+        for n in range(2)
+    ]
+    workers = [
+        demo_optax.swarm.SwarmWorker(
+            linear, tx, swarms.mesh_of_worker(n), member, round_seconds=1e-3, weight=weight
+        )
+        for n, (member, weight) in enumerate(zip(members, (1.0, 4.0), strict=True))
+    ]
+
+    def run(n):
+        with workers[n] as worker:
+            ours, opt_state = worker.begin(swarms.initial_params(), gradients[n])
+            while not worker.number:
+                ours, opt_state, _ = worker.step(ours, opt_state, gradients[n])
+        return ours
+
+    results = swarms.together([functools.partial(run, n) for n in range(2)])
+    packets = read_history(store).manifests[0].packets
+    steps, tokens = ([getattr(x, name) for x in packets] for name in ("steps", "tokens"))
+    assert tokens == [steps[0], 4 * steps[1]]
+    went = np.average([-0.5 * steps[0] * 1.0, -0.5 * steps[1] * 2.0], weights=tokens)
+    for ours in results:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x - y, went, rtol=1e-5), ours, params)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_one_that_leaves_in_peace_sends_what_it_went(delay, store):
+    tx, settings = rounds("sparseloco"), dict(delay=delay, deadline=5.0)
+    first, second = (swarms.make_worker(tx, store, n, **settings) for n in range(2))
+    (state, _, _), ((params, opt_state), _, _) = both(first, second, 5)
+    for _ in range(EVERY - 1):
+        params, opt_state, metrics = second.step(params, opt_state, swarms.batch_of(1, 99))
+        if metrics.round_steps:
+            break
+    number = second.number
+    fresh = second._steps
+    assert second.leave(params, opt_state) == 0
+    second.close()
+    swarms.take_steps(first, 8, state)
+    packets = [m.packets for m in read_history(store).manifests if m.step in (number, number + 1)]
+    assert fresh and fresh in [x.steps for m in packets for x in m if x.slot == 1]
+    first.close()
+
+
+def test_one_whose_last_result_does_not_come_says_how_many_steps_are_lost(store, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.worker.LEAVE_SECONDS", 0.1)
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0, delay=1, min_workers=2)
+    params, opt_state = swarms.begin(worker)
+    for step in range(EVERY + 2):
+        params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
+    assert worker.leave(params, opt_state) == 2
+    worker.close()
+
+
+def test_another_length_of_rounds_is_refused(store):
+    first = swarms.make_worker(rounds("sparseloco"), store, 0)
+    swarms.begin(first)
+    other = demo_optax.local_steps(optax.sgd(1e-2), OUTER["sparseloco"](), EVERY + 1)
+    with pytest.raises(SwarmError, match="steps_per_round is 3 there and 4 here"):
+        swarms.begin(swarms.make_worker(other, store, 1))
+    first.close()

@@ -1,0 +1,175 @@
+"""The ledger of local steps by hand: progress is sent once, and what did not count comes back."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+
+import demo_optax
+
+EVERY, SHAPE, WORKERS = 2, (8, 8), 3
+RATE = 2.0**-3
+
+
+def outer(topk, value_coding, decay):
+    compression = demo_optax.Compression(topk, 8, value_coding, transform="identity")
+    options = dict(decay=decay, gradient_weight=1.0, mean="workers")
+    return demo_optax.decoupled(optax.sgd(1.0), compression, **options)
+
+
+def rounds(topk=64, value_coding="float32", decay=1.0, **options):
+    inner = optax.sgd(RATE)
+    return demo_optax.local_steps(inner, outer(topk, value_coding, decay), EVERY, **options)
+
+
+class Simulated:
+    """A worker whose gradients are drawn, and whose packets travel for some steps."""
+
+    def __init__(self, tx, number):
+        self.tx, self.number, self.random = tx, number, np.random.default_rng(number)
+        self.state, self.outbox = tx.init(jnp.zeros(SHAPE)), None
+        self.went, self.delivered = np.zeros(SHAPE), np.zeros(SHAPE)
+
+    def step(self, x):
+        gradient = self.random.integers(-8, 9, SHAPE).astype(np.float32)
+        outbox, self.state = SEND[self.tx](jnp.asarray(gradient), self.state, x, self.number)
+        self.went -= RATE * gradient
+        if int(outbox.step) >= 0:
+            assert self.outbox is None
+            self.outbox = outbox
+
+    def apply(self, packets, x):
+        outbox, self.outbox = self.outbox, None
+        if packets[self.number].any():
+            positions, values = (np.asarray(part[0][0]) for part in outbox.message)
+            places = positions if positions.size else np.arange(64)
+            message = np.zeros(64)
+            message[places] = values
+            self.delivered += message.reshape(SHAPE).T
+        updates, self.state = APPLY[self.tx](packets, outbox, self.state, x, self.number)
+        return x + updates
+
+    def residual(self):
+        return np.asarray(self.state.outer[0].momentum).reshape(SHAPE).T  # columns first
+
+
+KEEP = {
+    "whole": rounds(),
+    "int8": rounds(value_coding="int8"),
+    "sparse": rounds(8, "int2"),
+}
+SEND = {tx: jax.jit(lambda *x, tx=tx: tx.send(*x[:3], worker=x[3])) for tx in KEEP.values()}
+APPLY = {tx: jax.jit(lambda *x, tx=tx: tx.apply(*x[:4], worker=x[4])) for tx in KEEP.values()}
+
+
+def run(tx, missing, late):
+    """Trains some rounds; ``missing`` drops packets, and ``late`` steps pass before they come."""
+    x, workers = jnp.zeros(SHAPE), [Simulated(tx, n) for n in range(WORKERS)]
+    for number, dropped in enumerate(missing):
+        for _ in range(EVERY - (late if number else 0)):
+            for worker in workers:
+                worker.step(x)
+        packets = np.stack([worker.outbox.packet for worker in workers])
+        packets[list(dropped)] = 0
+        for _ in range(late):
+            for worker in workers:
+                worker.step(x)
+        results = [worker.apply(packets, x) for worker in workers]
+        assert len({np.asarray(result).tobytes() for result in results}) == 1
+        x = results[0]
+    return x, workers
+
+
+@pytest.mark.parametrize("name", KEEP)
+@hypothesis.given(
+    st.lists(st.sets(st.integers(0, WORKERS - 1), max_size=WORKERS - 1), min_size=1, max_size=6),
+    st.integers(0, EVERY - 1),
+)
+@hypothesis.settings(max_examples=10, deadline=None)
+def test_what_a_worker_went_is_delivered_or_in_its_ledger_or_fresh(name, missing, late):
+    x, workers = run(KEEP[name], missing, late)
+    for worker in workers:
+        fresh = np.asarray(worker.state.displacement)
+        # Multiples of 1/8 are exact; a message that came back may cost one rounding.
+        error = worker.went - (fresh - worker.residual() - worker.delivered)
+        if name == "whole" or not any(worker.number in dropped for dropped in missing):
+            assert np.abs(error).max() <= (0 if name == "whole" else 1e-5)
+        else:
+            assert np.abs(error).max() <= 1e-4
+    if name == "whole" and not any(missing):
+        mean = np.mean([worker.delivered for worker in workers], axis=0)
+        np.testing.assert_allclose(np.asarray(x), -mean, atol=1e-6)
+
+
+def test_keep_goes_on_from_its_own_progress_and_mix_moves_towards_the_shared_parameters():
+    states = {}
+    for merge in (None, 0.25):
+        tx = rounds(merge=merge)
+        x, state = jnp.zeros(SHAPE), tx.init(jnp.zeros(SHAPE))
+        for _ in range(EVERY):
+            outbox, state = tx.send(jnp.full(SHAPE, -1 / RATE), state, x, worker=0)
+        sent = outbox  # a progress of 2
+        outbox, state = tx.send(jnp.full(SHAPE, -1 / RATE), state, x, worker=0)  # 1 more
+        own = demo_optax.local_parameters(x, state)
+        np.testing.assert_array_equal(own, 3.0)
+        other, _ = tx.send(*(jnp.full(SHAPE, 0.0),), tx.init(x), x, worker=1, ends_round=True)
+        packets = np.stack([sent.packet, other.packet])
+        updates, state = tx.apply(packets, sent, state, x, worker=0)
+        u = np.asarray(updates)
+        expected = 1.0 if merge is None else merge * (3.0 - u)
+        np.testing.assert_allclose(np.asarray(state.displacement), expected, rtol=1e-6)
+        assert int(state.round) == 1 and int(state.mini_step) == 1
+        states[merge] = u
+    np.testing.assert_array_equal(states[None], states[0.25])
+    # Two steps weigh two, and one step weighs one: 2 * 2 / 3.
+    np.testing.assert_allclose(states[None], 4 / 3, rtol=1e-6)
+
+
+def test_a_second_message_before_the_first_was_applied_is_refused():
+    tx, x = rounds(), jnp.zeros(SHAPE)
+    state = tx.init(x)
+    for _ in range(EVERY):
+        _, state = tx.send(x, state, x, worker=0)
+    _, state = tx.send(x, state, x, worker=0)
+    with pytest.raises(ValueError, match=r"send\(\) was called in step 0 before"):
+        tx.send(x, state, x, worker=0)
+
+
+def test_schedules_follow_the_rounds_of_all():
+    """A worker that takes few steps in its rounds, and one that takes many, have the same rate."""
+    inner = optax.sgd(optax.piecewise_interpolate_schedule("linear", 1.0, {12: 1e-3}))
+    tx, x = demo_optax.local_steps(inner, outer(64, "float32", 1.0), 4), jnp.zeros(SHAPE)
+    counts = {}
+    for steps in (1, 4, 7):
+        state, seen = tx.init(x), []
+        for _ in range(3):
+            for step in range(steps):
+                last = step == steps - 1
+                outbox, state = tx.send(x, state, x, worker=0, ends_round=last)
+                seen.append(int(optax.tree.get(state.inner, "ScaleByScheduleState").count))
+            _, state = tx.apply(outbox.packets, outbox, state, x, worker=0)
+        counts[steps] = seen
+    assert counts[4] == [*range(1, 13)]
+    assert counts[1] == [1, 5, 9]
+    assert counts[7] == [1, 2, 3, 4, 4, 4, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 11, 12, 12, 12, 12]
+
+
+def test_progress_in_16_bits_keeps_what_the_message_rounds_off():
+    tx = rounds()
+    x = jnp.zeros(SHAPE, jnp.bfloat16)
+    state = tx.init(x)
+    for _ in range(EVERY):
+        gradient = jnp.full(SHAPE, 1.0, jnp.bfloat16)
+        outbox, state = tx.send(gradient, state, x, worker=0)
+    state = state._replace(displacement=state.displacement + 1e-4)
+    fresh = np.asarray(state.displacement, np.float64)
+    _, state = tx.apply(outbox.packets, outbox, state, x, worker=0)
+    np.testing.assert_allclose(state.displacement, fresh + 2 * RATE, rtol=1e-6)
+
+
+def test_merge_must_be_a_part_of_the_way():
+    with pytest.raises(ValueError, match=r"merge must lie in \[0, 1\), not 1.5"):
+        rounds(merge=1.5)
