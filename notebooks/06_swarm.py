@@ -274,8 +274,8 @@ for offset, (name, colour) in enumerate(COLOURS.items()):
     members = [history.names[x.member] for m in history.manifests for x in m.packets]
     own = np.array([x for x, member in zip(counted, members, strict=True) if member == name])
     axis.bar(own[:, 0] + 0.27 * (offset - 1), own[:, 1], 0.27, color=colour, label=name)
-axis.set(xlabel="round", ylabel="steps in its packet")
-axis.legend(frameon=False, ncols=3)
+axis.set(xlabel="round", ylabel="steps in its packet", xticks=range(0, ROUNDS, 5))
+figure.legend(frameon=False, ncols=3, loc="outside upper center")
 plt.show()
 folder.cleanup()
 
