@@ -170,6 +170,42 @@ def test_progress_in_16_bits_keeps_what_the_message_rounds_off():
     np.testing.assert_allclose(state.displacement, fresh + 2 * RATE, rtol=1e-6)
 
 
+@pytest.mark.parametrize("merge", [None, 0.5])
+def test_one_that_only_follows_keeps_its_progress(merge):
+    tx, x = rounds(merge=merge), jnp.zeros(SHAPE)
+    other, _ = tx.send(jnp.ones(SHAPE), tx.init(x), x, worker=1, ends_round=True)
+    packets = jnp.stack([jnp.zeros_like(other.packet), other.packet])
+    _, state = tx.send(jnp.full(SHAPE, -1 / RATE), tx.init(x), x, worker=0)
+    for number in range(3):
+        _, state = tx.apply(packets, tx.empty_outbox(x), state, x, worker=0)
+        packets = jnp.zeros_like(packets)
+        assert int(state.round) == number + 1 and float(state.weight) == 1.0
+        np.testing.assert_array_equal(state.displacement, 1.0)
+
+
+def test_schedules_that_are_injected_follow_the_rounds_too():
+    schedule = optax.linear_schedule(1.0, 0.0, 100)
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+    tx, x = demo_optax.local_steps(inner, outer(64, "float32", 1.0), 10), jnp.zeros(SHAPE)
+    state = tx.init(x)
+    for _ in range(5):
+        outbox, state = tx.send(x, state, x, worker=0, ends_round=True)
+        _, state = tx.apply(outbox.packets, outbox, state, x, worker=0)
+    _, state = tx.send(x, state, x, worker=0)
+    assert float(state.inner.hyperparams["learning_rate"]) == pytest.approx(0.5)
+
+
+def test_progress_that_the_outer_optimizer_refuses_stays_with_its_worker():
+    refuses = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x * jnp.nan, updates))
+    compression = demo_optax.Compression(64, 8, transform="identity")
+    sent = demo_optax.decoupled(optax.sgd(1.0), compression, decay=0.9, precondition=refuses)
+    tx, x = demo_optax.local_steps(optax.sgd(RATE), sent, EVERY), jnp.zeros(SHAPE)
+    outbox, state = tx.send(jnp.full(SHAPE, -1 / RATE), tx.init(x), x, worker=0, ends_round=True)
+    updates, state = tx.apply(outbox.packets, outbox, state, x, worker=0)
+    np.testing.assert_array_equal(updates, 0.0)
+    np.testing.assert_array_equal(state.displacement, 1.0)
+
+
 def test_merge_must_be_a_part_of_the_way():
     with pytest.raises(ValueError, match=r"merge must lie in \[0, 1\), not 1.5"):
         rounds(merge=1.5)

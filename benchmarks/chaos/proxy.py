@@ -1,5 +1,6 @@
 """A proxy between workers and a store's server, which delays, fails and remembers too long."""
 
+import contextlib
 import http.client
 import random
 import threading
@@ -8,6 +9,7 @@ import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CHUNK = 32_768  # bytes of one request, before another one has its turn
+CONDITIONAL = threading.Lock()  # real stores decide a conditional put as one; moto does not
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -68,14 +70,20 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
             listing = self.command == "GET" and ("list-type=" in query or "comp=list" in query)
             if listing and faults.stale and self.path in faults.lists:
                 return faults.lists[self.path]
+            is_conditional = "If-None-Match" in self.headers
+            with CONDITIONAL if is_conditional else contextlib.nullcontext():
+                answer = self.forward(body)
+            if listing and faults.stale:
+                faults.lists[self.path] = answer
+            return answer
+
+        def forward(self, body: bytes):
             connection = http.client.HTTPConnection(*upstream, timeout=30)
             headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_BY_HOP}
             connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()
             answer = response.status, response.getheaders(), response.read()
             connection.close()
-            if listing and faults.stale:
-                faults.lists[self.path] = answer
             return answer
 
         def reply(self, status: int, headers, body: bytes):

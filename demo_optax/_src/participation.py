@@ -36,6 +36,7 @@ from demo_optax._src.arrays import (
 from demo_optax._src.axes import AxisName
 
 PARTICIPATES = "participates"
+INJECTED_STATES = "hyperparams_states", "inner_state"  # of optax.inject_hyperparams
 
 
 def decide(
@@ -117,8 +118,11 @@ def with_counts(state: Any, count: IntScalar) -> Any:
     def replaced(x):
         if not (_is_count(x) or _is_injected(x)):
             return x
-        x = x._replace(count=axes.varying_like(count.astype(x.count.dtype), x.count))
-        return x._replace(inner_state=with_counts(x.inner_state, count)) if _is_injected(x) else x
+        own = axes.varying_like(count.astype(x.count.dtype), x.count)
+        if not _is_injected(x):
+            return x._replace(count=own)
+        inside = {name: with_counts(getattr(x, name), count) for name in INJECTED_STATES}
+        return x._replace(count=own, **inside)
 
     return jax.tree.map(replaced, state, is_leaf=is_leaf)
 

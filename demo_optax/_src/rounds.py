@@ -283,7 +283,9 @@ def local_steps(
         def send(new):
             gradient, extra, new = end_round(updates, new, params, extra_args)
             outbox, outer_state = split.send(gradient, new.outer, params, worker=worker, **extra)
-            return outbox._replace(progress=gradient), new._replace(outer=outer_state)
+            # A worker that the outer optimizer excludes keeps its progress.
+            progress = participation.zero_unless(outbox.factor > 0, gradient)
+            return outbox._replace(progress=progress), new._replace(outer=outer_state)
 
         outbox, new = step_or_skip(ends_round, send, lambda new: new, new)
         outbox = outbox._replace(step=jnp.where(ends_round, outbox.step, IN_ROUND))
@@ -296,9 +298,11 @@ def local_steps(
             nodes(outer, DecoupledMomentumState) for outer in (state.outer, outer_state)
         )
         new = merged(updates, outbox.progress, state._replace(outer=outer_state))
-        # A worker that missed the round's last step begins the next round with the others.
-        mini_step = jnp.where(outbox.step == EMPTY, 0, state.mini_step)
-        new = new._replace(mini_step=mini_step)
+        # A worker that sent nothing keeps its progress, and begins the next round with the others.
+        followed = state.displacement, jnp.zeros_like(state.mini_step)
+        sent = new.displacement, state.mini_step
+        displacement, mini_step = choose(outbox.step == EMPTY, followed, sent)
+        new = new._replace(displacement=displacement, mini_step=mini_step)
         return updates, choose(before.count != after.count, new, state)
 
     def with_compression(compression):

@@ -149,7 +149,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         evaluate = make_evaluation(run, lambda: None)
         done = worker.number * every
         task = bar.add_task("", total=config.steps, completed=done, **shown(None, 0.0))
-        sent, members, steps_alone = 0.0, (), 0
+        sent, members, alone = 0.0, (), 0
         while worker.number < config.steps // every:
             began, number, before = time.monotonic(), worker.number, done
             try:
@@ -158,21 +158,20 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 params, opt_state, metrics = worker.step(params, opt_state, next(batches))
             except Left:
                 left(worker, signals, worker.leave(params, opt_state))
-            steps_alone = 0 if metrics.round_steps else min(steps_alone + 1, every - 1)
-            done = worker.number * every + steps_alone
+            done = worker.number * every
             sent += metrics.packet_bytes / 1e6
             seconds = time.monotonic() - began
-            checked = params if config.log_checksums and worker.number > number else None
+            checked = digest(params) if config.log_checksums and worker.number > number else None
             write(log, worker.number, checked, metrics, seconds, run.corpus.bytes_per_token)
             if every > 1 and worker.number > number:
-                ended = {"round": worker.number - 1, "done": worker.number, "time": time.time()}
-                write_line(log, ended | {"parameters": digest(checked) if checked else None})
+                write_line(log, {"round": worker.number - 1, "parameters": checked})
+            alone = min(alone + 1, every - 1) if worker.number == number else 0
             if metrics.members and metrics.members != members:
                 members = metrics.members
                 bar.print(f"step {metrics.step}: {', '.join(members)} took part")
-            if members and member.worker not in members:
+            if metrics.members and member.worker not in members:
                 bar.print(f"step {metrics.step}: this worker was late")
-            if not np.all(metrics.exchange.agreed):
+            if metrics.members and not np.all(metrics.exchange.agreed):
                 bar.print(f"step {metrics.step}: workers applied different packets before")
             for name in metrics.late:
                 bar.print(f"step {metrics.step}: went on without {name}, which was late")
@@ -181,7 +180,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 bar.print(f"step {metrics.step}: parameters {differed}")
             if metrics.replayed:
                 bar.print(f"step {metrics.step}: caught up with {metrics.replayed} steps")
-            bar.update(task, completed=done, **shown(metrics, sent, run))
+            bar.update(task, completed=done + alone, **shown(metrics, sent, run))
             if done // config.evaluate_every > before // config.evaluate_every:
                 loss = evaluate(params, EVALUATION_TOKENS)
                 bar.print(f"step {done}: {loss:.3f} nats per byte of held-out text")
@@ -285,12 +284,12 @@ def log_file(config: Config) -> Iterator[TextIO | None]:
 def write(
     log: TextIO | None,
     done: int,
-    params,
+    parameters: str | None,
     metrics: SwarmMetrics,
     seconds: float,
     bytes_per_token: float,
 ) -> None:
-    """A line on a step; with a checksum of the parameters after so many, if they are given."""
+    """A line on a step; with a checksum of the parameters after so many, if it is given."""
     if log is None:
         return
     exchange = {name: np.asarray(x).item() for name, x in metrics.exchange._asdict().items()}
@@ -299,7 +298,7 @@ def write(
         "exchange": exchange,
         "seconds": seconds,
         "done": done,
-        "parameters": digest(params) if params is not None else None,
+        "parameters": parameters,
         "time": time.time(),
     }
     write_line(log, line)

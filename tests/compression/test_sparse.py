@@ -102,7 +102,7 @@ def averaged(selector, positions, values, largest, mean, at_once):
         packets = jax.vmap(packet)(numbers, positions, values)
         _, _, intact = parse_headers(layout, packets, Origin(jnp.int32(0), numbers))
         means, weights = averaging.average(
-            layout, packets, intact, [None], jnp.float32(largest), jnp.ones(workers), mean
+            layout, packets, intact, [None], jnp.full(workers, largest), jnp.ones(workers), mean
         )
         return means[0].dense(), weights
 

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.swarm import ObjectStore, SwarmError, read_history
+from demo_optax._src.swarm.rounds import RoundClock
+from demo_optax.swarm import Member, ObjectStore, SwarmError, read_history
 from tests import swarms
 
 WORKERS, EVERY = 4, 3
@@ -209,10 +210,8 @@ def test_one_that_leaves_in_peace_sends_what_it_went(delay, store):
     tx, settings = rounds("sparseloco"), dict(delay=delay, deadline=5.0)
     first, second = (swarms.make_worker(tx, store, n, **settings) for n in range(2))
     (state, _, _), ((params, opt_state), _, _) = both(first, second, 5)
-    for _ in range(EVERY - 1):
-        params, opt_state, metrics = second.step(params, opt_state, swarms.batch_of(1, 99))
-        if metrics.round_steps:
-            break
+    while not second._steps:
+        params, opt_state, _ = second.step(params, opt_state, swarms.batch_of(1, 99))
     number = second.number
     fresh = second._steps
     assert second.leave(params, opt_state) == 0
@@ -240,3 +239,71 @@ def test_another_length_of_rounds_is_refused(store):
     with pytest.raises(SwarmError, match="steps_per_round is 3 there and 4 here"):
         swarms.begin(swarms.make_worker(other, store, 1))
     first.close()
+
+
+def test_a_newcomer_begins_at_the_shared_parameters(store):
+    tx = rounds("diloco", merge=0.5)
+    first = swarms.make_worker(tx, store, 0, delay=1, snapshot_every=100)
+    swarms.take_steps(first, 6)
+    second = swarms.make_worker(tx, store, 1, delay=1, snapshot_every=100)
+    _, opt_state = swarms.begin(second)
+    assert second.number >= 5
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(opt_state.displacement))
+    first.close(), second.close()
+
+
+class Watched(Member):
+    """A member of a round that others may end or decide."""
+
+    def __init__(self):
+        pass
+
+    decided, ended = False, False
+
+    def manifest(self, step):
+        return object() if self.decided else None
+
+    def others_ended(self, step):
+        return self.ended
+
+
+def until(clock, number, steps, wanted, seconds=5.0):
+    started = time.monotonic()
+    while (found := clock.look(number, steps)) != wanted and time.monotonic() < started + seconds:
+        time.sleep(0.01)
+    return found
+
+
+def test_a_round_ends_by_steps_or_by_seconds_or_with_the_others():
+    member = Watched()
+    by_steps, by_seconds = RoundClock(member, 3, None), RoundClock(member, 3, 0.5)
+    assert [by_steps.look(0, steps) for steps in (1, 2, 3, 4)] == ["open", "open", "over", "over"]
+    by_seconds.restart()  # what was compiled before is no part of the round
+    assert by_seconds.look(0, 100) == "open"
+    time.sleep(0.6)
+    assert by_seconds.look(0, 1) == "over" and by_seconds.restart() and not by_steps.restart()
+    assert by_seconds.look(1, 1) == "open"
+    member.ended = True
+    assert until(by_seconds, 1, 1, "over", 0.3) == "over" and by_steps.look(1, 1) == "open"
+    member.decided = True
+    assert until(by_seconds, 1, 1, "decided") == until(by_steps, 1, 1, "decided") == "decided"
+    assert by_steps.look(2, 1) == "open"
+    by_steps.close(), by_seconds.close()
+
+
+def test_a_store_that_fails_while_a_round_is_watched_ends_the_worker(monkeypatch):
+    monkeypatch.setattr(Watched, "manifest", lambda *_: 1 / 0)
+    clock = RoundClock(Watched(), 3, None)
+    with pytest.raises(ZeroDivisionError):
+        until(clock, 0, 1, "decided")
+
+
+def test_a_packet_of_an_earlier_process_counts_and_the_newer_one_is_sent_later(store):
+    early = Member(store, "worker-0", slots=2, deadline=0.2)
+    early.exchange(0, b"0 in 0")
+    early.send(1, b"early", steps=4)
+    late = Member(store, "worker-0", slots=2, deadline=0.2)
+    result = late.exchange(1, b"late!", steps=9)
+    assert result.own is None and result.packets == {0: b"early"}
+    result = late.exchange(2, b"late!", steps=9)
+    assert result.own == 0 and result.manifest.packets[0].steps == 9

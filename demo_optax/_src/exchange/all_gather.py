@@ -11,7 +11,7 @@ from demo_optax._src.compression import Plan
 from demo_optax._src.compression.packet import Origin, PacketLayout, Packets, parse_headers
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange import collectives
-from demo_optax._src.exchange.averaging import average, limits
+from demo_optax._src.exchange.averaging import average, caps_by_weight, limits
 from demo_optax._src.exchange.protocol import (
     Aggregate,
     Exchange,
@@ -90,7 +90,8 @@ class AllGather:
         headers, _, intact = parse_headers(layout, packets, Origin(outbox.step, ids))
         cap, weights = limits(headers, intact, self.norm_limit)
         shared = shared_positions(plan.sections, outbox.step)
-        means, fractions = average(layout, packets, intact, shared, cap, weights, mean)
+        caps = caps_by_weight(cap, weights)
+        means, fractions = average(layout, packets, intact, shared, caps, weights, mean)
         accepted = fractions > 0
         checksums = jnp.where(accepted, packets[:, 0], 0)
         factor = outbox.factor * fractions[worker]

@@ -34,6 +34,8 @@ from demo_optax._src.compression.packet import (
 )
 from demo_optax._src.exchange.protocol import Mean, SparseSum
 
+LARGEST = jnp.finfo(jnp.float32).max
+
 Shared = Sequence[Positions | None]
 """The positions of each section that all workers know, or None if each worker sends its own."""
 
@@ -72,20 +74,20 @@ def average(
     packets: Packets,
     intact: Bool[Array, "workers"],
     shared: Shared,
-    cap: FloatScalar,
+    caps: Float32[Array, "workers"],
     weights: Float32[Array, "workers"],
     mean: Mean,
 ) -> tuple[list[SparseSum], Float32[Array, "workers"]]:
     """Averages one packet per worker, and rejects packets with the weight 0.
 
     Each coefficient is averaged over its ``"senders"``, or over all ``"workers"`` whose packets are
-    accepted. A message whose norm exceeds the ``cap`` is scaled down to it. The factors of all
+    accepted. A message whose norm exceeds its cap is scaled down to it. The factors of all
     messages, 0 for a rejected one, are returned with the mean of each section.
     """
 
-    def weigh(packets, intact, weights):
+    def weigh(packets, intact, caps, weights):
         decoded = decode_accepted(layout, packets, intact & (weights > 0))
-        factors = jnp.where(decoded.accepted, clip_factor(decoded.norms, cap), 0.0)
+        factors = jnp.where(decoded.accepted, clip_factor(decoded.norms, caps), 0.0)
         weights = jnp.where(decoded.accepted & (factors > 0), weights, 0.0)
         scale = (factors * weights)[:, None, None]
         values = tuple(v * scale for v in decoded.message.values)
@@ -93,7 +95,7 @@ def average(
 
     workers, at_once = len(packets), _workers_at_once(layout)
     if workers <= at_once:
-        message, weights, factors = weigh(packets, intact, weights)
+        message, weights, factors = weigh(packets, intact, caps, weights)
         sections = zip(layout.sections, shared, *message, strict=True)
         return [_mean_of_few(*section, weights, mean) for section in sections], factors
 
@@ -104,7 +106,8 @@ def average(
 
     missing = -workers % at_once
     groups = jax.tree.map(
-        lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), (packets, intact, weights)
+        lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)),
+        (packets, intact, caps, weights),
     )
     groups = jax.tree.map(lambda x: x.reshape(-1, at_once, *x.shape[1:]), groups)
     zeros = axes.as_varying(list(map(_zeros, layout.sections)), tuple(axes.varying(packets)))
@@ -195,11 +198,28 @@ def limits(
     moves it by at most one place.
     """
     norms, weights = jnp.sqrt(headers.message_energy), jnp.where(intact, headers.weight, 0.0)
-    largest, caps = jnp.finfo(jnp.float32).max, []
+    caps = []
     for numbers in (norms, weights):
-        numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
-        middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
-        cap = largest if limit is None else jnp.minimum(limit * numbers[middle], largest)
-        caps.append(jnp.asarray(cap, jnp.float32))
+        cap = LARGEST if limit is None else limit * _lower_median(numbers, intact)
+        caps.append(jnp.minimum(jnp.asarray(cap, jnp.float32), LARGEST))
     weights = jnp.minimum(weights, caps[1])
     return caps[0], weights / _safe_divisor(jnp.max(weights))
+
+
+def caps_by_weight(
+    cap: FloatScalar, weights: Float32[Array, "packets"]
+) -> Float32[Array, "packets"]:
+    """Returns the cap on each message's norm, which grows with a weight above the median.
+
+    A round of many local steps has a longer message than a round of few, and a larger weight.
+    """
+    ratios = weights / _safe_divisor(_lower_median(weights, weights > 0))
+    return jnp.minimum(cap * jnp.maximum(ratios, 1.0), LARGEST)
+
+
+def _lower_median(
+    numbers: Float32[Array, "packets"], intact: Bool[Array, "packets"]
+) -> FloatScalar:
+    """Returns the median of the positive numbers of intact packets; infinity if there are none."""
+    numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
+    return numbers[jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2]

@@ -145,7 +145,8 @@ class TwoPhase:
         )
         cap, weights = limits(headers, intact, self.norm_limit)
         positions = _for_owner(shared_positions(plan.sections, step), workers, own_id)
-        means, clip_factors = average(layout, packets, intact, positions, cap, weights, mean)
+        caps = jnp.full_like(weights, cap)
+        means, clip_factors = average(layout, packets, intact, positions, caps, weights, mean)
 
         # It adds its residual, then selects and encodes like a worker
         residual = self._residual(plan, state, step)

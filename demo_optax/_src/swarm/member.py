@@ -22,10 +22,10 @@ from demo_optax._src.swarm.store import Store, in_parallel, log
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
 SHORTEST_DEADLINE = 2.0
 DEADLINE_STEPS = 3  # the deadline, in median steps
+DEADLINE_ROUNDS = 0.5  # the deadline, in median rounds of several steps
 NUM_DURATIONS = 21  # steps in the median
 STEPS_TO_ANNOUNCE = 2  # that the others may take until they see an announcement
 LONGEST_POLL_SECONDS = 0.05
-LONGEST_LOOK_SECONDS = 2.0  # at a round that others may end
 LOG_EVERY_SECONDS = 5.0
 PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
 
@@ -56,7 +56,7 @@ class Member:
       worker: a unique name. A process that comes back under its name gets its slot again.
       slots: the largest number of workers at a time; the same for all workers of the run.
       deadline: seconds for which a step waits for the workers that took part in the last one. The
-        default is three median steps, and at least 2 seconds.
+        default is three median steps, or half a median round, and at least 2 seconds.
       min_workers: a step waits, without a deadline, until this many packets are there.
       tell: is called with a line of text whenever there is something to report.
 
@@ -102,6 +102,8 @@ class Member:
         self._fixed_deadline = deadline
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
+        self._last_steps = 1  # of the last packet
+        self._has_sent = False
         self._manifests: dict[int, Manifest] = {}  # the last ones
         self._hashes: dict[int, str] = {}  # of these manifests
         self._packets: dict[str, bytes] = {}  # of the current step
@@ -119,7 +121,8 @@ class Member:
             return self._fixed_deadline
         if len(self._durations) < 3:
             return FIRST_DEADLINE
-        return max(DEADLINE_STEPS * statistics.median(self._durations), SHORTEST_DEADLINE)
+        share = DEADLINE_STEPS if self._last_steps == 1 else DEADLINE_ROUNDS
+        return max(share * statistics.median(self._durations), SHORTEST_DEADLINE)
 
     @property
     def me(self) -> MemberId:
@@ -142,7 +145,9 @@ class Member:
         started = time.monotonic()
         if ends_round:
             self.store.put(records.mark_key(step, self.me, "ends"), b"")
-        own = self.send(step, packet, steps, tokens)
+        own, self._last_steps = None, steps
+        if self._may_send(step):
+            own = self.send(step, packet, steps, tokens)
         previous = self.manifest(step - 1)
         expected = previous.members if previous else frozenset()
         manifest = self._agree(step, expected, len(packet), started)
@@ -156,7 +161,7 @@ class Member:
             late -= self._folder(step).left
         return result._replace(
             late=tuple(map(self.name_of, sorted(late))),
-            own=self.slot if own in manifest.packets else None,
+            own=self.slot if own and own in manifest.packets else None,
             waited=now - started,
         )
 
@@ -169,23 +174,29 @@ class Member:
             self.store.put(key, packet)
         return own
 
+    def _may_send(self, step: int) -> bool:
+        """Tells whether an earlier process of this worker has left no packet in a step.
+
+        That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.
+        """
+        self._packets = {}
+        if self._has_sent:
+            return True
+        self._has_sent = True
+        earlier = self._folder(step).packets.get(self.slot)
+        if earlier is None or earlier.member == self.me:
+            return True
+        self.store.put(records.mark_key(step, self.me, "left"), b"")
+        return False
+
     def wait_for_transfers(self) -> None:
         """Waits until no packet is being sent or read."""
         with self._transferring:
             pass
 
-    def await_others(self, step: int, ended: threading.Event) -> bool:
-        """Waits until others have ended a round of local steps; returns whether it is decided.
-
-        Returns False once the event is set, too. It looks less and less often as time goes by.
-        """
-        began = time.monotonic()
-        while not ended.wait(min(max((time.monotonic() - began) / 20, 0.05), LONGEST_LOOK_SECONDS)):
-            if self.manifest(step) is not None:
-                return True
-            if self._folder(step).ends - {self.me}:
-                return False
-        return False
+    def others_ended(self, step: int) -> bool:
+        """Tells whether others have ended a round of local steps."""
+        return bool(self._folder(step).ends - {self.me})
 
     def receive(self, step: int) -> ExchangeResult:
         """Returns what the others exchanged in a step that is decided."""

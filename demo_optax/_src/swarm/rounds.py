@@ -6,13 +6,18 @@ over leaves a mark in the store, and the others end their round at their next st
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
 
 from demo_optax._src.swarm.member import Member
 
+LONGEST_PAUSE = 2.0  # seconds between two looks at a round
+
 
 class RoundClock:
-    """Tells the lead of a worker when its round is over.
+    """Tells the first process of a worker what has become of its round.
+
+    A thread looks at the store while the worker trains, often at the beginning of a round and then
+    less and less.
 
     Args:
       member: the worker's place in the swarm.
@@ -21,38 +26,54 @@ class RoundClock:
     """
 
     def __init__(self, member: Member, steps: int, seconds: float | None):
-        self.member, self.steps, self.seconds = member, steps, seconds
+        self._member, self._steps, self._seconds = member, steps, seconds
         self._began = time.monotonic()
-        self._thread = ThreadPoolExecutor(1, "round")
-        self._round = -1  # which is watched
-        self._watched: Future[bool] | None = None
-        self._ended = threading.Event()
+        self._round: int | None = None  # the round to look at
+        self._seen: tuple[int, bool, bool] | None = None  # round, is decided, was ended by others
+        self._error: Exception | None = None
+        self._closed = threading.Event()
+        # The process may end while this thread waits for the store.
+        self._thread = threading.Thread(target=self._watch, name="round", daemon=True)
 
-    def is_decided(self, number: int) -> bool:
-        """Tells whether the others have decided a round that this worker has not ended."""
-        watched = self._watch(number)
-        return watched.done() and watched.result()
+    def look(self, number: int, steps: int) -> Literal["decided", "over", "open"]:
+        """Tells whether a round, in which this worker has taken some steps, is to be ended.
 
-    def is_over(self, number: int, steps: int) -> bool:
-        """Tells whether to end a round in which this worker has taken some steps."""
-        if self.seconds is None:
-            return steps >= self.steps
-        return self._watch(number).done() or time.monotonic() - self._began >= self.seconds
+        It is ``"decided"`` if the others have exchanged their packets without this worker's.
 
-    def end(self) -> bool:
-        """Begins the next round; returns whether the others should end this one too."""
-        self._ended.set()
-        self._began = time.monotonic()
-        return self.seconds is not None
+        Raises:
+          StoreError, SwarmError: the thread met with this error.
+        """
+        if self._error is not None:
+            raise self._error
+        self._round = number
+        if not self._thread.is_alive() and not self._closed.is_set():
+            self._thread.start()
+        seen, is_decided, was_ended = self._seen or (-1, False, False)
+        if seen == number and is_decided:
+            return "decided"
+        if self._seconds is None:
+            return "over" if steps >= self._steps else "open"
+        is_late = time.monotonic() - self._began >= self._seconds
+        return "over" if is_late or (seen == number and was_ended) else "open"
+
+    def restart(self) -> bool:
+        """Begins a round; returns whether the others should end theirs when this worker does."""
+        self._round, self._began = None, time.monotonic()
+        return self._seconds is not None
 
     def close(self) -> None:
-        self._ended.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._closed.set()
 
-    def _watch(self, number: int) -> "Future[bool]":
-        """Watches a round in a thread; returns whether it is decided, once others have ended it."""
-        if self._watched is None or self._round != number:
-            self._ended.set()
-            self._round, self._ended = number, threading.Event()
-            self._watched = self._thread.submit(self.member.await_others, number, self._ended)
-        return self._watched
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(self._pause()):
+                if (number := self._round) is None:
+                    continue
+                is_decided = self._member.manifest(number) is not None
+                ended = self._seconds is not None and self._member.others_ended(number)
+                self._seen = number, is_decided, ended
+        except Exception as error:  # raised again where the worker looks
+            self._error = error
+
+    def _pause(self) -> float:
+        return min(max((time.monotonic() - self._began) / 20, 0.05), LONGEST_PAUSE)

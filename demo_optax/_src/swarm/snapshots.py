@@ -71,9 +71,21 @@ def read_index(store: Store, step: int) -> SnapshotIndex | None:
     return index
 
 
-def read(store: Store, index: SnapshotIndex, like: Leaves) -> Leaves:
-    """Reads arrays with the shapes and dtypes of ``like``; raises `Damaged` for all others."""
-    parts = in_parallel(lambda number: store.get(_part_key(index.file, number)), range(index.parts))
+def read(
+    store: Store,
+    index: SnapshotIndex,
+    like: Leaves,
+    before_part: Callable[[], object] | None = None,
+) -> Leaves:
+    """Reads arrays with the shapes and dtypes of ``like``; raises `Damaged` for all others.
+
+    The parts are read together, or one after another if there is something to do ``before_part``.
+    """
+    keys = [_part_key(index.file, number) for number in range(index.parts)]
+    if before_part is None:
+        parts = in_parallel(store.get, keys)
+    else:
+        parts = [(before_part(), store.get(key))[1] for key in keys]
     data = b"".join(part or b"" for part in parts)
     if records.sha256(data) != index.sha256:
         raise Damaged(f"{index.file!r} must hold the bytes of its hash")
@@ -207,7 +219,7 @@ class SnapshotTurns:
                 return None
             if index.digest == own_digest:
                 return step, 0.0, None
-            leaves = read(store, index, like=own)
+            leaves = read(store, index, own, before_part=self.member.wait_for_transfers)
         except (OSError, Damaged) as error:
             self._warn(step, f"was not compared: {error}")
             return None

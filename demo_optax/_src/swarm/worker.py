@@ -131,6 +131,7 @@ class SwarmWorker:
         self._outbox: Any = None  # the message that was sent and is not applied yet
         self._times_late = 0  # successive exchanges in which this worker's packet did not count
         self._programs: Any = None  # what `begin` compiles
+        self._exchange: Any = None  # the metrics of the last exchange
         self._error: BaseException | None = None
 
     @property
@@ -161,6 +162,10 @@ class SwarmWorker:
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
             params, opt_state, _ = self._catch_up(*self._jump(params, opt_state))
             self._announce()
+            if self._clock is not None:
+                self._clock.restart()
+            # A copy, since programs donate the state.
+            self._exchange = jax.tree.map(jnp.copy, metrics.exchange_metrics(opt_state))
             return params, opt_state
 
     @shards.no_context_mesh()
@@ -191,24 +196,22 @@ class SwarmWorker:
         Returns the number of its steps that are lost, which is 0 if the packet could be sent. The
         others need not wait for it: it counts in the round that they are in.
         """
-        if self._error is not None or not self._has_rounds or not self._steps:
+        if self._error is not None or not self._has_rounds:
             return self._steps
-        with self._stops_at_errors():
+        with self._stops_at_errors(), contextlib.suppress(Left):
             if self._outbox is not None:
-                result = None
-                with contextlib.suppress(Left):
-                    result = self._result(LEAVE_SECONDS)
+                result = self._result(LEAVE_SECONDS)
                 if result is None:
                     return self._steps
-                params, opt_state, _ = self._advance(result, params, opt_state)
-            number, steps = self.number, self._steps
-            if by_lead(lambda: self.member.manifest(number) is not None):
-                return self._steps
-            nothing = *self._programs.no_gradient(), self._weight, self._slot
-            opt_state, packet = self._send(params, opt_state, *nothing)
-            by_lead(lambda: self.member.send(number, packet, steps, self._tokens_of(steps)))
-            self._steps = 0
-            return 0
+                params, opt_state, _ = self._go_on(result, params, opt_state)
+            params, opt_state, _ = self._catch_up(params, opt_state)
+            if self._steps:
+                nothing = *self._programs.no_gradient(), self._weight, self._slot
+                _, packet = self._send(params, opt_state, *nothing)
+                sent = self.number, packet, self._steps, self._tokens_of(self._steps)
+                by_lead(lambda: self.member.send(*sent))
+                self._steps = 0
+        return self._steps
 
     def close(self) -> None:
         """Tells the others not to wait for this worker, and finishes what it writes."""
@@ -250,30 +253,29 @@ class SwarmWorker:
             result = self._result(timeout=0.0 if self._has_rounds else None)
             if result is None or not result.swept:
                 break
-            params, opt_state, _ = self._advance(result, params, opt_state)  # others are far ahead
-        waited, packet, replayed, exchange, round_steps = time.monotonic() - ready, b"", 0, None, 0
-        if result is not None:
-            params, opt_state, exchange, replayed = self._deliver(result, params, opt_state)
-        elif self._has_rounds and self._outbox is None:
-            params, opt_state, replayed = self._follow(params, opt_state)
-        number, sent = self.number, (gradients.gradients, norm, self._weight, self._slot)
+            params, opt_state, _ = self._go_on(result, params, opt_state)  # others are far ahead
+        waited, packet, replayed, round_steps = time.monotonic() - ready, b"", 0, 0
         self._steps += 1
-        if self._ends_round():
+        if result is not None:
+            params, opt_state, replayed = self._go_on(result, params, opt_state)
+        look = self._look()
+        if look == "decided":
+            params, opt_state, replayed = self._go_on(None, params, opt_state)
+            look = self._look()
+        number, sent = self.number, (gradients.gradients, norm, self._weight, self._slot)
+        if look == "over":
             opt_state, packet = self._send(params, opt_state, *sent)
             round_steps, self._steps = self._steps, 0
-            tokens, marks = self._tokens_of(round_steps), False
-            if self._clock is not None:
-                marks = self._clock.end()
-            self._under_way.begin(number, packet, round_steps, tokens, marks)
+            marks_end = self._clock.restart() if self._clock is not None else False
+            tokens = self._tokens_of(round_steps)
+            self._under_way.begin(number, packet, round_steps, tokens, marks_end)
             if not self.delay:
                 result = self._result()
                 assert result is not None
                 waited = result.waited
-                params, opt_state, exchange, replayed = self._deliver(result, params, opt_state)
+                params, opt_state, replayed = self._go_on(result, params, opt_state)
         else:
             opt_state = self._programs.step_alone(params, opt_state, *sent)
-        if exchange is None:  # a copy, since the next program donates the state
-            exchange = jax.tree.map(jnp.copy, metrics.exchange_metrics(opt_state))
         return (
             params,
             opt_state,
@@ -281,7 +283,7 @@ class SwarmWorker:
                 step=number,
                 loss=float(to_host(gradients.loss)[0]),
                 gradient_norm=float(norm[0]),
-                exchange=exchange,
+                exchange=self._exchange,
                 members=result.members if result else (),
                 late=result.late if result else (),
                 waited=waited,
@@ -292,26 +294,17 @@ class SwarmWorker:
             ),
         )
 
-    def _ends_round(self) -> bool:
-        """Tells whether this step is the last of a round; without rounds every step is one.
+    def _look(self) -> str:
+        """Tells what has become of this worker's round; without rounds every step ends one.
 
         A round goes on for as long as the result of the last one is not there.
         """
         if not self._has_rounds:
-            return True
+            return "over"
         if self._outbox is not None:
-            return False
+            return "open"
         number, steps = self.number, self._steps
-        return by_lead(lambda: bool(self._clock and self._clock.is_over(number, steps)))
-
-    def _follow(self, params, opt_state) -> tuple[Any, Any, int]:
-        """Catches up if the others have decided this worker's round without it."""
-        number = self.number
-        if not by_lead(lambda: bool(self._clock and self._clock.is_decided(number))):
-            return params, opt_state, 0
-        params, opt_state, replayed = self._catch_up(params, opt_state)
-        self._count_late(True)
-        return params, opt_state, replayed
+        return by_lead(lambda: self._clock.look(number, steps) if self._clock else "open")
 
     def _tokens_of(self, steps: int) -> int:
         return round(float(self._weight[0]) * steps)
@@ -320,27 +313,23 @@ class SwarmWorker:
         """Returns the result of the exchange under way, if there is one and it comes in time."""
         return None if self._outbox is None else self._under_way.result(timeout)
 
-    def _deliver(
-        self, result: ExchangeResult, params, opt_state
-    ) -> tuple[Any, Any, metrics.ExchangeMetrics, int]:
-        """Applies the result of an exchange that this worker took part in."""
-        params, opt_state, exchange = self._advance(result, params, opt_state)
-        replayed = 0
-        if self.number % self.every == 0 and not result.swept:
-            self._take_snapshot(params, opt_state, result.manifest)
-        if result.own is None:
-            params, opt_state, replayed = self._catch_up(params, opt_state)
-        self._count_late(result.own is None)
-        return params, opt_state, exchange, replayed
+    def _go_on(self, result: ExchangeResult | None, params, opt_state) -> tuple[Any, Any, int]:
+        """Applies the result of this worker's exchange, if there is one, and then what it missed.
 
-    def _count_late(self, is_late: bool) -> None:
-        """Asks the others to wait for this worker, after it was late 1, 2, 4, 8, ... times.
-
-        If it asked each time, everybody would wait for a worker that is too slow.
+        A worker that was late asks the others to wait for it, after 1, 2, 4, 8, ... times. If it
+        asked each time, everybody would wait for a worker that is too slow.
         """
+        is_late, replayed = result is None or result.own is None, 0
+        if result is not None:
+            params, opt_state = self._apply(result, params, opt_state)
+            if self.number % self.every == 0 and not result.swept:
+                self._take_snapshot(params, opt_state, result.manifest)
+        if is_late:
+            params, opt_state, replayed = self._catch_up(params, opt_state)
         self._times_late = self._times_late + 1 if is_late else 0
         if self._times_late.bit_count() == 1:
             self._announce()
+        return params, opt_state, replayed
 
     def _announce(self) -> None:
         by_lead(lambda: self.member.announce(self.number))
@@ -354,7 +343,7 @@ class SwarmWorker:
         self.member.end_if_leaving()
         return self.member.manifest(self.number) is not None
 
-    def _advance(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any, Any]:
+    def _apply(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any]:
         """Applies the packets; goes on to the next exchange, or to a snapshot if some are swept."""
         self.number += 1
         num_shards, slots, words = self._programs.shape
@@ -364,10 +353,8 @@ class SwarmWorker:
                 packets[:, slot] = np.frombuffer(data, np.uint32).reshape(num_shards, words)
         outbox, self._outbox = self._outbox or self._programs.empty_outbox, None
         applied = self._programs.apply(params, opt_state, outbox, packets, self._slot)
-        params, opt_state, exchange = applied
-        if result.swept:
-            params, opt_state = self._jump(params, opt_state)
-        return params, opt_state, exchange
+        params, opt_state, self._exchange = applied
+        return self._jump(params, opt_state) if result.swept else (params, opt_state)
 
     def _catch_up(self, params, opt_state) -> tuple[Any, Any, int]:
         """Applies what the others exchanged, until a step that is not decided yet."""
@@ -376,10 +363,12 @@ class SwarmWorker:
             if steps and steps % READ_AT_ONCE == 0:
                 by_lead(lambda: self.member.read_ahead(self.number, READ_AT_ONCE))
             result = by_lead(lambda: self.member.receive(self.number))
-            params, opt_state, _ = self._advance(result, params, opt_state)
+            params, opt_state = self._apply(result, params, opt_state)
             steps += 1
             if steps % LOG_EVERY_STEPS == 0 and self._member is not None:
                 self._member.tell(f"caught up with {steps} steps, to step {self.number}")
+        if steps and self._clock is not None:
+            self._clock.restart()
         return params, opt_state, steps
 
     def _jump(self, params, opt_state) -> tuple[Any, Any]:
@@ -402,7 +391,7 @@ class SwarmWorker:
         # First it applies what is under way, so that its own message is not lost.
         result = self._result()
         if result is not None:
-            params, opt_state, _ = self._advance(result, params, opt_state)
+            params, opt_state, _ = self._go_on(result, params, opt_state)
         params, opt_state = replace_leaves(self._programs.shardings, params, opt_state, leaves)
         self.number = step
         params, opt_state, _ = self._catch_up(params, opt_state)
