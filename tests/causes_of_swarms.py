@@ -14,6 +14,7 @@ import demo_optax
 from demo_optax._src.parallel import processes
 from demo_optax._src.swarm import agreement, history, records, slots, snapshots
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
+from demo_optax._src.swarm.rounds import RoundClock
 from demo_optax.swarm import Member, ObjectStore
 from tests import swarms
 
@@ -104,7 +105,7 @@ def snapshot(break_it, read_as=None):
 
 
 def lose_file(place, index):
-    place.put(index.file, b"something else")
+    place.put(f"{index.file}/000000", b"something else")
 
 
 def other_step(place, index):
@@ -170,6 +171,14 @@ DELAYED = demo_optax.Delayed(demo_optax.AllGather())
 RANDOM_BASIS = demo_optax.demo(1e-3, demo_optax.Compression(4, transform="random"))
 
 
+def a_round_that_cannot_be_watched():
+    failing = RuntimeError("cannot read the manifest of step 0: make sure that the store is well.")
+    with store() as place, mock.patch.object(Member, "manifest", side_effect=failing):
+        clock = RoundClock(Member(place, "paris"), 3, None)
+        while True:
+            clock.look(0, 1)
+
+
 def two_workers_along_the_axis():
     with store() as place:
         member = Member(place, "paris")
@@ -183,6 +192,7 @@ def no_place_in_the_first_process():
 
 
 RAISED = [
+    a_round_that_cannot_be_watched,
     import_without_obstore,
     draw_without_matplotlib,
     other_settings,

@@ -195,6 +195,30 @@ def test_schedules_that_are_injected_follow_the_rounds_too():
     assert float(state.inner.hyperparams["learning_rate"]) == pytest.approx(0.5)
 
 
+def test_a_long_round_counts_whole_beside_a_short_one_and_a_loud_one_does_not():
+    """With a limit of 10, weights are at most 10 medians, and norms grow with the weights."""
+    compression = demo_optax.Compression(64, 8, transform="identity")
+    limited = demo_optax.AllGather(norm_limit=10.0)
+    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", exchange=limited)
+    tx = demo_optax.local_steps(
+        optax.sgd(1.0), demo_optax.decoupled(optax.sgd(1.0), compression, **options), EVERY
+    )
+    x, outboxes = jnp.zeros(SHAPE), []
+    for worker, (went, weight) in enumerate([(1.0, 1.0), (100.0, 100.0), (1000.0, 1.0)]):
+        gradient, state = jnp.full(SHAPE, -went), tx.init(x)
+        extra = dict(worker=worker, ends_round=True, message_weight=weight)
+        outboxes.append((tx.send(gradient, state, x, **extra)))
+    for counted, expected in [((0, 1), (10 * 100 + 1) / 11), ((0, 0, 2), (1 + 1 + 10) / 3)]:
+        packets = jnp.stack([outboxes[n][0].packet for n in range(3)])
+        packets = packets.at[[n for n in range(3) if n not in counted]].set(0)
+        if counted == (0, 0, 2):
+            twin = tx.send(jnp.full(SHAPE, -1.0), tx.init(x), x, worker=1, ends_round=True)[0]
+            packets = packets.at[1].set(twin.packet)
+        outbox, state = outboxes[0]
+        updates, _ = tx.apply(packets, outbox, state, x, worker=0)
+        np.testing.assert_allclose(updates, expected, rtol=1e-5)
+
+
 def test_progress_that_the_outer_optimizer_refuses_stays_with_its_worker():
     refuses = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x * jnp.nan, updates))
     compression = demo_optax.Compression(64, 8, transform="identity")

@@ -88,7 +88,17 @@ def block_geometry(
       >>> block_geometry((768, 12, 64)).sides
       (4, 12, 64)
     """
-    sides = [1, *shape[1:]][: len(shape)] if rule == "stack" else _sides(shape, block_side, rule)
+    side_of = _largest_divisor if rule == "divisor" else min
+    is_stack = rule == "stack"
+    sides = [1, *shape[1:]][: len(shape)] if is_stack else [1] * len(shape)
+    large = [axis for axis, dim in enumerate(shape) if dim > 1 and not is_stack]
+    for axis in large[-2:]:
+        sides[axis] = side_of(shape[axis], block_side)
+    for axis in reversed(large[:-2]):
+        rows = math.prod(sides) // sides[large[-1]]
+        room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
+        sides[axis] = _largest_divisor(shape[axis], max(room, 1))
+
     grid, segments = [], []  # a dimension has full blocks and a remainder
     for dim, side in zip(shape, sides, strict=True):
         full, rest = divmod(dim, side)
@@ -122,19 +132,6 @@ def block_geometry(
         pieces=tuple(pieces),
         cuts=tuple(map(len, segments)),
     )
-
-
-def _sides(shape: tuple[int, ...], block_side: int, rule: BlockRule) -> list[int]:
-    side_of = _largest_divisor if rule == "divisor" else min
-    sides = [1] * len(shape)
-    large = [axis for axis, dim in enumerate(shape) if dim > 1]
-    for axis in large[-2:]:
-        sides[axis] = side_of(shape[axis], block_side)
-    for axis in reversed(large[:-2]):
-        rows = math.prod(sides) // sides[large[-1]]
-        room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
-        sides[axis] = _largest_divisor(shape[axis], max(room, 1))
-    return sides
 
 
 def _largest_divisor(dim: int, limit: int) -> int:

@@ -11,7 +11,7 @@ from demo_optax._src.compression import Plan
 from demo_optax._src.compression.packet import Origin, PacketLayout, Packets, parse_headers
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange import collectives
-from demo_optax._src.exchange.averaging import average, caps_by_weight, limits
+from demo_optax._src.exchange.averaging import average, limits
 from demo_optax._src.exchange.protocol import (
     Aggregate,
     Exchange,
@@ -88,9 +88,8 @@ class AllGather:
         """
         layout, ids = self.layout(plan), jnp.arange(len(packets), dtype=jnp.int32)
         headers, _, intact = parse_headers(layout, packets, Origin(outbox.step, ids))
-        cap, weights = limits(headers, intact, self.norm_limit)
+        _, caps, weights = limits(headers, intact, self.norm_limit)
         shared = shared_positions(plan.sections, outbox.step)
-        caps = caps_by_weight(cap, weights)
         means, fractions = average(layout, packets, intact, shared, caps, weights, mean)
         accepted = fractions > 0
         checksums = jnp.where(accepted, packets[:, 0], 0)

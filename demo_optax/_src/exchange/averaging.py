@@ -34,8 +34,6 @@ from demo_optax._src.compression.packet import (
 )
 from demo_optax._src.exchange.protocol import Mean, SparseSum
 
-LARGEST = jnp.finfo(jnp.float32).max
-
 Shared = Sequence[Positions | None]
 """The positions of each section that all workers know, or None if each worker sends its own."""
 
@@ -189,37 +187,23 @@ def clip_factor(
 
 def limits(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
-) -> tuple[FloatScalar, Float32[Array, "packets"]]:
-    """Returns the cap on the norm of a message, and the weights of the messages in their mean.
+) -> tuple[FloatScalar, Float32[Array, "packets"], Float32[Array, "packets"]]:
+    """Returns a cap on the norm of messages, that of each message, and its weight in the mean.
 
-    Both follow from the headers. The cap is a multiple of the median norm, or the largest float32
-    if ``limit`` is None. Weights are capped in the same way and divided by the largest. The median
-    of an even number of packets is the lower one in the middle, and a wrong number in one packet
-    moves it by at most one place.
+    They follow from the headers. The cap is a multiple of the median norm, or the largest float32
+    if ``limit`` is None. Weights are capped in the same way and divided by the largest. A message
+    of more weight than the median may be longer in proportion, as that of a round of many local
+    steps is. The median of an even number of packets is the lower one in the middle, and a wrong
+    number in one packet moves it by at most one place.
     """
     norms, weights = jnp.sqrt(headers.message_energy), jnp.where(intact, headers.weight, 0.0)
-    caps = []
+    largest, medians = jnp.finfo(jnp.float32).max, []
     for numbers in (norms, weights):
-        cap = LARGEST if limit is None else limit * _lower_median(numbers, intact)
-        caps.append(jnp.minimum(jnp.asarray(cap, jnp.float32), LARGEST))
-    weights = jnp.minimum(weights, caps[1])
-    return caps[0], weights / _safe_divisor(jnp.max(weights))
-
-
-def caps_by_weight(
-    cap: FloatScalar, weights: Float32[Array, "packets"]
-) -> Float32[Array, "packets"]:
-    """Returns the cap on each message's norm, which grows with a weight above the median.
-
-    A round of many local steps has a longer message than a round of few, and a larger weight.
-    """
-    ratios = weights / _safe_divisor(_lower_median(weights, weights > 0))
-    return jnp.minimum(cap * jnp.maximum(ratios, 1.0), LARGEST)
-
-
-def _lower_median(
-    numbers: Float32[Array, "packets"], intact: Bool[Array, "packets"]
-) -> FloatScalar:
-    """Returns the median of the positive numbers of intact packets; infinity if there are none."""
-    numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
-    return numbers[jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2]
+        numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
+        middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
+        medians.append(numbers[middle])
+    factor = largest if limit is None else jnp.asarray(limit, jnp.float32)
+    cap, largest_weight = (jnp.minimum(factor * median, largest) for median in medians)
+    weights = jnp.minimum(weights, largest_weight)
+    caps = jnp.minimum(cap * jnp.maximum(weights / medians[1], 1.0), largest)
+    return cap, caps, weights / _safe_divisor(jnp.max(weights))

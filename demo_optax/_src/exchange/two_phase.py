@@ -143,7 +143,7 @@ class TwoPhase:
         headers, _, intact = parse_headers(
             layout, packets, Origin(step, worker_ids * workers + own_id)
         )
-        cap, weights = limits(headers, intact, self.norm_limit)
+        cap, _, weights = limits(headers, intact, self.norm_limit)
         positions = _for_owner(shared_positions(plan.sections, step), workers, own_id)
         caps = jnp.full_like(weights, cap)
         means, clip_factors = average(layout, packets, intact, positions, caps, weights, mean)
