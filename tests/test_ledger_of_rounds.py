@@ -203,20 +203,20 @@ def test_a_long_round_counts_whole_beside_a_short_one_and_a_loud_one_does_not():
     tx = demo_optax.local_steps(
         optax.sgd(1.0), demo_optax.decoupled(optax.sgd(1.0), compression, **options), EVERY
     )
-    x, outboxes = jnp.zeros(SHAPE), []
-    for worker, (went, weight) in enumerate([(1.0, 1.0), (100.0, 100.0), (1000.0, 1.0)]):
-        gradient, state = jnp.full(SHAPE, -went), tx.init(x)
+    x = jnp.zeros(SHAPE)
+
+    def sent(worker, went, weight):
         extra = dict(worker=worker, ends_round=True, message_weight=weight)
-        outboxes.append((tx.send(gradient, state, x, **extra)))
-    for counted, expected in [((0, 1), (10 * 100 + 1) / 11), ((0, 0, 2), (1 + 1 + 10) / 3)]:
-        packets = jnp.stack([outboxes[n][0].packet for n in range(3)])
-        packets = packets.at[[n for n in range(3) if n not in counted]].set(0)
-        if counted == (0, 0, 2):
-            twin = tx.send(jnp.full(SHAPE, -1.0), tx.init(x), x, worker=1, ends_round=True)[0]
-            packets = packets.at[1].set(twin.packet)
-        outbox, state = outboxes[0]
-        updates, _ = tx.apply(packets, outbox, state, x, worker=0)
-        np.testing.assert_allclose(updates, expected, rtol=1e-5)
+        return tx.send(jnp.full(SHAPE, -went), tx.init(x), x, **extra)
+
+    def update(*rounds):
+        results = [sent(worker, *one) for worker, one in enumerate(rounds)]
+        packets = jnp.stack([outbox.packet for outbox, _ in results])
+        return tx.apply(packets, *results[0], x, worker=0)[0]
+
+    np.testing.assert_allclose(update((1.0, 1.0), (100.0, 100.0)), (1 + 10 * 100) / 11, rtol=1e-5)
+    loud = update((1.0, 1.0), (1.0, 1.0), (1000.0, 1.0))
+    np.testing.assert_allclose(loud, (1 + 1 + 10) / 3, rtol=1e-5)
 
 
 def test_progress_that_the_outer_optimizer_refuses_stays_with_its_worker():
