@@ -170,7 +170,8 @@ class Config:
     """Largest number of workers of a swarm at a time."""
     deadline: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Seconds for which a step of a swarm waits for workers that took part
-    in the last one. By default three median steps, at least 2 s."""
+    in the last one. By default three median steps or half a median round,
+    at least 2 s."""
     min_workers: Count = 1
     """Workers of a swarm without which no step is taken."""
     snapshot_every: Count = 100
