@@ -316,6 +316,9 @@ RAISED = [
     lambda: local_steps(optax.sgd(0.1), demo_optax.demo_scaled(1.0, look_ahead=1.0)).init(
         model.init()
     ),
+    lambda: demo_optax.local_steps(
+        optax.sgd(0.1), demo_optax.demo_scaled(1.0, look_ahead=1.0), 2, merge=0.5
+    ).init(model.init()),
     local_steps_of_a_part,
     lambda: in_fragments(optax.sgd(1.0)),
     lambda: in_fragments(DEMO, fragments=3),

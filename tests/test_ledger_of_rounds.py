@@ -233,3 +233,46 @@ def test_progress_that_the_outer_optimizer_refuses_stays_with_its_worker():
 def test_merge_must_be_a_part_of_the_way():
     with pytest.raises(ValueError, match=r"merge must lie in \[0, 1\), not 1.5"):
         rounds(merge=1.5)
+
+
+def looking_ahead(topk, value_coding="float32", **options):
+    compression = demo_optax.Compression(topk, 8, value_coding, transform="identity")
+    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", look_ahead=1.0) | options
+    return demo_optax.local_steps(
+        optax.sgd(RATE), demo_optax.decoupled(optax.sgd(1.0), compression, **options), EVERY
+    )
+
+
+@pytest.mark.parametrize("topk", [4, 64])
+def test_a_round_that_begins_at_the_residual_loses_nothing_of_the_workers_mean(topk):
+    tx, x, number = looking_ahead(topk), jnp.zeros(SHAPE), 3
+    random, states = np.random.default_rng(0), [tx.init(x)] * number
+    went = np.zeros((number, *SHAPE))
+    send, apply = jax.jit(tx.send), jax.jit(tx.apply)
+    for _ in range(5):
+        outboxes = [None] * number
+        for _ in range(EVERY):
+            for worker in range(number):
+                gradient = random.integers(-8, 9, SHAPE).astype(np.float32)
+                before = demo_optax.local_parameters(x, states[worker]) - RATE * gradient
+                sent = send(gradient, states[worker], x, worker=worker)
+                outboxes[worker], states[worker] = sent
+                own = demo_optax.local_parameters(x, states[worker])
+                np.testing.assert_allclose(own, before, atol=1e-5)  # sending moves nobody
+                went[worker] -= RATE * gradient
+        packets = jnp.stack([outbox.packet for outbox in outboxes])
+        results = [
+            apply(packets, outboxes[worker], states[worker], x, worker=worker)
+            for worker in range(number)
+        ]
+        x, states = x + results[0][0], [state for _, state in results]
+        own = [demo_optax.local_parameters(x, state) for state in states]
+        np.testing.assert_allclose(np.mean(own, axis=0), went.mean(axis=0), atol=1e-5)
+        is_whole = np.abs(np.asarray(x) - went.mean(axis=0)).max() < 1e-5
+        assert is_whole == (topk == 64)
+
+
+def test_a_residual_is_seen_in_keeping_alone():
+    with pytest.raises(ValueError, match=r"look_ahead.*but with merge=0.5"):
+        outer = demo_optax.decoupled(optax.sgd(1.0), look_ahead=1.0)
+        demo_optax.local_steps(optax.sgd(1.0), outer, 2, merge=0.5).init(jnp.zeros(SHAPE))

@@ -146,9 +146,16 @@ def test_stacked_gradients_are_taken_ahead_as_well():
     np.testing.assert_allclose(found, local - centres(), rtol=1e-6)
 
 
-def test_local_steps_refuse_it():
-    outer = demo_optax.demo_scaled(1.0, COMPRESSION, look_ahead=1.0)
-    with pytest.raises(ValueError, match="give outer look_ahead=None"):
+@pytest.mark.parametrize(
+    "outer",
+    [
+        demo_optax.demo_scaled(1.0, COMPRESSION, look_ahead=1.0),
+        demo_optax.decoupled(optax.sgd(1.0, momentum=0.9), COMPRESSION, look_ahead=1.0),
+        demo_optax.decoupled(optax.sign_sgd(1.0), COMPRESSION, look_ahead=1.0),
+    ],
+)
+def test_local_steps_refuse_it_before_a_base_that_is_not_linear(outer):
+    with pytest.raises(ValueError, match="needs a linear base without a state"):
         demo_optax.local_steps(optax.sgd(0.1), outer, every=2).init(jnp.zeros(SIZE))
 
 

@@ -268,4 +268,6 @@ def decoupled(
 
     functions = init_fn, update_fn, send_fn, apply_fn
     settings = compression, momentum.exchange, with_compression
-    return SplitTransformation.make(*functions, *settings)
+    made = SplitTransformation.make(*functions, *settings)
+    made.base = base
+    return made

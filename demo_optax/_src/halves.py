@@ -61,6 +61,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
       exchange: the exchange of ``update``.
       with_compression: ``with_compression(compression)`` returns the same optimizer with another
         compression.
+      base: the optimizer that takes the aggregate as its gradient, or None.
       steps_per_round: the number of steps of `demo_optax.local_steps` in a round; None for an
         optimizer that exchanges on every step.
 
@@ -87,6 +88,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     compression: Compression
     exchange: Exchange
     with_compression: Callable[[Compression], "SplitTransformation"]
+    base: optax.GradientTransformation | None = None
     steps_per_round: int | None
 
     @classmethod

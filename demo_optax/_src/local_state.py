@@ -73,7 +73,8 @@ def local_parameters(params, opt_state):
     states = nodes(unboxed(opt_state), (LocalStepsState, LookAheadState))
     if not states:
         return params
-    wanted, *held = map(_paths, (unboxed(params), *[state.displacement for state in states]))
+    trees = [_displacement(state) for state in states]
+    wanted, *held = map(_paths, (unboxed(params), *trees))
     if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
         raise ValueError(
             f"local_steps must cover all parameters, {list(map('/'.join, wanted))}, but the state "
@@ -82,8 +83,8 @@ def local_parameters(params, opt_state):
         )
     displacements = {
         path: d
-        for state, paths in zip(states, held, strict=True)
-        for path, d in zip(paths, jax.tree.leaves(state.displacement), strict=True)
+        for tree, paths in zip(trees, held, strict=True)
+        for path, d in zip(paths, jax.tree.leaves(tree), strict=True)
     }
     if not displacements:
         return params
@@ -111,6 +112,13 @@ def local_parameters(params, opt_state):
         return (jnp.expand_dims(x, tuple(range(len(leading)))) + d).astype(jnp.result_type(x))
 
     return structure.unflatten([moved(x, d) for x, d in pairs])
+
+
+def _displacement(state: LocalStepsState | LookAheadState):
+    """Returns the displacement of a state, with that of an outer optimizer that looks ahead."""
+    outer = state.outer if isinstance(state, LocalStepsState) else ()
+    ahead = [x.displacement for x in nodes(outer, LookAheadState)]
+    return jax.tree.map(lambda *each: sum(each), state.displacement, *ahead)
 
 
 def has_exchanged(opt_state) -> BoolScalar:

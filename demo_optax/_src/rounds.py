@@ -93,6 +93,12 @@ def local_steps(
     It sees stacks of blocks instead of the model's tensors, so that masks by name and norms of
     layers have no place in it. Its schedules still count rounds.
 
+    **Residuals.** A worker whose outer optimizer sends few coefficients has a large residual, which
+    nobody else knows of. With ``look_ahead=1.0`` in `decoupled`, around a base that is linear such
+    as ``optax.sgd(1.0)``, each round begins at :math:`x` plus what the worker has not delivered,
+    and its progress is measured from there. At the end of a run the mean of the workers' own
+    parameters, `local_parameters`, delivers all residuals at once.
+
     **Weights and schedules.** A round's message has the weight of its gradients, which is the sum
     of the extra argument ``message_weight`` over its steps, such as the tokens trained on. Workers
     may thus take unequal numbers of steps, which matters in a swarm. A round ends with its last
@@ -162,11 +168,15 @@ def local_steps(
                 "each worker takes its inner steps by itself: put it into outer, which exchanges, "
                 "and leave another optimizer in inner."
             )
-        if nodes(outer_state, LookAheadState):
+        if nodes(outer_state, LookAheadState) and (parts or merge is not None):
             raise ValueError(
-                "the state of outer holds a LookAheadState ('look_ahead'), but with local steps a "
-                "worker takes its gradients at its own parameters: give outer look_ahead=None."
+                "the state of outer holds a LookAheadState ('look_ahead'), by which a round begins "
+                "at what its worker has not delivered, but with "
+                f"{f'fragments={fragments}' if parts else f'merge={merge}'} it begins elsewhere: "
+                "leave out one of the two."
             )
+        if nodes(outer_state, LookAheadState):
+            _require_linear(getattr(outer, "base", None), params)
         return LocalStepsState(
             round=jnp.zeros((), jnp.int32),
             mini_step=jnp.zeros((), jnp.int32),
@@ -285,7 +295,13 @@ def local_steps(
             outbox, outer_state = split.send(gradient, new.outer, params, worker=worker, **extra)
             # A worker that the outer optimizer excludes keeps its progress.
             progress = participation.zero_unless(outbox.factor > 0, gradient)
-            return outbox._replace(progress=progress), new._replace(outer=outer_state)
+            new = new._replace(outer=outer_state)
+            if nodes(outer_state, LookAheadState):  # which holds the progress from now on
+                trees = new.displacement, unboxed(progress)
+                displacement = jax.tree.map(lambda d, g: d + g.astype(d.dtype), *trees)
+                new = new._replace(displacement=displacement)
+                progress = jax.tree.map(jnp.zeros_like, progress)
+            return outbox._replace(progress=progress), new
 
         outbox, new = step_or_skip(ends_round, send, lambda new: new, new)
         outbox = outbox._replace(step=jnp.where(ends_round, outbox.step, IN_ROUND))
@@ -311,6 +327,30 @@ def local_steps(
 
     settings = split.compression, split.exchange, with_compression, every
     return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, *settings)
+
+
+def _require_linear(base: Any, params) -> None:
+    """Refuses bases of an outer optimizer by which a round cannot begin at the residual."""
+    base = optax.with_extra_args_support(base or optax.identity())
+    kept = [x for x in jax.tree.leaves(jax.eval_shape(base.init, params)) if x.ndim]
+    shapes = jax.eval_shape(lambda x: x, params)
+
+    def steps(gradient):
+        return base.update(gradient, base.init(params), params)[0]
+
+    try:
+        transposed = jax.linear_transpose(steps, shapes)
+        jax.eval_shape(transposed, jax.eval_shape(steps, shapes))
+    except Exception as error:  # JAX has no error of its own for functions that are not linear
+        reason = error
+    else:
+        reason = f"its state has arrays of the shapes {[x.shape for x in kept]}" if kept else None
+    if reason:
+        raise ValueError(
+            "with local steps, look_ahead lets a round begin at what its worker has not delivered, "
+            f"which needs a linear base without a state such as optax.sgd(1.0), but {reason}: give "
+            "outer such a base, or leave out look_ahead."
+        )
 
 
 def step_or_skip(is_last: BoolScalar | bool, step, skip, *args):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax._src.swarm.rounds import RoundClock
-from demo_optax.swarm import Member, ObjectStore, SwarmError, read_history
+from demo_optax.swarm import Member, ObjectStore, SwarmError, read_history, status
 from tests import swarms
 
 WORKERS, EVERY = 4, 3
@@ -156,11 +156,18 @@ def test_rounds_of_some_seconds_end_for_all_and_weigh_by_steps(store):
     first, second = (swarms.make_worker(tx, store, n, **settings) for n in range(2))
     (_, of_first, _), (_, of_second, _) = both(first, second, 12, seconds=(0.01, 0.06))
     require_equal(of_first, of_second)
-    counted = [m for m in read_history(store).manifests if len(m.packets) == 2]
+    history = read_history(store)
+    counted = [m for m in history.manifests if len(m.packets) == 2]
     steps = np.array([[packet.steps for packet in m.packets] for m in counted])
     assert len(counted) > 6 and np.median(steps[:, 0]) > 2 * np.median(steps[:, 1]) > 0
     tokens = np.array([[packet.tokens for packet in m.packets] for m in counted])
     assert (tokens == 10 * steps).all()
+    duration = history.manifests[-1].time - history.manifests[0].time
+    after = sum(packet.tokens for m in history.manifests[1:] for packet in m.packets)
+    assert history.tokens_per_second() == pytest.approx(after / duration)
+    assert 0.0 < history.seconds_per_step() < 0.2 and history.goodput() > 0.5
+    last = {history.names[x.member]: x.steps for x in history.manifests[-1].packets}
+    assert all(f"{name} {count}" in status(history) for name, count in last.items())
     first.close(), second.close()
 
 
