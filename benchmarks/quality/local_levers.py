@@ -1,5 +1,7 @@
 """Levers of local steps: the inner optimizer, the outer one, and what is sent of a round."""
 
+from typing import Any
+
 import optax
 
 import demo_optax
@@ -16,6 +18,9 @@ def local(
     rate: float = 0.7,
     momentum: float = 0.9,
     decay: float | None = None,
+    fragments: int | None = None,
+    merge: float | None = None,
+    look_ahead: float | None = None,
     **sparse,
 ) -> optax.GradientTransformation:
     """Local steps with this inner optimizer; outside SGD with momentum, dense or sparse."""
@@ -29,6 +34,7 @@ def local(
             decay=decay,
             gradient_weight=1.0,
             mean="workers",
+            look_ahead=look_ahead,
             axis_name=AXIS,
         )
     if inner == "muon":
@@ -37,4 +43,5 @@ def local(
         own = optax.adamw(
             settings.learning_rate, settings.decay, settings.b2, weight_decay=settings.weight_decay
         )
-    return demo_optax.local_steps(own, outer, every, axis_name=AXIS)
+    options: Any = dict(fragments=fragments, merge=merge, axis_name=AXIS)
+    return demo_optax.local_steps(own, outer, every, **options)

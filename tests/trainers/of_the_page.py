@@ -109,7 +109,7 @@ def environment(name: str, installs: list[list[str]], version: str = "3.12") -> 
     return python
 
 
-_WORDS = {"demo_optax": ["--editable", str(ROOT)]}
+_WORDS = {".": ["--editable", str(ROOT)]}
 
 
 @functools.cache

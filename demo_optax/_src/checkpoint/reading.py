@@ -25,7 +25,8 @@ try:
     from orbax.checkpoint import v1 as orbax
     from orbax.checkpoint.utils import TMP_DIR_SUFFIX
 except ImportError as error:
-    raise ImportError("checkpoints need Orbax: pip install 'demo_optax[checkpoint]'.") from error
+    needed = "checkpoints need Orbax: in the source folder, pip install '.[checkpoint]'."
+    raise ImportError(needed) from error
 
 T = TypeVar("T")
 

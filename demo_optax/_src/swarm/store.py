@@ -18,7 +18,8 @@ try:
     from obstore import exceptions
     from obstore.store import from_url
 except ImportError as error:
-    raise ImportError("a swarm needs obstore: pip install 'demo_optax[swarm]'.") from error
+    needed = "a swarm needs obstore: in the source folder, pip install '.[swarm]'."
+    raise ImportError(needed) from error
 
 K = TypeVar("K")
 T = TypeVar("T")
