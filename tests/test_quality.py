@@ -269,7 +269,8 @@ def test_levers_are_optimizers_that_differ_from_demo(name, params_of_demo):
 
 def test_methods_do_not_lean_on_defaults_that_may_change():
     for study_of, method in METHODS:
-        sends = RECIPES[method.settings["optimizer"]].compression is not None
+        recipe = RECIPES[method.settings["optimizer"]]
+        sends = recipe.compression is not None and not recipe.reduces
         stated = {"selection", "topk", "value_coding", "decay"} if sends else set()
         if RECIPES[method.settings["optimizer"]].b2 is not None:
             stated |= {"b2"}

@@ -31,8 +31,9 @@ class LocalStepsState(NamedTuple):
         otherwise ``()``.
 
     Example:
-      >>> state = local_steps(optax.adam(0.1), optax.sgd(1.0), every=4).init(jnp.ones(3))
-      >>> state.displacement
+      >>> import demo_optax
+      >>> tx = demo_optax.local_steps(optax.adam(0.1), optax.sgd(1.0), every=4)
+      >>> tx.init(jnp.ones(3)).displacement
       Array([0., 0., 0.], dtype=float32)
     """
 

@@ -202,8 +202,12 @@ def limits(
         numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
         middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
         medians.append(numbers[middle])
-    factor = largest if limit is None else jnp.asarray(limit, jnp.float32)
-    cap, largest_weight = (jnp.minimum(factor * median, largest) for median in medians)
+    if limit is None:
+        cap, caps = jnp.asarray(largest, jnp.float32), jnp.full_like(weights, largest)
+        largest_weight = largest
+    else:
+        cap, largest_weight = (jnp.minimum(limit * median, largest) for median in medians)
+        ratios = jnp.minimum(weights, largest_weight) / medians[1]
+        caps = jnp.minimum(cap * jnp.maximum(ratios, 1.0), largest)
     weights = jnp.minimum(weights, largest_weight)
-    caps = jnp.minimum(cap * jnp.maximum(weights / medians[1], 1.0), largest)
     return cap, caps, weights / _safe_divisor(jnp.max(weights))

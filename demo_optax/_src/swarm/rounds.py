@@ -46,7 +46,7 @@ class RoundClock:
         if self._error is not None:
             raise self._error
         self._round = number
-        if not self._thread.is_alive() and not self._closed.is_set():
+        if self._thread.ident is None:
             self._thread.start()
         seen, is_decided, was_ended = self._seen or (-1, False, False)
         if seen == number and is_decided:
