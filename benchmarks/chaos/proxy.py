@@ -9,7 +9,6 @@ import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CHUNK = 32_768  # bytes of one request, before another one has its turn
-CONDITIONAL = threading.Lock()  # real stores decide a conditional put as one; moto does not
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -27,6 +26,7 @@ class Faults:
         self.delay, self.failing, self.stale = 0.0, 0.0, False
         self.bandwidth = float("inf")
         self.up, self.down = threading.Lock(), threading.Lock()
+        self.conditional = threading.Lock()  # stores decide a conditional put as one; moto does not
         self.lists: dict[str, tuple[int, list, bytes]] = {}
         self.random = random.Random(seed)
         self.requests = 0
@@ -71,7 +71,7 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
             if listing and faults.stale and self.path in faults.lists:
                 return faults.lists[self.path]
             is_conditional = "If-None-Match" in self.headers
-            with CONDITIONAL if is_conditional else contextlib.nullcontext():
+            with faults.conditional if is_conditional else contextlib.nullcontext():
                 answer = self.forward(body)
             if listing and faults.stale:
                 faults.lists[self.path] = answer
