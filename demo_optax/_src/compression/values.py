@@ -97,9 +97,13 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues
 
     scale = _float(scales << _SCALE_SHIFT)[:, None]
     scaled = jnp.where(scale > 0, values / scale, 0.0)
-    levels = jnp.asarray(quantiser.levels, jnp.float32)
-    above = jnp.searchsorted(levels, scaled, side="right", method="compare_all")
-    below = jnp.clip(above - 1, 0, len(levels) - 2)
+    levels = quantiser.levels
+    if len(levels) == levels[-1] - levels[0] + 1:  # all integers in between
+        below = jnp.floor(scaled).astype(jnp.int32) - levels[0]
+    else:
+        ascending = jnp.asarray(levels, jnp.float32)
+        below = jnp.searchsorted(ascending, scaled, side="right", method="compare_all") - 1
+    below = jnp.clip(below, 0, len(levels) - 2)
     low, high = (_level(quantiser, field) for field in (below, below + 1))
     # Ties are broken alternately up and down, so that exact zeros do not all become the same level
     # in a coding that has no level at zero.
