@@ -167,7 +167,7 @@ class Chaos:
             worker.send(signal.SIGTERM)
         for worker in self.workers:
             status = worker.wait(60)
-            if status not in (0, 143):
+            if status not in (0, 143) and worker.held_out() is None:
                 self.errors.append(f"{worker.name} at SIGTERM: {status}, {worker.last_words()}")
                 worker.send(signal.SIGKILL)
                 worker.wait(10)
