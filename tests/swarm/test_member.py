@@ -160,7 +160,7 @@ def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(store):
 
 
 def test_steps_are_read_ahead_many_at_once(store):
-    first, second = members(store, 2)
+    first, second = members(store, 2, min_workers=2)
     rounds = [everybody([first, second], step)[0] for step in range(10)]
     late = Member(store, "third", slots=8)
     names = [late.name_of(x.me) for x in (first, second)]
