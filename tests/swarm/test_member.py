@@ -31,6 +31,10 @@ def exchange(member, step, packet=None):
 
 
 def everybody(joined, step):
+    """An exchange of all; as `SwarmWorker.begin` does, they announce themselves for the first."""
+    if step == 0:
+        for member in joined:
+            member.store.put(records.mark_key(0, member.me, "here"), b"")
     return together([functools.partial(exchange, member, step) for member in joined])
 
 
