@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax.swarm import Member, SwarmWorker
@@ -38,6 +39,13 @@ def batch_of(worker: int, step: int, rows: int = 16):
     drawn = np.random.default_rng((worker, step))
     x = drawn.normal(size=(rows, 32)).astype(np.float32)
     return x, np.sin(x[:, :8])
+
+
+def batch_of_all(mesh: Mesh, workers: int, step: int):
+    """The batches of all workers of one job, divided along its axis of workers."""
+    batches = [batch_of(worker, step) for worker in range(workers)]
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    return jax.device_put(batch, NamedSharding(mesh, P("data")))
 
 
 def make_worker(tx, store, number: int, *, shards: int = 1, **settings) -> SwarmWorker:

@@ -152,6 +152,7 @@ def test_stacked_gradients_are_taken_ahead_as_well():
         demo_optax.demo_scaled(1.0, COMPRESSION, look_ahead=1.0),
         demo_optax.decoupled(optax.sgd(1.0, momentum=0.9), COMPRESSION, look_ahead=1.0),
         demo_optax.decoupled(optax.sign_sgd(1.0), COMPRESSION, look_ahead=1.0),
+        optax.chain(demo_optax.decoupled(optax.sign_sgd(1.0), COMPRESSION, look_ahead=1.0)),
     ],
 )
 def test_local_steps_refuse_it_before_a_base_that_is_not_linear(outer):

@@ -331,20 +331,21 @@ def local_steps(
 
 def _require_linear(base: Any, params) -> None:
     """Refuses bases of an outer optimizer by which a round cannot begin at the residual."""
-    base = optax.with_extra_args_support(base or optax.identity())
-    kept = [x for x in jax.tree.leaves(jax.eval_shape(base.init, params)) if x.ndim]
     shapes = jax.eval_shape(lambda x: x, params)
 
     def steps(gradient):
         return base.update(gradient, base.init(params), params)[0]
 
-    try:
-        transposed = jax.linear_transpose(steps, shapes)
-        jax.eval_shape(transposed, jax.eval_shape(steps, shapes))
-    except Exception as error:  # JAX has no error of its own for functions that are not linear
-        reason = error
+    if base is None:
+        reason: Any = "this outer optimizer is wrapped, so that its base is not known"
     else:
-        reason = f"its state has arrays of the shapes {[x.shape for x in kept]}" if kept else None
+        kept = [x.shape for x in jax.tree.leaves(jax.eval_shape(base.init, params)) if x.ndim]
+        reason = f"its state has arrays of the shapes {kept}" if kept else None
+        try:
+            transposed = jax.linear_transpose(steps, shapes)
+            jax.eval_shape(transposed, jax.eval_shape(steps, shapes))
+        except Exception as error:  # JAX has no error of its own for what is not linear
+            reason = error
     if reason:
         raise ValueError(
             "with local steps, look_ahead lets a round begin at what its worker has not delivered, "

@@ -88,6 +88,20 @@ def test_a_snapshot_names_a_file_of_its_own(file):
             snapshots.read_index(store, 8)
 
 
+def test_an_index_of_very_many_parts_asks_for_few():
+    leaves = [np.ones(2, np.float32)]
+    with tempfile.TemporaryDirectory() as folder:
+        store = ObjectStore(folder)
+        snapshots.write(store, 8, leaves)
+        index = snapshots.read_index(store, 8)
+        assert snapshots.read(store, index._replace(parts=9_999_999_999), leaves)[0].tolist() == [
+            1,
+            1,
+        ]
+        with pytest.raises(Damaged):
+            snapshots.read(store, index._replace(parts=0), leaves)
+
+
 def test_names_that_are_not_ours_are_ignored():
     names = ["notes.txt", "000.000001.here", "000.000001.tmp", "9.1.here", "777.000001.left"]
     folder = records.StepFolder({}, frozenset({(0, 1)}), frozenset(), frozenset())

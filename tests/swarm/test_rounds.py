@@ -48,9 +48,7 @@ def over_shard_map(name, steps):
     step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh)
     digests = []
     for number in range(steps):
-        each = [swarms.batch_of(worker, number) for worker in range(WORKERS)]
-        batch = jax.tree.map(lambda *x: np.concatenate(x), *each)
-        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        batch = swarms.batch_of_all(mesh, WORKERS, number)
         params, opt_state, metrics = step(params, opt_state, batch)
         if metrics.exchanged:
             digests.append(swarms.digest(params))
@@ -303,6 +301,13 @@ def test_a_store_that_fails_while_a_round_is_watched_ends_the_worker(monkeypatch
     clock = RoundClock(Watched(), 3, None)
     with pytest.raises(ZeroDivisionError):
         until(clock, 0, 1, "decided")
+
+
+def test_a_worker_of_enormous_weight_counts_too(store):
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0, weight=1e30)
+    _, _, seen = swarms.take_steps(worker, 2)
+    assert seen[-1].members == ("worker-0",) and int(seen[-1].exchange.participants) == 1
+    worker.close()
 
 
 def test_a_packet_of_an_earlier_process_counts_and_the_newer_one_is_sent_later(store):

@@ -41,9 +41,7 @@ def over_shard_map(make_optimizer, exchange, steps: int, shards: int = 1, param_
     step = demo_optax.make_train_step(swarms.loss_fn, tx, mesh, param_specs=param_specs)
     digests = []
     for number in range(steps):
-        each = [swarms.batch_of(worker, number) for worker in range(WORKERS)]
-        batch = jax.tree.map(lambda *x: np.concatenate(x), *each)
-        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        batch = swarms.batch_of_all(mesh, WORKERS, number)
         params, opt_state, _ = step(params, opt_state, batch)
         digests.append(swarms.digest(params))
     return digests

@@ -65,7 +65,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
         momenta, kept = described["momenta"], described["kept"]
         fragments = described.get("fragments")
         count = fragments["count"] if fragments else 1
-        number = int(state[fragments["applied"]]) % count if fragments else 0
+        fragment = int(state[fragments["applied"]]) % count if fragments else 0
         shapes = tuple(
             (leaf["shape"][0] // count, *leaf["shape"][1:]) if fragments else tuple(leaf["shape"])
             for leaf in momenta
@@ -86,7 +86,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
                         number = number * sizes[axis] + place[axis]
                     shard.append(slice(number * size, (number + 1) * size))
                 if fragments:
-                    shard.append(slice(number * len(x), (number + 1) * len(x)))
+                    shard.append(slice(fragment * len(x), (fragment + 1) * len(x)))
                 if x.size:  # devices with equal shards put back equal messages
                     old = state[name][tuple(shard)]
                     result.setdefault(name, state[name].astype(widest(old.dtype)))

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 FORMAT = 3  # of the store's objects and of packets; all workers of a run have the same
 
+MOST_TOKENS = 10**16 - 1  # of a packet
+
 MemberId = tuple[int, int]  # a slot, and its owner's incarnation: a new one at each joining
 
 

@@ -26,6 +26,7 @@ Leaves = list[np.ndarray]
 
 NUM_KEPT = 2
 PART_BYTES = 4_000_000
+HEADER_BYTES = 1_000  # at most, of each array in the file
 READ_TRIES = 5
 LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 POLL_SECONDS = 0.25
@@ -81,7 +82,8 @@ def read(
 
     The parts are read together, or one after another if there is something to do ``before_part``.
     """
-    keys = [_part_key(index.file, number) for number in range(index.parts)]
+    most = sum(x.nbytes + HEADER_BYTES for x in like) // PART_BYTES + 1  # whatever the index says
+    keys = [_part_key(index.file, number) for number in range(min(index.parts, most))]
     if before_part is None:
         parts = in_parallel(store.get, keys)
     else:

@@ -16,7 +16,7 @@ from demo_optax._src.parallel.processes import by_lead, is_lead
 from demo_optax._src.swarm import agreement, snapshots
 from demo_optax._src.swarm.member import ExchangeResult, Left, Member
 from demo_optax._src.swarm.programs import compile_programs, require_optimizer
-from demo_optax._src.swarm.records import Manifest, SwarmError
+from demo_optax._src.swarm.records import MOST_TOKENS, Manifest, SwarmError
 from demo_optax._src.swarm.replicated_state import (
     replace_leaves,
     shared_leaves,
@@ -190,13 +190,14 @@ class SwarmWorker:
         with self._stops_at_errors():
             return self._step(params, opt_state, batch)
 
+    @shards.no_context_mesh()
     def leave(self, params, opt_state) -> int:
         """Sends the progress of a round that has not ended, before the worker leaves.
 
         Returns the number of its steps that are lost, which is 0 if the packet could be sent. The
         others need not wait for it: it counts in the round that they are in.
         """
-        if self._error is not None or not self._has_rounds:
+        if self._error is not None or self._programs is None or not self._has_rounds:
             return self._steps
         with self._stops_at_errors(), contextlib.suppress(Left):
             if self._outbox is not None:
@@ -307,7 +308,7 @@ class SwarmWorker:
         return by_lead(lambda: self._clock.look(number, steps) if self._clock else "open")
 
     def _tokens_of(self, steps: int) -> int:
-        return round(float(self._weight[0]) * steps)
+        return min(round(float(self._weight[0]) * steps), MOST_TOKENS)
 
     def _result(self, timeout: float | None = None) -> ExchangeResult | None:
         """Returns the result of the exchange under way, if there is one and it comes in time."""
