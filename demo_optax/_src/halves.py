@@ -54,7 +54,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
       apply: ``apply(packets, outbox, state, params, *, worker=None, **extra_args)`` returns the
         updates, in the dtypes of ``params``, and the new state. ``packets`` are uint32
         ``(workers, words)``, where a row of zeros stands for a missing packet. This worker's
-        message counts if its packet is in its row.
+        message counts if its packet is in its row. With None the optimizer's own exchange carries
+        the packets, over its axis of workers.
       empty_outbox: ``empty_outbox(params, **extra_args)`` returns the outbox of a worker that does
         not call ``send`` in a step and only applies the packets of the others.
       compression: the `demo_optax.Compression` of the packets.
@@ -70,7 +71,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         the last ``send``, or packets of a wrong shape or dtype; ``worker`` is not a row of the
         packets. Inside ``jax.jit``, where steps are not known, ``apply`` changes nothing for an
         outbox of a different step or of a second ``send``, and returns zero updates.
-      TypeError: the exchange has no halves, such as `demo_optax.TwoPhase`.
+      TypeError: the exchange, such as `demo_optax.TwoPhase`, cannot be carried by another
+        transport.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -217,7 +219,8 @@ def split_momentum(
         return momentum.update(settings, plan, gradient, state, params, extra_args)
 
     def send(gradient, state, params, worker, extra_args) -> Sent:
-        require_halves(exchange)
+        if worker is not None or axis_name is None:
+            require_halves(exchange)
         checks.require_local_gradient(gradient, axis_name)
         plan = plan_for(gradient, state)
         require_unsent(state)
@@ -225,16 +228,19 @@ def split_momentum(
         return momentum.send(settings, plan, gradient, state, params, row, extra_args)
 
     def apply(packets, outbox, state, params, worker) -> Applied:
-        require_halves(exchange)
         if params is None:
             raise ValueError(
                 "apply() needs the parameters, whose dtypes its updates have, but params is None: "
                 "call apply(packets, outbox, state, params)."
             )
         plan = plan_for(params, state)
-        _require_packets(packets, exchange.layout(plan).words)
         _require_outbox(outbox, state, plan)
-        row, packets = _row(worker, axis_name, len(packets)), jnp.asarray(packets)
+        if packets is None and axis_name is not None:
+            row = axes.index(axis_name)
+        else:
+            require_halves(exchange)
+            _require_packets(packets, exchange.layout(plan).words)
+            row, packets = _row(worker, axis_name, len(packets)), jnp.asarray(packets)
         return momentum.apply(settings, plan, packets, outbox, state, params, row)
 
     return SplitMomentum(init, update, send, apply, exchange)
