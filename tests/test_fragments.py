@@ -67,7 +67,7 @@ def held_by_owners(state):
     sections = dict(zip(sorted(state.outer[0].momentum), map(np.asarray, residual), strict=True))
     stacks = {}
     for name, x in sections.items():  # (owners, fragments * share, n)
-        sides, rows = name.split("x"), state.outer[0].momentum[name].shape[1] // 4
+        rows = state.outer[0].momentum[name].shape[1] // 4
         shares = x.reshape(len(x), 4, -1, x.shape[-1]).swapaxes(0, 1)
         stacks[name] = shares.reshape(4, -1, x.shape[-1])[:, :rows].reshape(1, 4 * rows, -1)
     tensors = tensors_of(stacks, 4, columns_first=True)
@@ -116,7 +116,8 @@ OUTER = {
 )
 def test_fragments_follow_a_simulation(outer, every, count, merge, exchange):
     base, rate, momentum = OUTER[outer]
-    tx = local(everything(base, exchange), every=every, inner=optax.sgd(RATE), fragments=count, merge=merge)
+    options = dict(every=every, inner=optax.sgd(RATE), fragments=count, merge=merge)
+    tx = local(everything(base, exchange), **options)
     mesh = workers.mesh_of(3)
     step = demo_optax.make_train_step(parabola, tx, mesh)
     params = params_of_shapes()

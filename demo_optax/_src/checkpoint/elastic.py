@@ -146,7 +146,8 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
 def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarray:
     """Divides the rows of owners' shares ``(owners, parts * share, n)`` among other owners.
 
-    Each part, which is a device inside every owner or a fragment, keeps its own rows. Zeros pad the last shares.
+    Each part, which is a device inside every owner or a fragment, keeps its own rows. Zeros pad
+    the last shares.
     """
     owners, width, n = shape
     old = x.reshape(len(x), parts, -1, n).swapaxes(0, 1).reshape(parts, -1, n)
