@@ -71,8 +71,8 @@ class Fragments:
             raise TypeError(
                 "with fragments, which come late anyway, the outer optimizer must exchange "
                 f"over {axis_name!r} without Delayed, but {given}: give demo_optax.decoupled(..., "
-                f"axis_name={axis_name!r}), or exchange=TwoPhase({axis_name!r}). A dense exchange is "
-                "decoupled(base, "
+                f"axis_name={axis_name!r}), or exchange=TwoPhase({axis_name!r}). A dense exchange "
+                "is decoupled(base, "
                 "Compression(topk=4096, transform='identity'), decay=1.0, gradient_weight=1.0, "
                 "mean='workers')."
             )
