@@ -69,10 +69,13 @@ def name_of(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_on_a_page_runs(page, capsys):
+def test_python_on_a_page_runs(page, capsys, compiled):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
+    names = {"__name__": "page"}
+    exec(compile("\n".join(blocks), str(page), "exec"), names)
     assert capsys.readouterr().out or not blocks
+    programs = re.findall(r"jit\((\w+)\)", "\n".join(compiled()))
+    assert [name for name in names if programs.count(name) > 1] == [], "compiled twice"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
@@ -153,7 +156,13 @@ def test_the_command_lines_name_the_settings_of_a_look_at_a_swarm():
 
 
 @pytest.mark.parametrize(
-    "values", [demo_optax.ExchangeMetrics, demo_optax.TrainMetrics, swarm.SwarmMetrics]
+    "values",
+    [
+        demo_optax.ExchangeMetrics,
+        demo_optax.TrainMetrics,
+        demo_optax.WorkerGradients,
+        swarm.SwarmMetrics,
+    ],
 )
 def test_the_metrics_page_names_every_field(values):
     page = (DOCS / "reference" / "metrics.md").read_text()
