@@ -10,7 +10,7 @@ the collectives, temporary memory, XLA's own estimate of the cost (TPU: cycles; 
 the speed of light; neither prices sorts, scatters and gathers well) and how many such operations
 there are.
 Times say something on idle cores only. With --keep the figures go to results/compile_only.jsonl,
-which `python -m benchmarks.step_tables write` makes tables of.
+which `python -m benchmarks.tools.step_tables write` makes tables of.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import re
 import time
 from collections.abc import Iterable
 
-import kept
+from tools import kept
 
 ENVIRONMENT = {
     "tpu": {

@@ -4,8 +4,7 @@
     python benchmarks/step_cost.py --optimizer demo_scaled --selection bins --value-coding sign
 
 Only the ratios mean something on a shared machine; each is a median of steps run in turn. With
---keep the figures go to results/step_cost.jsonl, which `python -m benchmarks.step_tables write`
-makes a table of.
+--keep the figures go to results/step_cost.jsonl, for `python -m benchmarks.tools.step_tables`.
 """
 
 import argparse
@@ -15,8 +14,8 @@ import time
 
 import jax
 import jax.numpy as jnp
-import kept
 import optax
+from tools import kept
 
 import demo_optax
 

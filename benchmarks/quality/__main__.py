@@ -26,7 +26,7 @@ import tyro
 from rich.console import Console
 
 from . import pictures, tables
-from .study import Job, Method, Result, Study, read
+from .study import Job, Result, Study, read
 
 console = Console()
 Names = tyro.conf.Positional[tuple[str, ...]]
@@ -80,60 +80,36 @@ def main(command: Command) -> None:
 
 
 def train(chosen: list[Study], command: Train) -> None:
-    """Each core takes the next method that needs a run, until none does."""
-    studies = {study.name: study for study in chosen}
+    """Every method's first seed comes before the others' seeds."""
     cores: Queue[int] = Queue()
     for core in sorted(os.sched_getaffinity(0))[: command.jobs]:
         cores.put(core)
-    waiting = [
-        (study, method)
+    keeping = threading.Lock()
+
+    def work(study: Study, job: Job) -> None:
+        core = cores.get()
+        try:
+            result = run(job, core)
+        finally:
+            cores.put(core)
+        if result is not None:
+            with keeping:
+                _append(study, result)
+
+    jobs = [
+        (study, study.job(method, seed))
         for study in chosen
+        for seed in study.seeds[: command.seeds]
         for method in study.methods.values()
         if any(fnmatch.fnmatch(method.name, pattern) for pattern in command.only)
     ]
-    busy: set[str] = set()
-    lock = threading.Condition()
-
-    def take() -> Job | None:
-        """The next job; waits for those under way where only they can tell which it is."""
-        with lock:
-            while True:
-                jobs = [study.next_job(method, study.results()) for study, method in waiting]
-                free = [
-                    job
-                    for (study, _), job in zip(waiting, jobs, strict=True)
-                    if job and job.key not in busy and job.seed in study.seeds[: command.seeds]
-                ]
-                if free:
-                    # Every method's search and first seed come before the others' seeds.
-                    job = min(free, key=lambda job: job.seed)
-                    busy.add(job.key)
-                    return job
-                if not busy:
-                    return None
-                lock.wait()
-
-    def work() -> None:
-        core = cores.get()
-        while job := take():
-            result = None
-            try:
-                result = run(job, core)
-            finally:
-                with lock:
-                    busy.discard(job.key)
-                    if result is None:
-                        _forget(waiting, job)
-                    else:
-                        _append(studies[job.study], result)
-                    lock.notify_all()
-
+    waiting = [(study, job) for study, job in jobs if job.key not in study.results()]
     with ThreadPoolExecutor(command.jobs) as pool:
         try:
-            for each in [pool.submit(work) for _ in range(command.jobs)]:
+            for each in [pool.submit(work, *one) for one in waiting]:
                 each.result()
         except BaseException:
-            waiting.clear()  # what is under way ends; nothing else begins
+            pool.shutdown(cancel_futures=True)  # what is under way ends; nothing else begins
             raise
 
 
@@ -163,10 +139,6 @@ def _append(study: Study, result: Result) -> None:
     study.results_path.parent.mkdir(exist_ok=True)
     with study.results_path.open("a") as file:
         print(json.dumps(result._asdict()), file=file)
-
-
-def _forget(waiting: list[tuple[Study, Method]], job: Job) -> None:
-    waiting[:] = [x for x in waiting if (x[0].name, x[1].name) != (job.study, job.method)]
 
 
 if __name__ == "__main__":

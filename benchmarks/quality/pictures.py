@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.pages import ROOT
+from benchmarks.tools.pages import ROOT
 
 from .study import Method, Study
 from .tables import Mean, Row, parameters, rows

@@ -11,12 +11,12 @@ import optax
 from scipy import stats
 
 import demo_optax
-from benchmarks import pages
+from benchmarks.tools import pages
 from lm.model import PRESETS, build
 
 from .study import Method, Result, Study
 
-PAGES = ("docs/explanation/quality.md", "docs/explanation/quality_studies.md")
+PAGES = ("docs/explanation/quality.md",)
 KIND = "study"
 
 
@@ -55,7 +55,6 @@ class Row(NamedTuple):
 
     Attributes:
       method: which.
-      rate: the learning rate.
       seeds: that are done.
       bytes_per_step: that a worker hands to the exchange.
       loss: at the end, nats per held-out byte; not finite where a run broke.
@@ -64,7 +63,6 @@ class Row(NamedTuple):
     """
 
     method: Method
-    rate: float
     seeds: list[int]
     bytes_per_step: float
     loss: Mean
@@ -96,7 +94,6 @@ def _row(
 
     return Row(
         method,
-        one.learning_rate,
         sorted(found),
         one.bytes_per_step,
         mean([result.comparable_loss for result in found.values()]),
@@ -136,7 +133,7 @@ def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
             row.method.name,
             f"{row.bytes_per_step:,.0f}",
             f"{dense_gradient(row.method) / row.bytes_per_step:,.0f}",
-            f"{row.rate:g}" + ("" if row.method.like is None else "*"),
+            f"{row.method.learning_rate:g}",
             str(row.loss),
             _difference(row.difference),
             "" if row.difference is None else row.difference.interval(),
@@ -167,7 +164,7 @@ def _shapes(method: Method) -> optax.Params:
 
 
 def table_of(studies: Mapping[str, Study]) -> pages.Table:
-    """The tables of these studies, for `benchmarks.pages`."""
+    """The tables of these studies, for `benchmarks.tools.pages`."""
     return lambda name, patterns: of_study(studies[name], patterns)
 
 

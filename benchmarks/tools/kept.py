@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parent / "results"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "results"
 LARGE_PAGES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 
 
