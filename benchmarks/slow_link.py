@@ -206,8 +206,8 @@ def main() -> None:
             }
             print(f"{where}, {name}: {figures}", flush=True)
             if args.keep:
-                own = dict(version=f"jax {version('jax')}", figures=figures)
-                kept.append("slow_link", name, "small, 9.9M parameters", where, **own)
+                own = dict(name=name, model="small, 9.9M parameters", where=where)
+                kept.append("slow_link", **own, version=f"jax {version('jax')}", figures=figures)
 
 
 if __name__ == "__main__":

@@ -39,14 +39,14 @@ from benchmarks.chaos.stores import Served, served  # noqa: E402
 from demo_optax.swarm import ObjectStore, read_history  # noqa: E402
 
 STEPS = 1_000_020
+SPARSE = "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30"
+DENSE = "--optimizer diloco --local-steps 30"
 RUNS = {
-    "sparseloco": "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30",
-    "sparseloco, at once": "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30"
-    " --delay 0",
-    "diloco": "--optimizer diloco --local-steps 30",
-    "diloco, at once": "--optimizer diloco --local-steps 30 --delay 0",
-    "rounds of 8 s": "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30"
-    " --round-seconds 8",
+    "sparseloco": SPARSE,
+    "sparseloco, at once": f"{SPARSE} --delay 0",
+    "diloco": DENSE,
+    "diloco, at once": f"{DENSE} --delay 0",
+    "rounds of 8 s": f"{SPARSE} --round-seconds 8",
     "alone": f"--optimizer sparseloco --local-steps {STEPS}",
     "every step": "--optimizer demo-scaled",
     "every step, delayed": "--optimizer demo-scaled --delay 1",
@@ -97,28 +97,21 @@ def links(options: Options, server: Served, limited: bool) -> Iterator[list[dict
 
 
 def measure(options: Options, run: str, limited: bool) -> dict:
-    words = [
-        "--preset",
-        options.preset,
-        "--batch-size",
-        str(options.batch_size),
-        *RUNS[run].split(),
-    ]
-    words += ["--steps", str(STEPS), "--evaluate-every", "1000000000"]
-    words += ["--min-workers", str(options.workers)]
-    words += ["--snapshot-every", str(options.snapshot_every)]
+    words = f"{RUNS[run]} --preset {options.preset} --batch-size {options.batch_size}"
+    words += f" --steps {STEPS} --evaluate-every {STEPS} --min-workers {options.workers}"
+    words += f" --snapshot-every {options.snapshot_every} --swarm"
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = pathlib.Path(temporary)
         server = stack.enter_context(served("s3", folder, 0))
         environments = stack.enter_context(links(options, server, limited))
         url = f"{server.url}-{time.time():.0f}"
         workers = [
-            Worker(f"worker-{n}", folder, ["--swarm", url, *words], environment)
+            Worker(f"worker-{n}", folder, [*words.split(), url], environment)
             for n, environment in enumerate(environments)
         ]
         for worker in workers:
             worker.start()
-        while not all(len(list(worker.lines())) > 3 for worker in workers):
+        while not all(len(worker.steps()) > 3 for worker in workers):
             if not all(worker.alive for worker in workers):
                 sys.exit(next(x.last_words() for x in workers if not x.alive))
             time.sleep(0.2)
@@ -135,23 +128,21 @@ def measure(options: Options, run: str, limited: bool) -> dict:
         os.environ.update(server.environment)
         store = ObjectStore(url)
         manifests = [m for m in read_history(store).manifests if began < m.time < ended]
-        counted = sum(packet.steps for m in manifests for packet in m.packets)
         snapshots = [x for x in store.names("snapshots") if x.endswith(".json")]
-        lines = [x for worker in workers for x in worker.lines() if began < x.time < ended]
-        records = [x for worker in workers for x in worker.records() if "loss" in x]
-    records = [x for x in records if began < x["time"] < ended]
-    alone = [x["seconds"] for x in records if not x["round_steps"] and not x["members"]]
-    each = sum(x.seconds for x in lines) / len(lines)
+        steps = [x for worker in workers for x in worker.steps() if began < x["time"] < ended]
+    inside = [x["seconds"] for x in steps if not x["round_steps"] and not x["members"]]
+    total = sum(x["seconds"] for x in steps)
+    each = total / len(steps)
     return {
         "run": run,
         "Mbit/s": options.bandwidth if limited else None,
-        "steps": len(lines),
-        "counted": counted,
+        "steps": len(steps),
+        "counted": sum(packet.steps for m in manifests for packet in m.packets),
         "seconds a step": round(each, 4),
-        "computing": round(statistics.median(alone) / each, 4) if alone else None,
-        "waiting": round(sum(x.waited for x in lines) / sum(x.seconds for x in lines), 4),
+        "computing": round(statistics.median(inside) / each, 4) if inside else None,
+        "waiting": round(sum(x["waited"] for x in steps) / total, 4),
         "exchanges": len(manifests),
-        "MB sent a step": round(sum(x["packet_bytes"] for x in records) / 1e6 / len(records), 4),
+        "MB sent a step": round(sum(x["packet_bytes"] for x in steps) / 1e6 / len(steps), 4),
         "snapshots": len(snapshots),
     }
 

@@ -95,7 +95,7 @@ def test_runs_beside_each_other_are_kept_and_not_repeated(monkeypatch, tmp_path)
         },
     }
     each = study._study("nano", body)
-    main.train([each], main.Train(jobs=2))
+    main.train([each], jobs=2)
     found = each.results_path.read_text()
     results = {result.method: result for result in each.results().values()}
     assert set(results) == {"AdamW", "DeMo", "Muon"} and len(found.splitlines()) == 3
@@ -103,7 +103,7 @@ def test_runs_beside_each_other_are_kept_and_not_repeated(monkeypatch, tmp_path)
     assert results["AdamW"].residuals is None
     assert [at for at, _ in results["DeMo"].residuals] == [2, 4]
     assert all(0 < share < 1 for _, share in results["DeMo"].sent_shares)
-    main.train([each], main.Train())
+    main.train([each])
     assert each.results_path.read_text() == found
 
 

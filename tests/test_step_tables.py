@@ -12,8 +12,8 @@ def results(monkeypatch, tmp_path):
 
 
 def keep(name, **figures):
-    where, version = "compiled for 8 chips", "jax 1.0"
-    kept.append("some", name, "2 tensors", where, version, command=f"run {name}", figures=figures)
+    own = dict(name=name, model="2 tensors", where="compiled for 8 chips", version="jax 1.0")
+    kept.append("some", **own, command=f"run {name}", figures=figures)
 
 
 def test_the_page_says_what_was_kept():

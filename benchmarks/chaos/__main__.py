@@ -74,21 +74,21 @@ class Chaos:
     def __init__(self, options: Options, place: Served, folder: pathlib.Path, console: Console):
         self.options, self.place, self.console = options, place, console
         self.drawn = random.Random(options.seed)
-        words = ["--swarm", place.url, "--preset", options.preset, "--steps", str(options.steps)]
-        words += ["--batch-size", str(options.batch_size), "--optimizer", options.optimizer]
-        words += ["--seed", str(options.seed), "--evaluate-every", "1000000"]
-        words += ["--snapshot-every", "50", "--min-workers", "1", "--log-checksums"]
-        for flag in ("delay", "local_steps", "round_seconds"):
-            if (value := getattr(options, flag)) is not None:
-                words += [f"--{flag.replace('_', '-')}", str(value)]
+        settings = {"--swarm": place.url, "--min-workers": 1}
+        settings |= {"--evaluate-every": 10**6, "--snapshot-every": 50}
+        own = ("preset", "steps", "batch_size", "optimizer", "seed")
+        for name in (*own, "delay", "local_steps", "round_seconds"):
+            if (value := getattr(options, name)) is not None:
+                settings["--" + name.replace("_", "-")] = value
+        words = [str(word) for pair in settings.items() for word in pair] + ["--log-checksums"]
         words += NANO if options.preset == "nano" else []
         self.workers = [
             Worker(f"worker-{n}", folder, words, place.environment) for n in range(options.workers)
         ]
         self.counts: Counter[str] = Counter()
-        self.kills: list[tuple[str, float]] = []
         self.errors: list[str] = []
         self.hangs = 0
+        self.began = self.ended = time.time()
 
     def run(self) -> None:
         for worker in self.workers:
@@ -116,8 +116,8 @@ class Chaos:
             if time.monotonic() > following and len(joined) == len(self.workers):
                 following += every
                 worker = self.drawn.choice(joined)
-                does = functools.partial(kinds.kill, worker, 0.0)
-                self.happen(kinds.Fault("kill", worker.name, does), worker).join()
+                does = functools.partial(kinds.kill, [worker], 0.0)
+                self.happen(kinds.Fault("kill", worker.name, does)).join()
             time.sleep(0.2)
 
     def break_everything(self) -> None:
@@ -131,8 +131,7 @@ class Chaos:
             if kind in kinds.STORE_KINDS and of_store:
                 of_store.join()
             fault = kinds.draw(kind, self.workers, self.place.faults, self.drawn)
-            name = fault.what.partition(",")[0]
-            thread = self.happen(fault, next((x for x in self.workers if x.name == name), None))
+            thread = self.happen(fault)
             if kind in kinds.STORE_KINDS:  # lasts while processes are broken
                 of_store = thread
             else:
@@ -141,20 +140,16 @@ class Chaos:
             time.sleep(self.drawn.uniform(0.2, 1.5))
         self.wait_for_all()
 
-    def happen(self, fault: kinds.Fault, worker: Worker | None) -> threading.Thread:
+    def happen(self, fault: kinds.Fault) -> threading.Thread:
         self.counts[fault.kind] += 1
         self.console.print(f"{sum(self.counts.values()):4} {fault.kind}: {fault.what}")
-        if fault.kind == "kill" and worker:
-            self.kills.append((worker.name, time.time()))
         return kinds.in_background(fault, self.errors)
 
     def look(self, finished: bool = False) -> None:
         """Notes hangs, and workers that ended by themselves, which are started again."""
         if lag(self.workers) > self.options.hang:
-            self.hangs += 1
             raise TimeoutError(f"a worker took no step for {self.options.hang:.0f} s")
         if late := [worker.name for worker in self.workers if worker.joining_for > LONGEST_JOIN]:
-            self.hangs += 1
             raise TimeoutError(f"{', '.join(late)} did not join within {LONGEST_JOIN:.0f} s")
         for worker in self.workers:
             if not worker.alive and not (finished and worker.held_out() is not None):
@@ -173,73 +168,54 @@ class Chaos:
                 worker.wait(10)
 
 
-def seconds_until_noticed(history: History, kills: list[tuple[str, float]]) -> list[float]:
-    """From each kill to the first decision without the worker that was killed."""
-    seconds = []
-    for name, at in kills:
-        for manifest in history.manifests:
-            names = {history.names[member] for member in manifest.members}
-            if manifest.time > at and name not in names:
-                seconds.append(manifest.time - at)
-                break
-    return seconds
-
-
 def seconds_until_joined(workers: list[Worker]) -> list[float]:
     """From each start of a process to the end of its first step that counted."""
     seconds = []
     for worker in workers:
-        lines = [line for line in worker.lines() if worker.name in line.members]
+        times = [step["time"] for step in worker.steps() if worker.name in step["members"]]
         for start, following in zip(worker.starts, [*worker.starts[1:], float("inf")], strict=True):
-            times = [line.time for line in lines if start < line.time < following]
-            seconds += [min(times) - start] if times else []
+            first = next((at for at in times if start < at < following), None)
+            seconds += [first - start] if first is not None else []
     return seconds
 
 
 def report(chaos: Chaos, history: History, console: Console) -> bool:
     """Prints what came of it; whether nothing was lost."""
     options, (compared, differing) = chaos.options, compare_steps(chaos.workers)
-    noticed = seconds_until_noticed(history, chaos.kills)
-    again = seconds_until_joined(chaos.workers)[options.workers :]
     during = [m for m in history.manifests if chaos.began <= m.time <= chaos.ended]
     goodput = history._replace(manifests=during).goodput(options.workers)
-    durations = history._replace(manifests=during).seconds()
-    losses = [worker.held_out() for worker in chaos.workers]
     counted = sum(packet.steps for m in history.manifests for packet in m.packets)
-    trained = sum(len(list(worker.lines())) for worker in chaos.workers)
-    table = Table(show_header=False)
+    trained = sum(len(worker.steps()) for worker in chaos.workers)
     kinds_seen = ", ".join(f"{n} {kind}" for kind, n in sorted(chaos.counts.items()))
-    table.add_row("store", f"{options.store}, {options.optimizer}")
-    table.add_row("faults", f"{sum(chaos.counts.values())}: {kinds_seen}")
     exchanges = f"{len(history.manifests)} exchanges in {chaos.ended - chaos.began:.0f} s"
-    table.add_row("steps", f"{counted} of {trained} that were trained counted, in {exchanges}")
-    table.add_row("exchanges compared, and different", f"{compared}, {len(differing)}")
-    table.add_row("lost, and why", f"{len(chaos.errors)} {'; '.join(chaos.errors)}")
-    table.add_row("hangs", str(chaos.hangs))
-    table.add_row("goodput", f"{goodput:.1%} of {options.workers} workers' time")
-    if durations:
-        table.add_row(
-            "seconds an exchange",
-            f"median {statistics.median(durations):.3f}, most {max(durations):.1f}",
-        )
-    for what, seconds in ("a kill is noticed after", noticed), ("a start takes part after", again):
-        if seconds:
-            median = statistics.median(seconds)
-            table.add_row(what, f"median {median:.1f} s, most {max(seconds):.1f} s")
     joins = [join for worker in chaos.workers for join in worker.joins()[1:]]
-    if joins:
-        imports, compiling, catching_up = (
-            statistics.median(x) for x in list(zip(*joins, strict=True))[1:]
-        )
-        table.add_row(
-            "of which",
-            f"{imports:.1f} s imports and data, {compiling:.1f} s compiling, "
-            f"{catching_up:.1f} s catching up",
-        )
-    if any(losses):
-        table.add_row("held-out loss", ", ".join(f"{x:.4f}" for x in losses if x is not None))
+    losses = [f"{loss:.4f}" for x in chaos.workers if (loss := x.held_out()) is not None]
+    rows = {
+        "store": f"{options.store}, {options.optimizer}",
+        "faults": f"{sum(chaos.counts.values())}: {kinds_seen}",
+        "steps": f"{counted} of {trained} that were trained counted, in {exchanges}",
+        "exchanges compared, and different": f"{compared}, {len(differing)}",
+        "lost, and why": f"{len(chaos.errors)} {'; '.join(chaos.errors)}",
+        "hangs": str(chaos.hangs),
+        "goodput": f"{goodput:.1%} of {options.workers} workers' time",
+        "seconds of an exchange": spread(history._replace(manifests=during).seconds()),
+        "seconds until a start takes part": spread(
+            seconds_until_joined(chaos.workers)[options.workers :]
+        ),
+        "of which imports and data": spread([join.prepare for join in joins]),
+        "of which compiling": spread([join.compiling for join in joins]),
+        "of which catching up": spread([join.catching_up for join in joins]),
+        "held-out loss": ", ".join(losses),
+    }
+    table = Table(show_header=False)
+    for row in filter(all, rows.items()):
+        table.add_row(*row)
     console.print(table)
     return not (differing or chaos.errors or chaos.hangs)
+
+
+def spread(values: list[float]) -> str:
+    return f"median {statistics.median(values):.3f}, most {max(values):.1f}" if values else ""
 
 
 def main(options: Options) -> int:
@@ -251,9 +227,9 @@ def main(options: Options) -> int:
             try:
                 chaos.run()
             except TimeoutError as error:
+                chaos.hangs += 1
                 chaos.errors.append(str(error))
                 chaos.ended = time.time()
-                chaos.began = getattr(chaos, "began", chaos.ended)
             finally:
                 chaos.end()
             os.environ.update(place.environment)

@@ -1,5 +1,6 @@
 """Pictures of what came of the studies, for the documentation."""
 
+import contextlib
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,25 +31,28 @@ def draw(studies: Mapping[str, Study]) -> None:
         over_steps(studies["long"], FOLDER / "quality_long.png")
 
 
-def loss_against_bytes(study: Study, unseen: Study, path: Path) -> None:
-    """Left the curves of a study, right the methods of one with unseen seeds."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 5), dpi=150, layout="constrained", width_ratios=(3, 2)
-    )
-    _curves(left, study)
-    left.set_title("seeds that choices were made on", fontsize=10)
-    _methods(right, unseen)
-    right.set_title(f"unseen seeds: {', '.join(map(str, unseen.seeds))}", fontsize=10)
+@contextlib.contextmanager
+def _figure(path: Path, *grid: int, **options) -> Iterator[Any]:
+    """Axes of a figure that is saved behind."""
+    figure, axes = plt.subplots(*grid, dpi=150, layout="constrained", **options)
+    yield axes
     figure.savefig(path)
     plt.close(figure)
+
+
+def loss_against_bytes(study: Study, unseen: Study, path: Path) -> None:
+    """Left the curves of a study, right the methods of one with unseen seeds."""
+    with _figure(path, 1, 2, figsize=(10, 5), width_ratios=(3, 2)) as (left, right):
+        _curves(left, study)
+        left.set_title("seeds that choices were made on", fontsize=10)
+        _methods(right, unseen)
+        right.set_title(f"unseen seeds: {', '.join(map(str, unseen.seeds))}", fontsize=10)
 
 
 def of_methods(study: Study, path: Path) -> None:
     """All methods of a study over their bytes."""
-    figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
-    _methods(axes, study)
-    figure.savefig(path)
-    plt.close(figure)
+    with _figure(path, figsize=(9, 5)) as axes:
+        _methods(axes, study)
 
 
 def _curves(axes: Axes, study: Study) -> None:
@@ -135,63 +139,50 @@ def _styles() -> Iterator[dict[str, Any]]:
 
 def over_sizes(studies: Sequence[Study], path: Path) -> None:
     """Each method's difference from the baseline over the parameters, one size in each study."""
-    figure, axes = plt.subplots(figsize=(9, 4), dpi=150, layout="constrained")
     baselines = [study.methods[study.baseline] for study in studies]
     sizes = [parameters(baseline) for baseline in baselines]
     found = [{row.method.name: row for row in rows(study)} for study in studies]
-    common = [name for name in found[-1] if all(name in of_size for of_size in found)]
-    for name, style in zip(common, _styles(), strict=False):
-        points = [of_size[name] for of_size in found]
-        for size, row in zip(sizes, points, strict=True):
-            _point(axes, size, row, style)
-        heights = [_above(row).value for row in points]
-        axes.plot(sizes, heights, label=name, markerfacecolor="white", zorder=0, **style)
-    axes.axhline(0.0, color="grey", linewidth=0.5)
-    names = [
-        f"{size / 1e6:.1f}M\n{baseline.settings['steps']:,} steps"
-        for size, baseline in zip(sizes, baselines, strict=True)
-    ]
-    axes.set(xscale="log", xlabel="parameters")
-    axes.set_xticks(sizes, names)
-    axes.minorticks_off()
-    axes.set_ylabel("held-out loss minus AdamW's, nats per byte")
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
-    plt.close(figure)
+    with _figure(path, figsize=(9, 4)) as axes:
+        common = [name for name in found[-1] if all(name in of_size for of_size in found)]
+        for name, style in zip(common, _styles(), strict=False):
+            points = [of_size[name] for of_size in found]
+            for size, row in zip(sizes, points, strict=True):
+                _point(axes, size, row, style)
+            heights = [_above(row).value for row in points]
+            axes.plot(sizes, heights, label=name, markerfacecolor="white", zorder=0, **style)
+        _label(axes, studies[0])
+        steps = [baseline.settings["steps"] for baseline in baselines]
+        names = [f"{x / 1e6:.1f}M\n{n:,} steps" for x, n in zip(sizes, steps, strict=True)]
+        axes.set(xlabel="parameters")
+        axes.set_xticks(sizes, names)
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=8)
 
 
 def over_steps(study: Study, path: Path) -> None:
     """Loss, its difference from the baseline, residual norm and sent share over the steps."""
-    results = study.results()
-    if not results:
-        return
-    figure, ((losses, differences), (residuals, shares)) = plt.subplots(
-        2, 2, figsize=(9, 6), dpi=150, sharex=True, layout="constrained"
-    )
-    first = {
-        name: found[study.seeds[0]]
-        for name, method in study.methods.items()
-        if study.seeds[0] in (found := study.of_method(method, results))
+    results, seed = study.results(), study.seeds[0]
+    done = {name: study.of_method(method, results) for name, method in study.methods.items()}
+    first = {name: found[seed] for name, found in done.items() if seed in found}
+    baseline = dict(first[study.baseline].evaluations)
+    labels = {
+        "held-out loss, nats per byte": lambda result: result.evaluations,
+        f"the same, minus that of {study.baseline}": lambda result: [
+            (at, loss - baseline[at])
+            for at, loss in result.evaluations
+            if result != first[study.baseline] and None not in (loss, baseline.get(at))
+        ],
+        "norm of what stays in a momentum": lambda result: result.residuals or [],
+        "share of the energy that is sent": lambda result: result.sent_shares or [],
     }
-    baseline = dict(first[study.baseline].evaluations) if study.baseline in first else {}
-    for (name, result), style in zip(first.items(), _styles(), strict=False):
-        style |= {"markersize": 3}
-        _line(losses, result.evaluations, style, label=name)
-        if baseline and name != study.baseline:
-            both = [(at, loss, baseline.get(at)) for at, loss in result.evaluations]
-            apart = [(at, a - b) for at, a, b in both if a is not None and b is not None]
-            _line(differences, apart, style)
-        _line(residuals, result.residuals or [], style)
-        _line(shares, result.sent_shares or [], style)
-    losses.legend(frameon=False)
-    losses.set_ylabel("held-out loss, nats per byte")
-    differences.set_ylabel(f"the same, minus that of {study.baseline}")
-    differences.axhline(0.0, color="grey", linewidth=0.5)
-    residuals.set(ylabel="norm of what stays in a momentum", xlabel="steps", ylim=(0, None))
-    shares.set(ylabel="share of the energy that is sent", xlabel="steps", ylim=(0, None))
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def _line(axes: Axes, pairs: list[tuple[int, float]], style: dict[str, Any], **options) -> None:
-    axes.plot([at for at, _ in pairs], [value for _, value in pairs], **style, **options)
+    with _figure(path, 2, 2, figsize=(9, 6), sharex=True) as grid:
+        for axes, (label, of) in zip(grid.flat, labels.items(), strict=True):
+            for (name, result), style in zip(first.items(), _styles(), strict=False):
+                pairs = of(result)
+                at, values = [x for x, _ in pairs], [y for _, y in pairs]
+                axes.plot(at, values, label=name, **style | {"markersize": 3})
+            axes.set_ylabel(label)
+        grid[0, 0].legend(frameon=False)
+        grid[0, 1].axhline(0.0, color="grey", linewidth=0.5)
+        for axes in grid[1]:
+            axes.set(xlabel="steps", ylim=(0, None))

@@ -104,6 +104,12 @@ class Study:
         found = [Result(**json.loads(line)) for line in lines]
         return {result.key: result for result in found}
 
+    def append(self, result: Result) -> None:
+        """Keeps a result."""
+        self.results_path.parent.mkdir(exist_ok=True)
+        with self.results_path.open("a") as file:
+            print(json.dumps(result._asdict()), file=file)
+
     def job(self, method: Method, seed: int) -> Job:
         settings, lever = dict(method.settings), dict(method.lever)
         return Job(self.name, method.name, settings, lever, method.learning_rate, seed)

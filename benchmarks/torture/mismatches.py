@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .outcomes import Try
-from .processes import ROOT, Hangs, Trainer, last_words, side_by_side, workplace
+from .processes import ROOT, Trainer, last_words, or_hangs, side_by_side, workplace
 
 NOISE = "[Gloo]"  # which JAX's CPU backend prints for each group it makes
 SAYS = "error: the processes differ: "
@@ -62,22 +62,19 @@ def run(count: int, seed: int) -> Iterator[Try]:
 
 
 def started_together(folder: pathlib.Path, difference: Difference) -> list[Try]:
-    folder.mkdir()
     written = ["--checkpoint-dir", folder / "saved", "--log-dir", folder / "log"]
     common = ["--steps", 4, *written]
     each = [common, [*common, *difference.arguments]]
     with Trainer(folder, each, difference.of_trainer) as trainer:
-        try:
-            reason = wrong(difference, trainer.wait(), [o.read_text() for o in trainer.outputs])
-        except Hangs as error:
-            reason = str(error)
+        reason = or_hangs(wrong, difference, trainer)
     left = sorted(path.name for path in folder.iterdir() if path not in trainer.outputs)
     reason = reason or (f"it wrote {left}" if left else "")
     return [Try(ROWS[0], reason and f"{difference}: {reason}")]
 
 
-def wrong(difference: Difference, statuses: list[int], texts: list[str]) -> str:
-    for status, text in zip(statuses, texts, strict=True):
+def wrong(difference: Difference, trainer: Trainer) -> str:
+    for status, output in zip(trainer.wait(), trainer.outputs, strict=True):
+        text = output.read_text()
         lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
         if status != 2 or len(lines) != 1:
             return f"status {status} and {len(lines)} lines: {last_words(text)}"

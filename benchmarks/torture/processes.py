@@ -156,8 +156,18 @@ def workplace() -> Iterator[pathlib.Path]:
             os.environ.update(before)
 
 
+def or_hangs(function: Callable[..., str], *args) -> str:
+    """What the function says, or what has not come."""
+    try:
+        return function(*args)
+    except Hangs as error:
+        return str(error)
+
+
 def side_by_side(function: Callable, arguments: Sequence[tuple]) -> Iterator:
-    """The results as they come, of some calls at once; an exception is raised here."""
+    """The results as they come, of some calls at once, each with a new folder as first argument."""
+    for folder, *_ in arguments:
+        folder.mkdir()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in as_completed([pool.submit(function, *each) for each in arguments]):
             yield from done.result()
