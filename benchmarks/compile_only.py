@@ -118,10 +118,8 @@ def measure(optimizer: str, args) -> None:
 
     program, shapes = update(optimizer, args)
     start = time.perf_counter()
-    lowered = program.lower(*shapes)
-    lowering = time.perf_counter() - start
-    compiled = lowered.compile()
-    compiling = time.perf_counter() - start - lowering
+    compiled = program.lower(*shapes).compile()
+    compiling = time.perf_counter() - start
     text = compiled.as_text()
     if args.hlo:
         pathlib.Path(args.hlo).write_text(text)
@@ -130,18 +128,22 @@ def measure(optimizer: str, args) -> None:
     cost = scale * sum(float(price) for price in ESTIMATE[args.target].findall(text)) / count
     memory = compiled.memory_analysis().temp_size_in_bytes / count
     model = f"{count / 1e6:.1f}M parameters in {len(shapes[2])} tensors"
-    print(f"{args.target}, {optimizer}: {model}")
-    print(f"  seconds: {lowering:.1f} to lower, {compiling:.1f} to compile")
-    print(f"  temporary memory: {memory:.2f} bytes per parameter")
-    print(f"  estimate: {cost:.4f} {unit} per parameter")
     found = collectives(text)
+    figures = {
+        "seconds to compile": round(compiling, 1),
+        "collectives": counted(each.kind for each in found),
+        "temporary bytes per parameter": round(memory, 2),
+        "XLA's estimate per parameter": f"{cost:.3g} {unit}",
+        "not priced": counted(a or b for a, b in UNPRICED.findall(text)),
+    }
+    print(f"{args.target}, {optimizer}: {model}")
+    for name, figure in figures.items():
+        print(f"  {name}: {figure}")
     for each in found:
         print(f"  {each.kind} of {each.operand_bytes} bytes of {each.dtype}")
     for name, arguments in arguments_behind(text):
         waits = any(argument.startswith("gradients") for argument in arguments)
         print(f"  {name} waits for the gradient: {waits}")
-    unpriced = counted(a or b for a, b in UNPRICED.findall(text))
-    print(f"  without a price: {unpriced}", flush=True)
     if args.keep:
         kept.append(
             "compile_only",
@@ -149,13 +151,7 @@ def measure(optimizer: str, args) -> None:
             model=model,
             where=f"compiled for {args.chips} {CHIP[args.target]}",
             version=f"jax {jax.__version__}",
-            figures={
-                "seconds to compile": round(lowering + compiling, 1),
-                "collectives": counted(each.kind for each in found),
-                "temporary bytes per parameter": round(memory, 2),
-                "XLA's estimate per parameter": f"{cost:.3g} {unit}",
-                "not priced": unpriced,
-            },
+            figures=figures,
         )
 
 

@@ -13,6 +13,7 @@ times the number of steps, by the time; and the steps that counted. Times say so
 cores only. It needs the group `chaos` (`make chaos`).
 """
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -24,10 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
-
-import tyro
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -39,6 +36,7 @@ from benchmarks.chaos.stores import Served, served  # noqa: E402
 from demo_optax.swarm import ObjectStore, read_history  # noqa: E402
 
 STEPS = 1_000_020
+KINDS = {"both": (False, True), "limited": (True,), "none": (False,)}
 SPARSE = "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30"
 DENSE = "--optimizer diloco --local-steps 30"
 RUNS = {
@@ -53,32 +51,8 @@ RUNS = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    runs: tuple[str, ...] = tuple(RUNS)
-    """Which of the runs to make."""
-    bandwidth: float = 10.0
-    """Mbit a second in each direction."""
-    latency: float = 0.1
-    """Seconds before each answer."""
-    workers: int = 4
-    """Processes."""
-    preset: str = "small"
-    """The trainer's preset."""
-    batch_size: int = 4
-    """Sequences of each worker."""
-    seconds: float = 240.0
-    """Seconds of each run, once all workers have taken a step."""
-    snapshot_every: int = 90
-    """Steps between two snapshots."""
-    throttled: bool = False
-    """Whether one worker gets a third of the time."""
-    links: Literal["both", "limited", "none"] = "both"
-    """Whether to make each run with limits, without, or both."""
-
-
 @contextlib.contextmanager
-def links(options: Options, server: Served, limited: bool) -> Iterator[list[dict[str, str]]]:
+def links(options: argparse.Namespace, server: Served, limited: bool) -> Iterator[list[dict]]:
     """The environments of workers that each have a link of their own."""
     upstream = server.environment["AWS_ENDPOINT"].removeprefix("http://").split(":")
     environments, proxies = [], []
@@ -96,7 +70,7 @@ def links(options: Options, server: Served, limited: bool) -> Iterator[list[dict
             one.shutdown()
 
 
-def measure(options: Options, run: str, limited: bool) -> dict:
+def measure(options: argparse.Namespace, run: str, limited: bool) -> dict:
     words = f"{RUNS[run]} --preset {options.preset} --batch-size {options.batch_size}"
     words += f" --steps {STEPS} --evaluate-every {STEPS} --min-workers {options.workers}"
     words += f" --snapshot-every {options.snapshot_every} --swarm"
@@ -147,10 +121,24 @@ def measure(options: Options, run: str, limited: bool) -> dict:
     }
 
 
-def main(options: Options) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="which of the runs to make")
+    add("--bandwidth", type=float, default=10.0, help="Mbit a second in each direction")
+    add("--latency", type=float, default=0.1, help="seconds before each answer")
+    add("--workers", type=int, default=4, help="processes")
+    add("--preset", default="small", help="the trainer's preset")
+    add("--batch-size", type=int, default=4, help="sequences of each worker")
+    add("--seconds", type=float, default=240.0, help="of each run, once all have taken a step")
+    add("--snapshot-every", type=int, default=90, help="steps between two snapshots")
+    add("--throttled", action="store_true", help="one worker gets a third of the time")
+    add("--links", choices=KINDS, default="both", help="runs with limits, without, or both")
+    options = parser.parse_args()
     seconds = {}
-    kinds = {"both": (False, True), "limited": (True,), "none": (False,)}[options.links]
-    for run, limited in itertools.product(options.runs, kinds):
+    for run, limited in itertools.product(options.runs, KINDS[options.links]):
         found = measure(options, run, limited)
         print(json.dumps(found), flush=True)
         seconds[run, limited] = found["seconds a step"]
@@ -160,4 +148,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

@@ -140,41 +140,6 @@ def test_names_stand_apart_and_move_no_more_than_they_must(heights, least):
         assert upper == max(before, lower + least)
 
 
-def test_over_the_sizes_a_line_has_the_differences_of_its_method(monkeypatch, tmp_path):
-    figures = []
-    monkeypatch.setattr(pictures.plt, "close", figures.append)
-    sizes = [STUDIES[name] for name in pictures.SIZES]
-    pictures.over_sizes(sizes, tmp_path / "sizes.png")
-    (axes,) = figures[0].axes
-    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    found = [{row.method.name: row for row in tables.rows(each)} for each in sizes]
-    assert set(shown) == {"AdamW", "Muon", "DeMo-scaled", "DeMo-Muon"} == set(found[0])
-    for name in set(shown) - {"AdamW"}:
-        assert list(shown[name].get_ydata()) == [rows[name].difference.value for rows in found]
-    assert axes.get_xticks().tolist() == [1_081_344, 9_912_320, 29_491_200]
-    assert {each.methods["AdamW"].settings["steps"] for each in sizes} == {160}
-
-
-def test_over_the_steps_differences_are_those_from_the_baseline(monkeypatch, tmp_path):
-    each = small(a={"learning_rate": 1.0}, b={"learning_rate": 2.0})
-    jobs = {name: each.job(method, 3) for name, method in each.methods.items()}
-    results = {
-        "a": result(jobs["a"], 1.0)._replace(evaluations=[(2, 3.0), (4, 1.0)]),
-        "b": result(jobs["b"], 1.5)._replace(
-            evaluations=[(2, 3.5), (4, None)], residuals=[(2, 0.5)], sent_shares=[(2, 0.1)]
-        ),
-    }
-    monkeypatch.setattr(study.Study, "results", lambda _: {r.key: r for r in results.values()})
-    figures = []
-    monkeypatch.setattr(pictures.plt, "close", figures.append)
-    pictures.over_steps(each, tmp_path / "steps.png")
-    drawn = [[line.get_xydata().tolist() for line in axes.lines] for axes in figures[0].axes]
-    losses, differences, residuals, shares = drawn
-    assert losses[0] == [[2, 3.0], [4, 1.0]] and losses[1][0] == [2, 3.5]
-    assert [[2, 0.5]] in differences and [[2, 0.5]] in residuals and [[2, 0.1]] in shares
-    assert (tmp_path / "steps.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize("each, method", METHODS, ids=[f"{s.name}: {m.name}" for s, m in METHODS])
 def test_the_trainer_takes_every_method(each, method):
     require_sensible(Config(**method.settings, learning_rate=0.1))

@@ -7,6 +7,7 @@ It prints each fault as it happens, and a report; the exit status is 1 where any
 worker that ended by itself, a step after which parameters differed, or a hang.
 """
 
+import argparse
 import functools
 import os
 import pathlib
@@ -18,10 +19,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated
+from typing import get_args
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -35,43 +34,32 @@ LONGEST_JOIN = 300.0  # seconds
 NANO = ("--text", str(ROOT / "demo_optax" / "_src" / "compression"), "--sequence-length", "16")
 
 
-@dataclass(frozen=True)
-class Options:
-    store: StoreName = "folder"
-    """Where the workers exchange: a folder, moto's S3 or Azurite."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
-    """Workers that shall be there."""
-    faults: int = 67
-    """How many faults to let happen; with --every, as many as come before the last step."""
-    every: float | None = None
-    """Seconds between two kills, the only faults then. By default faults of all kinds follow each
-    other."""
-    steps: int = 10**6
-    """Steps after which the run ends; by default it ends after the faults."""
-    preset: str = "nano"
-    """The trainer's preset."""
-    batch_size: int = 4
-    """Of each worker."""
-    delay: int | None = None
-    """Of the exchange, by default the trainer's."""
-    optimizer: str = "demo-scaled"
-    """The trainer's optimizer; diloco and sparseloco exchange in rounds."""
-    local_steps: int | None = None
-    """Steps in a round."""
-    round_seconds: float | None = None
-    """Seconds in a round."""
-    hang: float = 90.0
-    """Seconds without a step of a worker that count as a hang."""
-    seed: int = 0
-    """Of the faults, and of the run."""
-    picture: pathlib.Path | None = None
-    """Draws who took part when."""
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--store", choices=get_args(StoreName), default="folder", help="Azurite is azure's")
+    add("--workers", "-n", type=int, default=4, help="workers that shall be there")
+    add("--faults", type=int, default=67, help="how many faults to let happen, of all kinds")
+    add("--every", type=float, help="seconds between two kills, the only faults then")
+    add("--steps", type=int, default=10**6, help="by default the run ends after the faults")
+    add("--preset", default="nano", help="the trainer's, as these are:")
+    add("--batch-size", type=int, default=4, help="of each worker")
+    add("--delay", type=int, help="of the exchange")
+    add("--optimizer", default="demo-scaled", help="diloco and sparseloco exchange in rounds")
+    add("--local-steps", type=int, help="steps in a round")
+    add("--round-seconds", type=float, help="seconds in a round")
+    add("--seed", type=int, default=0, help="of the faults, and of the run")
+    add("--hang", type=float, default=90.0, help="seconds without a step that count as a hang")
+    add("--picture", type=pathlib.Path, help="draws who took part when")
+    return parser.parse_args()
 
 
 class Chaos:
     """A run that is broken, and what was seen."""
 
-    def __init__(self, options: Options, place: Served, folder: pathlib.Path, console: Console):
+    def __init__(self, options, place: Served, folder: pathlib.Path, console: Console):
         self.options, self.place, self.console = options, place, console
         self.drawn = random.Random(options.seed)
         settings = {"--swarm": place.url, "--min-workers": 1}
@@ -218,7 +206,7 @@ def spread(values: list[float]) -> str:
     return f"median {statistics.median(values):.3f}, most {max(values):.1f}" if values else ""
 
 
-def main(options: Options) -> int:
+def main(options: argparse.Namespace) -> int:
     console = Console(width=140)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
@@ -241,4 +229,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    sys.exit(main(parsed()))

@@ -1,9 +1,12 @@
-"""Pictures of what came of the studies, for the documentation."""
+"""Pictures of what came of the studies over their bytes, for the documentation.
+
+The tag studies-2026-11 has what drew the pictures over steps and over sizes.
+"""
 
 import contextlib
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +16,19 @@ from matplotlib.axes import Axes
 from benchmarks.tools.pages import ROOT
 
 from .study import Method, Study
-from .tables import Mean, Row, parameters, rows
+from .tables import Mean, Row, rows
 
 FOLDER = ROOT / "docs"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MARKERS = "osv^D*XP"
-SIZES = ("tiny_short", "small_short", "medium")
 
 
 def draw(studies: Mapping[str, Study]) -> None:
     """Draws all of them anew."""
     with plt.style.context({"axes.spines.top": False, "axes.spines.right": False}):
         loss_against_bytes(studies["tiny"], studies["final"], FOLDER / "quality_bytes.png")
-        of_methods(studies["local"], FOLDER / "quality_local.png")
-        over_sizes([studies[name] for name in SIZES], FOLDER / "quality_sizes.png")
-        over_steps(studies["small"], FOLDER / "quality_steps.png")
-        over_steps(studies["long"], FOLDER / "quality_long.png")
+        with _figure(FOLDER / "quality_local.png", figsize=(9, 5)) as axes:
+            _methods(axes, studies["local"])
 
 
 @contextlib.contextmanager
@@ -47,12 +47,6 @@ def loss_against_bytes(study: Study, unseen: Study, path: Path) -> None:
         left.set_title("seeds that choices were made on", fontsize=10)
         _methods(right, unseen)
         right.set_title(f"unseen seeds: {', '.join(map(str, unseen.seeds))}", fontsize=10)
-
-
-def of_methods(study: Study, path: Path) -> None:
-    """All methods of a study over their bytes."""
-    with _figure(path, figsize=(9, 5)) as axes:
-        _methods(axes, study)
 
 
 def _curves(axes: Axes, study: Study) -> None:
@@ -135,54 +129,3 @@ def _number(method: Method) -> int | None:
 def _styles() -> Iterator[dict[str, Any]]:
     for colour, marker in zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), strict=True):
         yield {"color": colour, "marker": marker, "linewidth": 1}
-
-
-def over_sizes(studies: Sequence[Study], path: Path) -> None:
-    """Each method's difference from the baseline over the parameters, one size in each study."""
-    baselines = [study.methods[study.baseline] for study in studies]
-    sizes = [parameters(baseline) for baseline in baselines]
-    found = [{row.method.name: row for row in rows(study)} for study in studies]
-    with _figure(path, figsize=(9, 4)) as axes:
-        common = [name for name in found[-1] if all(name in of_size for of_size in found)]
-        for name, style in zip(common, _styles(), strict=False):
-            points = [of_size[name] for of_size in found]
-            for size, row in zip(sizes, points, strict=True):
-                _point(axes, size, row, style)
-            heights = [_above(row).value for row in points]
-            axes.plot(sizes, heights, label=name, markerfacecolor="white", zorder=0, **style)
-        _label(axes, studies[0])
-        steps = [baseline.settings["steps"] for baseline in baselines]
-        names = [f"{x / 1e6:.1f}M\n{n:,} steps" for x, n in zip(sizes, steps, strict=True)]
-        axes.set(xlabel="parameters")
-        axes.set_xticks(sizes, names)
-        axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=8)
-
-
-def over_steps(study: Study, path: Path) -> None:
-    """Loss, its difference from the baseline, residual norm and sent share over the steps."""
-    results, seed = study.results(), study.seeds[0]
-    done = {name: study.of_method(method, results) for name, method in study.methods.items()}
-    first = {name: found[seed] for name, found in done.items() if seed in found}
-    baseline = dict(first[study.baseline].evaluations)
-    labels = {
-        "held-out loss, nats per byte": lambda result: result.evaluations,
-        f"the same, minus that of {study.baseline}": lambda result: [
-            (at, loss - baseline[at])
-            for at, loss in result.evaluations
-            if result != first[study.baseline] and None not in (loss, baseline.get(at))
-        ],
-        "norm of what stays in a momentum": lambda result: result.residuals or [],
-        "share of the energy that is sent": lambda result: result.sent_shares or [],
-    }
-    with _figure(path, 2, 2, figsize=(9, 6), sharex=True) as grid:
-        for axes, (label, of) in zip(grid.flat, labels.items(), strict=True):
-            for (name, result), style in zip(first.items(), _styles(), strict=False):
-                pairs = of(result)
-                at, values = [x for x, _ in pairs], [y for _, y in pairs]
-                axes.plot(at, values, label=name, **style | {"markersize": 3})
-            axes.set_ylabel(label)
-        grid[0, 0].legend(frameon=False)
-        grid[0, 1].axhline(0.0, color="grey", linewidth=0.5)
-        for axes in grid[1]:
-            axes.set(xlabel="steps", ylim=(0, None))

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import optax
 from scipy import stats
 
 import demo_optax
@@ -126,17 +125,8 @@ def _difference(found: Mean | None) -> str:
 
 def dense_gradient(method: Method) -> int:
     """Bytes of the float32 gradient that a dense all-reduce would send."""
-    return demo_optax.dense_bytes(_shapes(method))
-
-
-def parameters(method: Method) -> int:
-    """Parameters of the model."""
-    return sum(leaf.size for leaf in jax.tree.leaves(_shapes(method)))
-
-
-def _shapes(method: Method) -> optax.Params:
     preset = PRESETS[method.settings["preset"]]
-    return jax.eval_shape(lambda: build(preset, 0)[1])
+    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(preset, 0)[1]))
 
 
 def table_of(studies: Mapping[str, Study]) -> pages.Table:

@@ -7,13 +7,11 @@ anything was. A try is lost where something that was broken is not noticed, or n
 or costs more than the steps since the last good checkpoint; each kind's module says what it asks.
 """
 
+import argparse
 import sys
 import time
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import jax
-import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -25,22 +23,19 @@ MODULES = (packets, byzantine, checkpoints, kills, signals, stops, mismatches)
 KINDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
-@dataclass(frozen=True)
-class Options:
-    only: tuple[Literal[tuple(KINDS)], ...] = ()
-    """Kinds to run, all by default."""
-    tries: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Tries of each row of the table; by default as many as its kind has."""
-    seed: int = 0
-    """Seed of all that is drawn."""
-
-
-def main(options: Options, console: Console) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--tries", "-n", type=int, help="of each row, by default as its kind has")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    options, console = parser.parse_args(), Console()
     tries: list[Try] = []
     seconds: dict[str, float] = {}
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        for name in options.only or KINDS:
+        for name in options.only:
             kind, begun = KINDS[name], time.monotonic()
             each = options.tries or kind.EACH
             task = progress.add_task(name, total=each * len(kind.ROWS))
@@ -57,4 +52,4 @@ def main(options: Options, console: Console) -> int:
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
-    sys.exit(main(tyro.cli(Options, description=__doc__), Console()))
+    sys.exit(main())

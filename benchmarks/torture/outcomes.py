@@ -1,6 +1,8 @@
 """What became of each try, and the table of all."""
 
-from collections.abc import Iterable
+import itertools
+import random
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rich.table import Table
@@ -11,6 +13,13 @@ class Try(NamedTuple):
 
     row: str
     lost: str = ""
+
+
+def in_turn(items: Sequence, count: int, seed: int) -> list:
+    """So many of them in a random order, each as often as any other."""
+    draws = random.Random(seed)
+    rounds = [draws.sample(items, len(items)) for _ in range(0, count, len(items))]
+    return list(itertools.chain(*rounds))[:count]
 
 
 def counted(tries: Iterable[Try]) -> dict[str, tuple[int, int]]:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 
+from benchmarks.chaos.stores import free_port
 from demo_optax import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,9 +38,7 @@ class Trainer:
     def __init__(self, folder: pathlib.Path, each: Sequence[Sequence], own: Sequence = ()):
         """Starts a process for each list of arguments; ``own`` are trainer.py's, of the last."""
         if len(each) > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = f"127.0.0.1:{probe.getsockname()[1]}"
+            address = f"127.0.0.1:{free_port()}"
             there = ["--coordinator", address, "--num-processes", len(each)]
             each = [[*args, *there, "--process-id", i] for i, args in enumerate(each)]
         self.outputs = [folder / f"output{i}.txt" for i in range(len(each))]

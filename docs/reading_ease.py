@@ -1,7 +1,7 @@
 """How easy the README and the pages of docs/ are to read, in figures.
 
-    python benchmarks/tools/reading_ease.py            a line for each page
-    python benchmarks/tools/reading_ease.py --check    exit status 1 if a page is over its limits
+    python docs/reading_ease.py            a line for each page
+    python docs/reading_ease.py --check    exit status 1 if a page is over its limits
 
 Sentences are those of paragraphs and lists. Code blocks, tables, headings, comments, pictures and
 the targets of links do not count. A sentence ends at a full stop, a question mark or an exclamation
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 README_LINES = 140
 README_BYTES = 12_000
 README_FIRST_PYTHON = 40  # line
