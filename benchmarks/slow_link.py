@@ -39,7 +39,7 @@ ENDS = [f"slow-link-{os.getpid()}-{side}" for side in "ab"]
 DEVICE = "slow0"
 WARM_UP = 3  # steps
 DEMO = "--optimizer demo-scaled --selection topk --topk 8 --value-coding int4"
-RUNS = {"demo": DEMO, "delayed": f"{DEMO} --delay 1", "adamw": "--optimizer adamw"}
+RUNS = {"adamw": "--optimizer adamw", "demo": DEMO, "delayed": f"{DEMO} --delay 1"}
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
@@ -143,19 +143,13 @@ def train(name: str, steps: int, folder: pathlib.Path) -> tuple[float, float, in
     last = WARM_UP + steps + 2
     words = f"examples/train_lm.py --preset small --workers 2 --steps {last} {RUNS[name]}"
     words += f" --evaluate-every {last} --coordinator 10.99.0.1:9911 --num-processes 2"
+    outputs = [folder / f"output{number}.txt" for number in range(2)]
     processes = []
-    for number, end in enumerate(ENDS):
-        log = f" --log-dir {folder}" if number == 0 else ""
+    for number, (end, output) in enumerate(zip(ENDS, outputs, strict=True)):
         command = f"ip netns exec {end} taskset -c {number} {sys.executable} {words}"
-        with (folder / f"output{number}.txt").open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    shlex.split(f"{command} --process-id {number}{log}"),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=kept.ROOT,
-                )
-            )
+        command += f" --process-id {number}" + f" --log-dir {folder}" * (number == 0)
+        own = dict(stdout=output.open("w"), stderr=subprocess.STDOUT, cwd=kept.ROOT)
+        processes.append(subprocess.Popen(shlex.split(command), **own))
     times, sent, text = [], [], b""
     while len(times) < WARM_UP + steps:
         if select.select([lines], [], [], 1.0)[0]:
@@ -165,8 +159,8 @@ def train(name: str, steps: int, folder: pathlib.Path) -> tuple[float, float, in
                 devices = pathlib.Path(f"/proc/{processes[0].pid}/net/dev").read_text()
                 sent.append(int(devices.split(f"{DEVICE}:")[1].split()[8]))
         elif any(process.poll() is not None for process in processes):
-            outputs = [(folder / f"output{number}.txt").read_text() for number in range(2)]
-            sys.exit(f"slow_link.py: the training ended early: {' '.join(outputs)[-2000:]}")
+            said = " ".join(output.read_text() for output in outputs)
+            sys.exit(f"slow_link.py: the training ended early: {said[-2000:]}")
     os.close(lines)
     times, sent = times[WARM_UP - 1 :], sent[WARM_UP - 1 :]
     seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
@@ -192,7 +186,7 @@ def main() -> None:
     seconds = {}
     for rate in (None, *args.rates):
         where = "unlimited" if rate is None else f"{rate}, {args.round_trip:g} ms"
-        for name in reversed(RUNS):
+        for name in RUNS:
             steps = -(-args.steps // 5) if name == "adamw" else args.steps
             with tempfile.TemporaryDirectory() as folder, link(rate, args.round_trip):
                 each, sent, counted = train(name, steps, pathlib.Path(folder))

@@ -137,14 +137,8 @@ def main() -> None:
     add("--throttled", action="store_true", help="one worker gets a third of the time")
     add("--links", choices=KINDS, default="both", help="runs with limits, without, or both")
     options = parser.parse_args()
-    seconds = {}
     for run, limited in itertools.product(options.runs, KINDS[options.links]):
-        found = measure(options, run, limited)
-        print(json.dumps(found), flush=True)
-        seconds[run, limited] = found["seconds a step"]
-    for run in options.runs if options.links == "both" else ():
-        ratio = seconds[run, True] / seconds[run, False]
-        print(f"{run}: a step takes {ratio:.3f} times as long at {options.bandwidth:g} Mbit/s")
+        print(json.dumps(measure(options, run, limited)), flush=True)
 
 
 if __name__ == "__main__":

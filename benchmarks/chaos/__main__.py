@@ -190,9 +190,9 @@ def report(chaos: Chaos, history: History, console: Console) -> bool:
         "seconds until a start takes part": spread(
             seconds_until_joined(chaos.workers)[options.workers :]
         ),
-        "of which imports and data": spread([join.prepare for join in joins]),
-        "of which compiling": spread([join.compiling for join in joins]),
-        "of which catching up": spread([join.catching_up for join in joins]),
+        "of which imports and data, compiling, catching up": "; ".join(
+            spread(seconds) for seconds in list(zip(*joins, strict=True))[1:]
+        ),
         "held-out loss": ", ".join(losses),
     }
     table = Table(show_header=False)

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 
+from benchmarks.tools import pages
+
 from . import pictures, tables
 from .study import Job, Result, Study, read
 
@@ -45,7 +47,7 @@ def main() -> None:
     elif given.command == "show":
         print("\n\n".join(f"{study.name}\n\n{tables.of_study(study)}" for study in chosen))
     else:
-        tables.write(studies)
+        pages.write(tables.PAGES, tables.KIND, tables.table_of(studies))
         pictures.draw(studies)
 
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.tools.pages import ROOT
 
-from .study import Method, Study
+from .study import Study
 from .tables import Mean, Row, rows
 
 FOLDER = ROOT / "docs"
@@ -64,7 +64,7 @@ def _curves(axes: Axes, study: Study) -> None:
             _point(axes, row.bytes_per_step, row, style)
         at = [(row.bytes_per_step, _above(row).value) for row in points]
         axes.plot(*zip(*at, strict=True), label=name, markerfacecolor="white", zorder=0, **style)
-        numbers = [_number(row.method) for row in points]
+        numbers = [row.method.settings.get("topk") for row in points]
         if len(set(numbers)) > 1:
             offset = (0, -15 if place % 2 else 8)
             for number, each in zip(numbers, at, strict=True):
@@ -120,10 +120,6 @@ def _point(axes: Axes, x: float, row: Row, style: dict[str, Any]) -> None:
     above, several = _above(row), len(row.seeds) > 1
     fill = style["color"] if several else "white"
     axes.errorbar(x, above.value, above.error, capsize=3, markerfacecolor=fill, **style)
-
-
-def _number(method: Method) -> int | None:
-    return method.settings.get("local_steps", method.settings.get("topk"))
 
 
 def _styles() -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Studies as values: what is trained, what came of it, and which run is the next."""
+"""Studies as values: what is trained, and what came of it."""
 
 import json
 import math
@@ -77,8 +77,8 @@ class Method:
     """
 
     name: str
-    settings: Mapping[str, Any]
-    lever: Mapping[str, Any]
+    settings: dict[str, Any]
+    lever: dict[str, Any]
     learning_rate: float
     curve: str | None = None
 
@@ -98,11 +98,9 @@ class Study:
 
     def results(self) -> dict[str, Result]:
         """All results on file, by their job's key."""
-        if not self.results_path.exists():
-            return {}
-        lines = self.results_path.read_text().splitlines()
-        found = [Result(**json.loads(line)) for line in lines]
-        return {result.key: result for result in found}
+        path = self.results_path
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {result.key: result for result in (Result(**json.loads(line)) for line in lines)}
 
     def append(self, result: Result) -> None:
         """Keeps a result."""
@@ -111,8 +109,8 @@ class Study:
             print(json.dumps(result._asdict()), file=file)
 
     def job(self, method: Method, seed: int) -> Job:
-        settings, lever = dict(method.settings), dict(method.lever)
-        return Job(self.name, method.name, settings, lever, method.learning_rate, seed)
+        given = method.settings, method.lever, method.learning_rate
+        return Job(self.name, method.name, *given, seed)
 
     def of_method(self, method: Method, results: Mapping[str, Result]) -> dict[int, Result]:
         """The result for each seed that is done."""

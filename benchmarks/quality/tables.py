@@ -132,8 +132,3 @@ def dense_gradient(method: Method) -> int:
 def table_of(studies: Mapping[str, Study]) -> pages.Table:
     """The tables of these studies, for `benchmarks.tools.pages`."""
     return lambda name, patterns: of_study(studies[name], patterns)
-
-
-def write(studies: Mapping[str, Study]) -> None:
-    """Brings the pages up to date."""
-    pages.write(PAGES, KIND, table_of(studies))
