@@ -23,13 +23,13 @@ def main() -> None:
 
 def result_of(job: dict) -> dict:
     """A run's figures, as the fields of `study.Result`."""
-    from benchmarks.kept import commit
+    from benchmarks.tools.kept import commit
     from lm.config import Config
     from lm.report import console
     from lm.setup import prepare
     from lm.train import train
 
-    from . import levers, worker_levers
+    from . import levers
 
     console.quiet = True
     own = {"learning_rate": job["learning_rate"], "seed": job["seed"]}
@@ -37,8 +37,6 @@ def result_of(job: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         config = Config(**job["settings"], **own, log_dir=Path(folder))
         run = prepare(config, **make)
-        if "sequences" in job["lever"]:
-            run = worker_levers.of_unequal_batches(run, job["lever"]["sequences"])
         trained = train(run)
         lines = (Path(folder) / "steps.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]

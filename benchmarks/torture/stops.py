@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 from .outcomes import Try
-from .processes import Hangs, goes_on, last_words, newest, side_by_side, started, workplace
+from .processes import goes_on, last_words, newest, or_hangs, side_by_side, started, workplace
 
 ROWS = ("processes that stop for a while",)
 EACH = 4
@@ -29,11 +29,7 @@ def run(count: int, seed: int) -> Iterator[Try]:
 
 
 def stopped_and_started_again(folder: pathlib.Path, number: int, seconds: float) -> list[Try]:
-    folder.mkdir()
-    try:
-        reason = stopped(folder, number, seconds) or goes_on(folder, 2, *TIMEOUT)
-    except Hangs as error:
-        reason = str(error)
+    reason = or_hangs(stopped, folder, number, seconds) or or_hangs(goes_on, folder, 2, *TIMEOUT)
     return [Try(ROWS[0], reason and f"process {number}, {seconds:.2g} s: {reason}")]
 
 

@@ -126,7 +126,7 @@ class Config:
     value_coding: ValueCoding | None = None
     """Coding of the values that are sent. By default sign for
     demo-scaled and demo-muon, float32 for demo, and int4 for the others.
-    benchmarks/value_codings.py compares them."""
+    docs/explanation/bytes.md compares them."""
     transform: TransformName = "dct"
     """Transform of the blocks. The momentum is stored in its
     coefficients."""
