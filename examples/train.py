@@ -149,7 +149,8 @@ def read_batches(tokens: np.ndarray, settings: Settings) -> grain.DatasetIterato
     windows = starts.map(lambda start: tokens[start : start + length + 1])
     shuffled = windows.seed(settings.seed).shuffle().repeat()
     parts = shuffled.batch(settings.batch_size // processes)
-    return iter(parts[jax.process_index() :: processes].to_iter_dataset())
+    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
+    return iter(parts[jax.process_index() :: processes].to_iter_dataset(ahead))
 
 
 def to_devices(part: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -174,20 +175,19 @@ def train(settings: Settings) -> float:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:])
         return losses.mean()
 
-    rate, warmup = settings.learning_rate, min(50, settings.steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(
-        rate / 50, rate, warmup, settings.steps, rate / 10
-    )
-    tx = demo_optax.demo_scaled(schedule, axis_name="data")
+    peak, warmup = settings.learning_rate, min(50, settings.steps // 2)
+    rate = optax.warmup_cosine_decay_schedule(peak / 50, peak, warmup, settings.steps, peak / 10)
+    tx = demo_optax.demo_scaled(rate, axis_name="data")
     train_step = demo_optax.make_train_step(loss_fn, tx, mesh, clip_norm=1.0)
     evaluation_step = jax.jit(loss_fn)
 
+    batches = read_batches(train_text, settings)
+    held_out = list(itertools.islice(read_batches(held_out_text, settings), EVALUATION_BATCHES))
+
     def evaluate(params) -> float:
-        parts = itertools.islice(read_batches(held_out_text, settings), EVALUATION_BATCHES)
-        losses = [float(evaluation_step(params, to_devices(part, mesh))) for part in parts]
+        losses = [float(evaluation_step(params, to_devices(part, mesh))) for part in held_out]
         return sum(losses) / len(losses)
 
-    batches = read_batches(train_text, settings)
     console = Console(quiet=jax.process_index() > 0)
     sent, dense = demo_optax.packet_bytes(tx, params), demo_optax.dense_bytes(params)
     console.print(f"{mesh.size} workers send {sent:,} bytes a step each; a gradient has {dense:,}")
