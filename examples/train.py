@@ -180,7 +180,6 @@ def train(settings: Settings) -> float:
     tx = demo_optax.demo_scaled(rate, axis_name="data")
     train_step = demo_optax.make_train_step(loss_fn, tx, mesh, clip_norm=1.0)
     evaluation_step = jax.jit(loss_fn)
-
     batches = read_batches(train_text, settings)
     held_out = list(itertools.islice(read_batches(held_out_text, settings), EVALUATION_BATCHES))
 

@@ -57,5 +57,5 @@ def of_unequal_batches(run: Run, sequences: list[int]) -> Run:
         losses = jax.vmap(lambda row: run.loss_fn(params, row[None]))(tokens_BxT)
         return jnp.where(jnp.arange(len(losses)) < number, losses, 0.0).sum() / number
 
-    step = demo_optax.make_train_step(loss_fn, run.tx, run.mesh, clip_norm=run.config.clip_norm)
+    step = demo_optax.make_train_step(loss_fn, run.tx, run.mesh, clip_norm=1.0)
     return run._replace(train_step=step)

@@ -29,7 +29,6 @@ SETTINGS = {
     "--block-side": "32",
     "--checkpoint-dir": "elsewhere",
     "--checkpoint-every": "7",
-    "--clip-norm": "2",
     "--decay": "0.5",
     "--learning-rate": "1e-3",
     "--norm-limit": "5",
