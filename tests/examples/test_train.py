@@ -91,7 +91,7 @@ def test_two_processes_train_as_one_does(settings, tmp_path):
     for processes in (1, 2):
         launch = [*LAUNCH, "-n", str(processes), "--", TRAIN, *arguments]
         own = ["--cpu-devices", str(2 // processes), "--checkpoint-dir", tmp_path / f"{processes}"]
-        run = subprocess.run([*launch, *own], capture_output=True, text=True, timeout=200)
+        run = subprocess.run([*launch, *own], capture_output=True, text=True, timeout=900)
         assert run.returncode == 0, run.stdout + run.stderr
         assert run.stdout.count("in the end") == 1, run.stdout
         assert "2 workers" in run.stdout
