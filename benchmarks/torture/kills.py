@@ -80,7 +80,7 @@ def in_saves(count: int, changes: list[str], draws: random.Random) -> list[Kill]
 
 def arguments(folder: pathlib.Path) -> list:
     saves = ["--checkpoint-dir", folder / "saved", "--checkpoint-every", EVERY]
-    return ["--steps", STEPS, *saves, "--keep-checkpoints", 2]
+    return ["--steps", STEPS, *saves]
 
 
 def uninterrupted(place: pathlib.Path) -> tuple[dict[str, bytes], list[str]]:

@@ -24,7 +24,7 @@ class Difference(NamedTuple):
 
 
 SETTINGS = (
-    "--batch-size=8 --block-side=32 --checkpoint-dir=elsewhere --checkpoint-every=7 --clip-norm=2 "
+    "--batch-size=8 --block-side=32 --checkpoint-dir=elsewhere --checkpoint-every=7 "
     "--decay=0.5 --learning-rate=1e-3 --norm-limit=5 --optimizer=demo-sgd --seed=1 "
     "--sequence-length=32 --steps=5 --topk=8 --value-coding=int8 --workers=4"
 )

@@ -24,7 +24,6 @@ BETWEEN_LOOKS = 0.02
 NANO = (
     *("--preset", "nano", "--workers", "2", "--batch-size", "4", "--sequence-length", "16"),
     *("--text", str(ROOT / "demo_optax" / "_src" / "compression"), "--evaluate-every", "100000"),
-    *("--check-replicas-every", "1000"),
 )
 
 
