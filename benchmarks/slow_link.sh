@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with two processes over a slow link: DeMo, DeMo with a delay, AdamW. Prints a table.
+# Trains with two processes over a slow link: demo_scaled, the same with a delay, AdamW. Prints a table.
 #
 #     sudo benchmarks/slow_link.sh [STEPS [ROUND_TRIP_MS [RATE ...]]]
 #     sudo KEEP=1 benchmarks/slow_link.sh         keeps the figures in benchmarks/results
@@ -146,8 +146,8 @@ trap clean_up EXIT
 trap 'exit 130' HUP INT TERM
 mkdir -p /etc/netns
 for rate in unlimited "${rates[@]}"; do
-    steps=$demo_steps measure $rate demo "${demo[@]}"
-    steps=$demo_steps measure $rate delayed "${demo[@]}" --delay 1
+    steps=$demo_steps measure $rate demo_scaled "${demo[@]}"
+    steps=$demo_steps measure $rate "demo_scaled, delayed" "${demo[@]}" --delay 1
     steps=$adamw_steps measure $rate adamw --optimizer adamw
 done
 keep=(${KEEP:+--keep "sudo benchmarks/slow_link.sh${*:+ $*}" "$round_trip"})

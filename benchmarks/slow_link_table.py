@@ -58,12 +58,12 @@ def main() -> None:
 def show(runs: dict[tuple[str, str], Run]) -> None:
     print("MB (10^6 bytes) are those that one worker sends on one step.\n")
     print(
-        f"{'link':10} {'optimizer':10} {'s/step':>8} {'MB, kernel':>11} {'MB, counted':>12} "
+        f"{'link':10} {'optimizer':20} {'s/step':>8} {'MB, kernel':>11} {'MB, counted':>12} "
         f"{'ratio':>7} {'of unlimited':>13} {'over adamw':>11}"
     )
     for (link, optimizer), run in runs.items():
         print(
-            f"{link:10} {optimizer:10} {run.seconds:8.3f} {run.sent / 1e6:11.3f} "
+            f"{link:10} {optimizer:20} {run.seconds:8.3f} {run.sent / 1e6:11.3f} "
             f"{run.counted / 1e6:12.3f} {run.sent / run.counted:7.3f} "
             f"{runs['unlimited', optimizer].seconds / run.seconds:13.1%} "
             f"{runs[link, 'adamw'].seconds / run.seconds:10.2f}x"
