@@ -31,6 +31,6 @@ def setup(app):
 
 def link_notebooks(app, name, source):
     if name.startswith("notebooks/"):
-        source[0] = source[0].replace("](../docs/", "](../")
-    link = r"\[([^]]*)\]\((?:\.\./\.\./notebooks/)?(\w+)\.ipynb\)"
+        source[0] = source[0].replace("](../docs/", "](/")
+    link = r"\[([^][]*)\]\((?:\.\./\.\./notebooks/)?(\w+)\.ipynb\)"
     source[0] = re.sub(link, r"{doc}`\1 </notebooks/\2>`", source[0])

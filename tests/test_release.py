@@ -84,8 +84,9 @@ def test_pages_get_badges_and_lose_what_they_say_until_then(released):
     assert f"[![Tests]({REPOSITORY}/actions/workflows/tests.yml/badge.svg)]" in readme
     assert f"git clone {REPOSITORY} && cd demo_optax\n" in readme
     assert not reading_ease.faults("README.md", reading_ease.measure(readme))
+    assert "not released yet" not in (released / "CHANGELOG.md").read_text()
     assert f"{SITE}reference/api.html" in (released / "docs/reference/api.md").read_text()
-    for page in [released / "README.md", *(released / "docs").rglob("*.md")]:
+    for page in [*released.glob("*.md"), *(released / "docs").rglob("*.md")]:
         if page.name != "CONTRIBUTING.md":
             assert "unpublished" not in page.read_text()
 

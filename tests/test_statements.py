@@ -75,8 +75,8 @@ def test_the_docstrings_say_the_same_of_where_to_begin():
     assert f"5 · width / tokens of a worker above {limit}" in PAGES["README.md"]
 
 
-def test_a_method_with_a_delay_has_one_look_ahead_on_all_pages():
-    """Methods of one name differ in the model and in how often it is trained, and in no more."""
+def test_methods_of_one_name_have_the_same_settings():
+    """Such as one look-ahead. They differ in the model, the steps and the workers alone."""
     found = {}
     for each in STUDIES.values():
         for method in each.methods.values():

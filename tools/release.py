@@ -68,6 +68,8 @@ EDITS = (
         "Read it on [the built site](${site}reference/api.html). In this file bare directives "
         "stand in place of the docstrings.",
     ),
+    Edit("CHANGELOG.md", block("versions"), "$version is the first version that is released."),
+    Edit("CHANGELOG.md", "(?m)(?<=^## ).*, not released yet$", "$version"),
     Edit(
         "docs/conf.py",
         r"(?m)^html_title = .*\n",
@@ -132,7 +134,14 @@ def addresses(repository: str, site: str | None) -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     package = project["name"].replace("_", "-")
     repository = f"https://github.com/{owner}/{name}"
-    return dict(repository=repository, owner=owner, name=name, site=site, package=package)
+    return dict(
+        repository=repository,
+        owner=owner,
+        name=name,
+        site=site,
+        package=package,
+        version=project["version"],
+    )
 
 
 def filled_in(names: dict[str, str]) -> dict[Path, str]:
