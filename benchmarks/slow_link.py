@@ -39,7 +39,11 @@ ENDS = [f"slow-link-{os.getpid()}-{side}" for side in "ab"]
 DEVICE = "slow0"
 WARM_UP = 3  # steps
 DEMO = "--optimizer demo-scaled --selection topk --topk 8 --value-coding int4"
-RUNS = {"adamw": "--optimizer adamw", "demo": DEMO, "delayed": f"{DEMO} --delay 1"}
+RUNS = {
+    "adamw": "--optimizer adamw",
+    "demo_scaled": DEMO,
+    "demo_scaled, delayed": f"{DEMO} --delay 1",
+}
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
