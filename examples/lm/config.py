@@ -89,8 +89,12 @@ class Config:
     merge: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Part of the way from the shared parameters that a worker keeps when
     the result of a round comes, for diloco and sparseloco. By default it
-    keeps what it went since it sent its packet, and in a swarm with
-    --delay 1 half of the way."""
+    keeps what it went since it sent its packet, and with --fragments, or
+    in a swarm with --delay 1, half of the way."""
+    fragments: Count | None = None
+    """Parts in which diloco and sparseloco exchange the progress of a round,
+    one after another; a divisor of --local-steps. With as many as those,
+    each step computes while one part is exchanged."""
     round_seconds: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Seconds of a round of diloco and sparseloco in a swarm, instead of
     --local-steps, so that workers of unequal speed need not wait for each

@@ -26,7 +26,7 @@ OptimizerName = Literal[
 
 LOCAL_STEPS = 20
 LOOK_AHEAD = {0: 1.0, 1: 1.5}  # by the delay
-MERGE = {0: None, 1: 0.5}  # in a swarm, by the delay
+MERGE = 0.5  # where results come late
 PUBLISHED = demo_optax.Compression(32)
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4")
 ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
@@ -49,6 +49,7 @@ class Settings(NamedTuple):
     look_ahead: float | None = None
     merge: float | None = None
     matrices: Any = None
+    fragments: int | None = None
 
     @property
     def decoupled(self) -> dict[str, Any]:
@@ -62,9 +63,9 @@ class Recipe(NamedTuple):
 
     The learning rate is that of width 128: the trainer multiplies it by 128 / width.
     With an ``outer`` optimizer it is that of each worker's local steps. Those that ``reduce``
-    all-reduce whole gradients, or differences of parameters, except in a swarm, whose packets have
-    the default ``compression``. ``b2`` is the default decay of the second moment, where there is
-    one.
+    all-reduce whole gradients, or differences of parameters, except in a swarm and in fragments,
+    whose packets have the default ``compression``. ``b2`` is the default decay of the second
+    moment, where there is one.
     """
 
     learning_rate: float
@@ -114,7 +115,7 @@ def _data_parallel_adamw(settings: Settings) -> optax.GradientTransformation:
 
 def _diloco(settings: Settings) -> optax.GradientTransformation:
     nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    if settings.exchange.axis_name is None:  # in a swarm, which sends packets
+    if settings.fragments or settings.exchange.axis_name is None:  # which send packets
         return _of_differences(nesterov, settings, decay=1.0)
     return optax.chain(demo_optax.mean_over_workers("data"), nesterov)
 
@@ -156,8 +157,8 @@ def make(
     if recipe.outer is None:
         return tx
     every, axis_name = steps_of_a_round(optimizer, local_steps), settings.exchange.axis_name
-    outer, merge = recipe.outer(settings), settings.merge
-    return demo_optax.local_steps(tx, outer, every, merge=merge, axis_name=axis_name)
+    options: Any = dict(fragments=settings.fragments, merge=settings.merge, axis_name=axis_name)
+    return demo_optax.local_steps(tx, recipe.outer(settings), every, **options)
 
 
 def steps_of_a_round(optimizer: OptimizerName, local_steps: int | None) -> int:

@@ -92,6 +92,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         return cross_entropy(model(tokens_BxT[:, :-1].astype(jnp.int32)), tokens_BxT[:, 1:])
 
     recipe = RECIPES[config.optimizer]
+    comes_late = config.fragments or (config.swarm and delay(config))
     settings = Settings(
         learning_rate=schedule(
             peak_rate(config, preset.width), config.warmup_steps or WARMUP_STEPS, config.steps
@@ -103,8 +104,9 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         b2=default(config.b2, recipe.b2 or 0.0),
         look_ahead=default(config.look_ahead, recipe.looks_ahead * LOOK_AHEAD[delay(config)])
         or None,
-        merge=MERGE[delay(config)] if config.swarm and config.merge is None else config.merge,
+        merge=MERGE if comes_late and config.merge is None else config.merge,
         matrices=functools.partial(jax.tree.map_with_path, dimension_numbers),
+        fragments=config.fragments,
     )
 
     tx = make_optimizer(config.optimizer, settings, config.local_steps)

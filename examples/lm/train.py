@@ -120,7 +120,7 @@ def open_log(run: Run, start: int) -> report.Log:
         config.write(folder / "config.yaml")
     tokens = math.prod(run.batch_shape)
     flops = tokens * flops_per_token(run.params, run.preset, config.sequence_length)
-    every = steps_of_a_round(config.optimizer, config.local_steps)
+    every = steps_of_a_round(config.optimizer, config.local_steps) // (config.fragments or 1)
     return report.Log(
         config.steps,
         every,

@@ -104,7 +104,7 @@ def _require_agreement(config: Config) -> None:
             f"--local-steps {config.local_steps} are for --optimizer diloco and sparseloco: "
             f"{config.optimizer} exchanges on every step. Leave them out, or choose one of the two."
         )
-    for name in ("merge", "round_seconds"):
+    for name in ("merge", "round_seconds", "fragments"):
         if getattr(config, name) is not None and not RECIPES[config.optimizer].outer:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(config, name)} is for rounds of local steps, "
@@ -118,6 +118,16 @@ def _require_agreement(config: Config) -> None:
             "only at its end. Choose a multiple, such as "
             f"{config.steps - config.steps % every + every}."
         )
+    if every % (config.fragments or 1):
+        raise ValueError(
+            f"--fragments {config.fragments} are exchanged one after another in a round of "
+            f"--local-steps {every}: give a divisor of it, such as {every}."
+        )
+    if config.fragments and (config.fsdp > 1 or config.delay):
+        raise ValueError(
+            f"--fragments {config.fragments} are cut from whole parameters and come late anyway: "
+            "leave out --fsdp and --delay, or --fragments."
+        )
     for name in ("topk_back", "value_coding_back"):
         if getattr(config, name) and config.exchange != "two-phase":
             raise ValueError(
@@ -125,7 +135,7 @@ def _require_agreement(config: Config) -> None:
                 "and --exchange all-gather has no owners: leave it out, or set --exchange "
                 "two-phase."
             )
-    sends_packets = config.swarm or not RECIPES[config.optimizer].reduces
+    sends_packets = config.swarm or config.fragments or not RECIPES[config.optimizer].reduces
     for name in OF_PACKETS:
         if not sends_packets and getattr(config, name) != getattr(DEFAULT, name):
             raise ValueError(
@@ -200,6 +210,7 @@ def _require_swarm(config: Config) -> None:
         "--simulate": config.simulate,
         "--coordinator": config.coordinator,
         "--distributed": config.distributed,
+        "--fragments": config.fragments,
     }
     for flag in [flag for flag, given in excluded.items() if given]:
         raise ValueError(
