@@ -54,9 +54,7 @@ def result_of(job: dict) -> dict:
     return {
         **{name: job[name] for name in ("method", "settings", "lever", "learning_rate", "seed")},
         "loss": _rounded(loss),
-        "bytes_per_step": round(
-            trained.log.bytes_per_step * (job["lever"].get("fragments") or 1), 1
-        ),
+        "bytes_per_step": round(trained.log.bytes_per_step * job["lever"].get("fragments", 1), 1),
         "evaluations": [(at.step, _rounded(at.loss)) for at in trained.log.evaluations],
         "seconds": round(time.process_time()),
         "versions": {name: version(name) for name in ("jax", "optax", "flax")},
