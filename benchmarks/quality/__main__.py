@@ -6,7 +6,7 @@
 
 `train` appends a line of JSON to results/STUDY.jsonl for each run, and goes on from there when it
 is started again. `show` prints the tables. `write` puts them between their marks in the
-documentation, and draws the pictures.
+documentation, the losses that `demo-optax choose` weighs into the package, and draws the pictures.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from . import pictures, tables
+from . import choices, pictures, tables
 from .study import Job, Method, Result, Study, read
 
 console = Console()
@@ -68,6 +68,7 @@ def main(command: Command) -> None:
     studies = read()
     if isinstance(command, Write):
         tables.write(studies)
+        choices.write(studies)
         return pictures.draw(studies)
     chosen = [studies[name] for name in command.studies or studies]
     if isinstance(command, Show):
