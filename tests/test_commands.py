@@ -57,7 +57,7 @@ def test_choose_marks_a_method_and_gives_its_lines(printed):
 
 
 def test_choose_says_where_the_trainer_has_no_settings_and_how_the_rate_differs(printed):
-    fast = printed(CHOOSE.replace("100Mbit", "400Gbit"))
+    fast = printed(CHOOSE.replace("100Mbit", "400Gbit").replace("20ms", "10us"))
     assert "Take A: Muon, all-reduce." in fast
     assert "The trainer, examples/train_lm.py, has no settings for it." in fast
     assert "rate = 0.00075  # or 2 times the best rate of your AdamW" in fast

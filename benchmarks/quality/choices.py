@@ -112,11 +112,10 @@ def _take(method: Method) -> str:
     """The code of a method in one line, or its name where one line is too short."""
     if method.local_steps > 1:
         return method.name
-    lines = re.sub(r"\s*\n\s*", " ", method.code.replace("demo_optax.", ""))
-    lines = lines.replace("( ", "(").replace(", )", ")").replace(" )", ")")
-    exchange, _, optimizer = lines.rpartition("tx = ")
-    inside = exchange.removeprefix("exchange = ").strip()
-    return f"`{optimizer.replace('exchange=exchange', f'exchange={inside}')}`"
+    *names, optimizer = method.code.replace("demo_optax.", "").splitlines()
+    for name, _, value in reversed([line.partition(" = ") for line in names]):
+        optimizer = re.sub(rf"\b{name}\b(?!=)", value, optimizer)
+    return f"`{optimizer.removeprefix('tx = ')}`"
 
 
 def _loss_cell(loss: MeasuredLoss, differs: str) -> str:

@@ -82,10 +82,9 @@ def choose(
     Example:
       >>> choice = choose(300_000_000, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024)
       >>> print(choice.chosen.method.code)
-      exchange = demo_optax.Delayed(
-          demo_optax.TwoPhase("data", topk_back=128, value_coding_back="int4")
-      )
-      tx = demo_optax.demo_scaled(rate, look_ahead=1.0, exchange=exchange)
+      exchange = demo_optax.TwoPhase("data", topk_back=128, value_coding_back="int4")
+      delayed = demo_optax.Delayed(exchange)
+      tx = demo_optax.demo_scaled(rate, look_ahead=1.0, exchange=delayed)
     """
     for name, value in {"workers": workers, "batch_tokens": batch_tokens, "width": width}.items():
         checks.static_integer(name, value, at_least=1)

@@ -5,6 +5,7 @@ step, and E exchanges once in a round of local steps.
 """
 
 import dataclasses
+import json
 from typing import NamedTuple
 
 from demo_optax._src.compression import Compression
@@ -87,36 +88,22 @@ class Method:
 
 def methods(topk_back: int) -> list[Method]:
     """Returns all methods; in row D the owners send ``topk_back`` coefficients back."""
+    gather = AllGather("data")
     back = TwoPhase("data", topk_back=topk_back, value_coding_back="int4")
-    back_code = (
-        f'\n    demo_optax.TwoPhase("data", topk_back={topk_back}, value_coding_back="int4")\n'
-    )
-    back_flags = f"--exchange two-phase --topk-back {topk_back} --value-coding-back int4"
     return [
         Method("A", "AdamW, all-reduce", None, _all_reduced(ADAMW), "--optimizer adamw"),
         Method("A", "Muon, all-reduce", None, _all_reduced(MUON), None, 2.0, orthogonal=True),
-        Method(
-            "B",
-            "demo_muon",
-            (SIGNS, AllGather("data")),
-            'tx = demo_optax.demo_muon(rate, axis_name="data")',
-            "--optimizer demo-muon",
-            orthogonal=True,
-        ),
-        Method(
-            "B",
-            "demo_scaled",
-            (SIGNS, AllGather("data")),
-            'tx = demo_optax.demo_scaled(rate, axis_name="data")',
-            "--optimizer demo-scaled",
-        ),
-        *_delayed("C", "delayed", AllGather("data"), GATHER, ""),
-        *_delayed("D", "two phases, delayed", back, back_code, f" {back_flags}"),
+        _on_every_step("B", "demo_muon", gather, orthogonal=True),
+        _on_every_step("B", "demo_scaled", gather),
+        _delayed("C", "demo_muon", "delayed", gather, 1.5, orthogonal=True),
+        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5),
+        _delayed("D", "demo_muon", "two phases, delayed", back, 1.5, orthogonal=True),
+        _delayed("D", "demo_scaled", "two phases, delayed", back, 1.0, rate=0.5),
         Method(
             "E",
             "DiLoCo, all-reduce",
             None,
-            DILOCO,
+            f"{MEAN}\nouter = optax.chain(mean, {NESTEROV})\n{INNER}\n{STEPS}",
             f"--optimizer diloco --local-steps {LOCAL_STEPS}",
             rate=0.5,
             local_steps=LOCAL_STEPS,
@@ -127,109 +114,110 @@ def methods(topk_back: int) -> list[Method]:
     ]
 
 
-GATHER = 'demo_optax.AllGather("data")'
+MEAN = 'mean = demo_optax.mean_over_workers("data")'
 ADAMW = "optax.adamw(rate, b2=0.95, weight_decay=0.1)"
 MUON = "optax.contrib.muon(rate, weight_decay=0.1)"
 NESTEROV = "optax.sgd(0.7, momentum=0.9, nesterov=True)"
+INNER = f"inner = {ADAMW}"
 STEPS = f'tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, axis_name="data")'
-DILOCO = f"""\
-outer = optax.chain(
-    demo_optax.mean_over_workers("data"),
-    {NESTEROV},
-)
-inner = {ADAMW}
-{STEPS}"""
-ROUNDS = f"""\
-sent = demo_optax.Compression({{topk}}, value_coding="{{coding}}", transform="identity")
-outer = demo_optax.decoupled(
-    {{base}},
-    sent,
-    decay={{decay}},
-    gradient_weight=1.0,
-    mean="workers",
-    exchange={{exchange}},
-)
-inner = {ADAMW}
-{{steps}}"""
 STEPS_IN_FRAGMENTS = f"""\
-fragments = dict(fragments={LOCAL_STEPS}, merge=0.5)
-tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, **fragments, axis_name="data")"""
+parts = dict(fragments={LOCAL_STEPS}, merge=0.5)
+tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, **parts, axis_name="data")"""
+ROUNDS = f"""\
+sent = {{sent}}
+exchange = {{exchange}}
+feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
+base = {{base}}
+outer = demo_optax.decoupled(base, sent, **feedback, exchange=exchange)
+{INNER}
+{{steps}}"""
 
 
 def _all_reduced(optimizer: str) -> str:
-    return f'tx = optax.chain(\n    demo_optax.mean_over_workers("data"),\n    {optimizer},\n)'
+    return f"{MEAN}\ntx = optax.chain(mean, {optimizer})"
 
 
-def _delayed(row: str, way: str, exchange: Exchange, code: str, flags: str) -> list[Method]:
-    """Returns both optimizers with an exchange that is delayed by one step."""
+def _on_every_step(row: str, optimizer: str, exchange: AllGather, **options) -> Method:
+    code = f'tx = demo_optax.{optimizer}(rate, axis_name="data")'
+    flags = f"--optimizer {optimizer.replace('_', '-')}"
+    return Method(row, optimizer, (SIGNS, exchange), code, flags, **options)
 
-    def method(optimizer: str, look_ahead: float, **options) -> Method:
-        return Method(
-            row,
-            f"{optimizer}, {way}",
-            (SIGNS, Delayed(exchange)),
-            f"exchange = demo_optax.Delayed({code})\n"
-            f"tx = demo_optax.{optimizer}(rate, look_ahead={look_ahead}, exchange=exchange)",
-            f"--optimizer {optimizer.replace('_', '-')} --look-ahead {look_ahead} --delay 1{flags}",
-            **options,
-        )
 
-    return [method("demo_muon", 1.5, orthogonal=True), method("demo_scaled", 1.0, rate=0.5)]
+def _delayed(
+    row: str, optimizer: str, way: str, exchange: Exchange, look_ahead: float, **options
+) -> Method:
+    code = f"""\
+exchange = {_code_of(exchange)}
+delayed = demo_optax.Delayed(exchange)
+tx = demo_optax.{optimizer}(rate, look_ahead={look_ahead}, exchange=delayed)"""
+    flags = f"--optimizer {optimizer.replace('_', '-')} --look-ahead {look_ahead} --delay 1"
+    setting = SIGNS, Delayed(exchange)
+    name = f"{optimizer}, {way}"
+    return Method(row, name, setting, code, flags + _flags_of(exchange), **options)
 
 
 def _diloco_int8() -> list[Method]:
-    two_phases = TwoPhase("data"), 'demo_optax.TwoPhase("data")'
-    return _in_rounds("DiLoCo int8", EVERY_ELEMENT, NESTEROV, 1.0, 0.5, two_phases)
+    def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
+        name = f"DiLoCo int8, {way}"
+        return _round(name, EVERY_ELEMENT, exchange, NESTEROV, 1.0, None, fragments, rate=0.5)
+
+    return [
+        method("all-gather", AllGather("data")),
+        method("two phases", TwoPhase("data")),
+        method("fragments", AllGather("data"), LOCAL_STEPS),
+    ]
 
 
 def _sparseloco(topk: int) -> list[Method]:
     sent = Compression(topk, value_coding="int2", transform="identity")
-    back = 'demo_optax.TwoPhase("data", value_coding_back="int4")'
-    two_phases = TwoPhase("data", value_coding_back="int4"), back
-    gathered, owned, fragments = _in_rounds(
-        f"SparseLoCo k={topk}", sent, "optax.sgd(1.0)", 0.95, 1.0, two_phases
-    )
     flags = f"--optimizer sparseloco --local-steps {LOCAL_STEPS} --topk {topk} --value-coding int2"
-    back_flags = f"{flags} --exchange two-phase --value-coding-back int4"
+
+    def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
+        trainer = None if fragments else flags + _flags_of(exchange)
+        name = f"SparseLoCo k={topk}, {way}"
+        return _round(name, sent, exchange, "optax.sgd(1.0)", 0.95, trainer, fragments)
+
     return [
-        dataclasses.replace(gathered, flags=flags),
-        dataclasses.replace(owned, flags=back_flags),
-        fragments,
+        method("all-gather", AllGather("data")),
+        method("two phases", TwoPhase("data", value_coding_back="int4")),
+        method("fragments", AllGather("data"), LOCAL_STEPS),
     ]
 
 
-def _in_rounds(
+def _round(
     name: str,
     sent: Compression,
+    exchange: Exchange,
     base: str,
     decay: float,
-    rate: float,
-    two_phases: tuple[Exchange, str],
-) -> list[Method]:
-    """Returns rounds with one all-gather, with two phases, and in fragments."""
+    flags: str | None,
+    fragments: int | None,
+    rate: float = 1.0,
+) -> Method:
+    code = ROUNDS.format(
+        sent=_code_of(sent),
+        exchange=_code_of(exchange),
+        decay=decay,
+        base=base,
+        steps=STEPS_IN_FRAGMENTS if fragments else STEPS,
+    )
+    setting = sent, exchange
+    return Method("E", name, setting, code, flags, rate, False, LOCAL_STEPS, fragments)
 
-    def method(way: str, exchange: Exchange, code: str, fragments: int | None = None) -> Method:
-        lines = ROUNDS.format(
-            topk=sent.topk,
-            coding=sent.value_coding,
-            base=base,
-            decay=decay,
-            exchange=code,
-            steps=STEPS_IN_FRAGMENTS if fragments else STEPS,
-        )
-        return Method(
-            "E",
-            f"{name}, {way}",
-            (sent, exchange),
-            lines,
-            None,
-            rate,
-            local_steps=LOCAL_STEPS,
-            fragments=fragments,
-        )
 
-    return [
-        method("all-gather", AllGather("data"), GATHER),
-        method("two phases", *two_phases),
-        method("fragments", AllGather("data"), GATHER, LOCAL_STEPS),
-    ]
+def _code_of(setting: Compression | Exchange) -> str:
+    """Returns the call that makes a compression or an exchange, without its defaults."""
+    first, *others = dataclasses.fields(setting)  # pyright: ignore[reportArgumentType]
+    given = {f.name: getattr(setting, f.name) for f in others}
+    changed = [f for f in others if given[f.name] != f.default]
+    words = [f"{f.name}={json.dumps(given[f.name])}" for f in changed]
+    called = ", ".join([json.dumps(getattr(setting, first.name)), *words])
+    return f"demo_optax.{type(setting).__name__}({called})"
+
+
+def _flags_of(exchange: Exchange) -> str:
+    """Returns the trainer's settings of an exchange, each after a space."""
+    if not isinstance(exchange, TwoPhase):
+        return ""
+    back = "" if exchange.topk_back is None else f" --topk-back {exchange.topk_back}"
+    return f" --exchange two-phase{back} --value-coding-back {exchange.value_coding_back}"
