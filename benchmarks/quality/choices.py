@@ -55,8 +55,9 @@ def losses(studies: Mapping[str, Study]) -> str:
             "rate": row.rate / baseline.rate,
         }
 
+    presets = {row.method.settings["preset"]: row.method for row in rows.values()}
     found = {
-        "largest_model": max(tables.parameters(row.method) for row in rows.values()),
+        "largest_model": max(map(tables.parameters, presets.values())),
         "most_workers": max(map(_workers, rows.values())),
         "losses": [loss(*name) for name in measured],
     }
