@@ -178,7 +178,7 @@ def warnings(link, **options):
 def test_thin_evidence_is_said():
     small = {"params": {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}}
     assert warnings(("10Mbit", 8), **small) == ""
-    assert "more than 29M parameters. The loss is that of 1.1M" in warnings(("10Gbit", 8))
+    assert "29M parameters. The loss is that of a model of 1.1M" in warnings(("10Gbit", 8))
     assert "more than 64 workers" in warnings(("1Gbit", 65))
     assert "that of 8 workers, not of 32" in warnings(("1Gbit", 32), little_memory=True)
     assert "The loss is that of one seed" in warnings(("10Mbit", 16))

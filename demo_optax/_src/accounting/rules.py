@@ -51,21 +51,22 @@ def choose_round(rounds: Sequence[Candidate], compute: float) -> tuple[Candidate
 
 def warnings(chosen: Candidate, params: int, workers: int) -> list[str]:
     """Returns sentences that say what the measured loss of a candidate does not cover."""
-    largest, most = read_limits()
-    found = []
-    if chosen.loss is None:
-        found.append(f"No run has trained {chosen.method.name}: its loss is unknown.")
-    elif chosen.loss.seeds == 1:
-        found.append("The loss is that of one seed.")
-    if chosen.loss and chosen.loss.differs:
-        found.append(f"The loss was measured in another way ({chosen.loss.differs}).")
+    (largest, most), loss, found = read_limits(), chosen.loss, []
     if params > largest:
-        size = f" The loss is that of {short(chosen.loss.parameters)}." if chosen.loss else ""
-        found.append(f"No run of ours has more than {short(largest)} parameters.{size}")
+        found.append(f"No run of ours has more than {short(largest)} parameters.")
     if workers > most:
         found.append(f"No run of ours has more than {most} workers.")
-    if chosen.loss and not 1 / 2 <= workers / chosen.loss.workers <= 2:
-        found.append(f"The loss is that of {chosen.loss.workers} workers, not of {workers}.")
+    if loss is None:
+        found.append(f"No run has trained {chosen.method.name}: its loss is unknown.")
+    else:
+        if params > largest:
+            found[0] += f" The loss is that of a model of {short(loss.parameters)}."
+        if not 1 / 2 <= workers / loss.workers <= 2:
+            found.append(f"The loss is that of {loss.workers} workers, not of {workers}.")
+        if loss.seeds == 1:
+            found.append("The loss is that of one seed.")
+        if loss.differs:
+            found.append(f"The loss was measured in another way ({loss.differs}).")
     if chosen.method.row == "E":
         found.append("Local steps need batches as large as each worker can take.")
     return found
