@@ -5,12 +5,10 @@
     python benchmarks/compile_only.py h100 --layers 16
     python benchmarks/compile_only.py tpu --chips 64 --exchange two-phase --keep
 
-Compiles for eight chips, or another number, and runs nothing. Prints seconds to lower and compile,
-the collectives, temporary memory, XLA's own estimate of the cost (TPU: cycles; GPU: picoseconds at
-the speed of light; neither prices sorts, scatters and gathers well) and how many such operations
-there are.
-Times say something on idle cores only. With --keep the figures go to results/compile_only.jsonl,
-which `python -m benchmarks.step_tables write` makes tables of.
+Compiles for eight chips, or another number, and runs nothing. Prints seconds to lower and compile
+(on idle cores), the collectives, temporary memory, XLA's own estimate of the cost (TPU: cycles;
+GPU: picoseconds at the speed of light; neither prices sorts, scatters and gathers well) and how
+many such operations there are. With --keep the figures go to results/compile_only.jsonl.
 """
 
 import argparse
@@ -21,7 +19,7 @@ import re
 import time
 from collections.abc import Iterable
 
-import kept
+from tools import kept
 
 ENVIRONMENT = {
     "tpu": {
@@ -42,8 +40,6 @@ ESTIMATE = {
 UNIT = {"tpu": (1.0, "cycles"), "h100": (1e6, "ps")}
 CHIP = {"tpu": "TPU v5e", "h100": "H100"}
 UNPRICED = re.compile(r" (sort|scatter|gather|while|copy)\(|custom_call_target=\"[^\"]*(TopK)\"")
-
-
 TPU_SLICES = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 
 
@@ -71,12 +67,8 @@ def update(optimizer: str, args):
 
     devices = np.array(topology(args.target, args.chips).devices)
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
-    compression = demo_optax.Compression(
-        args.topk,
-        value_coding=args.value_coding,
-        selection=args.selection,
-        transform=args.transform,
-    )
+    names = "topk", "value_coding", "selection", "transform"
+    compression = demo_optax.Compression(**{name: getattr(args, name) for name in names})
     kinds = {"all-gather": demo_optax.AllGather, "two-phase": demo_optax.TwoPhase}
     exchange = kinds[args.exchange]("data")
     exchange = demo_optax.Delayed(exchange) if args.delay else exchange
@@ -126,10 +118,8 @@ def measure(optimizer: str, args) -> None:
 
     program, shapes = update(optimizer, args)
     start = time.perf_counter()
-    lowered = program.lower(*shapes)
-    lowering = time.perf_counter() - start
-    compiled = lowered.compile()
-    compiling = time.perf_counter() - start - lowering
+    compiled = program.lower(*shapes).compile()
+    compiling = time.perf_counter() - start
     text = compiled.as_text()
     if args.hlo:
         pathlib.Path(args.hlo).write_text(text)
@@ -138,18 +128,22 @@ def measure(optimizer: str, args) -> None:
     cost = scale * sum(float(price) for price in ESTIMATE[args.target].findall(text)) / count
     memory = compiled.memory_analysis().temp_size_in_bytes / count
     model = f"{count / 1e6:.1f}M parameters in {len(shapes[2])} tensors"
-    print(f"{args.target}, {optimizer}: {model}")
-    print(f"  seconds: {lowering:.1f} to lower, {compiling:.1f} to compile")
-    print(f"  temporary memory: {memory:.2f} bytes per parameter")
-    print(f"  estimate: {cost:.4f} {unit} per parameter")
     found = collectives(text)
+    figures = {
+        "seconds to compile": round(compiling, 1),
+        "collectives": counted(each.kind for each in found),
+        "temporary bytes per parameter": round(memory, 2),
+        "XLA's estimate per parameter": f"{cost:.3g} {unit}",
+        "not priced": counted(a or b for a, b in UNPRICED.findall(text)),
+    }
+    print(f"{args.target}, {optimizer}: {model}")
+    for name, figure in figures.items():
+        print(f"  {name}: {figure}")
     for each in found:
         print(f"  {each.kind} of {each.operand_bytes} bytes of {each.dtype}")
     for name, arguments in arguments_behind(text):
         waits = any(argument.startswith("gradients") for argument in arguments)
         print(f"  {name} waits for the gradient: {waits}")
-    unpriced = collections.Counter(a or b for a, b in UNPRICED.findall(text))
-    print(f"  without a price: {dict(unpriced) or 'nothing'}", flush=True)
     if args.keep:
         kept.append(
             "compile_only",
@@ -157,13 +151,7 @@ def measure(optimizer: str, args) -> None:
             model=model,
             where=f"compiled for {args.chips} {CHIP[args.target]}",
             version=f"jax {jax.__version__}",
-            figures={
-                "seconds to compile": round(lowering + compiling, 1),
-                "collectives": counted(each.kind for each in found),
-                "temporary bytes per parameter": round(memory, 2),
-                "XLA's estimate per parameter": f"{cost:.3g} {unit}",
-                "not priced": counted(a or b for a, b in UNPRICED.findall(text)),
-            },
+            figures=figures,
         )
 
 
@@ -189,12 +177,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", choices=("tpu", "h100"))
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--value-coding", default="int4")
-    parser.add_argument("--selection", default="topk")
-    parser.add_argument("--transform", default="dct")
+    for name, number in {"layers": 2, "width": 512, "topk": 8}.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    for name, word in {"value-coding": "int4", "selection": "topk", "transform": "dct"}.items():
+        parser.add_argument(f"--{name}", default=word)
     parser.add_argument("--exchange", default="all-gather", choices=("all-gather", "two-phase"))
     parser.add_argument("--delay", type=int, default=0, choices=(0, 1))
     parser.add_argument("--chips", type=int, default=8, choices=TPU_SLICES)

@@ -13,6 +13,7 @@ times the number of steps, by the time; and the steps that counted. Times say so
 cores only. It needs the group `chaos` (`make chaos`).
 """
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -24,10 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
-
-import tyro
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -39,46 +36,23 @@ from benchmarks.chaos.stores import Served, served  # noqa: E402
 from demo_optax.swarm import ObjectStore, read_history  # noqa: E402
 
 STEPS = 1_000_020
+KINDS = {"both": (False, True), "limited": (True,), "none": (False,)}
+SPARSE = "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30"
+DENSE = "--optimizer diloco --local-steps 30"
 RUNS = {
-    "sparseloco": "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30",
-    "sparseloco, at once": "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30"
-    " --delay 0",
-    "diloco": "--optimizer diloco --local-steps 30",
-    "diloco, at once": "--optimizer diloco --local-steps 30 --delay 0",
-    "rounds of 8 s": "--optimizer sparseloco --topk 64 --value-coding int2 --local-steps 30"
-    " --round-seconds 8",
+    "sparseloco": SPARSE,
+    "sparseloco, at once": f"{SPARSE} --delay 0",
+    "diloco": DENSE,
+    "diloco, at once": f"{DENSE} --delay 0",
+    "rounds of 8 s": f"{SPARSE} --round-seconds 8",
     "alone": f"--optimizer sparseloco --local-steps {STEPS}",
     "every step": "--optimizer demo-scaled",
     "every step, delayed": "--optimizer demo-scaled --delay 1",
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    runs: tuple[str, ...] = tuple(RUNS)
-    """Which of the runs to make."""
-    bandwidth: float = 10.0
-    """Mbit a second in each direction."""
-    latency: float = 0.1
-    """Seconds before each answer."""
-    workers: int = 4
-    """Processes."""
-    preset: str = "small"
-    """The trainer's preset."""
-    batch_size: int = 4
-    """Sequences of each worker."""
-    seconds: float = 240.0
-    """Seconds of each run, once all workers have taken a step."""
-    snapshot_every: int = 90
-    """Steps between two snapshots."""
-    throttled: bool = False
-    """Whether one worker gets a third of the time."""
-    links: Literal["both", "limited", "none"] = "both"
-    """Whether to make each run with limits, without, or both."""
-
-
 @contextlib.contextmanager
-def links(options: Options, server: Served, limited: bool) -> Iterator[list[dict[str, str]]]:
+def links(options: argparse.Namespace, server: Served, limited: bool) -> Iterator[list[dict]]:
     """The environments of workers that each have a link of their own."""
     upstream = server.environment["AWS_ENDPOINT"].removeprefix("http://").split(":")
     environments, proxies = [], []
@@ -96,29 +70,22 @@ def links(options: Options, server: Served, limited: bool) -> Iterator[list[dict
             one.shutdown()
 
 
-def measure(options: Options, run: str, limited: bool) -> dict:
-    words = [
-        "--preset",
-        options.preset,
-        "--batch-size",
-        str(options.batch_size),
-        *RUNS[run].split(),
-    ]
-    words += ["--steps", str(STEPS), "--evaluate-every", "1000000000"]
-    words += ["--min-workers", str(options.workers)]
-    words += ["--snapshot-every", str(options.snapshot_every)]
+def measure(options: argparse.Namespace, run: str, limited: bool) -> dict:
+    words = f"{RUNS[run]} --preset {options.preset} --batch-size {options.batch_size}"
+    words += f" --steps {STEPS} --evaluate-every {STEPS} --min-workers {options.workers}"
+    words += f" --snapshot-every {options.snapshot_every} --swarm"
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = pathlib.Path(temporary)
         server = stack.enter_context(served("s3", folder, 0))
         environments = stack.enter_context(links(options, server, limited))
         url = f"{server.url}-{time.time():.0f}"
         workers = [
-            Worker(f"worker-{n}", folder, ["--swarm", url, *words], environment)
+            Worker(f"worker-{n}", folder, [*words.split(), url], environment)
             for n, environment in enumerate(environments)
         ]
         for worker in workers:
             worker.start()
-        while not all(len(list(worker.lines())) > 3 for worker in workers):
+        while not all(len(worker.steps()) > 3 for worker in workers):
             if not all(worker.alive for worker in workers):
                 sys.exit(next(x.last_words() for x in workers if not x.alive))
             time.sleep(0.2)
@@ -135,38 +102,44 @@ def measure(options: Options, run: str, limited: bool) -> dict:
         os.environ.update(server.environment)
         store = ObjectStore(url)
         manifests = [m for m in read_history(store).manifests if began < m.time < ended]
-        counted = sum(packet.steps for m in manifests for packet in m.packets)
         snapshots = [x for x in store.names("snapshots") if x.endswith(".json")]
-        lines = [x for worker in workers for x in worker.lines() if began < x.time < ended]
-        records = [x for worker in workers for x in worker.records() if "loss" in x]
-    records = [x for x in records if began < x["time"] < ended]
-    alone = [x["seconds"] for x in records if not x["round_steps"] and not x["members"]]
-    each = sum(x.seconds for x in lines) / len(lines)
+        steps = [x for worker in workers for x in worker.steps() if began < x["time"] < ended]
+    inside = [x["seconds"] for x in steps if not x["round_steps"] and not x["members"]]
+    total = sum(x["seconds"] for x in steps)
+    each = total / len(steps)
     return {
         "run": run,
         "Mbit/s": options.bandwidth if limited else None,
-        "steps": len(lines),
-        "counted": counted,
+        "steps": len(steps),
+        "counted": sum(packet.steps for m in manifests for packet in m.packets),
         "seconds a step": round(each, 4),
-        "computing": round(statistics.median(alone) / each, 4) if alone else None,
-        "waiting": round(sum(x.waited for x in lines) / sum(x.seconds for x in lines), 4),
+        "computing": round(statistics.median(inside) / each, 4) if inside else None,
+        "waiting": round(sum(x["waited"] for x in steps) / total, 4),
         "exchanges": len(manifests),
-        "MB sent a step": round(sum(x["packet_bytes"] for x in records) / 1e6 / len(records), 4),
+        "MB sent a step": round(sum(x["packet_bytes"] for x in steps) / 1e6 / len(steps), 4),
         "snapshots": len(snapshots),
     }
 
 
-def main(options: Options) -> None:
-    seconds = {}
-    kinds = {"both": (False, True), "limited": (True,), "none": (False,)}[options.links]
-    for run, limited in itertools.product(options.runs, kinds):
-        found = measure(options, run, limited)
-        print(json.dumps(found), flush=True)
-        seconds[run, limited] = found["seconds a step"]
-    for run in options.runs if options.links == "both" else ():
-        ratio = seconds[run, True] / seconds[run, False]
-        print(f"{run}: a step takes {ratio:.3f} times as long at {options.bandwidth:g} Mbit/s")
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="which of the runs to make")
+    add("--bandwidth", type=float, default=10.0, help="Mbit a second in each direction")
+    add("--latency", type=float, default=0.1, help="seconds before each answer")
+    add("--workers", type=int, default=4, help="processes")
+    add("--preset", default="small", help="the trainer's preset")
+    add("--batch-size", type=int, default=4, help="sequences of each worker")
+    add("--seconds", type=float, default=240.0, help="of each run, once all have taken a step")
+    add("--snapshot-every", type=int, default=90, help="steps between two snapshots")
+    add("--throttled", action="store_true", help="one worker gets a third of the time")
+    add("--links", choices=KINDS, default="both", help="runs with limits, without, or both")
+    options = parser.parse_args()
+    for run, limited in itertools.product(options.runs, KINDS[options.links]):
+        print(json.dumps(measure(options, run, limited)), flush=True)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

@@ -4,8 +4,7 @@
     python benchmarks/step_cost.py --optimizer demo_scaled --selection bins --value-coding sign
 
 Only the ratios mean something on a shared machine; each is a median of steps run in turn. With
---keep the figures go to results/step_cost.jsonl, which `python -m benchmarks.step_tables write`
-makes a table of.
+--keep the figures go to results/step_cost.jsonl, for `python -m benchmarks.tools.step_tables`.
 """
 
 import argparse
@@ -15,8 +14,8 @@ import time
 
 import jax
 import jax.numpy as jnp
-import kept
 import optax
+from tools import kept
 
 import demo_optax
 
@@ -32,16 +31,6 @@ def transformer_shapes(layers: int, width: int) -> dict[str, jax.ShapeDtypeStruc
             f"layer{i}/ff_out": (4 * width, width),
         }
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-
-
-def transformer_params(layers: int, width: int) -> dict[str, jax.Array]:
-    """Random parameters of these shapes."""
-    shapes = transformer_shapes(layers, width)
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return {
-        name: jax.random.normal(key, x.shape)
-        for key, (name, x) in zip(keys, shapes.items(), strict=True)
-    }
 
 
 def demo_muon(rate: float, compression: demo_optax.Compression, **options):
@@ -67,19 +56,18 @@ def name_of(optimizer: str, topk: int, args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
+    for name, number in {"layers": 4, "width": 512, "block-side": 64, "rounds": 9}.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    for name, word in {"value-coding": "float32", "selection": "topk", "transform": "dct"}.items():
+        parser.add_argument(f"--{name}", default=word)
     parser.add_argument("--topk", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--optimizer", choices=MAKERS, default="demo")
-    parser.add_argument("--block-side", type=int, default=64)
-    parser.add_argument("--value-coding", default="float32")
-    parser.add_argument("--selection", default="topk")
-    parser.add_argument("--transform", default="dct")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--keep", action="store_true", help="append the figures to results/")
     args = parser.parse_args()
 
-    params = transformer_params(args.layers, args.width)
+    params = optax.tree.random_like(
+        jax.random.key(0), transformer_shapes(args.layers, args.width), jax.random.normal
+    )
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     names = "block_side", "value_coding", "selection", "transform"
     settings = {name: getattr(args, name) for name in names}
@@ -115,7 +103,8 @@ def main() -> None:
         print(f"{name:24} {cost:7.2f} ns/parameter {ratio:6.1f}x adamw")
         if args.keep:
             figures = {"ns per parameter": round(cost, 2), "times adamw": round(ratio, 1)}
-            kept.append("step_cost", name, model, where, f"jax {jax.__version__}", figures=figures)
+            own = dict(name=name, model=model, where=where, version=f"jax {jax.__version__}")
+            kept.append("step_cost", **own, figures=figures)
 
 
 if __name__ == "__main__":

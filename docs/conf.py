@@ -8,11 +8,6 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax",
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "demo_optax"
-html_theme_options = {
-    "source_repository": "https://github.com/demo-optax/demo_optax/",
-    "source_branch": "main",
-    "source_directory": "docs/",
-}
 
 default_role = "code"
 autodoc_member_order = "bysource"
@@ -30,10 +25,12 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 
 def setup(app):
-    """Links to notebooks are those of GitHub; Sphinx has the notebooks in ``docs/notebooks``."""
+    """Links follow the repository's folders; Sphinx has the notebooks in ``docs/notebooks``."""
     app.connect("source-read", link_notebooks)
 
 
 def link_notebooks(app, name, source):
-    link = r"\[([^]]*)\]\((?:\.\./\.\./notebooks/)?(\w+)\.ipynb\)"
+    if name.startswith("notebooks/"):
+        source[0] = source[0].replace("](../docs/", "](/")
+    link = r"\[([^][]*)\]\((?:\.\./\.\./notebooks/)?(\w+)\.ipynb\)"
     source[0] = re.sub(link, r"{doc}`\1 </notebooks/\2>`", source[0])

@@ -30,7 +30,6 @@ def main() -> None:
         config,
         checkpoint_dir=None,  # which may be read-only
         log_dir=None,
-        profile_steps=0,
         workers=None if config.swarm else 1,  # a swarm's worker is one already
         fsdp=1,
         coordinator=None,

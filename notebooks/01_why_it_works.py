@@ -14,22 +14,19 @@
 # %% [markdown]
 # # Why it works: where the energy of a momentum lies
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/01_why_it_works.ipynb)
-#
 # DeMo sends a few coefficients of each block of the momentum and keeps the rest for later. That can
 # only work if few coefficients hold much of the energy. Here we take momenta from a real training
 # run and cut them into blocks of 64 × 64. We look at each block in three bases. These are the cosine
 # transform (DCT), a random orthogonal basis, and no transform (identity).
+#
+# In Colab, first [bring the folder of the source there](../docs/how_to/install.md#colab).
 
 # %%
-# In Colab or Jupyter this installs what is missing: the library, and what its examples need.
+# This installs what is missing. If nothing is missing, it needs no network.
 import os
 import sys
 
-if not os.path.exists("../examples"):
-    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
-    os.chdir("demo_optax/notebooks")
-sys.path.append("../examples")
+sys.path[:0] = [os.path.abspath(".."), os.path.abspath("../examples")]
 try:
     import demo_optax
     import lm.train  # noqa: F401

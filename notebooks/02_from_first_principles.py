@@ -14,17 +14,21 @@
 # %% [markdown]
 # # The optimizer from first principles
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/02_from_first_principles.ipynb)
-#
 # First we write DeMo in sixty lines of JAX, close to the paper. There are no packets and no codings,
 # and every array is dense. Then the library runs on the same gradients, step by step.
+#
+# In Colab, first [bring the folder of the source there](../docs/how_to/install.md#colab).
 
 # %%
-# In Colab or Jupyter this installs what is missing.
+# This installs what is missing. If nothing is missing, it needs no network.
+import os
+import sys
+
+sys.path.insert(0, os.path.abspath(".."))
 try:
     import demo_optax
 except ImportError:
-    # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
+    # %pip install -q ..
     import demo_optax
 try:
     import matplotlib.pyplot as plt

@@ -14,17 +14,21 @@
 # %% [markdown]
 # # Bytes, bandwidth, and the number of workers
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/03_bytes_and_bandwidth.ipynb)
-#
 # This notebook computes the seconds of a step from a model and a link, before any training. It
 # allocates no parameters: their shapes are enough.
+#
+# In Colab, first [bring the folder of the source there](../docs/how_to/install.md#colab).
 
 # %%
-# In Colab or Jupyter this installs what is missing.
+# This installs what is missing. If nothing is missing, it needs no network.
+import os
+import sys
+
+sys.path.insert(0, os.path.abspath(".."))
 try:
     import demo_optax
 except ImportError:
-    # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
+    # %pip install -q ..
     import demo_optax
 try:
     import matplotlib.pyplot as plt

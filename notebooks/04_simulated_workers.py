@@ -14,20 +14,24 @@
 # %% [markdown]
 # # Many simulated workers on one device
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/04_simulated_workers.ipynb)
-#
 # The short way to simulate workers is `make_train_step` with an `AbstractMesh`, as in notebook 0 and in
-# [Simulate workers](https://demo-optax.github.io/demo_optax/how_to/simulate.html). This notebook does the same by hand:
+# [Simulate workers](../docs/how_to/simulate.md). This notebook does the same by hand:
 # `jax.vmap(axis_name=...)` simulates any number of workers on one device. They exchange the same
 # packets as workers on devices of their own. Here eight workers learn to read digits, and we watch
 # two things. The momenta drift apart. The parameters must not.
+#
+# In Colab, first [bring the folder of the source there](../docs/how_to/install.md#colab).
 
 # %%
-# In Colab or Jupyter this installs what is missing.
+# This installs what is missing. If nothing is missing, it needs no network.
+import os
+import sys
+
+sys.path.insert(0, os.path.abspath(".."))
 try:
     import demo_optax
 except ImportError:
-    # %pip install -q "demo_optax @ git+https://github.com/demo-optax/demo_optax"
+    # %pip install -q ..
     import demo_optax
 try:
     import matplotlib.pyplot as plt

@@ -14,21 +14,19 @@
 # %% [markdown]
 # # From one device to many hosts
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/05_many_hosts.ipynb)
-#
 # The same few lines run on one device, on eight, and on four workers of two devices each. They also
 # run as separate processes that talk over a socket. Here the devices are virtual CPU devices. On
 # accelerators nothing else changes.
+#
+# In Colab, first [bring the folder of the source there](../docs/how_to/install.md#colab).
 
 # %%
-# In Colab or Jupyter this installs what is missing: the library, and what its examples need.
+# This installs what is missing. If nothing is missing, it needs no network.
 import os
 import sys
 
-if not os.path.exists("../examples"):
-    # !git clone -q --depth 1 https://github.com/demo-optax/demo_optax
-    os.chdir("demo_optax/notebooks")
-sys.path.append("../examples")
+sys.path[:0] = [os.path.abspath(".."), os.path.abspath("../examples")]
+os.environ["PYTHONPATH"] = sys.path[0]  # of the processes that this notebook starts
 try:
     import demo_optax
     import lm.train  # noqa: F401

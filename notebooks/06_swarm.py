@@ -14,20 +14,24 @@
 # %% [markdown]
 # # A swarm: workers that come and go
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/demo-optax/demo_optax/blob/main/notebooks/06_swarm.ipynb)
-#
 # Three workers train one model over an object store, without a collective and without a leader. One
 # joins late. Another vanishes without a word, and comes back. At the end all have the same parameters.
 #
 # Here each worker is a thread, and the store is a folder. With machines in different places each
 # worker is a process, and the store is a bucket. The code of a worker stays the same.
+#
+# In Colab, first [bring the folder of the source there](../docs/how_to/install.md#colab).
 
 # %%
-# In Colab or Jupyter this installs what is missing.
+# This installs what is missing. If nothing is missing, it needs no network.
+import os
+import sys
+
+sys.path.insert(0, os.path.abspath(".."))
 try:
     import demo_optax
 except ImportError:
-    # %pip install -q "demo_optax[swarm] @ git+https://github.com/demo-optax/demo_optax"
+    # %pip install -q ..
     import demo_optax
 try:
     import matplotlib.pyplot as plt

@@ -14,7 +14,6 @@ NANO = Config(
     steps=6,
     warmup_steps=2,
     evaluate_every=3,
-    check_replicas_every=3,
 )
 
 

@@ -24,7 +24,6 @@ OF_ONE_PROCESS = {
     "distributed",
     "log_dir",
     "process_id",
-    "profile_steps",
     "text",
 }
 

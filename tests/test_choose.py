@@ -15,14 +15,15 @@ import optax
 import pytest
 
 import demo_optax
-from benchmarks import pages
-from benchmarks.quality import choices, study
+from benchmarks.quality import study, tables
+from benchmarks.tools import pages
 from demo_optax import accounting
 from demo_optax._src.accounting import candidates, methods
 from demo_optax._src.commands.quantities import bandwidth as bits
 from lm import setup
 from lm.config import from_command_line
 from lm.validation import require_sensible
+from tests import choice_tables
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/how_to/choose.md").read_text()
@@ -187,25 +188,25 @@ def test_thin_evidence_is_said():
 
 
 def test_the_losses_in_the_package_are_what_the_studies_found():
-    assert candidates.LOSSES.read_text() == choices.losses(study.read()), (
+    assert candidates.LOSSES.read_text() == tables.losses(study.read()), (
         "run python -m benchmarks.quality write"
     )
 
 
 def test_a_measurement_without_a_result_is_refused(monkeypatch):
     one = {"demo_muon": [methods.Measurement("final", "DeMo-Lion")]}
-    monkeypatch.setattr(choices, "MEASUREMENTS", one)
-    with pytest.raises(ValueError, match="'final' has no result of 'DeMo-Lion'"):
-        choices.losses(study.read())
+    monkeypatch.setattr(tables, "MEASUREMENTS", one)
+    with pytest.raises(ValueError, match=r"'DeMo-Lion'.*have no result"):
+        tables.losses(study.read())
 
 
 def test_the_page_has_what_is_chosen():
-    assert pages.outdated(choices.PAGES, choices.KIND, choices.table) == [], (
-        "run python -m benchmarks.quality write"
+    assert pages.outdated(choice_tables.PAGES, choice_tables.KIND, choice_tables.table) == [], (
+        "run python -m tests.choice_tables"
     )
     rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| \d+ .bit/s", line)]
-    for (_, *cells, _), bandwidth in zip(rows, choices.LINKS.values(), strict=True):
-        for cell, workers in zip(cells, choices.WORKERS, strict=True):
+    for (_, *cells, _), bandwidth in zip(rows, choice_tables.LINKS.values(), strict=True):
+        for cell, workers in zip(cells, choice_tables.WORKERS, strict=True):
             assert cell.startswith(f"**{row_by_hand(bandwidth, workers, 1e-3)}** ")
     largest, most = candidates.read_limits()
     assert (

@@ -59,15 +59,34 @@ def tensors_of(stacks, count, *, columns_first):
     return tensors
 
 
-def everything(base):
+def held_by_owners(state):
+    """Tensors of what the owners of `TwoPhase` have yet to send back, zeros without owners."""
+    residual = jax.tree.leaves(state.outer[0].exchange)
+    if not residual:
+        return {n: np.zeros(s) for n, s in SHAPES.items()}
+    sections = dict(zip(sorted(state.outer[0].momentum), map(np.asarray, residual), strict=True))
+    stacks = {}
+    for name, x in sections.items():  # (owners, fragments * share, n)
+        rows = state.outer[0].momentum[name].shape[1] // 4
+        shares = x.reshape(len(x), 4, -1, x.shape[-1]).swapaxes(0, 1)
+        stacks[name] = shares.reshape(4, -1, x.shape[-1])[:, :rows].reshape(1, 4 * rows, -1)
+    tensors = tensors_of(stacks, 4, columns_first=True)
+    return {n: x[0] for n, x in tensors.items()}
+
+
+def everything(base, *exchange):
     """An outer optimizer that sends all coefficients."""
     compression = demo_optax.Compression(64, 8, "float32", transform="identity")
-    return outer_of(base, compression)
+    return outer_of(base, compression, *exchange)
 
 
-def outer_of(base, compression):
-    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", axis_name="data")
+def outer_of(base, compression, exchange=demo_optax.AllGather("data")):
+    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", exchange=exchange)
     return demo_optax.decoupled(base, compression, **options)
+
+
+OWNERS = demo_optax.TwoPhase("data", topk_back=64, value_coding_back="float32")
+FEW_BACK = demo_optax.TwoPhase("data", topk_back=4, residual_decay=1.0)
 
 
 def rows_of(step):
@@ -87,17 +106,18 @@ OUTER = {
 
 
 @pytest.mark.parametrize(
-    "outer, every, count, merge",
+    "outer, every, count, merge, exchange",
     [
-        ("plain", 4, 4, None),
-        ("nesterov", 4, 2, 0.5),
-        ("nesterov", 3, 3, 0.5),
-        ("plain", 2, 1, None),
+        ("plain", 4, 4, None, demo_optax.AllGather("data")),
+        ("nesterov", 4, 2, 0.5, demo_optax.AllGather("data")),
+        ("nesterov", 3, 3, 0.5, OWNERS),
+        ("plain", 2, 1, None, OWNERS),
     ],
 )
-def test_fragments_follow_a_simulation(outer, every, count, merge):
+def test_fragments_follow_a_simulation(outer, every, count, merge, exchange):
     base, rate, momentum = OUTER[outer]
-    tx = local(everything(base), every=every, inner=optax.sgd(RATE), fragments=count, merge=merge)
+    options = dict(every=every, inner=optax.sgd(RATE), fragments=count, merge=merge)
+    tx = local(everything(base, exchange), **options)
     mesh = workers.mesh_of(3)
     step = demo_optax.make_train_step(parabola, tx, mesh)
     params = params_of_shapes()
@@ -137,9 +157,11 @@ def linear(params, batch):  # whose gradient is the batch
     return sum(jnp.sum(params[n] * batch[n][0]) for n in params)
 
 
-def test_nothing_of_what_the_workers_went_is_lost():
-    """What is shared, under way, and not sent yet adds up to the inner steps."""
-    outer = outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8, "int8", transform="identity"))
+@pytest.mark.parametrize("exchange", [demo_optax.AllGather("data"), FEW_BACK])
+def test_nothing_of_what_the_workers_went_is_lost(exchange):
+    """What is shared, with an owner, under way, and not sent yet adds up to the inner steps."""
+    compression = demo_optax.Compression(4, 8, "int8", transform="identity")
+    outer = outer_of(optax.sgd(1.0), compression, exchange)
     tx = local(outer, every=4, inner=optax.sgd(RATE), fragments=4)
     mesh, start = workers.mesh_of(3), params_of_shapes()
     step = demo_optax.make_train_step(linear, tx, mesh, donate=False)
@@ -153,9 +175,10 @@ def test_nothing_of_what_the_workers_went_is_lost():
         left = tensors_of(state.outer[0].momentum, 4, columns_first=True)
         old = tensors_of(before.outer[0].momentum, 4, columns_first=True)
         mask = fragment_masks(4)[i % 4]  # of the fragment under way
+        owed = held_by_owners(state)
         for n in SHAPES:
             m = np.where(mask[n], old[n], left[n])
-            total = params[n] - start[n] + (state.displacement[n] - m).mean(0)
+            total = params[n] - start[n] + (state.displacement[n] - m).mean(0) - owed[n]
             np.testing.assert_allclose(total, went[n].mean(0), rtol=1e-4, atol=2e-5)
         before = state
     assert max(np.abs(x).max() for x in jax.tree.leaves(left)) > 0.1  # much is not sent yet
@@ -214,6 +237,18 @@ def test_one_gather_of_a_fragments_bytes_waits_for_no_gradient(every, count):
         assert behind and all("pending.outbox.packets" in argument for argument in behind)
 
 
+def test_two_phases_of_a_fragment_wait_for_no_gradient():
+    tx = local(outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8), OWNERS), 4, fragments=4)
+    mesh, params = workers.mesh_of(4), params_of_shapes()
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(parabola, tx, mesh)
+    batch = {n: np.ones((4, *s), np.float32) for n, s in SHAPES.items()}
+    text = step.lower(params, state, batch).compile().as_text()
+    assert len(collectives(text)) == 2 and " conditional(" not in text
+    for _, behind in arguments_behind(text):
+        assert behind and not any("batch" in argument for argument in behind)
+
+
 @pytest.mark.parametrize("coding", ["int2", pytest.param("sign", marks=pytest.mark.slow)])
 def test_padding_stays_zero(coding):
     base = optax.adamw(0.1, weight_decay=0.1)
@@ -257,10 +292,11 @@ def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(tmp_path):
     chex.assert_trees_all_equal(ours, expected)
 
 
-@pytest.mark.parametrize("count", [2, 6])
-def test_other_workers_take_over_what_was_under_way(count, tmp_path):
+@pytest.mark.parametrize("count, exchange", [(2, demo_optax.AllGather("data")), (6, FEW_BACK)])
+def test_other_workers_take_over_what_was_under_way(count, exchange, tmp_path):
     compression = demo_optax.Compression(4, 8, "int8", transform="identity")
-    tx = local(outer_of(optax.sgd(1.0), compression), every=4, fragments=4, inner=optax.sgd(RATE))
+    outer = outer_of(optax.sgd(1.0), compression, exchange)
+    tx = local(outer, every=4, fragments=4, inner=optax.sgd(RATE))
     start = params_of_shapes()
 
     def run(mesh, steps, params, state):
@@ -286,6 +322,8 @@ def test_other_workers_take_over_what_was_under_way(count, tmp_path):
         tensors_of(x.outer[0].momentum, 4, columns_first=True) for x in (before, found, state)
     )
     mask = fragment_masks(4)[6 % 4]
+    chex.assert_trees_all_equal(held_by_owners(found), held_by_owners(state))
+    assert any(x.any() for x in held_by_owners(state).values()) == (exchange is FEW_BACK)
     for n in SHAPES:
         delta = np.where(mask[n], -np.asarray(state.displacement[n]).mean(0), 0)
         expected = np.where(mask[n], old[n].mean(0) + delta, sent[n].mean(0))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pages
-from benchmarks.quality import pictures, study, tables
+from benchmarks.quality import study, tables
+from benchmarks.tools import pages
 
 ROOT = Path(__file__).parents[1]
 STUDIES = study.read()
@@ -16,7 +16,7 @@ def test_pages_say_what_was_found():
     table = tables.table_of(STUDIES)
     outdated = pages.outdated(tables.PAGES, tables.KIND, table)
     assert outdated == [], "run python -m benchmarks.quality write"
-    assert "<!-- study tiny -->" in (ROOT / "docs/explanation/quality_studies.md").read_text()
+    assert "<!-- study final -->" in (ROOT / "docs/explanation/quality.md").read_text()
     marks = "<!-- study tiny: Muon; DeMo, k = ? -->\n<!-- end -->"
     some = pages.replaced(marks, tables.KIND, table)
     assert [line.split(" | ")[0] for line in some.splitlines()[3:-1]] == [
@@ -24,9 +24,14 @@ def test_pages_say_what_was_found():
     ]  # fmt: skip
 
 
+def test_the_page_of_the_finished_studies_names_the_tag_that_keeps_them():
+    text = (ROOT / "docs/explanation/quality_studies.md").read_text()
+    assert "`git checkout studies-2026-11`" in text
+
+
 def test_a_pattern_of_a_table_that_means_no_method_is_refused():
-    with pytest.raises(ValueError, match="no method of the study 'screen' has a name like 'Muo'"):
-        tables.of_study(STUDIES["screen"], ("Muon*", "Muo"))
+    with pytest.raises(ValueError, match="no method of the study 'final' has a name like 'Muo'"):
+        tables.of_study(STUDIES["final"], ("Muon*", "Muo"))
 
 
 def test_the_readme_has_the_differences_of_the_unseen_seeds():
@@ -87,12 +92,15 @@ def test_what_was_tried_with_local_steps_is_in_the_tables():
     }
 
 
+SIZES = ("tiny_short", "small_short", "medium")
+
+
 def test_the_times_of_the_three_sizes_are_those_of_the_runs():
     text = (ROOT / "docs/explanation/quality.md").read_text()
     table = text.split("The time of each run")[1].split("\n\n")[1]
     said = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     found = {}
-    for name in pictures.SIZES:
+    for name in SIZES:
         each = STUDIES[name]
         results = each.results()
         for method in ("AdamW", "Muon", "DeMo-scaled", "DeMo-Muon"):

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "reading_ease.py"
+SCRIPT = pathlib.Path(__file__).parents[1] / "docs" / "reading_ease.py"
 SPEC = importlib.util.spec_from_file_location("reading_ease", SCRIPT)
 assert SPEC and SPEC.loader
 reading_ease = importlib.util.module_from_spec(SPEC)

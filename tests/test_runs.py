@@ -89,13 +89,12 @@ def cut_short(config, at):
     return run._replace(corpus=run.corpus._replace(train=run.corpus.train.view(Ending)))
 
 
-def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
+def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(
         NANO,
         steps=14,
         evaluate_every=7,
         log_dir=tmp_path / "log",
-        profile_steps=2,
         sample_length=5,
         checkpoint_dir=str(tmp_path / "saved"),
     )
@@ -120,7 +119,6 @@ def test_a_run_logs_profiles_samples_and_is_evaluated(tmp_path, capsys, monkeypa
     ):
         assert (tag, 14) in events
     assert ("loss/held_out", 7) in events
-    assert list((tmp_path / "log").rglob("*.xplane.pb"))
 
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *words_of(config)])
     evaluate.main()
@@ -139,7 +137,7 @@ def test_no_checkpoint_of_replicas_that_differ(workers, tmp_path):
         batch_size=6,
         checkpoint_dir=str(tmp_path / "saved"),
         checkpoint_every=2,
-        check_replicas_every=100,
+        evaluate_every=100,
     )
     run, steps = prepare(config), itertools.count(1)
 
@@ -161,9 +159,7 @@ def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
 
     What the packets tell is `tests/test_untrusted_workers.py`'s.
     """
-    config = dataclasses.replace(
-        NANO, workers=3, batch_size=6, steps=8, check_replicas_every=100, evaluate_every=100
-    )
+    config = dataclasses.replace(NANO, workers=3, batch_size=6, steps=8, evaluate_every=100)
     run, steps, mended = prepare(config), itertools.count(1), []
 
     def step(params, opt_state, batch):

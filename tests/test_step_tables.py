@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import kept, pages, step_tables
+from benchmarks.tools import kept, pages, step_tables
 
 
 @pytest.fixture
@@ -12,13 +12,13 @@ def results(monkeypatch, tmp_path):
 
 
 def keep(name, **figures):
-    where, version = "compiled for 8 chips", "jax 1.0"
-    kept.append("some", name, "2 tensors", where, version, command=f"run {name}", figures=figures)
+    own = dict(name=name, model="2 tensors", where="compiled for 8 chips", version="jax 1.0")
+    kept.append("some", **own, command=f"run {name}", figures=figures)
 
 
 def test_the_page_says_what_was_kept():
     outdated = pages.outdated(step_tables.PAGES, step_tables.KIND, step_tables.table)
-    assert outdated == [], "run python -m benchmarks.step_tables write"
+    assert outdated == [], "run python -m benchmarks.tools.step_tables write"
     for page in step_tables.PAGES:
         text = (pages.ROOT / page).read_text()
         for path in kept.FOLDER.glob("*.jsonl"):

@@ -37,7 +37,7 @@ def test_nothing_is_lost(name):
     kind = KINDS[name]
     tries = list(kind.run(TRIES[name], 1))
     assert [one for one in tries if one.lost] == []
-    assert Counter(one.row for one in tries) == dict.fromkeys(kind.rows, TRIES[name])
+    assert Counter(one.row for one in tries) == dict.fromkeys(kind.ROWS, TRIES[name])
 
 
 @pytest.fixture

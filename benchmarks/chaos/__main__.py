@@ -7,6 +7,7 @@ It prints each fault as it happens, and a report; the exit status is 1 where any
 worker that ended by itself, a step after which parameters differed, or a hang.
 """
 
+import argparse
 import functools
 import os
 import pathlib
@@ -18,10 +19,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated
+from typing import get_args
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -35,60 +34,49 @@ LONGEST_JOIN = 300.0  # seconds
 NANO = ("--text", str(ROOT / "demo_optax" / "_src" / "compression"), "--sequence-length", "16")
 
 
-@dataclass(frozen=True)
-class Options:
-    store: StoreName = "folder"
-    """Where the workers exchange: a folder, moto's S3 or Azurite."""
-    workers: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
-    """Workers that shall be there."""
-    faults: int = 67
-    """How many faults to let happen; with --every, as many as come before the last step."""
-    every: float | None = None
-    """Seconds between two kills, the only faults then. By default faults of all kinds follow each
-    other."""
-    steps: int = 10**6
-    """Steps after which the run ends; by default it ends after the faults."""
-    preset: str = "nano"
-    """The trainer's preset."""
-    batch_size: int = 4
-    """Of each worker."""
-    delay: int | None = None
-    """Of the exchange, by default the trainer's."""
-    optimizer: str = "demo-scaled"
-    """The trainer's optimizer; diloco and sparseloco exchange in rounds."""
-    local_steps: int | None = None
-    """Steps in a round."""
-    round_seconds: float | None = None
-    """Seconds in a round."""
-    hang: float = 90.0
-    """Seconds without a step of a worker that count as a hang."""
-    seed: int = 0
-    """Of the faults, and of the run."""
-    picture: pathlib.Path | None = None
-    """Draws who took part when."""
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--store", choices=get_args(StoreName), default="folder", help="Azurite is azure's")
+    add("--workers", "-n", type=int, default=4, help="workers that shall be there")
+    add("--faults", type=int, default=67, help="how many faults to let happen, of all kinds")
+    add("--every", type=float, help="seconds between two kills, the only faults then")
+    add("--steps", type=int, default=10**6, help="by default the run ends after the faults")
+    add("--preset", default="nano", help="the trainer's, as these are:")
+    add("--batch-size", type=int, default=4, help="of each worker")
+    add("--delay", type=int, help="of the exchange")
+    add("--optimizer", default="demo-scaled", help="diloco and sparseloco exchange in rounds")
+    add("--local-steps", type=int, help="steps in a round")
+    add("--round-seconds", type=float, help="seconds in a round")
+    add("--seed", type=int, default=0, help="of the faults, and of the run")
+    add("--hang", type=float, default=90.0, help="seconds without a step that count as a hang")
+    add("--picture", type=pathlib.Path, help="draws who took part when")
+    return parser.parse_args()
 
 
 class Chaos:
     """A run that is broken, and what was seen."""
 
-    def __init__(self, options: Options, place: Served, folder: pathlib.Path, console: Console):
+    def __init__(self, options, place: Served, folder: pathlib.Path, console: Console):
         self.options, self.place, self.console = options, place, console
         self.drawn = random.Random(options.seed)
-        words = ["--swarm", place.url, "--preset", options.preset, "--steps", str(options.steps)]
-        words += ["--batch-size", str(options.batch_size), "--optimizer", options.optimizer]
-        words += ["--seed", str(options.seed), "--evaluate-every", "1000000"]
-        words += ["--snapshot-every", "50", "--min-workers", "1", "--log-checksums"]
-        for flag in ("delay", "local_steps", "round_seconds"):
-            if (value := getattr(options, flag)) is not None:
-                words += [f"--{flag.replace('_', '-')}", str(value)]
+        settings = {"--swarm": place.url, "--min-workers": 1}
+        settings |= {"--evaluate-every": 10**6, "--snapshot-every": 50}
+        own = ("preset", "steps", "batch_size", "optimizer", "seed")
+        for name in (*own, "delay", "local_steps", "round_seconds"):
+            if (value := getattr(options, name)) is not None:
+                settings["--" + name.replace("_", "-")] = value
+        words = [str(word) for pair in settings.items() for word in pair] + ["--log-checksums"]
         words += NANO if options.preset == "nano" else []
         self.workers = [
             Worker(f"worker-{n}", folder, words, place.environment) for n in range(options.workers)
         ]
         self.counts: Counter[str] = Counter()
-        self.kills: list[tuple[str, float]] = []
         self.errors: list[str] = []
         self.hangs = 0
+        self.began = self.ended = time.time()
 
     def run(self) -> None:
         for worker in self.workers:
@@ -116,8 +104,8 @@ class Chaos:
             if time.monotonic() > following and len(joined) == len(self.workers):
                 following += every
                 worker = self.drawn.choice(joined)
-                does = functools.partial(kinds.kill, worker, 0.0)
-                self.happen(kinds.Fault("kill", worker.name, does), worker).join()
+                does = functools.partial(kinds.kill, [worker], 0.0)
+                self.happen(kinds.Fault("kill", worker.name, does)).join()
             time.sleep(0.2)
 
     def break_everything(self) -> None:
@@ -131,8 +119,7 @@ class Chaos:
             if kind in kinds.STORE_KINDS and of_store:
                 of_store.join()
             fault = kinds.draw(kind, self.workers, self.place.faults, self.drawn)
-            name = fault.what.partition(",")[0]
-            thread = self.happen(fault, next((x for x in self.workers if x.name == name), None))
+            thread = self.happen(fault)
             if kind in kinds.STORE_KINDS:  # lasts while processes are broken
                 of_store = thread
             else:
@@ -141,20 +128,16 @@ class Chaos:
             time.sleep(self.drawn.uniform(0.2, 1.5))
         self.wait_for_all()
 
-    def happen(self, fault: kinds.Fault, worker: Worker | None) -> threading.Thread:
+    def happen(self, fault: kinds.Fault) -> threading.Thread:
         self.counts[fault.kind] += 1
         self.console.print(f"{sum(self.counts.values()):4} {fault.kind}: {fault.what}")
-        if fault.kind == "kill" and worker:
-            self.kills.append((worker.name, time.time()))
         return kinds.in_background(fault, self.errors)
 
     def look(self, finished: bool = False) -> None:
         """Notes hangs, and workers that ended by themselves, which are started again."""
         if lag(self.workers) > self.options.hang:
-            self.hangs += 1
             raise TimeoutError(f"a worker took no step for {self.options.hang:.0f} s")
         if late := [worker.name for worker in self.workers if worker.joining_for > LONGEST_JOIN]:
-            self.hangs += 1
             raise TimeoutError(f"{', '.join(late)} did not join within {LONGEST_JOIN:.0f} s")
         for worker in self.workers:
             if not worker.alive and not (finished and worker.held_out() is not None):
@@ -173,76 +156,57 @@ class Chaos:
                 worker.wait(10)
 
 
-def seconds_until_noticed(history: History, kills: list[tuple[str, float]]) -> list[float]:
-    """From each kill to the first decision without the worker that was killed."""
-    seconds = []
-    for name, at in kills:
-        for manifest in history.manifests:
-            names = {history.names[member] for member in manifest.members}
-            if manifest.time > at and name not in names:
-                seconds.append(manifest.time - at)
-                break
-    return seconds
-
-
 def seconds_until_joined(workers: list[Worker]) -> list[float]:
     """From each start of a process to the end of its first step that counted."""
     seconds = []
     for worker in workers:
-        lines = [line for line in worker.lines() if worker.name in line.members]
+        times = [step["time"] for step in worker.steps() if worker.name in step["members"]]
         for start, following in zip(worker.starts, [*worker.starts[1:], float("inf")], strict=True):
-            times = [line.time for line in lines if start < line.time < following]
-            seconds += [min(times) - start] if times else []
+            first = next((at for at in times if start < at < following), None)
+            seconds += [first - start] if first is not None else []
     return seconds
 
 
 def report(chaos: Chaos, history: History, console: Console) -> bool:
     """Prints what came of it; whether nothing was lost."""
     options, (compared, differing) = chaos.options, compare_steps(chaos.workers)
-    noticed = seconds_until_noticed(history, chaos.kills)
-    again = seconds_until_joined(chaos.workers)[options.workers :]
     during = [m for m in history.manifests if chaos.began <= m.time <= chaos.ended]
     goodput = history._replace(manifests=during).goodput(options.workers)
-    durations = history._replace(manifests=during).seconds()
-    losses = [worker.held_out() for worker in chaos.workers]
     counted = sum(packet.steps for m in history.manifests for packet in m.packets)
-    trained = sum(len(list(worker.lines())) for worker in chaos.workers)
-    table = Table(show_header=False)
+    trained = sum(len(worker.steps()) for worker in chaos.workers)
     kinds_seen = ", ".join(f"{n} {kind}" for kind, n in sorted(chaos.counts.items()))
-    table.add_row("store", f"{options.store}, {options.optimizer}")
-    table.add_row("faults", f"{sum(chaos.counts.values())}: {kinds_seen}")
     exchanges = f"{len(history.manifests)} exchanges in {chaos.ended - chaos.began:.0f} s"
-    table.add_row("steps", f"{counted} of {trained} that were trained counted, in {exchanges}")
-    table.add_row("exchanges compared, and different", f"{compared}, {len(differing)}")
-    table.add_row("lost, and why", f"{len(chaos.errors)} {'; '.join(chaos.errors)}")
-    table.add_row("hangs", str(chaos.hangs))
-    table.add_row("goodput", f"{goodput:.1%} of {options.workers} workers' time")
-    if durations:
-        table.add_row(
-            "seconds an exchange",
-            f"median {statistics.median(durations):.3f}, most {max(durations):.1f}",
-        )
-    for what, seconds in ("a kill is noticed after", noticed), ("a start takes part after", again):
-        if seconds:
-            median = statistics.median(seconds)
-            table.add_row(what, f"median {median:.1f} s, most {max(seconds):.1f} s")
     joins = [join for worker in chaos.workers for join in worker.joins()[1:]]
-    if joins:
-        imports, compiling, catching_up = (
-            statistics.median(x) for x in list(zip(*joins, strict=True))[1:]
-        )
-        table.add_row(
-            "of which",
-            f"{imports:.1f} s imports and data, {compiling:.1f} s compiling, "
-            f"{catching_up:.1f} s catching up",
-        )
-    if any(losses):
-        table.add_row("held-out loss", ", ".join(f"{x:.4f}" for x in losses if x is not None))
+    losses = [f"{loss:.4f}" for x in chaos.workers if (loss := x.held_out()) is not None]
+    rows = {
+        "store": f"{options.store}, {options.optimizer}",
+        "faults": f"{sum(chaos.counts.values())}: {kinds_seen}",
+        "steps": f"{counted} of {trained} that were trained counted, in {exchanges}",
+        "exchanges compared, and different": f"{compared}, {len(differing)}",
+        "lost, and why": f"{len(chaos.errors)} {'; '.join(chaos.errors)}",
+        "hangs": str(chaos.hangs),
+        "goodput": f"{goodput:.1%} of {options.workers} workers' time",
+        "seconds of an exchange": spread(history._replace(manifests=during).seconds()),
+        "seconds until a start takes part": spread(
+            seconds_until_joined(chaos.workers)[options.workers :]
+        ),
+        "of which imports and data, compiling, catching up": "; ".join(
+            spread(seconds) for seconds in list(zip(*joins, strict=True))[1:]
+        ),
+        "held-out loss": ", ".join(losses),
+    }
+    table = Table(show_header=False)
+    for row in filter(all, rows.items()):
+        table.add_row(*row)
     console.print(table)
     return not (differing or chaos.errors or chaos.hangs)
 
 
-def main(options: Options) -> int:
+def spread(values: list[float]) -> str:
+    return f"median {statistics.median(values):.3f}, most {max(values):.1f}" if values else ""
+
+
+def main(options: argparse.Namespace) -> int:
     console = Console(width=140)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
@@ -251,9 +215,9 @@ def main(options: Options) -> int:
             try:
                 chaos.run()
             except TimeoutError as error:
+                chaos.hangs += 1
                 chaos.errors.append(str(error))
                 chaos.ended = time.time()
-                chaos.began = getattr(chaos, "began", chaos.ended)
             finally:
                 chaos.end()
             os.environ.update(place.environment)
@@ -265,4 +229,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    sys.exit(main(parsed()))

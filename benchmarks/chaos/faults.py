@@ -24,16 +24,8 @@ ENDING = ("kill", "leave", "kill all")  # for which all workers have to be there
 STORE_KINDS = ("slow store", "failing store", "stale lists")
 
 
-def kill(worker: Worker, pause: float) -> None:
-    """The process ends without a word, and is started again."""
-    worker.send(signal.SIGKILL)
-    worker.wait(10)
-    time.sleep(pause)
-    worker.start()
-
-
-def kill_all(workers: list[Worker], pause: float) -> None:
-    """All processes end without a word, and are started again."""
+def kill(workers: list[Worker], pause: float) -> None:
+    """The processes end without a word, and are started again."""
     for worker in workers:
         worker.send(signal.SIGKILL)
     for worker in workers:
@@ -63,52 +55,31 @@ def throttle(worker: Worker, seconds: float) -> None:
     """The process gets a third of the time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        worker.send(signal.SIGSTOP)
-        time.sleep(0.2)
-        worker.send(signal.SIGCONT)
+        stop(worker, 0.2)
         time.sleep(0.1)
-
-
-def slow_store(faults: Faults, delay: float, seconds: float) -> None:
-    faults.delay = delay
-    time.sleep(seconds)
-    faults.delay = 0.0
-
-
-def failing_store(faults: Faults, probability: float, seconds: float) -> None:
-    faults.failing = probability
-    time.sleep(seconds)
-    faults.failing = 0.0
-
-
-def stale_lists(faults: Faults, seconds: float) -> None:
-    faults.set_stale(True)
-    time.sleep(seconds)
-    faults.set_stale(False)
 
 
 def draw(kind: str, workers: list[Worker], faults: Faults | None, drawn: random.Random) -> Fault:
     """A fault of a kind, of a worker that takes part."""
     worker, seconds = drawn.choice([x for x in workers if x.joined]), drawn.uniform(0.5, 4.0)
+    share = drawn.uniform(0.05, 0.5)
+    if kind in STORE_KINDS:
+        assert faults is not None
+        what, name = {
+            "slow store": (f"{share:.2f} s a request, ", "delay"),
+            "failing store": (f"{share:.0%} of requests, ", "failing"),
+            "stale lists": ("", "stale"),
+        }[kind]
+        return Fault(kind, f"{what}{seconds:.1f} s", lambda: faults.last(name, share, seconds))
     if kind == "kill all":
-        return Fault(kind, f"back after {seconds:.1f} s", lambda: kill_all(workers, seconds))
-    if kind in ("kill", "leave"):
-        what = f"{worker.name}, back after {seconds:.1f} s"
-        does = kill if kind == "kill" else leave
-        return Fault(kind, what, lambda: does(worker, seconds))
-    if kind in ("stop", "throttle"):
-        does = stop if kind == "stop" else throttle
-        return Fault(kind, f"{worker.name}, {seconds:.1f} s", lambda: does(worker, seconds))
-    assert faults is not None
-    if kind == "slow store":
-        delay = drawn.uniform(0.05, 0.5)
-        what = f"{delay:.2f} s a request, {seconds:.1f} s"
-        return Fault(kind, what, lambda: slow_store(faults, delay, seconds))
-    if kind == "failing store":
-        share = drawn.uniform(0.05, 0.5)
-        what = f"{share:.0%} of requests, {seconds:.1f} s"
-        return Fault(kind, what, lambda: failing_store(faults, share, seconds))
-    return Fault(kind, f"{seconds:.1f} s", lambda: stale_lists(faults, seconds))
+        return Fault(kind, f"back after {seconds:.1f} s", lambda: kill(workers, seconds))
+    after, does = {
+        "kill": ("back after ", lambda: kill([worker], seconds)),
+        "leave": ("back after ", lambda: leave(worker, seconds)),
+        "stop": ("", lambda: stop(worker, seconds)),
+        "throttle": ("", lambda: throttle(worker, seconds)),
+    }[kind]
+    return Fault(kind, f"{worker.name}, {after}{seconds:.1f} s", does)
 
 
 def in_background(fault: Fault, errors: list[str]) -> threading.Thread:

@@ -1,5 +1,6 @@
 """The workers of a run: processes of the trainer, what is done to them, and what they log."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -15,17 +16,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 JOINED = re.compile(
     r"joined before step (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to catch"
 )
-
-
-class Line(NamedTuple):
-    """What a worker logged of a step."""
-
-    worker: str
-    step: int
-    time: float
-    seconds: float
-    members: tuple[str, ...]
-    waited: float
 
 
 class Join(NamedTuple):
@@ -108,24 +98,13 @@ class Worker:
         return [Join(int(step), *map(float, seconds)) for step, *seconds in joins]
 
     def records(self) -> Iterator[dict]:
-        if self.log.exists():
-            for line in self.log.read_text().splitlines():
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue  # of a process that was killed while it wrote
+        for line in self.log.read_text().splitlines() if self.log.exists() else ():
+            with contextlib.suppress(ValueError):  # of a process that was killed while it wrote
+                yield json.loads(line)
 
-    def lines(self) -> Iterator[Line]:
-        for record in self.records():
-            if "loss" in record:
-                yield Line(
-                    self.name,
-                    record["step"],
-                    record["time"],
-                    record["seconds"],
-                    tuple(record["members"]),
-                    record["waited"],
-                )
+    def steps(self) -> list[dict]:
+        """What it logged of each step."""
+        return [record for record in self.records() if "loss" in record]
 
     def held_out(self) -> float | None:
         return next((x["held_out"] for x in self.records() if "held_out" in x), None)
@@ -135,8 +114,8 @@ def compare_steps(workers: Sequence[Worker]) -> tuple[int, list[int]]:
     """How many steps two workers logged, and after which of them their parameters differed."""
     by_step: dict[int, list[str]] = {}
     for worker in workers:
-        for record in worker.records():
-            if record["parameters"] and "loss" in record:
+        for record in worker.steps():
+            if record["parameters"]:
                 by_step.setdefault(record["done"], []).append(record["parameters"])
     compared = {number: digests for number, digests in by_step.items() if len(digests) > 1}
     return len(compared), sorted(n for n, digests in compared.items() if len(set(digests)) > 1)

@@ -18,18 +18,17 @@ class Faults:
     Attributes:
       delay: seconds before each answer.
       failing: probability of an error, half of them after the request has reached the store.
-      stale: whether lists are answered as they were when they were first asked for.
+      stale: unless 0, lists are answered as they were when they were first asked for.
       bandwidth: bytes per second in each direction, which all requests share.
     """
 
     def __init__(self, seed: int):
-        self.delay, self.failing, self.stale = 0.0, 0.0, False
+        self.delay, self.failing, self.stale = 0.0, 0.0, 0.0
         self.bandwidth = float("inf")
         self.up, self.down = threading.Lock(), threading.Lock()
         self.conditional = threading.Lock()  # stores decide a conditional put as one; moto does not
         self.lists: dict[str, tuple[int, list, bytes]] = {}
         self.random = random.Random(seed)
-        self.requests = 0
 
     def carry(self, link: threading.Lock, size: int) -> None:
         """Takes as long as these bytes do; requests at the same time take turns."""
@@ -37,9 +36,12 @@ class Faults:
             with link:
                 time.sleep(min(CHUNK, size - start) / self.bandwidth)
 
-    def set_stale(self, stale: bool) -> None:
+    def last(self, name: str, value: float, seconds: float) -> None:
+        """One of them is so for some seconds."""
         self.lists.clear()
-        self.stale = stale
+        setattr(self, name, value)
+        time.sleep(seconds)
+        setattr(self, name, 0.0)
 
 
 def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
@@ -52,7 +54,6 @@ def serve(upstream: tuple[str, int], faults: Faults) -> ThreadingHTTPServer:
             pass
 
         def answer(self):
-            faults.requests += 1
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             time.sleep(faults.delay)
             faults.carry(faults.up, len(body))

@@ -9,6 +9,7 @@ is started again. `show` prints the tables. `write` puts them between their mark
 documentation, the losses that `demo-optax choose` weighs into the package, and draws the pictures.
 """
 
+import argparse
 import fnmatch
 import json
 import os
@@ -16,125 +17,78 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
-from typing import Annotated
 
-import tyro
-from rich.console import Console
+from benchmarks.tools import pages
+from demo_optax._src.accounting.candidates import LOSSES
 
-from . import choices, pictures, tables
-from .study import Job, Method, Result, Study, read
+from . import pictures, tables
+from .study import Job, Result, Study, read
 
-console = Console()
-Names = tyro.conf.Positional[tuple[str, ...]]
+CORES = sorted(os.sched_getaffinity(0))
 
 
-@dataclass(frozen=True)
-class Train:
-    """Trains what is not on file yet."""
-
-    studies: Names = ()
-    only: tuple[str, ...] = ("*",)
-    """Patterns of the methods' names."""
-    seeds: int | None = None
-    """How many of each study's seeds, all by default."""
-    jobs: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    """Runs at the same time, each on a core of its own."""
-
-
-@dataclass(frozen=True)
-class Show:
-    """Prints the tables."""
-
-    studies: Names = ()
-
-
-@dataclass(frozen=True)
-class Write:
-    """Puts tables between their marks, and draws the pictures."""
-
-
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[Write, tyro.conf.subcommand("write")]
-)
-
-
-def main(command: Command) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("train", "show", "write"))
+    parser.add_argument("studies", nargs="*", help="all by default")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of the methods' names")
+    parser.add_argument("--seeds", type=int, help="how many of each study's, all by default")
+    parser.add_argument("--jobs", type=int, default=len(CORES), help="runs at once, a core each")
+    given = parser.parse_args()
     studies = read()
-    if isinstance(command, Write):
-        tables.write(studies)
-        choices.write(studies)
-        return pictures.draw(studies)
-    chosen = [studies[name] for name in command.studies or studies]
-    if isinstance(command, Show):
-        for study in chosen:
-            console.print(
-                f"\n{study.name}\n\n{tables.of_study(study)}", markup=False, soft_wrap=True
-            )
-        return None
-    return train(chosen, command)
+    chosen = [studies[name] for name in given.studies or studies]
+    if given.command == "train":
+        train(chosen, given.only, given.seeds, given.jobs)
+    elif given.command == "show":
+        print("\n\n".join(f"{study.name}\n\n{tables.of_study(study)}" for study in chosen))
+    else:
+        pages.write(tables.PAGES, tables.KIND, tables.table_of(studies))
+        LOSSES.write_text(tables.losses(studies))
+        pictures.draw(studies)
 
 
-def train(chosen: list[Study], command: Train) -> None:
-    """Each core takes the next method that needs a run, until none does."""
-    studies = {study.name: study for study in chosen}
+def train(
+    chosen: Sequence[Study],
+    only: Sequence[str] = ("*",),
+    seeds: int | None = None,
+    jobs: int = len(CORES),
+) -> None:
+    """Every method's first seed comes before the others' seeds."""
     cores: Queue[int] = Queue()
-    for core in sorted(os.sched_getaffinity(0))[: command.jobs]:
+    for core in CORES[:jobs]:
         cores.put(core)
-    waiting = [
-        (study, method)
-        for study in chosen
-        for method in study.methods.values()
-        if any(fnmatch.fnmatch(method.name, pattern) for pattern in command.only)
-    ]
-    busy: set[str] = set()
-    lock = threading.Condition()
+    keeping = threading.Lock()
 
-    def take() -> Job | None:
-        """The next job; waits for those under way where only they can tell which it is."""
-        with lock:
-            while True:
-                jobs = [study.next_job(method, study.results()) for study, method in waiting]
-                free = [
-                    job
-                    for (study, _), job in zip(waiting, jobs, strict=True)
-                    if job and job.key not in busy and job.seed in study.seeds[: command.seeds]
-                ]
-                if free:
-                    # Every method's search and first seed come before the others' seeds.
-                    job = min(free, key=lambda job: job.seed)
-                    busy.add(job.key)
-                    return job
-                if not busy:
-                    return None
-                lock.wait()
-
-    def work() -> None:
+    def work(study: Study, job: Job) -> None:
         core = cores.get()
-        while job := take():
-            result = None
-            try:
-                result = run(job, core)
-            finally:
-                with lock:
-                    busy.discard(job.key)
-                    if result is None:
-                        _forget(waiting, job)
-                    else:
-                        _append(studies[job.study], result)
-                    lock.notify_all()
-
-    with ThreadPoolExecutor(command.jobs) as pool:
         try:
-            for each in [pool.submit(work) for _ in range(command.jobs)]:
+            result = run(job, core)
+        finally:
+            cores.put(core)
+        if result is not None:
+            with keeping:
+                study.append(result)
+
+    wanted = [
+        (study, study.job(method, seed))
+        for study in chosen
+        for seed in study.seeds[:seeds]
+        for method in study.methods.values()
+        if any(fnmatch.fnmatch(method.name, pattern) for pattern in only)
+    ]
+    missing = [(study, job) for study, job in wanted if job.key not in study.results()]
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for each in [pool.submit(work, *one) for one in missing]:
                 each.result()
         except BaseException:
-            waiting.clear()  # what is under way ends; nothing else begins
+            pool.shutdown(cancel_futures=True)  # what is under way ends; nothing else begins
             raise
 
 
@@ -152,23 +106,13 @@ def run(job: Job, core: int) -> Result | None:
     )
     what = f"{job.study}: {job.method}, rate {job.learning_rate:g}, seed {job.seed}"
     if ended.returncode:
-        console.print(f"{what} failed:\n{ended.stderr[-2000:]}", markup=False, soft_wrap=True)
+        print(f"{what} failed:\n{ended.stderr[-2000:]}", flush=True)
         return None
     result = Result(**json.loads(ended.stdout.splitlines()[-1]))
     told = f"{result.loss}, {result.bytes_per_step:,.0f} bytes a step, {result.seconds} s"
-    console.print(f"{what}: {told}", markup=False, soft_wrap=True)
+    print(f"{what}: {told}", flush=True)
     return result
 
 
-def _append(study: Study, result: Result) -> None:
-    study.results_path.parent.mkdir(exist_ok=True)
-    with study.results_path.open("a") as file:
-        print(json.dumps(result._asdict()), file=file)
-
-
-def _forget(waiting: list[tuple[Study, Method]], job: Job) -> None:
-    waiting[:] = [x for x in waiting if (x[0].name, x[1].name) != (job.study, job.method)]
-
-
 if __name__ == "__main__":
-    main(tyro.cli(Command, description=__doc__))
+    main()

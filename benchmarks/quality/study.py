@@ -1,4 +1,4 @@
-"""Studies as values: what is trained, what came of it, and which run is the next."""
+"""Studies as values: what is trained, and what came of it."""
 
 import json
 import math
@@ -11,7 +11,6 @@ import yaml
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER / "studies.yaml"
-SPACING = 2.0
 KINDS = "kinds"  # of methods, for studies to refer to
 
 
@@ -73,19 +72,15 @@ class Method:
       name: in tables.
       settings: of the trainer, those of the study included.
       lever: a name in `levers` and its options, or nothing.
-      search_from: the learning rate that a search begins with; None where ``learning_rate`` is set.
-      learning_rate: of all runs, for methods that are not searched for the best.
-      like: the method whose best rate this one takes.
+      learning_rate: the highest, of all runs.
       curve: what it is a point of in the picture, or None.
     """
 
     name: str
-    settings: Mapping[str, Any]
-    lever: Mapping[str, Any]
+    settings: dict[str, Any]
+    lever: dict[str, Any]
+    learning_rate: float
     curve: str | None = None
-    search_from: float | None = None
-    learning_rate: float | None = None
-    like: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,62 +98,23 @@ class Study:
 
     def results(self) -> dict[str, Result]:
         """All results on file, by their job's key."""
-        if not self.results_path.exists():
-            return {}
-        lines = self.results_path.read_text().splitlines()
-        found = [Result(**json.loads(line)) for line in lines]
-        return {result.key: result for result in found}
+        path = self.results_path
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {result.key: result for result in (Result(**json.loads(line)) for line in lines)}
 
-    def job(self, method: Method, rate: float, seed: int) -> Job:
-        return Job(self.name, method.name, dict(method.settings), dict(method.lever), rate, seed)
+    def append(self, result: Result) -> None:
+        """Keeps a result."""
+        self.results_path.parent.mkdir(exist_ok=True)
+        with self.results_path.open("a") as file:
+            print(json.dumps(result._asdict()), file=file)
 
-    def by_rate(self, method: Method, results: Mapping[str, Result]) -> dict[float, float]:
-        """Loss of the first seed at each rate that was tried."""
-        wanted = dict(method.settings), dict(method.lever), self.seeds[0]
-        return {
-            result.learning_rate: result.comparable_loss
-            for result in results.values()
-            if (result.settings, result.lever, result.seed) == wanted
-        }
-
-    def best_rate(self, method: Method, results: Mapping[str, Result]) -> float | None:
-        """The rate to train all seeds at; None while its search is under way."""
-        if method.learning_rate is not None:
-            return method.learning_rate
-        if method.like is not None:
-            return self.best_rate(self.methods[method.like], results)
-        tried = self.by_rate(method, results)
-        if not tried:
-            return None
-        best = min(tried, key=tried.__getitem__)
-        between = {best * SPACING, best / SPACING} <= set(tried)
-        return best if between and math.isfinite(tried[best]) else None
-
-    def next_job(self, method: Method, results: Mapping[str, Result]) -> Job | None:
-        """The run that a method needs next; None where there is none, or another method's first.
-
-        A search goes from rate to rate of a grid, twice as high each, until the best of the first
-        seed lies between two others; the other seeds are then trained at the best.
-        """
-        rate = self.best_rate(method, results)
-        if rate is None and method.search_from is not None:
-            tried = self.by_rate(method, results)
-            best = min(tried, key=tried.__getitem__, default=method.search_from)
-            candidates = [best, best * SPACING, best / SPACING]
-            if tried and math.isinf(tried[best]):  # all broke: lower ones may not
-                candidates = [min(tried) / SPACING]
-            return self.job(method, next(r for r in candidates if r not in tried), self.seeds[0])
-        if rate is None:
-            return None
-        jobs = (self.job(method, rate, seed) for seed in self.seeds)
-        return next((job for job in jobs if job.key not in results), None)
+    def job(self, method: Method, seed: int) -> Job:
+        given = method.settings, method.lever, method.learning_rate
+        return Job(self.name, method.name, *given, seed)
 
     def of_method(self, method: Method, results: Mapping[str, Result]) -> dict[int, Result]:
-        """For each seed that is done the result at the best rate."""
-        rate = self.best_rate(method, results)
-        if rate is None:
-            return {}
-        keys = {seed: self.job(method, rate, seed).key for seed in self.seeds}
+        """The result for each seed that is done."""
+        keys = {seed: self.job(method, seed).key for seed in self.seeds}
         return {seed: results[key] for seed, key in keys.items() if key in results}
 
 
@@ -166,31 +122,19 @@ def read(path: Path = STUDIES) -> dict[str, Study]:
     """The studies of a YAML file.
 
     Raises:
-      ValueError: a method has no learning rate, or more than one way to get it.
+      ValueError: a method has no learning rate.
     """
     bodies = yaml.safe_load(path.read_text())
     return {name: _study(name, body) for name, body in bodies.items() if name != KINDS}
 
 
 def _study(name: str, body: dict[str, Any]) -> Study:
-    usual = body.get("lever", {})
-    methods = {
-        each: _method(each, body["settings"], {"lever": usual} | own)
-        for each, own in body["methods"].items()
-    }
-    for method in methods.values():
-        if method.like is not None and method.like not in methods:
-            raise ValueError(f"{name}: {method.name} is like {method.like!r}, which is no method.")
+    methods = {each: _method(each, body["settings"] | own) for each, own in body["methods"].items()}
     return Study(name, tuple(body["seeds"]), body["baseline"], methods)
 
 
-def _method(name: str, common: dict[str, Any], own: dict[str, Any]) -> Method:
-    common, own = dict(common), dict(own)
-    usual = common.pop("learning_rate", None)
-    rates = {key: own.pop(key, None) for key in ("search_from", "learning_rate", "like")}
-    if not any(rates.values()):
-        rates["learning_rate"] = usual
-    if sum(value is not None for value in rates.values()) != 1:
-        raise ValueError(f"{name}: give one of search_from, learning_rate and like, not {rates}.")
-    lever, curve = own.pop("lever"), own.pop("curve", None)
-    return Method(name, common | own, lever, curve, **rates)
+def _method(name: str, settings: dict[str, Any]) -> Method:
+    rate, lever = settings.pop("learning_rate", None), settings.pop("lever", {})
+    if rate is None:
+        raise ValueError(f"{name} has no learning_rate: give it or its study one.")
+    return Method(name, settings, lever, rate, settings.pop("curve", None))

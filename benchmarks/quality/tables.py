@@ -1,22 +1,23 @@
 """Tables of what came of the studies, in Markdown, and where they stand in the documentation."""
 
 import fnmatch
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-import optax
 from scipy import stats
 
 import demo_optax
-from benchmarks import pages
+from benchmarks.tools import pages
+from demo_optax._src.accounting.methods import MEASUREMENTS
 from lm.model import PRESETS, build
 
 from .study import Method, Result, Study
 
-PAGES = ("docs/explanation/quality.md", "docs/explanation/quality_studies.md")
+PAGES = ("docs/explanation/quality.md",)
 KIND = "study"
 
 
@@ -55,7 +56,6 @@ class Row(NamedTuple):
 
     Attributes:
       method: which.
-      rate: the learning rate.
       seeds: that are done.
       bytes_per_step: that a worker hands to the exchange.
       loss: at the end, nats per held-out byte; not finite where a run broke.
@@ -64,7 +64,6 @@ class Row(NamedTuple):
     """
 
     method: Method
-    rate: float
     seeds: list[int]
     bytes_per_step: float
     loss: Mean
@@ -76,33 +75,23 @@ def rows(study: Study) -> list[Row]:
     """A row for each method that has a result, in the order of the file."""
     results = study.results()
     baseline = study.of_method(study.methods[study.baseline], results)
-    made = []
-    for method in study.methods.values():
-        found = study.of_method(method, results)
-        if found:
-            made.append(_row(study, method, found, baseline))
-    return made
+    found = [(method, study.of_method(method, results)) for method in study.methods.values()]
+    return [_row(study, method, done, baseline) for method, done in found if done]
 
 
 def _row(
     study: Study, method: Method, found: Mapping[int, Result], baseline: Mapping[int, Result]
 ) -> Row:
-    one = next(iter(found.values()))
+    losses = {seed: result.comparable_loss for seed, result in found.items()}
 
     def difference(seeds) -> Mean | None:
-        common = sorted(found.keys() & baseline.keys() & set(seeds))
-        apart = [found[s].comparable_loss - baseline[s].comparable_loss for s in common]
+        common = sorted(losses.keys() & baseline.keys() & set(seeds))
+        apart = [losses[seed] - baseline[seed].comparable_loss for seed in common]
         return mean(apart) if common and method.name != study.baseline else None
 
-    return Row(
-        method,
-        one.learning_rate,
-        sorted(found),
-        one.bytes_per_step,
-        mean([result.comparable_loss for result in found.values()]),
-        difference(study.seeds),
-        difference(study.seeds[:1]),
-    )
+    sent = next(iter(found.values())).bytes_per_step
+    differences = difference(study.seeds), difference(study.seeds[:1])
+    return Row(method, sorted(found), sent, mean(list(losses.values())), *differences)
 
 
 def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
@@ -114,36 +103,21 @@ def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
     for pattern in patterns:
         if not fnmatch.filter(study.methods, pattern):
             raise ValueError(f"no method of the study {study.name!r} has a name like {pattern!r}.")
-
-    def is_wanted(row: Row) -> bool:
-        return any(fnmatch.fnmatch(row.method.name, pattern) for pattern in patterns)
-
-    found = list(filter(is_wanted, rows(study)))
-    heads = [
-        "",
-        "bytes per step",
-        "times fewer",
-        "learning rate",
-        "loss",
-        f"minus {study.baseline}",
-        "95% interval",
-        "seeds",
-        f"minus, seed {study.seeds[0]}",
+    lines = [
+        f"|  | bytes per step | times fewer | learning rate | loss | minus {study.baseline} "
+        f"| 95% interval | seeds | minus, seed {study.seeds[0]} |",
+        "|" + "---|" * 9,
     ]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for row in found:
-        cells = [
-            row.method.name,
-            f"{row.bytes_per_step:,.0f}",
-            f"{dense_gradient(row.method) / row.bytes_per_step:,.0f}",
-            f"{row.rate:g}" + ("" if row.method.like is None else "*"),
-            str(row.loss),
-            _difference(row.difference),
-            "" if row.difference is None else row.difference.interval(),
-            str(len(row.seeds)),
-            _difference(row.difference_first),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+    for row in rows(study):
+        name, sent = row.method.name, row.bytes_per_step
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            fewer = dense_gradient(row.method) / sent
+            lines.append(
+                f"| {name} | {sent:,.0f} | {fewer:,.0f} | {row.method.learning_rate:g} "
+                f"| {row.loss} | {_difference(row.difference)} "
+                f"| {row.difference.interval() if row.difference else ''} | {len(row.seeds)} "
+                f"| {_difference(row.difference_first)} |"
+            )
     return "\n".join(lines)
 
 
@@ -153,24 +127,33 @@ def _difference(found: Mean | None) -> str:
 
 def dense_gradient(method: Method) -> int:
     """Bytes of the float32 gradient that a dense all-reduce would send."""
-    return demo_optax.dense_bytes(_shapes(method))
-
-
-def parameters(method: Method) -> int:
-    """Parameters of the model."""
-    return sum(leaf.size for leaf in jax.tree.leaves(_shapes(method)))
-
-
-def _shapes(method: Method) -> optax.Params:
     preset = PRESETS[method.settings["preset"]]
-    return jax.eval_shape(lambda: build(preset, 0)[1])
+    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(preset, 0)[1]))
 
 
 def table_of(studies: Mapping[str, Study]) -> pages.Table:
-    """The tables of these studies, for `benchmarks.pages`."""
+    """The tables of these studies, for `benchmarks.tools.pages`."""
     return lambda name, patterns: of_study(studies[name], patterns)
 
 
-def write(studies: Mapping[str, Study]) -> None:
-    """Brings the pages up to date."""
-    pages.write(PAGES, KIND, table_of(studies))
+def losses(studies: Mapping[str, Study]) -> str:
+    """What `demo-optax choose` weighs, as JSON: the losses that MEASUREMENTS names."""
+    made = {(study.name, row.method.name): row for study in studies.values() for row in rows(study)}
+
+    def loss(study: str, method: str) -> dict[str, str | float | None]:
+        row, baseline = made[study, method], studies[study].methods[studies[study].baseline]
+        difference, settings = row.difference or Mean(0.0, None), row.method.settings
+        counts = dict(seeds=len(row.seeds), workers=settings.get("workers", 8))
+        size = dict(parameters=dense_gradient(row.method) // 4, steps=settings["steps"])
+        rate = row.method.learning_rate / baseline.learning_rate
+        found = dict(difference=difference.value, error=difference.error)
+        return dict(study=study, method=method, **found, **counts, **size, rate=rate)
+
+    named = dict.fromkeys(each[:2] for every in MEASUREMENTS.values() for each in every)
+    if missing := named.keys() - made.keys():
+        raise ValueError(f"MEASUREMENTS names {missing}, which have no result: train them.")
+    presets = {row.method.settings["preset"]: row.method for row in made.values()}
+    largest = max(map(dense_gradient, presets.values())) // 4
+    workers = max(row.method.settings.get("workers", 8) for row in made.values())
+    found = dict(largest_model=largest, most_workers=workers, losses=[loss(*x) for x in named])
+    return json.dumps(found, indent=1) + "\n"

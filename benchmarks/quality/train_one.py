@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,13 +24,16 @@ def main() -> None:
 
 def result_of(job: dict) -> dict:
     """A run's figures, as the fields of `study.Result`."""
-    from benchmarks.kept import commit
+    import jax
+
+    from benchmarks.tools.kept import commit
+    from demo_optax import local_parameters
     from lm.config import Config
     from lm.report import console
-    from lm.setup import prepare
-    from lm.train import train
+    from lm.setup import make_evaluation, prepare
+    from lm.train import LAST_EVALUATION_TOKENS, train
 
-    from . import levers, worker_levers
+    from . import levers
 
     console.quiet = True
     own = {"learning_rate": job["learning_rate"], "seed": job["seed"]}
@@ -37,16 +41,19 @@ def result_of(job: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         config = Config(**job["settings"], **own, log_dir=Path(folder))
         run = prepare(config, **make)
-        if "sequences" in job["lever"]:
-            run = worker_levers.of_unequal_batches(run, job["lever"]["sequences"])
-        trained = train(run)
+        last: list = []  # parameters and state of the latest step
+        trained = train(run._replace(train_step=_remembering(run.train_step, last)))
         lines = (Path(folder) / "steps.jsonl").read_text().splitlines()
+    loss = trained.loss
+    if job["lever"].get("look_ahead"):  # one dense delivery of what the workers hold back
+        delivered = jax.tree.map(lambda x: x.mean(axis=0), local_parameters(*last))
+        loss = make_evaluation(run, lambda: None)(delivered, LAST_EVALUATION_TOKENS)
     steps = [json.loads(line) for line in lines]
     exchanged = [step for step in steps if step["exchange"] and step["packet_bytes"]]
     ends = [at.step for at in trained.log.evaluations]
     return {
         **{name: job[name] for name in ("method", "settings", "lever", "learning_rate", "seed")},
-        "loss": _rounded(trained.loss),
+        "loss": _rounded(loss),
         "bytes_per_step": round(trained.log.bytes_per_step, 1),
         "evaluations": [(at.step, _rounded(at.loss)) for at in trained.log.evaluations],
         "seconds": round(time.process_time()),
@@ -55,6 +62,15 @@ def result_of(job: dict) -> dict:
         "residuals": _means(exchanged, "residual_norm", ends),
         "sent_shares": _means(exchanged, "sent_share", ends),
     }
+
+
+def _remembering(step: Callable, last: list) -> Callable:
+    def train_step(*args):
+        result = step(*args)
+        last[:] = result[:2]
+        return result
+
+    return train_step
 
 
 def _means(steps: list[dict], name: str, ends: list[int]) -> list[tuple[int, float]] | None:

@@ -6,7 +6,6 @@ bounds (`BOUNDS`), for `demo_sgd` by way of `norm_limit` alone.
 
 import functools
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
@@ -18,7 +17,7 @@ import numpy as np
 import demo_optax
 from demo_optax._src.compression import packet
 
-from .outcomes import Try
+from .outcomes import Try, in_turn
 from .workers import AXIS, DECAY, PARAMS, WORKERS, aggregate_bound, finite, gradients, norms, start
 
 STEPS = 6
@@ -39,23 +38,14 @@ class Setting(NamedTuple):
     size: float
 
 
-SETTINGS = list(
-    itertools.starmap(
-        Setting, itertools.product(OPTIMIZERS, (None, 10.0), (1, 2), (1e17, 1e30, 3e38))
-    )
-)
+DRAWN_FROM = (OPTIMIZERS, (None, 10.0), (1, 2), (1e17, 1e30, 3e38))
+SETTINGS = [Setting(*each) for each in itertools.product(*DRAWN_FROM)]
 ROWS = ("liars among the workers",)
 EACH = len(SETTINGS)
 
 
 def run(count: int, seed: int) -> Iterator[Try]:
-    order = random.Random(seed)
-    chosen = [
-        setting
-        for _ in range(0, count, len(SETTINGS))
-        for setting in order.sample(SETTINGS, len(SETTINGS))
-    ]
-    for number, setting in enumerate(chosen[:count]):
+    for number, setting in enumerate(in_turn(SETTINGS, count, seed)):
         reason = outcome(setting, np.random.default_rng([seed, number]))
         yield Try(ROWS[0], reason and f"{setting}: {reason}")
 

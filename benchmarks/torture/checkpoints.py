@@ -26,36 +26,12 @@ OLDER, NEWEST = 1, 2
 RUN = 64  # bytes that become zeros
 
 
-def flipped(path: pathlib.Path, draws: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    bit = draws.randrange(8 * len(data))
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
-def zeroed(path: pathlib.Path, draws: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    start = draws.randrange(max(len(data) - RUN, 0) + 1)
-    data[start : start + RUN] = bytes(len(data[start : start + RUN]))
-    path.write_bytes(data)
-
-
-def truncated(path: pathlib.Path, draws: random.Random) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: draws.randrange(len(data))])
-
-
-def missing(path: pathlib.Path, draws: random.Random) -> None:
-    path.unlink()
-
-
-DAMAGES = {
-    "checkpoints with a flipped bit": flipped,
-    "checkpoints with 64 zeroed bytes": zeroed,
-    "checkpoints with a truncated file": truncated,
-    "checkpoints with a missing file": missing,
-}
-ROWS = tuple(DAMAGES)
+ROWS = FLIPPED, ZEROED, TRUNCATED, MISSING = (
+    "checkpoints with a flipped bit",
+    f"checkpoints with {RUN} zeroed bytes",
+    "checkpoints with a truncated file",
+    "checkpoints with a missing file",
+)
 EACH = 30
 
 
@@ -69,16 +45,31 @@ def run(count: int, seed: int) -> Iterator[Try]:
                 writer.save(step, params, opt_state, {"windows": step})
         files = sorted(p.relative_to(saved) for p in (saved / str(NEWEST)).rglob("*"))
         files = [name for name in files if (saved / name).is_file()]
-        for row, damage in DAMAGES.items():
+        for row in ROWS:
             draws.shuffle(files)
             for number in range(count):
                 name = files[number % len(files)]
                 shutil.copytree(saved, copy)
-                if (copy / name).stat().st_size or damage is missing:
-                    damage(copy / name, draws)
+                damage(copy / name, row, draws)
                 reason = outcome(READERS[number % 2], copy, states)
                 yield Try(row, reason and f"{name}: {reason}")
                 shutil.rmtree(copy)
+
+
+def damage(path: pathlib.Path, row: str, draws: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if row == MISSING:
+        path.unlink()
+        return
+    if row == FLIPPED and data:
+        bit = draws.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+    elif row == ZEROED:
+        start = draws.randrange(max(len(data) - RUN, 0) + 1)
+        data[start : start + RUN] = bytes(len(data[start : start + RUN]))
+    elif data:
+        del data[draws.randrange(len(data)) :]
+    path.write_bytes(data)
 
 
 def state(step: int) -> tuple:

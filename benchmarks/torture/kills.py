@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from .outcomes import Try
 from .processes import (
-    Hangs,
     Trainer,
     last_words,
     newest,
+    or_hangs,
     parameters,
     side_by_side,
     went_on_after,
@@ -80,7 +80,7 @@ def in_saves(count: int, changes: list[str], draws: random.Random) -> list[Kill]
 
 def arguments(folder: pathlib.Path) -> list:
     saves = ["--checkpoint-dir", folder / "saved", "--checkpoint-every", EVERY]
-    return ["--steps", STEPS, *saves, "--keep-checkpoints", 2]
+    return ["--steps", STEPS, *saves]
 
 
 def uninterrupted(place: pathlib.Path) -> tuple[dict[str, bytes], list[str]]:
@@ -99,8 +99,7 @@ def killed_and_started_again(
     folder: pathlib.Path, kills: list[Kill], expected: dict[str, bytes]
 ) -> list[Try]:
     """A try for each kill, for which the start behind it answers."""
-    folder.mkdir()
-    before, *behind = [started(folder, kill) for kill in [*kills, None]]
+    before, *behind = [or_hangs(started, folder, kill) for kill in [*kills, None]]
     if reason := before or differs(folder, expected):
         return [Try(kill.row, reason) for kill in kills]
     return [
@@ -112,20 +111,15 @@ def killed_and_started_again(
 def started(folder: pathlib.Path, kill: Kill | None) -> str:
     """Starts a run and kills it, or lets it end; says what is wrong with how it began or ended."""
     last = newest(folder / "saved")
-    own = []
-    if kill is not None and kill.change is not None:
-        own = ["--kill-at", kill.change, folder / "saved"]
+    own = ["--kill-at", kill.change, folder / "saved"] if kill and kill.change else []
     with Trainer(folder, [arguments(folder)], own) as trainer:
-        try:
-            if kill is not None and kill.change is None:
-                if kill.saves >= 0:
-                    wanted = last + EVERY * kill.saves
-                    trainer.wait_until(lambda: newest(folder / "saved") >= wanted)
-                time.sleep(kill.seconds)
-                trainer.kill()
-            (status,) = trainer.wait()
-        except Hangs as error:
-            return str(error)
+        if kill is not None and kill.change is None:
+            if kill.saves >= 0:
+                wanted = last + EVERY * kill.saves
+                trainer.wait_until(lambda: newest(folder / "saved") >= wanted)
+            time.sleep(kill.seconds)
+            trainer.kill()
+        (status,) = trainer.wait()
         text = trainer.text
     if status != (0 if kill is None else -signal.SIGKILL):
         return f"it ended with status {status}: {last_words(text)}"

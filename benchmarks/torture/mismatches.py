@@ -5,12 +5,11 @@ nothing was written.
 """
 
 import pathlib
-import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .outcomes import Try
-from .processes import ROOT, Hangs, Trainer, last_words, side_by_side, workplace
+from .outcomes import Try, in_turn
+from .processes import ROOT, Trainer, last_words, or_hangs, side_by_side, workplace
 
 NOISE = "[Gloo]"  # which JAX's CPU backend prints for each group it makes
 SAYS = "error: the processes differ: "
@@ -24,26 +23,14 @@ class Difference(NamedTuple):
     of_trainer: tuple[str, ...] = ()
 
 
-SETTINGS = {
-    "--batch-size": "8",
-    "--block-side": "32",
-    "--checkpoint-dir": "elsewhere",
-    "--checkpoint-every": "7",
-    "--clip-norm": "2",
-    "--decay": "0.5",
-    "--learning-rate": "1e-3",
-    "--norm-limit": "5",
-    "--optimizer": "demo-sgd",
-    "--seed": "1",
-    "--sequence-length": "32",
-    "--steps": "5",
-    "--topk": "8",
-    "--value-coding": "int8",
-    "--workers": "4",
-}
+SETTINGS = (
+    "--batch-size=8 --block-side=32 --checkpoint-dir=elsewhere --checkpoint-every=7 "
+    "--decay=0.5 --learning-rate=1e-3 --norm-limit=5 --optimizer=demo-sgd --seed=1 "
+    "--sequence-length=32 --steps=5 --topk=8 --value-coding=int8 --workers=4"
+)
 PACKAGES = ("demo_optax", "jax", "jaxlib", "optax", "orbax-checkpoint")
 DIFFERENCES = [
-    *(Difference(f"{flag} is ", (flag, value)) for flag, value in SETTINGS.items()),
+    *(Difference(f"{setting.partition('=')[0]} is ", (setting,)) for setting in SETTINGS.split()),
     *(Difference(f"{name} is ", (), ("--version", name, "9.9.9")) for name in PACKAGES),
     Difference("the text", ("--text", str(ROOT / "demo_optax" / "_src" / "parallel"))),
 ]
@@ -52,32 +39,26 @@ EACH = len(DIFFERENCES)
 
 
 def run(count: int, seed: int) -> Iterator[Try]:
-    order = random.Random(seed)
-    chosen = [
-        difference for _ in range(0, count, EACH) for difference in order.sample(DIFFERENCES, EACH)
-    ]
     with workplace() as place:
-        pairs = [(place / f"pair{i}", one) for i, one in enumerate(chosen[:count])]
+        chosen = in_turn(DIFFERENCES, count, seed)
+        pairs = [(place / f"pair{i}", one) for i, one in enumerate(chosen)]
         yield from side_by_side(started_together, pairs)
 
 
 def started_together(folder: pathlib.Path, difference: Difference) -> list[Try]:
-    folder.mkdir()
     written = ["--checkpoint-dir", folder / "saved", "--log-dir", folder / "log"]
     common = ["--steps", 4, *written]
     each = [common, [*common, *difference.arguments]]
     with Trainer(folder, each, difference.of_trainer) as trainer:
-        try:
-            reason = wrong(difference, trainer.wait(), [o.read_text() for o in trainer.outputs])
-        except Hangs as error:
-            reason = str(error)
+        reason = or_hangs(wrong, difference, trainer)
     left = sorted(path.name for path in folder.iterdir() if path not in trainer.outputs)
     reason = reason or (f"it wrote {left}" if left else "")
     return [Try(ROWS[0], reason and f"{difference}: {reason}")]
 
 
-def wrong(difference: Difference, statuses: list[int], texts: list[str]) -> str:
-    for status, text in zip(statuses, texts, strict=True):
+def wrong(difference: Difference, trainer: Trainer) -> str:
+    for status, output in zip(trainer.wait(), trainer.outputs, strict=True):
+        text = output.read_text()
         lines = [line for line in text.splitlines() if line.strip() and NOISE not in line]
         if status != 2 or len(lines) != 1:
             return f"status {status} and {len(lines)} lines: {last_words(text)}"

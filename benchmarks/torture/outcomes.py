@@ -1,7 +1,8 @@
 """What became of each try, and the table of all."""
 
-from collections import defaultdict
-from collections.abc import Iterable
+import itertools
+import random
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rich.table import Table
@@ -14,35 +15,33 @@ class Try(NamedTuple):
     lost: str = ""
 
 
-class Tally(NamedTuple):
-    """The tries of one row of the table."""
-
-    tries: int = 0
-    lost: int = 0
-
-    def plus(self, one: Try) -> "Tally":
-        return Tally(self.tries + 1, self.lost + bool(one.lost))
+def in_turn(items: Sequence, count: int, seed: int) -> list:
+    """So many of them in a random order, each as often as any other."""
+    draws = random.Random(seed)
+    rounds = [draws.sample(items, len(items)) for _ in range(0, count, len(items))]
+    return list(itertools.chain(*rounds))[:count]
 
 
-def counted(tries: Iterable[Try]) -> dict[str, Tally]:
-    """A tally of each row."""
-    tallies: dict[str, Tally] = defaultdict(Tally)
-    for one in tries:
-        tallies[one.row] = tallies[one.row].plus(one)
-    return dict(tallies)
+def counted(tries: Iterable[Try]) -> dict[str, tuple[int, int]]:
+    """For each row the number of tries, and of those that are lost."""
+    tallies: dict[str, tuple[int, int]] = {}
+    for row, reason in tries:
+        count, lost = tallies.get(row, (0, 0))
+        tallies[row] = count + 1, lost + bool(reason)
+    return tallies
 
 
-def table(tallies: dict[str, Tally], seconds: dict[str, float]) -> Table:
+def table(tallies: dict[str, tuple[int, int]], seconds: dict[str, float]) -> Table:
     """Tries, survived, lost; the seconds of each kind stand beside its first row."""
     result = Table("", "tries", "survived", "lost", "seconds")
     for column in result.columns[1:]:
         column.justify = "right"
-    for row, (tries, lost) in tallies.items():
-        style = "red" if lost else None
+    total = tuple(map(sum, zip(*tallies.values(), strict=True)))
+    seconds = seconds | {"all": sum(seconds.values())}
+    for row, (tries, lost) in (tallies | {"all": total}).items():
+        if row == "all":
+            result.add_section()
         took = f"{seconds[row]:.0f}" if row in seconds else ""
-        result.add_row(row, f"{tries:,}", f"{tries - lost:,}", f"{lost:,}", took, style=style)
-    total = Tally(sum(t.tries for t in tallies.values()), sum(t.lost for t in tallies.values()))
-    result.add_section()
-    shown = [f"{n:,}" for n in (total.tries, total.tries - total.lost, total.lost)]
-    result.add_row("all", *shown, f"{sum(seconds.values()):.0f}")
+        shown = f"{tries:,}", f"{tries - lost:,}", f"{lost:,}", took
+        result.add_row(row, *shown, style="red" if lost else None)
     return result

@@ -35,7 +35,6 @@ LIMIT = 10.0
 EXCHANGE = demo_optax.AllGather(AXIS, norm_limit=LIMIT)
 BEFORE = 3  # steps that are recorded, up to the one in which a packet is replaced
 EVERYBODY = -1
-LARGEST_HEARD = 1.8e19  # norm whose square is beyond float32
 
 
 class Forged(NamedTuple):
@@ -86,9 +85,11 @@ def run(count: int, seed: int) -> Iterator[Try]:
             coding = CODINGS[scene_number % len(CODINGS)]
             scene = recorded(coding, rng)
             some = min(AT_ONCE, count - first)
-            forged = FORGERIES[kind](coding, scene, some, rng)
-            if place == "sender":
-                forged = forged._replace(receiver=np.full(some, EVERYBODY))
+            sender = rng.integers(WORKERS, size=some)
+            words, refused = FORGERIES[kind](coding, scene, sender, rng)
+            other = (sender + rng.integers(1, WORKERS, size=some)) % WORKERS
+            receiver = np.full(some, EVERYBODY) if place == "sender" else other
+            forged = Forged(np.asarray(words), sender, receiver, np.broadcast_to(refused, some))
             yield from (Try(row, reason) for reason in judged(coding, scene, forged))
 
 
@@ -185,12 +186,9 @@ def judged(coding: str, scene: Scene, forged: Forged) -> Iterator[str]:
             yield ""
 
 
-def corrupt(coding: str, scene: Scene, count: int, rng: np.random.Generator) -> Forged:
+def corrupt(coding: str, scene: Scene, sender: np.ndarray, rng: np.random.Generator):
     """Up to 16 bits flipped, or a run of bytes that becomes zeros, at most all of them."""
-    sender, receiver = pairs(count, rng)
-    sent = scene.packets[-1][sender]
-    words = np.stack([damaged(own, rng) for own in sent])
-    return Forged(words, sender, receiver, np.ones(count, bool))
+    return np.stack([damaged(own, rng) for own in scene.packets[-1][sender]]), True
 
 
 def damaged(words: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -205,28 +203,23 @@ def damaged(words: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return data.view(np.uint32)
 
 
-def replayed(coding: str, scene: Scene, count: int, rng: np.random.Generator) -> Forged:
+def replayed(coding: str, scene: Scene, sender: np.ndarray, rng: np.random.Generator):
     """The sender's own, of an earlier step."""
-    sender, receiver = pairs(count, rng)
-    words = scene.packets[rng.integers(BEFORE - 1, size=count), sender]
-    return Forged(words, sender, receiver, np.ones(count, bool))
+    return scene.packets[rng.integers(BEFORE - 1, size=len(sender)), sender], True
 
 
-def foreign(coding: str, scene: Scene, count: int, rng: np.random.Generator) -> Forged:
+def foreign(coding: str, scene: Scene, sender: np.ndarray, rng: np.random.Generator):
     """Another worker's, of the same step."""
-    sender, receiver = pairs(count, rng)
-    other = (sender + rng.integers(1, WORKERS, size=count)) % WORKERS
-    return Forged(scene.packets[-1][other], sender, receiver, np.ones(count, bool))
+    other = (sender + rng.integers(1, WORKERS, size=len(sender))) % WORKERS
+    return scene.packets[-1][other], True
 
 
-def huge(coding: str, scene: Scene, count: int, rng: np.random.Generator) -> Forged:
+def huge(coding: str, scene: Scene, sender: np.ndarray, rng: np.random.Generator):
     """Well-formed, with the right checksum: one whose norm float32 can say is accepted, clipped."""
-    sender, receiver = pairs(count, rng)
-    refused = rng.random(count) < 0.5
-    exponents = np.where(refused, rng.uniform(20, 38.4, count), rng.uniform(3, 16.5, count))
-    sizes = np.float32(10.0) ** exponents.astype(np.float32)
-    words = forger(coding)(scene.packets[-1][sender], sizes, sender)
-    return Forged(np.asarray(words), sender, receiver, refused)
+    refused = rng.random(len(sender)) < 0.5
+    low, high = np.where(refused, 20, 3), np.where(refused, 38.4, 16.5)
+    sizes = np.float32(10.0) ** rng.uniform(low, high).astype(np.float32)
+    return forger(coding)(scene.packets[-1][sender], sizes, sender), refused
 
 
 @functools.cache
@@ -245,12 +238,6 @@ def forger(coding: str) -> Callable:
         return packet.build(layout, header, coded, message, jnp.array(True), origin)[0]
 
     return jax.jit(jax.vmap(forge))
-
-
-def pairs(count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Senders, and for each another worker as receiver."""
-    sender = rng.integers(WORKERS, size=count)
-    return sender, (sender + rng.integers(1, WORKERS, size=count)) % WORKERS
 
 
 FORGERIES = {"corrupt": corrupt, "replayed": replayed, "foreign": foreign, "huge": huge}

@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 
+from benchmarks.chaos.stores import free_port
 from demo_optax import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,7 +24,6 @@ BETWEEN_LOOKS = 0.02
 NANO = (
     *("--preset", "nano", "--workers", "2", "--batch-size", "4", "--sequence-length", "16"),
     *("--text", str(ROOT / "demo_optax" / "_src" / "compression"), "--evaluate-every", "100000"),
-    *("--check-replicas-every", "1000"),
 )
 
 
@@ -38,9 +37,7 @@ class Trainer:
     def __init__(self, folder: pathlib.Path, each: Sequence[Sequence], own: Sequence = ()):
         """Starts a process for each list of arguments; ``own`` are trainer.py's, of the last."""
         if len(each) > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = f"127.0.0.1:{probe.getsockname()[1]}"
+            address = f"127.0.0.1:{free_port()}"
             there = ["--coordinator", address, "--num-processes", len(each)]
             each = [[*args, *there, "--process-id", i] for i, args in enumerate(each)]
         self.outputs = [folder / f"output{i}.txt" for i in range(len(each))]
@@ -156,8 +153,18 @@ def workplace() -> Iterator[pathlib.Path]:
             os.environ.update(before)
 
 
+def or_hangs(function: Callable[..., str], *args) -> str:
+    """What the function says, or what has not come."""
+    try:
+        return function(*args)
+    except Hangs as error:
+        return str(error)
+
+
 def side_by_side(function: Callable, arguments: Sequence[tuple]) -> Iterator:
-    """The results as they come, of some calls at once; an exception is raised here."""
+    """The results as they come, of some calls at once, each with a new folder as first argument."""
+    for folder, *_ in arguments:
+        folder.mkdir()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in as_completed([pool.submit(function, *each) for each in arguments]):
             yield from done.result()

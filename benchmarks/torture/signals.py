@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .outcomes import Try
-from .processes import Hangs, goes_on, last_words, newest, side_by_side, started, workplace
+from .processes import goes_on, last_words, newest, or_hangs, side_by_side, started, workplace
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PREPARING, FIRST_STEP, LATER = PHASES = ("while it prepares", "at the first step", "later")
@@ -56,15 +56,11 @@ def drawn(which: signal.Signals, phase: str, processes: int, draws: random.Rando
 
 
 def signalled_and_started_again(folder: pathlib.Path, signals: list[Sent]) -> list[Try]:
-    folder.mkdir()
     found = []
     for sent in signals:
-        before = newest(folder / "saved")
-        try:
-            reason = signalled(folder, sent) or goes_on(folder, sent.processes, *PATIENT)
-        except Hangs as error:
-            reason = str(error)
-        about = f"{sent} after step {before}"
+        about = f"{sent} after step {newest(folder / 'saved')}"
+        reason = or_hangs(signalled, folder, sent)
+        reason = reason or or_hangs(goes_on, folder, sent.processes, *PATIENT)
         found.append(Try(sent.which.name, reason and f"{about}: {reason}"))
     return found
 

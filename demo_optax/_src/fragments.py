@@ -31,8 +31,7 @@ from demo_optax._src.arrays import IntScalar, in_dtype_of
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan, make_plan, transforms
 from demo_optax._src.compression.plan import Shape
-from demo_optax._src.exchange import AllGather, Delayed, Outbox
-from demo_optax._src.exchange.collectives import gather
+from demo_optax._src.exchange import Delayed, Outbox
 from demo_optax._src.exchange.delayed import DelayedState, message_of
 from demo_optax._src.halves import SplitTransformation
 from demo_optax._src.local_state import LocalStepsState, nodes
@@ -67,12 +66,13 @@ class Fragments:
     def of(cls, outer: Any, count: int, every: int, axis_name: AxisName) -> "Fragments":
         require_divides(count, every, "every")
         exchange = getattr(outer, "exchange", None)
-        if type(exchange) is not AllGather or exchange.axis_name != axis_name:
+        if not exchange or isinstance(exchange, Delayed) or exchange.axis_name != axis_name:
             given = f"its exchange is {exchange}" if exchange else "this one has no halves"
             raise TypeError(
-                "with fragments the outer optimizer of local_steps must send by "
-                f"AllGather({axis_name!r}), but {given}: give demo_optax.decoupled(..., "
-                f"axis_name={axis_name!r}). A dense exchange is decoupled(base, "
+                "with fragments, which come late anyway, the outer optimizer must exchange "
+                f"over {axis_name!r} without Delayed, but {given}: give demo_optax.decoupled(..., "
+                f"axis_name={axis_name!r}), or exchange=TwoPhase({axis_name!r}). A dense exchange "
+                "is decoupled(base, "
                 "Compression(topk=4096, transform='identity'), decay=1.0, gradient_weight=1.0, "
                 "mean='workers')."
             )
@@ -91,11 +91,11 @@ class Fragments:
         sections = self._sections(params)
         ordered = {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in sections.items()}
         fragment = {name: x[:, 0] for name, x in sections.items()}
-        state = self.outer.init(ordered)
+        state = self._with_exchange(self.outer.init(ordered), fragment)
         _require_rows(state, jax.eval_shape(self.outer.init, fragment), self.count)
         progress = jax.tree.map(jnp.zeros_like, fragment)
         return state, PendingFragment(
-            outbox=self._delayed.init(self._plan_of_packets(fragment)),
+            outbox=self._delayed.init(self._plan_of_packets(fragment))._replace(inner=()),
             progress=axes.as_varying(progress, self.outer.exchange.axis_name),
         )
 
@@ -113,14 +113,14 @@ class Fragments:
                 "cut from whole parameters: leave out param_specs, or leave out fragments."
             )
         number, kept = state.round % self.count, state.pending.outbox
-        packets = gather(kept.packets[0], self.outer.exchange.axis_name)
         own, cut = self._state_of(state.outer, params, number), self._cut(params, number)
         message = message_of(self._plan_of_packets(cut), kept.positions, kept.values)
         (momentum,) = nodes(own, DecoupledMomentumState)
         was_sent = momentum.sent != NEVER
         step = jnp.where(was_sent, momentum.sent, IN_ROUND)
         outbox = Outbox(kept.packets, message, kept.factor, step)
-        updates, new = self.outer.apply(packets, outbox, own, cut, **extra_args)
+        carried = kept.packets if self.outer.exchange.axis_name is None else None
+        updates, new = self.outer.apply(carried, outbox, own, cut, **extra_args)
         is_moved = jax.tree.map(lambda u: jnp.full_like(u, was_sent), updates)
         displacement = jax.tree.map(
             lambda d, g, u, is_moved: jnp.where(is_moved > 0, moved(d, g, u), d),
@@ -207,6 +207,19 @@ class Fragments:
 
     # --- the state of the outer optimizer, and that of one fragment
 
+    def _with_exchange(self, state, fragment: Fragment):
+        """Gives an initial state the state of the exchange of each fragment, one behind the other.
+
+        Owners divide the blocks of each fragment, so that it is not that of all blocks together.
+        """
+        exchange = self.outer.exchange.init(self._plan_of_packets(fragment))
+        rows = jax.tree.map(lambda x: jnp.concatenate([x] * self.count), exchange)
+
+        def node(x):
+            return x._replace(exchange=rows) if _is_momentum(x) else x
+
+        return jax.tree.map(node, state, is_leaf=_is_momentum)
+
     def _state_of(self, state, params, number: IntScalar):
         def own(x, like):
             if x.shape == like.shape:
@@ -230,17 +243,14 @@ class Fragments:
                 return in_dtype_of(jnp.where(is_last, new, x), x)
             return jax.lax.dynamic_update_slice_in_dim(x, new, number * len(new), 0)
 
-        def is_momentum(x) -> bool:
-            return isinstance(x, DecoupledMomentumState)
-
         def node(x, new):
-            if not is_momentum(x):
+            if not _is_momentum(x):
                 return leaf(x, new)
             structure: Any = jax.tree.structure(x)
             leaves = map(leaf, jax.tree.leaves(x), jax.tree.leaves(new))
             return structure.unflatten(leaves)._replace(metrics=new.metrics, sent=new.sent)
 
-        return jax.tree.map(node, state, own, is_leaf=is_momentum)
+        return jax.tree.map(node, state, own, is_leaf=_is_momentum)
 
 
 def require_divides(fragments: Any, steps: int, name: str) -> None:
@@ -259,6 +269,10 @@ def plan_of_fragment(compression: Compression, shapes: tuple[Shape, ...], count:
     rows = {_name(sides): (-(-s.num_blocks // count), *sides) for s, sides in sections}
     stacked = dataclasses.replace(compression, block_rule="stack")
     return make_plan(stacked, tuple(rows[name] for name in sorted(rows)))
+
+
+def _is_momentum(x) -> bool:
+    return isinstance(x, DecoupledMomentumState)
 
 
 def _name(sides: tuple[int, ...]) -> str:

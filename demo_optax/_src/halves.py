@@ -14,7 +14,7 @@ from demo_optax._src import axes, checks, metrics, momentum
 from demo_optax._src.arrays import unboxed
 from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
-from demo_optax._src.exchange import AllGather, Exchange, Outbox
+from demo_optax._src.exchange import AllGather, Delayed, Exchange, Outbox
 from demo_optax._src.exchange.all_gather import resolve_exchange
 from demo_optax._src.exchange.protocol import MEANS
 from demo_optax._src.momentum import (
@@ -54,7 +54,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
       apply: ``apply(packets, outbox, state, params, *, worker=None, **extra_args)`` returns the
         updates, in the dtypes of ``params``, and the new state. ``packets`` are uint32
         ``(workers, words)``, where a row of zeros stands for a missing packet. This worker's
-        message counts if its packet is in its row.
+        message counts if its packet is in its row. With None the optimizer's own exchange carries
+        the packets, over its axis of workers.
       empty_outbox: ``empty_outbox(params, **extra_args)`` returns the outbox of a worker that does
         not call ``send`` in a step and only applies the packets of the others.
       compression: the `demo_optax.Compression` of the packets.
@@ -70,7 +71,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         the last ``send``, or packets of a wrong shape or dtype; ``worker`` is not a row of the
         packets. Inside ``jax.jit``, where steps are not known, ``apply`` changes nothing for an
         outbox of a different step or of a second ``send``, and returns zero updates.
-      TypeError: the exchange has no halves, such as `demo_optax.TwoPhase`.
+      TypeError: the exchange, such as `demo_optax.TwoPhase`, cannot be carried by another
+        transport.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax
@@ -217,7 +219,7 @@ def split_momentum(
         return momentum.update(settings, plan, gradient, state, params, extra_args)
 
     def send(gradient, state, params, worker, extra_args) -> Sent:
-        require_halves(exchange)
+        require_halves(exchange, over_axis=axis_name is not None and worker is None)
         checks.require_local_gradient(gradient, axis_name)
         plan = plan_for(gradient, state)
         require_unsent(state)
@@ -225,23 +227,28 @@ def split_momentum(
         return momentum.send(settings, plan, gradient, state, params, row, extra_args)
 
     def apply(packets, outbox, state, params, worker) -> Applied:
-        require_halves(exchange)
         if params is None:
             raise ValueError(
                 "apply() needs the parameters, whose dtypes its updates have, but params is None: "
                 "call apply(packets, outbox, state, params)."
             )
         plan = plan_for(params, state)
-        _require_packets(packets, exchange.layout(plan).words)
         _require_outbox(outbox, state, plan)
-        row, packets = _row(worker, axis_name, len(packets)), jnp.asarray(packets)
+        over_axis = axis_name is not None and packets is None
+        require_halves(exchange, over_axis)
+        if over_axis:
+            row = axes.index(axis_name)
+        else:
+            rows = _require_packets(packets, exchange.layout(plan).words)
+            row, packets = _row(worker, axis_name, rows), jnp.asarray(packets)
         return momentum.apply(settings, plan, packets, outbox, state, params, row)
 
     return SplitMomentum(init, update, send, apply, exchange)
 
 
-def require_halves(exchange: Exchange) -> None:
-    if not isinstance(exchange, AllGather):
+def require_halves(exchange: Exchange, over_axis: bool = False) -> None:
+    """Refuses an exchange that no transport can carry, or not one of the user's own."""
+    if isinstance(exchange, Delayed) or not (over_axis or isinstance(exchange, AllGather)):
         raise TypeError(
             f"{exchange} has no halves: send() and apply() carry one packet a worker, to all. "
             "Leave exchange out. In two phases an owner's packet needs those of the others; for a "
@@ -283,7 +290,8 @@ def _require_outbox(outbox: Outbox, state: DecoupledMomentumState, plan: Plan) -
         raise ValueError(f"the outbox is {given}, but the state is at step {count}, and {needed}.")
 
 
-def _require_packets(packets: Any, words: int) -> None:
+def _require_packets(packets: Any, words: int) -> int:
+    """Returns the number of packets, and refuses what is no array of packets."""
     shape, dtype = np.shape(packets), getattr(packets, "dtype", type(packets).__name__)
     if len(shape) != 2 or shape[0] < 1 or shape[1] != words or dtype != jnp.uint32:
         raise ValueError(
@@ -291,6 +299,7 @@ def _require_packets(packets: Any, words: int) -> None:
             f"{shape} was given: stack each worker's outbox.packet, with zeros for a packet that "
             "did not come."
         )
+    return shape[0]
 
 
 def _row(worker: Any, axis_name: axes.AxisName, rows: int | None = None) -> jax.Array:

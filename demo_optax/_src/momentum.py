@@ -151,7 +151,7 @@ def send(
 def apply(
     settings: Settings,
     plan: Plan,
-    packets: Packets,
+    packets: Packets | None,
     outbox: Outbox,
     state,
     like,
@@ -159,19 +159,24 @@ def apply(
 ) -> Applied:
     """Runs the second half of an update, which averages all packets.
 
-    Whatever part of the worker's message did not count returns to the momentum. Nothing changes
-    unless the outbox comes from the last `send`, which was called in this step, or is an `EMPTY`
-    one in a step without `send`.
+    Without ``packets`` the exchange carries those of the outbox over the workers' axis. Whatever
+    part of the worker's message did not count returns to the momentum. Nothing changes unless the
+    outbox comes from the last `send`, which was called in this step, or is an `EMPTY` one in a step
+    without `send`.
     """
     step, has_sent = state.count, state.sent == state.count
     is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
-    is_there = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
-    counts = jnp.where(is_there, outbox.factor, 0.0)
-    delivered = outbox._replace(step=step, factor=counts)
     exchange: Any = settings.exchange
-    aggregate = exchange.average(plan, packets, delivered, worker, state.metrics, settings.mean)
+    delivered, known = outbox._replace(step=step), (state.metrics, settings.mean)
+    if packets is None:
+        aggregate = exchange.exchange(plan, delivered, state.exchange, *known)
+    else:
+        is_there = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
+        delivered = delivered._replace(factor=jnp.where(is_there, outbox.factor, 0.0))
+        aggregate = exchange.average(plan, packets, delivered, worker, *known)
+        aggregate = aggregate._replace(state=state.exchange)
     (accepted,) = aggregate.subtractions
-    rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)], state=state.exchange)
+    rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)])
 
     def in_basis_of_step(part: Part, stored):
         # Where `send` was called, it has already changed the basis

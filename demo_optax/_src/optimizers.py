@@ -94,7 +94,8 @@ def demo_scaled(
 ) -> SplitTransformation:
     r"""Divides each worker's gradients by the root of their second moment, before the momentum.
 
-    This is the optimizer to start with.
+    Take it in place of `demo_muon` if the batch of a worker is small (``5 * width / tokens`` above
+    0.2, with the tokens of one worker's batch), or if memory is short.
 
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
@@ -116,7 +117,7 @@ def demo_scaled(
     Args:
       learning_rate: this and the arguments not named here are those of `demo`.
       b2, eps: decay of the second moment in [0, 1); positive number that is added to its root.
-      look_ahead: as in `decoupled`. Give 1.5 with `demo_optax.Delayed`.
+      look_ahead: as in `decoupled`. With `demo_optax.Delayed` give 1.0, and half the learning rate.
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
@@ -246,6 +247,9 @@ def demo_muon(
 ) -> SplitTransformation:
     r"""Makes a momentum of each worker's own gradients orthogonal before the exchange of DeMo.
 
+    This is the optimizer to begin with, at the learning rate of an AdamW that was tuned for the
+    same model. If the batch of a worker is small or memory is short, begin with `demo_scaled`.
+
     .. math::
         h_i &\leftarrow \beta_1 h_i + (1 - \beta_1) g_i \\
         o_i &= \mathrm{orthogonal}(\beta_1 h_i + (1 - \beta_1) g_i) \\
@@ -269,7 +273,7 @@ def demo_muon(
         updates. By default all parameters of two dimensions are matrices, except those with "embed"
         in their path, because embeddings do better as None. Name this argument in the
         ``static_args`` of ``optax.inject_hyperparams``.
-      look_ahead: as in `decoupled`; most of the gain over `demo_scaled` depends on it. Give 1.5
+      look_ahead: as in `decoupled`; part of the gain over `demo_scaled` depends on it. Give 1.5
         with `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
 
     Raises:

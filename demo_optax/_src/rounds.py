@@ -83,7 +83,8 @@ def local_steps(
     worker goes on with inner steps in the meantime. The equations above then hold for the elements
     of each fragment by itself. With :math:`P = H` each step exchanges what the step before has
     sent, which does not depend on this step's gradient, so that XLA can overlap the two. The outer
-    optimizer must exchange by `demo_optax.AllGather`; this one sends all elements::
+    optimizer may exchange by `demo_optax.AllGather`, or by `demo_optax.TwoPhase` among many
+    workers. This one sends all elements::
 
         every_element = Compression(topk=4096, value_coding="int8", transform="identity")
         options = dict(decay=1.0, gradient_weight=1.0, mean="workers", axis_name="data")

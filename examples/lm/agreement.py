@@ -1,6 +1,9 @@
 """Compares what must be the same on all processes, before they hang, abort or diverge.
 
-They talk over JAX's coordination service, which needs neither devices nor equal numbers of them.
+They talk over JAX's coordination service, to which JAX has no public interface.
+``multihost_utils.process_allgather`` and ``assert_equal`` run a program on all devices. They need
+as many devices on each process, which ``--workers`` may have made unequal, and would hang or abort
+instead of naming the difference. They would also wait for the steps that are under way.
 """
 
 import dataclasses
@@ -11,7 +14,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 import jax
-from jax._src.distributed import global_state  # the service has no public interface
+from jax._src.distributed import global_state
 
 from demo_optax._src.swarm.agreement import jax_settings
 
@@ -26,7 +29,6 @@ MAY_DIFFER = (
     "distributed",
     "log_dir",
     "process_id",
-    "profile_steps",
     "text",
 )
 PACKAGES = ("demo_optax", "flax", "grain", "jax", "jaxlib", "optax", "orbax-checkpoint")

@@ -21,7 +21,6 @@ from demo_optax._src.compression.values import ValueCoding
 from .model import PresetName
 from .recipes import OptimizerName
 
-PROFILE_AFTER = 10  # steps, the first of which compile and warm up
 WRONG = 2  # the exit status for settings that are wrong
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -116,9 +115,6 @@ class Config:
     """Decay of the second moment, for optimizers that have one: adamw,
     diloco, sparseloco, demo-scaled, demo-muon and demo-adamw. By default
     what suits the optimizer."""
-    clip_norm: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Largest norm of each worker's gradient. Larger gradients are
-    clipped."""
     topk: Count | None = None
     """Coefficients that are sent of each block, by default 32."""
     block_side: Annotated[int, Field(ge=1, le=2**12)] = 64
@@ -126,7 +122,7 @@ class Config:
     value_coding: ValueCoding | None = None
     """Coding of the values that are sent. By default sign for
     demo-scaled and demo-muon, float32 for demo, and int4 for the others.
-    benchmarks/value_codings.py compares them."""
+    docs/explanation/bytes.md compares them."""
     transform: TransformName = "dct"
     """Transform of the blocks. The momentum is stored in its
     coefficients."""
@@ -178,7 +174,10 @@ class Config:
     """Steps between two snapshots of a swarm, from which new workers
     start. With rounds they are written at the end of one."""
     evaluate_every: Count = 100
-    """Steps between two evaluations on held-out text."""
+    """Steps between two evaluations on held-out text. With each evaluation
+    and each checkpoint goes a check that all workers hold the same
+    parameters, bit by bit. Damage is repaired from the majority. Without a
+    majority, the run ends."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial parameters and of the order of the text."""
     checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
@@ -186,13 +185,7 @@ class Config:
     run continues from the last one. With several hosts, all must see it.
     SIGTERM and SIGINT save and stop; a second SIGINT stops at once."""
     checkpoint_every: Count = 100
-    """Steps between two checkpoints."""
-    keep_checkpoints: Count = 3
-    """Number of checkpoints to keep. Older ones are deleted."""
-    check_replicas_every: Count = 100
-    """Steps between two checks that all workers hold the same parameters,
-    bit by bit. Damage is repaired from the majority. Without a majority,
-    the run ends."""
+    """Steps between two checkpoints. The last three are kept."""
     log_checksums: bool = False
     """Whether a worker of a swarm logs a checksum of all parameters after
     each step, to compare with those of others. It takes time."""
@@ -201,14 +194,9 @@ class Config:
     and for TensorBoard. TensorBoard also shows held-out losses and
     samples.
     Processes other than the first log their own workers in subfolders."""
-    profile_steps: CountOrZero = 0
-    """Steps to profile, after the tenth step of this start. The profile
-    is written to --log-dir, for TensorBoard or Perfetto."""
     sample_length: CountOrZero = 0
-    """Tokens of text that the trained model writes after each prompt, at
-    the end."""
-    prompts: tuple[str, ...] = ("", "def ")
-    """Prompts of the samples."""
+    """Tokens of text that the trained model writes at the end, from nothing
+    and after `def `."""
     coordinator: str | None = None
     """HOST:PORT of the first process, if there are several. Needs
     --num-processes and --process-id."""

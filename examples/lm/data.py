@@ -139,16 +139,22 @@ def encode(text: Text, tokens: Tokens, length: int) -> Corpus:
 
 
 def batches(
-    tokens: np.ndarray, shape: tuple[int, int], seed: int, start: int, rows: slice
+    tokens: np.ndarray,
+    shape: tuple[int, int],
+    seed: int,
+    start: int,
+    process: int,
+    processes: int,
 ) -> Iterator[np.ndarray]:
-    """Rows of batches ``(batch, length + 1)``, from the window with the number ``start`` on.
+    """One process's rows of batches ``(batch, length + 1)``, from the window ``start`` on.
 
-    Windows come in an order that is shuffled anew for each pass over the text. Every process knows
-    the whole order, and reads its own ``rows`` of each batch, ahead of time.
+    Windows come in an order that is shuffled anew for each pass over the text. Each process reads
+    as many rows of every batch, ahead of time, and together they read them in that order.
     """
     batch, length = shape
     places = grain.MapDataset.range(0, tokens.size - length, length).seed(seed).shuffle().repeat()
-    windows = places[start:].batch(batch).map(lambda at: _windows(tokens, at[rows], length))
+    parts = places[start:].batch(batch // processes)[process::processes]
+    windows = parts.map(lambda at: _windows(tokens, at, length))
     return iter(windows.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 

@@ -29,6 +29,7 @@ WORKERS_ON_CPU = 8
 VIRTUAL_AT_MOST = 256  # CPU devices of a process: JAX needs seconds for them
 VIRTUAL_WAIT = "--xla_cpu_collective_call_terminate_timeout_seconds"  # 40 s by default
 WARMUP_STEPS = 50
+CLIP_NORM = 1.0  # as in the paper
 TUNED_WIDTH = PRESETS["tiny"].width
 EVALUATED_AT_ONCE = 2**11  # tokens on each device
 
@@ -112,7 +113,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         tx,
         mesh,
         microbatches=config.microbatches,
-        clip_norm=config.clip_norm,
+        clip_norm=CLIP_NORM,
         param_specs=specs,
     )
     run = Run(
@@ -286,13 +287,9 @@ def schedule(peak: float, warmup_steps: int, steps: int) -> optax.Schedule:
 def batches_of(run: Run, windows: int) -> Iterator[jax.Array]:
     """Batches after so many windows; each process reads the rows of its own devices."""
     sharding = rows_sharding(run.devices)
-    batch, length = run.batch_shape
-    indices = sharding.addressable_devices_indices_map((batch,)).values()
-    ranges = [index[0].indices(batch) if index else (0, batch, 1) for index in indices]
-    own = slice(min(first for first, _, _ in ranges), max(last for _, last, _ in ranges))
-    read = data.batches(run.corpus.train, run.batch_shape, run.config.seed, windows, own)
-    for rows in read:
-        yield jax.make_array_from_process_local_data(sharding, rows, (batch, length + 1))
+    where = windows, jax.process_index(), jax.process_count()
+    for rows in data.batches(run.corpus.train, run.batch_shape, run.config.seed, *where):
+        yield jax.make_array_from_process_local_data(sharding, rows)
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:

@@ -36,7 +36,7 @@ from . import stores
 from .config import Config, refuse
 from .recipes import steps_of_a_round
 from .report import console
-from .setup import Run, batches_of, delay, make_evaluation, prepare
+from .setup import CLIP_NORM, Run, batches_of, delay, make_evaluation, prepare
 from .signals import Signals
 from .train import (
     EVALUATION_TOKENS,
@@ -124,7 +124,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         round_seconds=config.round_seconds,
         snapshot_every=max(config.snapshot_every // every, 1),
         microbatches=config.microbatches,
-        clip_norm=config.clip_norm,
+        clip_norm=CLIP_NORM,
         param_specs=run.param_specs,
         weight=tokens,
         facts=facts_of(config),

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ import demo_optax
 from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
 
 from . import agreement, data, hosts, logs, report
-from .config import PROFILE_AFTER, Config, refuse
+from .config import Config, refuse
 from .recipes import steps_of_a_round
 from .report import console
 from .sampling import samples
@@ -30,6 +30,7 @@ from .validation import require_sensible
 
 EVALUATION_TOKENS = 2**15
 LAST_EVALUATION_TOKENS = 2**18
+PROMPTS = ["", "def "]  # of the samples
 
 
 class Trained(NamedTuple):
@@ -44,7 +45,7 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
     config, mesh = run.config, run.mesh
     signals = signals or Signals(how_to_go_on(config))  # to which nobody listens
     describe(run)
-    regular = config.evaluate_every, config.check_replicas_every, config.checkpoint_every
+    regular = config.evaluate_every, config.checkpoint_every
     with (
         hosts.Watch(config.peer_timeout, how_to_go_on(config)) as watch,
         open_checkpoints(run) as checkpointer,
@@ -55,10 +56,9 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
         log = open_log(run, start)
         batches = batches_of(run, windows)
         unread, saved = None, True
-        with contextlib.closing(log.files), profiler(config) as profile, log.bar:
+        with contextlib.closing(log.files), log.bar:
             for number in range(start + 1, config.steps + 1):
                 params, opt_state, metrics = run.train_step(params, opt_state, next(batches))
-                profile(number - start, metrics)
                 apart = False
                 # To read metrics is to wait for their step: by now the next one is on its way.
                 if unread is not None:
@@ -76,9 +76,10 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
                 saving = checkpointer and (
                     stopping or last or number % config.checkpoint_every == 0
                 )
-                if apart or saving or number % config.check_replicas_every == 0:
+                evaluating = last or number % config.evaluate_every == 0
+                if apart or saving or evaluating:
                     params, opt_state = checked((params, opt_state), mesh)
-                if number % config.evaluate_every == 0 or last:
+                if evaluating:
                     log.evaluation(evaluate(params, EVALUATION_TOKENS))
                 if checkpointer and saving:
                     with watch.paused():
@@ -132,31 +133,6 @@ def open_log(run: Run, start: int) -> report.Log:
     )
 
 
-@contextlib.contextmanager
-def profiler(config: Config) -> Iterator[Callable[[int, demo_optax.TrainMetrics], None]]:
-    """A function to call after each step of this start, which starts and stops the profile."""
-    running = False
-
-    def profile(number, metrics):
-        nonlocal running
-        if not (config.profile_steps and hosts.is_first()):
-            return
-        if number == PROFILE_AFTER:
-            jax.block_until_ready(metrics)
-            jax.profiler.start_trace(str(config.log_dir))
-            running = True
-        elif running and number == PROFILE_AFTER + config.profile_steps:
-            jax.block_until_ready(metrics)
-            jax.profiler.stop_trace()
-            running = False
-
-    try:
-        yield profile
-    finally:
-        if running:
-            jax.profiler.stop_trace()
-
-
 def show(written: list[str]) -> None:
     for number, text in enumerate(written, 1):
         console.rule(f"the model writes, {number} of {len(written)}")
@@ -173,7 +149,7 @@ def written_by(run: Run, params: nnx.State) -> list[str]:
         on_one_device(params, run.devices),
         run.tokens,
         config.sequence_length,
-        list(config.prompts),
+        PROMPTS,
         config.sample_length,
         seed=config.seed,
     )
@@ -199,7 +175,6 @@ def open_checkpoints(run: Run) -> contextlib.AbstractContextManager[Checkpointer
             run.tx,
             run.mesh,
             param_specs=run.param_specs,
-            keep=config.keep_checkpoints,
         )
     except OSError as error:
         refuse(error)

@@ -8,7 +8,7 @@ import pydantic
 from etils import epath
 
 from . import stores
-from .config import DEFAULT, PROFILE_AFTER, Config
+from .config import DEFAULT, Config
 from .recipes import RECIPES, steps_of_a_round
 
 OF_PACKETS = (
@@ -82,13 +82,6 @@ def _require_agreement(config: Config) -> None:
     """Raises ValueError for settings that exclude each other."""
     if config.log_dir == Path():  # an empty word becomes this too
         raise ValueError("--log-dir must name a folder, not '' or '.': give its whole path.")
-    if config.profile_steps and not config.log_dir:
-        raise ValueError("--profile-steps needs a --log-dir to write the profile to.")
-    if config.profile_steps and config.steps < PROFILE_AFTER + config.profile_steps:
-        raise ValueError(
-            f"--profile-steps {config.profile_steps} come after {PROFILE_AFTER} others: --steps "
-            f"must be at least {PROFILE_AFTER + config.profile_steps}, not {config.steps}."
-        )
     several = {
         "--workers": config.workers,
         "--fsdp": config.fsdp > 1,
@@ -207,7 +200,6 @@ def _require_swarm(config: Config) -> None:
         "--simulate": config.simulate,
         "--coordinator": config.coordinator,
         "--distributed": config.distributed,
-        "--profile-steps": config.profile_steps,
     }
     for flag in [flag for flag, given in excluded.items() if given]:
         raise ValueError(

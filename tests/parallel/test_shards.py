@@ -331,6 +331,17 @@ def test_sharded_steps_compile_once(way, compiled):
     assert not compiled()
 
 
+def test_specs_of_the_state_end_with_the_name_of_an_axis():
+    specs = {"hidden": P(None, "fsdp"), "bias": P(None), "out": P("fsdp", None)}
+    found = demo_optax.state_specs(SGD, params(), mesh_of(2, 2), "replica", specs)
+    momentum = found[0].momentum  # jax.jit returns it so, and would compile again for other specs
+    assert momentum == {
+        "hidden": P("replica", None, "fsdp"),
+        "bias": P("replica"),
+        "out": P("replica", "fsdp"),
+    }
+
+
 @pytest.mark.parametrize(
     "specs, message",
     [

@@ -38,7 +38,7 @@ def section(heading: str, page: str | None = None) -> Section:
     ... ```sh
     ... pip install one==1 \\
     ...     two
-    ... pip install demo_optax
+    ... pip install .
     ... ```
     ... ```yaml
     ... steps: 3  # of them
@@ -51,7 +51,7 @@ def section(heading: str, page: str | None = None) -> Section:
     ... ```
     ... '''
     >>> section("One", text)[:2]
-    ([['one==1', 'two'], ['demo_optax']], {'steps': '3'})
+    ([['one==1', 'two'], ['.']], {'steps': '3'})
     >>> section("One", text).edits
     [('a.py', 'kept\\nold\\n', 'kept\\nnew\\n')]
     """

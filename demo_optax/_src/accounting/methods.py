@@ -30,13 +30,15 @@ MEASUREMENTS = {
     "demo_muon": [Measurement("final", "DeMo-Muon"), Measurement("workers", "DeMo-Muon")],
     "demo_scaled": [Measurement("final", "DeMo-scaled"), Measurement("workers", "DeMo-scaled")],
     "demo_muon, delayed": [Measurement("final", "DeMo-Muon, delayed")],
-    "demo_scaled, delayed": [Measurement("final", "DeMo-scaled, delayed, half the rate")],
+    "demo_scaled, delayed": [
+        Measurement("final", "DeMo-scaled, delayed, half the rate, look-ahead 1")
+    ],
     "demo_muon, two phases, delayed": [
         Measurement("final", "DeMo-Muon, two phases, delayed"),
         Measurement("workers", "DeMo-Muon, two phases, 512 int4 back", "512 back, no delay"),
     ],
     "demo_scaled, two phases, delayed": [
-        Measurement("final", "DeMo-scaled, delayed, half the rate", "all-gather"),
+        Measurement("final", "DeMo-scaled, delayed, half the rate, look-ahead 1", "all-gather"),
         Measurement("workers", "DeMo-scaled, two phases, 512 int4 back", "512 back, no delay"),
     ],
     "DiLoCo, all-reduce": [Measurement("local", "DiLoCo, H = 30")],

@@ -85,8 +85,8 @@ def put_back_pending(state: dict, saved: dict) -> dict:
                     for axis in cut:
                         number = number * sizes[axis] + place[axis]
                     shard.append(slice(number * size, (number + 1) * size))
-                if fragments:
-                    shard.append(slice(fragment * len(x), (fragment + 1) * len(x)))
+                if fragments:  # whose parameters are whole
+                    shard[1:] = [slice(fragment * len(x), (fragment + 1) * len(x))]
                 if x.size:  # devices with equal shards put back equal messages
                     old = state[name][tuple(shard)]
                     result.setdefault(name, state[name].astype(widest(old.dtype)))
@@ -133,6 +133,7 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
                 has, remedy = "another delay and a random transform", "the old delay"
             else:
                 parts = math.prod(size for _, size in leaf["axes"])
+                parts *= before.get("fragments", {"count": 1})["count"]
                 result[target["name"]] = divide_among(x, wanted[target["name"]].shape, parts)
                 continue
             raise ValueError(
@@ -145,7 +146,8 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
 def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarray:
     """Divides the rows of owners' shares ``(owners, parts * share, n)`` among other owners.
 
-    Each part, which is a device inside every owner, keeps its own rows. Zeros pad the last shares.
+    Each part, which is a device inside every owner or a fragment, keeps its own rows. Zeros pad
+    the last shares.
     """
     owners, width, n = shape
     old = x.reshape(len(x), parts, -1, n).swapaxes(0, 1).reshape(parts, -1, n)

@@ -312,7 +312,7 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
         for start in range(len(path) + 1):
             spec = spec_at.get(path[start:])
             if spec is not None and len(spec) <= leaf.ndim:
-                return P(*front, *spec)
+                return without_trailing_nones(P(*front, *spec))
         if leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf)):
             return P(*front)  # a counter or a random key is the same on all shards of a worker
         raise ValueError(
@@ -323,3 +323,9 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
         )
 
     return jax.tree.map_with_path(spec_of, state_axes, worker_state_shapes)
+
+
+def without_trailing_nones(spec: P) -> P:
+    """Removes them as JAX does for results, so that ``jax.jit`` finds the same sharding again."""
+    named = [i for i, entry in enumerate(spec, 1) if entry is not None]
+    return P(*spec[: max(named, default=0)])

@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-FOLDER = Path(__file__).parent / "results"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "results"
 LARGE_PAGES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 
 
@@ -36,20 +36,12 @@ class Kept(NamedTuple):
     figures: dict[str, float | str]
 
 
-def append(
-    file: str,
-    name: str,
-    model: str,
-    where: str,
-    version: str,
-    figures: dict[str, float | str],
-    command: str | None = None,
-) -> None:
-    """Keeps a measurement in results/FILE.jsonl.
+def append(file: str, **fields: Any) -> None:
+    """Keeps a measurement in results/FILE.jsonl, with the fields of `Kept`.
 
-    The other arguments are as in `Kept`; the command is that of this process by default.
+    The commit is this checkout's; the command is that of this process by default.
     """
-    row = Kept(name, model, where, version, commit(), command or command_line(), figures)
+    row = Kept(**{"commit": commit(), "command": command_line()} | fields)
     FOLDER.mkdir(exist_ok=True)
     with (FOLDER / f"{file}.jsonl").open("a") as lines:
         print(json.dumps(row._asdict(), ensure_ascii=False), file=lines)
@@ -84,9 +76,9 @@ def commit() -> str | None:
     return f"{found}-dirty" if found and changed else found or None
 
 
-def command_line(*words: str) -> str:
-    """The command line of this process, or of its script with these words."""
-    words = words or tuple(word for word in sys.argv[1:] if word != "--keep")
+def command_line() -> str:
+    """The command line of this process."""
+    words = [word for word in sys.argv[1:] if word != "--keep"]
     line = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
     return f"{LARGE_PAGES} {line}" if _has_large_pages() else line
 

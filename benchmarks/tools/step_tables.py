@@ -1,19 +1,18 @@
 """Tables of speed and memory, written from the measurements that were kept.
 
-    python -m benchmarks.step_tables write      puts them between their marks
-    python -m benchmarks.step_tables show       prints all of them
-    python -m benchmarks.step_tables commands   prints the commands that measure all of it anew
+    python -m benchmarks.tools.step_tables write      puts them between their marks
+    python -m benchmarks.tools.step_tables show       prints all of them
+    python -m benchmarks.tools.step_tables commands   prints what measures all of it anew
 
-`compile_only.py`, `step_cost.py`, `published_step.py` and `slow_link.sh` keep what they measure
-when they are told to (`--keep`; `KEEP=1` for the last).
+`compile_only.py`, `step_cost.py` and `slow_link.py` keep what they measure with `--keep`.
 """
 
 import argparse
 import fnmatch
 from collections.abc import Sequence
 
-from benchmarks import kept, pages
-from benchmarks.kept import Kept
+from . import kept, pages
+from .kept import Kept
 
 PAGES = ("docs/explanation/step_cost.md",)
 KIND = "runs"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Table = Callable[[str, Sequence[str]], str]
 """From the name and the patterns of a mark to the lines between the marks."""
 

@@ -1,16 +1,16 @@
-"""The losses that `demo_optax.accounting.choose` weighs, and the tables of its choices."""
+"""The tables of docs/how_to/choose.md, computed by the command that it explains.
 
-import json
+python -m tests.choice_tables writes them between their marks.
+"""
+
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from benchmarks import pages
-from demo_optax._src.accounting.candidates import LOSSES, read_losses
+from benchmarks.quality.tables import Mean
+from benchmarks.tools import pages
+from demo_optax._src.accounting.candidates import read_losses
 from demo_optax._src.accounting.methods import MEASUREMENTS, methods
 from demo_optax.accounting import Choice, MeasuredLoss, Method, choose
-
-from . import tables
-from .study import Study
 
 PAGES = ("docs/how_to/choose.md",)
 KIND = "choices"
@@ -24,49 +24,6 @@ LINKS = {
     "100 Mbit/s": 1e8,
     "10 Mbit/s": 1e7,
 }
-
-
-def losses(studies: Mapping[str, Study]) -> str:
-    """The losses of all measurements as JSON, with the largest model and the most workers of a run.
-
-    Raises:
-      ValueError: a measurement has no result yet.
-    """
-    rows = {(s.name, row.method.name): row for s in studies.values() for row in tables.rows(s)}
-    measured = dict.fromkeys(each[:2] for every in MEASUREMENTS.values() for each in every)
-    for name in measured:
-        if name not in rows:
-            raise ValueError(
-                f"the study {name[0]!r} has no result of {name[1]!r}, which MEASUREMENTS names."
-            )
-
-    def loss(study: str, method: str) -> dict[str, str | float | None]:
-        row, baseline = rows[study, method], rows[study, studies[study].baseline]
-        difference = row.difference or tables.Mean(0.0, None)
-        return {
-            "study": study,
-            "method": method,
-            "difference": difference.value,
-            "error": difference.error,
-            "seeds": len(row.seeds),
-            "workers": _workers(row),
-            "parameters": tables.parameters(row.method),
-            "steps": row.method.settings["steps"],
-            "rate": row.rate / baseline.rate,
-        }
-
-    presets = {row.method.settings["preset"]: row.method for row in rows.values()}
-    found = {
-        "largest_model": max(map(tables.parameters, presets.values())),
-        "most_workers": max(map(_workers, rows.values())),
-        "losses": [loss(*name) for name in measured],
-    }
-    return json.dumps(found, indent=1) + "\n"
-
-
-def _workers(row: tables.Row) -> int:
-    settings = row.method.settings
-    return settings.get("workers") or settings.get("simulate") or 8
 
 
 def table(name: str, patterns: Sequence[str] = ("*",)) -> str:
@@ -125,14 +82,12 @@ def _loss_cell(loss: MeasuredLoss, differs: str) -> str:
     workers = f", {loss.workers} workers" if loss.workers != 8 else ""
     seeds = ", one seed" if loss.seeds == 1 else ""
     notes = "".join(f", {note}" for note in [differs] if note)
-    return f"{tables.Mean(loss.difference, loss.error).written('+.3f')}{workers}{seeds}{notes}"
+    return f"{Mean(loss.difference, loss.error).written('+.3f')}{workers}{seeds}{notes}"
 
 
 def _table(lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def write(studies: Mapping[str, Study]) -> None:
-    """Brings the losses in the package and the tables of the page up to date."""
-    LOSSES.write_text(losses(studies))
+if __name__ == "__main__":
     pages.write(PAGES, KIND, table)

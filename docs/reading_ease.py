@@ -1,7 +1,7 @@
 """How easy the README and the pages of docs/ are to read, in figures.
 
-    python benchmarks/reading_ease.py            a line for each page
-    python benchmarks/reading_ease.py --check    exit status 1 if a page is over its limits
+    python docs/reading_ease.py            a line for each page
+    python docs/reading_ease.py --check    exit status 1 if a page is over its limits
 
 Sentences are those of paragraphs and lists. Code blocks, tables, headings, comments, pictures and
 the targets of links do not count. A sentence ends at a full stop, a question mark or an exclamation

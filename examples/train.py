@@ -1,0 +1,250 @@
+"""Trains a language model with DeMo. This is one file to copy and to change.
+
+    python examples/train.py                        one worker on each GPU, or eight on a CPU
+    python examples/train.py --text my_text.txt     learns from your own text
+    python examples/train.py --checkpoint-dir run   saves, and continues when it is started again
+    srun python examples/train.py --distributed     many hosts, with one process for each GPU
+
+JAX finds the processes under SLURM, Kubernetes and on TPU pods. Elsewhere give each of them
+--coordinator, --num-processes and --process-id.
+"""
+
+import contextlib
+import itertools
+import sys
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+
+import demo_optax
+from demo_optax.checkpoint import Checkpointer
+
+EVALUATION_BATCHES = 16
+READ_EVERY = 10  # steps between two looks at the loss
+
+
+@dataclass(frozen=True)
+class Settings:
+    text: Path | None = None
+    """File to learn from, the same on all hosts. By default Python's standard library."""
+    layers: int = 4
+    """Layers of the transformer."""
+    width: int = 128
+    """Width of the transformer."""
+    heads: int = 2
+    """Attention heads, which must divide the width."""
+    sequence_length: int = 64
+    """Bytes of text in a sequence."""
+    batch_size: int = 32
+    """Sequences in one step, of all workers together."""
+    steps: int = 600
+    """Updates of the parameters."""
+    learning_rate: float = 3e-3
+    """Highest learning rate, after a warm-up and before a cosine to a tenth."""
+    seed: int = 0
+    """Seed of the initial parameters and of the order of the text."""
+    evaluate_every: int = 100
+    """Steps between two evaluations on held-out text."""
+    checkpoint_dir: Path | None = None
+    """Folder for checkpoints, which all hosts must see. A run continues from the latest one."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints."""
+    cpu_devices: int = 8
+    """Workers of this process if it has no GPU or TPU, on virtual devices of its CPU."""
+    distributed: bool = False
+    """There are several processes, and JAX finds them: under SLURM, Kubernetes, or on a TPU pod."""
+    coordinator: str | None = None
+    """HOST:PORT of the first process, to start several processes by hand."""
+    num_processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+
+
+class Block(nnx.Module):
+    """Causal self-attention and an MLP, each of which adds to its input."""
+
+    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
+        self.heads = heads
+        self.attention_norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.attention_out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+        self.mlp_in = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.mlp_out = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        batch, time, width = x_BxTxD.shape
+        qkv = self.qkv(self.attention_norm(x_BxTxD)).reshape(batch, time, 3, self.heads, -1)
+        q, k, v = jnp.moveaxis(qkv, 2, 0)
+        mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x_BxTxD += self.attention_out(mixed.reshape(batch, time, width))
+        return x_BxTxD + self.mlp_out(nnx.gelu(self.mlp_in(self.mlp_norm(x_BxTxD))))
+
+
+def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
+    """Rotary positions: turns pairs of features by angles that grow with time."""
+    time, half = x_BxTxHxK.shape[1], x_BxTxHxK.shape[3] // 2
+    angles_TxK = jnp.outer(jnp.arange(time), 10_000.0 ** (-jnp.arange(half) / half))
+    sin, cos = jnp.sin(angles_TxK)[None, :, None], jnp.cos(angles_TxK)[None, :, None]
+    a, b = jnp.split(x_BxTxHxK, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class LanguageModel(nnx.Module):
+    """A decoder-only transformer over bytes."""
+
+    def __init__(self, settings: Settings, rngs: nnx.Rngs):
+        width = settings.width
+        self.embedding = nnx.Embed(256, width, rngs=rngs)
+        self.blocks = nnx.List(Block(width, settings.heads, rngs) for _ in range(settings.layers))
+        self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        """Logits ``(B, T, 256)`` of the byte that follows each one."""
+        x_BxTxD = self.embedding(tokens_BxT)
+        for block in self.blocks:
+            x_BxTxD = block(x_BxTxD)
+        return self.embedding.attend(self.norm(x_BxTxD))
+
+
+def read_text(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on, and the last twentieth of the text, which is held out."""
+    if settings.text:
+        with mistakes_in("--text"):
+            text = settings.text.read_bytes()
+    else:
+        library = Path(sysconfig.get_path("stdlib"))
+        sources = [p for p in library.rglob("*.py") if "site-packages" not in p.parts]
+        # In the order of a checksum of their names, so that the held-out files are like the others.
+        sources.sort(key=lambda p: zlib.crc32(p.relative_to(library).as_posix().encode()))
+        text = b"\0".join(p.read_bytes() for p in sources)
+    held_out = len(text) // 20
+    if held_out <= settings.sequence_length:
+        sys.exit(
+            f"error: --text has {len(text):,} bytes, of which {held_out:,} are held out, but "
+            f"--sequence-length is {settings.sequence_length}: give more text, or a smaller length."
+        )
+    tokens = np.frombuffer(text, np.uint8)
+    return tokens[:-held_out], tokens[-held_out:]
+
+
+def read_batches(tokens: np.ndarray, settings: Settings) -> grain.DatasetIterator:
+    """Endless shuffled batches ``(batch, length + 1)``; each process reads its own part of each."""
+    length, processes = settings.sequence_length, jax.process_count()
+    starts = grain.MapDataset.range(0, tokens.size - length, length)
+    windows = starts.map(lambda start: tokens[start : start + length + 1])
+    shuffled = windows.seed(settings.seed).shuffle().repeat()
+    parts = shuffled.batch(settings.batch_size // processes)
+    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
+    return iter(parts[jax.process_index() :: processes].to_iter_dataset(ahead))
+
+
+def to_devices(part: np.ndarray, mesh: Mesh) -> jax.Array:
+    """The whole batch, of which each process has read its part, with rows for every worker."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), part)
+
+
+def train(settings: Settings) -> float:
+    """Returns the final loss on held-out text, in nats per byte."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
+    if settings.batch_size % mesh.size:
+        sys.exit(
+            f"error: --batch-size {settings.batch_size} cannot be divided among {mesh.size} "
+            f"workers: give a multiple of {mesh.size}."
+        )
+    train_text, held_out_text = read_text(settings)
+    graph, params = nnx.split(LanguageModel(settings, nnx.Rngs(settings.seed)), nnx.Param)
+
+    def loss_fn(params, batch_BxT):
+        tokens_BxT = batch_BxT.astype(jnp.int32)
+        logits_BxTxV = nnx.merge(graph, params)(tokens_BxT[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:])
+        return losses.mean()
+
+    peak, warmup = settings.learning_rate, min(50, settings.steps // 2)
+    rate = optax.warmup_cosine_decay_schedule(peak / 50, peak, warmup, settings.steps, peak / 10)
+    tx = demo_optax.demo_scaled(rate, axis_name="data")
+    train_step = demo_optax.make_train_step(loss_fn, tx, mesh, clip_norm=1.0)
+    evaluation_step = jax.jit(loss_fn)
+    batches = read_batches(train_text, settings)
+    held_out = list(itertools.islice(read_batches(held_out_text, settings), EVALUATION_BATCHES))
+
+    def evaluate(params) -> float:
+        losses = [float(evaluation_step(params, to_devices(part, mesh))) for part in held_out]
+        return sum(losses) / len(losses)
+
+    console = Console(quiet=jax.process_index() > 0)
+    sent, dense = demo_optax.packet_bytes(tx, params), demo_optax.dense_bytes(params)
+    console.print(f"{mesh.size} workers send {sent:,} bytes a step each; a gradient has {dense:,}")
+    columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}")
+    bar = Progress(*columns, console=console)
+    with open_checkpoints(settings, tx, mesh) as checkpointer, bar:
+        with mistakes_in("--checkpoint-dir"):
+            found = checkpointer and checkpointer.restore(params, extra=batches.get_state())
+        if found:
+            start, params, opt_state = found.step, found.params, found.opt_state
+            batches.set_state(found.extra)
+            console.print(f"continues after step {start}")
+        else:
+            start, opt_state = 0, demo_optax.init_opt_state(tx, params, mesh)
+
+        task = bar.add_task("training", total=settings.steps, completed=start, loss=float("nan"))
+        for step in range(start + 1, settings.steps + 1):
+            rows = to_devices(next(batches), mesh)
+            params, opt_state, metrics = train_step(params, opt_state, rows)
+            last = step == settings.steps
+            if step % READ_EVERY == 0 or last:  # to read a loss is to wait for its step
+                demo_optax.check_metrics(metrics.exchange)
+                bar.update(task, completed=step, loss=float(metrics.loss.mean()))
+            if step % settings.evaluate_every == 0 and not last:
+                console.print(f"step {step}: {evaluate(params):.3f} nats per byte of held-out text")
+            if checkpointer and (step % settings.checkpoint_every == 0 or last):
+                checkpointer.save(step, params, opt_state, extra=batches.get_state())
+
+    loss = evaluate(params)
+    console.print(f"in the end: {loss:.3f} nats per byte of held-out text")
+    return loss
+
+
+def open_checkpoints(settings: Settings, tx, mesh: Mesh):
+    if settings.checkpoint_dir is None:
+        return contextlib.nullcontext()
+    with mistakes_in("--checkpoint-dir"):
+        return Checkpointer(settings.checkpoint_dir, tx, mesh)
+
+
+@contextlib.contextmanager
+def mistakes_in(flag: str):
+    """Ends the program with one line."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.exit(f"error: {flag}: {error}")
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
+    if settings.distributed or settings.coordinator:  # before any other use of JAX
+        where = settings.coordinator, settings.num_processes, settings.process_id
+        with mistakes_in("--distributed" if settings.distributed else "--coordinator"):
+            jax.distributed.initialize(*where)
+    train(settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The trainer of one file: it learns, continues to the same bits, and refuses with one line."""
+
+import dataclasses
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from demo_optax.checkpoint import load_params
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = [sys.executable, str(ROOT / "examples" / "launch_local.py")]
+TRAIN = str(ROOT / "examples" / "train.py")
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A model of one layer, and a text that it can learn."""
+    (tmp_path / "text").write_text("All work and no play makes Jack a dull boy.\n" * 300)
+    return train.Settings(
+        text=tmp_path / "text",
+        layers=1,
+        width=32,
+        heads=1,
+        sequence_length=16,
+        batch_size=16,
+        steps=12,
+        learning_rate=2e-2,
+        evaluate_every=6,
+        checkpoint_every=4,
+    )
+
+
+def saved_by(folder):
+    return [np.asarray(x) for x in jax.tree.leaves(load_params(folder))]
+
+
+def words_of(settings):
+    given = dataclasses.asdict(settings).items()
+    pairs = [(f"--{k.replace('_', '-')}", str(v)) for k, v in given if v not in (None, False)]
+    return [word for pair in pairs for word in pair]
+
+
+def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, monkeypatch, capsys):
+    whole = dataclasses.replace(settings, checkpoint_dir=tmp_path / "whole")
+    loss = train.train(whole)
+    assert loss < 2.5  # a uniform guess has 5.5
+    assert "continues" not in capsys.readouterr().out
+
+    cut = dataclasses.replace(settings, checkpoint_dir=tmp_path / "cut")
+    to_devices, calls = train.to_devices, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return to_devices(*arguments)
+
+    monkeypatch.setattr(train, "to_devices", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(cut)
+    assert train.train(cut) == loss
+    assert "continues after step 4" in capsys.readouterr().out
+    for ours, theirs in zip(saved_by(tmp_path / "cut"), saved_by(tmp_path / "whole"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+    assert train.train(cut) == loss  # there is nothing left to do
+    with pytest.raises(SystemExit, match=r"^error: --checkpoint-dir: .*parameters"):
+        train.train(dataclasses.replace(cut, layers=2))
+
+
+def test_two_processes_read_what_one_reads(settings, monkeypatch):
+    def read(number, processes):
+        monkeypatch.setattr(jax, "process_index", lambda: number)
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        batches = train.read_batches(np.arange(999), settings)
+        return np.stack([next(batches) for _ in range(9)])  # more than one pass over the text
+
+    halves = read(0, 2), read(1, 2)
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), read(0, 1))
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(settings, tmp_path):
+    arguments = words_of(settings)
+    for processes in (1, 2):
+        launch = [*LAUNCH, "-n", str(processes), "--", TRAIN, *arguments]
+        own = ["--cpu-devices", str(2 // processes), "--checkpoint-dir", tmp_path / f"{processes}"]
+        run = subprocess.run([*launch, *own], capture_output=True, text=True, timeout=900)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert run.stdout.count("in the end") == 1, run.stdout
+        assert "2 workers" in run.stdout
+    one, two = saved_by(tmp_path / "1"), saved_by(tmp_path / "2")
+    for ours, theirs in zip(one, two, strict=True):
+        # A sign may turn where an update is within rounding of zero.
+        assert np.isclose(ours, theirs, rtol=1e-4, atol=1e-6).mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (dict(text=pathlib.Path("missing.txt")), "--text: .*missing.txt"),
+        (dict(text=ROOT), "--text: .*directory"),
+        (dict(sequence_length=1000), "--text has 13,200 bytes.*a smaller length"),
+        (dict(batch_size=12), "--batch-size 12 cannot be divided among 8 workers.*multiple of 8"),
+        (dict(checkpoint_dir=pathlib.Path(__file__)), "--checkpoint-dir: "),
+    ],
+)
+def test_one_line_for_a_mistake(change, told, settings):
+    with pytest.raises(SystemExit, match=f"^error: {told}") as ended:
+        train.train(dataclasses.replace(settings, **change))
+    assert "\n" not in str(ended.value)
+
+
+def test_the_file_is_short_and_stands_alone():
+    source = inspect.getsource(train)
+    assert len(source.splitlines()) <= 250
+    assert "import lm" not in source and "from lm" not in source
