@@ -12,7 +12,6 @@ import optax
 import demo_optax
 from demo_optax import Compression
 from lm import recipes
-from lm.recipes import Settings
 
 AXIS = "data"
 
@@ -22,20 +21,20 @@ def maker(name: str, **options: Any) -> Callable[..., optax.GradientTransformati
     return lambda _name, settings, _local_steps: LEVERS[name](settings, **options)
 
 
-def muon(settings: Settings) -> optax.GradientTransformation:
+def muon(settings: recipes.Settings) -> optax.GradientTransformation:
     """Muon after a dense all-reduce, as optax has it."""
     own = optax.contrib.muon(settings.learning_rate, weight_decay=settings.weight_decay)
     return optax.chain(demo_optax.mean_over_workers(AXIS), own)
 
 
-def owners(settings: Settings, residual_decay: float) -> optax.GradientTransformation:
+def owners(settings: recipes.Settings, residual_decay: float) -> optax.GradientTransformation:
     """`demo_scaled` with another ``residual_decay`` of the owners of two phases."""
     exchange = dataclasses.replace(settings.exchange, residual_decay=residual_decay)
     return recipes.make("demo-scaled", settings._replace(exchange=exchange), None)
 
 
 def local(
-    settings: Settings,
+    settings: recipes.Settings,
     every: int,
     inner: str = "adamw",
     rate: float = 0.7,

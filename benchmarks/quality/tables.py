@@ -145,15 +145,14 @@ def losses(studies: Mapping[str, Study]) -> str:
         difference, settings = row.difference or Mean(0.0, None), row.method.settings
         counts = dict(seeds=len(row.seeds), workers=settings.get("workers", 8))
         size = dict(parameters=dense_gradient(row.method) // 4, steps=settings["steps"])
+        found = dict(study=study, method=method, difference=difference.value)
         rate = row.method.learning_rate / baseline.learning_rate
-        found = dict(difference=difference.value, error=difference.error)
-        return dict(study=study, method=method, **found, **counts, **size, rate=rate)
+        return dict(**found, error=difference.error, **counts, **size, rate=rate)
 
     named = dict.fromkeys(each[:2] for every in MEASUREMENTS.values() for each in every)
     if missing := named.keys() - made.keys():
         raise ValueError(f"MEASUREMENTS names {missing}, which have no result: train them.")
     presets = {row.method.settings["preset"]: row.method for row in made.values()}
-    largest = max(map(dense_gradient, presets.values())) // 4
-    workers = max(row.method.settings.get("workers", 8) for row in made.values())
-    found = dict(largest_model=largest, most_workers=workers, losses=[loss(*x) for x in named])
-    return json.dumps(found, indent=1) + "\n"
+    found = dict(largest_model=max(map(dense_gradient, presets.values())) // 4)
+    found["most_workers"] = max(row.method.settings.get("workers", 8) for row in made.values())
+    return json.dumps(found | dict(losses=[loss(*x) for x in named]), indent=1) + "\n"
