@@ -1,15 +1,9 @@
 """The README and the pages stay short, and their sentences too."""
 
-import importlib.util
-import pathlib
-
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "docs" / "reading_ease.py"
-SPEC = importlib.util.spec_from_file_location("reading_ease", SCRIPT)
-assert SPEC and SPEC.loader
-reading_ease = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(reading_ease)
+from docs import reading_ease
+
 PAGES = reading_ease.pages()
 
 PAGE = """# A heading of many words that is no sentence

@@ -13,7 +13,7 @@ import jupytext
 import pytest
 import yaml
 
-from benchmarks import reading_ease
+from docs import reading_ease
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = "docs/release.py"
