@@ -178,7 +178,7 @@ print(f"{right:.1%} of the held-out digits are read correctly")
 # ## The life of the run
 #
 # The store tells what happened. Its manifests name the packets that counted on each step, and when
-# that was decided. `python -m demo_optax.swarm FOLDER --picture life.png` prints and draws the same for
+# that was decided. `demo-optax swarm FOLDER --picture life.png` prints and draws the same for
 # any run.
 
 # %%

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax._src import matrices
-from demo_optax.accounting import __main__ as command
+from demo_optax._src.commands import quantities
+from demo_optax._src.commands.main import make_parser
 from tests import causes_of_checkpoints, causes_of_halves, causes_of_swarms, model, workers
 from tests.causes_in_common import DEMO, state_of, two
 from tests.workers import step_of
@@ -44,6 +45,11 @@ def differing_replicas():
 def simulated_on_a_set_mesh():
     with jax.set_mesh(two()):
         demo_optax.init_opt_state(DEMO, model.init(), jax.sharding.AbstractMesh((2,), ("data",)))
+
+
+def owners_of_one_all_gather():
+    args = make_parser().parse_args(["bytes", "--preset", "300m", "--topk-back", "8"])
+    args.run(args)
 
 
 def mean_loss():
@@ -336,7 +342,9 @@ RAISED = [
     lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     exchange_in_a_while_loop,
-    lambda: command.quantity("bandwidth", "fast"),
+    lambda: quantities.bandwidth("fast"),
+    lambda: quantities.bandwidth("1GB"),
+    owners_of_one_all_gather,
     *causes_of_checkpoints.RAISED,
     *causes_of_halves.RAISED,
     lambda: demo_optax.Compression(seed=2**64),

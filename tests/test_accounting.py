@@ -1,8 +1,6 @@
 """Bytes and seconds: the paper's table, the command, and what other programs send."""
 
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ import demo_optax
 from benchmarks import hlo
 from demo_optax import Compression
 from demo_optax._src import axes
-from demo_optax.accounting import index_cost, preset_shapes
+from demo_optax.accounting import preset_shapes
 from tests.sweeps import slow, sweep
 from tests.workers import mesh_of
 
@@ -311,63 +309,6 @@ def test_collectives_are_read_from_compiled_programs(collective, kind, size):
     )
     found = hlo.collectives(fn.lower(placed).compile().as_text())
     assert [(c.kind, c.dtype, c.operand_bytes) for c in found] == [(kind, "f32", size)]
-
-
-def run_command(*arguments):
-    command = [sys.executable, "-W", "error", "-m", "demo_optax.accounting", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_the_command_prints_its_tables():
-    arguments = [
-        "--preset",
-        "300m",
-        "--topk",
-        "8",
-        "--value-coding",
-        "int4",
-        "--workers",
-        "64",
-        "--bandwidth",
-        "1Gbit",
-    ]
-    done = run_command(*arguments)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "319,946,752 parameters in 65 tensors" in done.stdout
-    assert "1,260,032 bytes a step" in done.stdout
-    table = done.stdout.split("Bits per index")[1].splitlines()[2:9]
-    for row, k in zip(table, (1, 2, 4, 8, 16, 32, 64), strict=True):
-        cells = row.split()
-        assert int(cells[0]) == k
-        assert float(cells[2]) == pytest.approx(index_cost(4096, k).bits, abs=1e-3)
-        assert float(cells[4]) <= 1.11
-
-
-def test_the_command_knows_every_exchange():
-    arguments = ["--preset", "300m", "--topk", "8", "--value-coding", "int4", "--workers", "64"]
-    arguments += ["--exchange", "two-phase", "--topk-back", "16", "--delay", "1"]
-    done = run_command(*arguments)
-    assert (done.returncode, done.stderr) == (0, "")
-    exchange = demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=16))
-    counted = Compression(topk=8, value_coding="int4"), preset_shapes("300m"), 64, exchange
-    size = demo_optax.accounting.received_bytes(*counted)
-    assert f"Each of 64 workers gets {size:,.0f} bytes a step" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--topk", "8"], "required: --preset"),
-        (["--preset", "300m", "--topk-back", "8"], "--topk-back is for --exchange two-phase"),
-        slow(["--preset", "300m", "--bandwidth", "1GB"], "is no bandwidth"),
-        slow(["--preset", "300m", "--topk", "0"], "topk must be at least 1"),
-    ],
-)
-def test_the_command_says_what_is_wrong(arguments, complaint):
-    done = run_command(*arguments)
-    assert done.returncode != 0
-    assert complaint in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

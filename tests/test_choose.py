@@ -1,101 +1,281 @@
-"""The table of docs/how_to/choose.md is what its rules and the accounting say."""
+"""The choice of a method: by its rules, for five users, and in lines that do what they say."""
 
 import dataclasses
+import json
+import math
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import demo_optax
+from benchmarks.quality import study, tables
+from benchmarks.tools import pages
 from demo_optax import accounting
-from demo_optax.accounting import preset_shapes
+from demo_optax._src.accounting import candidates, methods
+from demo_optax._src.commands.quantities import bandwidth as bits
+from lm import setup
+from lm.config import from_command_line
+from lm.validation import require_sensible
+from tests import choice_tables
 
-PAGE = (Path(__file__).parents[1] / "docs/how_to/choose.md").read_text()
-UNITS = {"Gbit/s": 1e9, "Mbit/s": 1e6}
-WORKERS = (4, 8, 16, 64)
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/how_to/choose.md").read_text()
+SHAPES = accounting.preset_shapes("300m")
+PARAMETERS = sum(math.prod(x.shape) for x in jax.tree.leaves(SHAPES))
+TOKENS = 65_536
 SENT = demo_optax.Compression(32, value_coding="sign", selection="bins")
-OWNERS = demo_optax.TwoPhase("data", value_coding_back="int4")
 EVERY_STEP = {
     "B": (SENT, demo_optax.AllGather("data")),
     "C": (SENT, demo_optax.Delayed(demo_optax.AllGather("data"))),
-    "D": (SENT, demo_optax.Delayed(OWNERS)),
-}
-OF_ROUNDS = demo_optax.Compression(64, value_coding="int2", transform="identity"), OWNERS
-
-
-def seconds(bandwidth: float, workers: int) -> dict[str, float]:
-    link = dict(workers=workers, bandwidth=bandwidth, latency=1e-3, compute_time=1.0)
-    steps = accounting.step_times(preset_shapes("300m"), EVERY_STEP, **link)
-    rounds = accounting.step_times(preset_shapes("300m"), {"E": OF_ROUNDS}, local_steps=30, **link)
-    found = steps | {"A": steps["AdamW, bfloat16"], "E": rounds["E"]}
-    return {name: time.step for name, time in found.items()}
-
-
-# The lines of the page, in their order, for a compute of one second.
-RULES = {
-    "- **A** if a dense all-reduce takes at most a quarter of the compute.": (
-        lambda step: "A" if step["A"] - 1 <= 1 / 4 else None
-    ),
-    "- **B** if its exchange takes at most a fifth of the compute.": (
-        lambda step: "B" if step["B"] - 1 <= 1 / 5 else None
-    ),
-    "- **C** if the exchange of B takes longer than that, but not longer than the compute.": (
-        lambda step: "C" if step["B"] - 1 <= 1 else None
-    ),
-    "- **C** or **D**, whichever has the shorter step, if that is at most twice the compute.": (
-        lambda step: min("CD", key=step.get) if min(step["C"], step["D"]) <= 2 else None
-    ),
-    "- **E** otherwise.": lambda step: "E",
+    "D": (SENT, demo_optax.Delayed(demo_optax.TwoPhase("data", value_coding_back="int4"))),
 }
 
 
-def letter(step: dict[str, float]) -> str:
-    return next(found for rule in RULES.values() if (found := rule(step)))
+def choose(bandwidth, workers, tokens=TOKENS, latency=1e-3, **options):
+    link = dict(bandwidth=bits(bandwidth), workers=workers, latency=latency)
+    given = dict(params=PARAMETERS, compute_time=1.0, batch_tokens=tokens, width=1024)
+    return accounting.choose(**(given | link | options))
 
 
-def rows() -> dict[float, list[str]]:
-    table = PAGE.split("| Link between workers |")[1].split("\n\n")[0].splitlines()[2:]
-    cells = [line.strip("| ").split(" | ") for line in table]
-    found = {}
-    for link, *rest in cells:
-        number, unit = link.partition(";")[0].split()
-        found[float(number) * UNITS[unit]] = rest
-    return found
+USERS = [
+    # One box with NVLink
+    (("3600Gbit", 8), {"latency": 1e-5}, "A", "Muon, all-reduce"),
+    # 64 workers of a data centre
+    (("100Gbit", 64), {}, "A", "Muon, all-reduce"),
+    # 16 nodes on Ethernet
+    (("1Gbit", 16), {}, "C", "demo_muon, delayed"),
+    # 8 workers in offices, with small batches
+    (("100Mbit", 8), {"tokens": 4096}, "D", "demo_scaled, two phases, delayed"),
+    # 16 homes
+    (("10Mbit", 16), {"latency": 0.02}, "E", "SparseLoCo k=64, two phases"),
+    # 8 nodes on fast Ethernet, with large batches, small ones, and little memory
+    (("10Gbit", 8), {}, "B", "demo_muon"),
+    (("10Gbit", 8), {"tokens": 20_000}, "B", "demo_scaled"),
+    (("10Gbit", 8), {"little_memory": True}, "B", "demo_scaled"),
+]
 
 
-def as_written(text: str):
-    """Equal to each number that is written like this when it is rounded."""
-    digits = len(text.partition(".")[2])
-    return pytest.approx(float(text.replace(",", "")), abs=0.5001 * 10**-digits)
+@pytest.mark.parametrize(("link", "options", "row", "name"), USERS)
+def test_users_get_what_the_rules_of_the_page_give_them(link, options, row, name):
+    chosen = choose(*link, **options).chosen
+    assert (chosen.method.row, chosen.method.name) == (row, name)
 
 
-@pytest.mark.parametrize("bandwidth", rows())
-def test_each_cell_has_the_letter_of_the_rules_and_its_seconds(bandwidth):
-    *cells, dense = rows()[bandwidth]
-    steps = [seconds(bandwidth, workers) for workers in WORKERS]
-    for cell, step in zip(cells, steps, strict=True):
-        of_page, time = re.fullmatch(r"\*\*([A-E])\*\* ([\d.]+)", cell).groups()
-        assert of_page == letter(step)
-        assert step[of_page] == as_written(time)
-    assert [steps[0]["A"], steps[-1]["A"]] == [as_written(text) for text in dense.split(" to ")]
+def row_by_hand(bandwidth, workers, latency):
+    """The page's rules for a compute of one second."""
+    link = dict(workers=workers, bandwidth=bandwidth, latency=latency, compute_time=1.0)
+    params = jax.ShapeDtypeStruct((PARAMETERS // 1024, 1024), jnp.float32)
+    times = accounting.step_times(params, EVERY_STEP, **link)
+    step = {name: time.step for name, time in times.items()}
+    if step["AdamW, bfloat16"] - 1 <= 1 / 4:
+        return "A"
+    if step["B"] - 1 <= 1 / 5:
+        return "B"
+    if step["B"] - 1 <= 1:
+        return "C"
+    if min(step["C"], step["D"]) <= 2:
+        return min("CD", key=step.get)
+    return "E"
 
 
-def test_the_rules_are_those_of_the_page():
-    lines = [line for line in PAGE.splitlines() if line in RULES]
-    assert lines == list(RULES)
+def test_every_link_has_the_row_of_the_rules():
+    taken = set()
+    for link in ("1Tbit", "100Gbit", "20Gbit", "10Gbit", "1Gbit", "200Mbit", "60Mbit", "10Mbit"):
+        for workers in (2, 8, 64):
+            for latency in (1e-5, 0.05):
+                row = row_by_hand(bits(link), workers, latency)
+                assert choose(link, workers, latency=latency).chosen.method.row == row
+                taken.add((row, workers < 8))
+    assert len(taken) == 9  # few workers take no D
 
 
 def test_few_workers_on_a_slow_link_take_a_delayed_gather():
-    step = seconds(60e6, 4)
-    assert letter(step) == "C"
-    assert step["C"] < step["D"]
+    assert choose("60Mbit", 4).chosen.method.name == "demo_muon, delayed"
 
 
-def test_more_coefficients_back_fit_one_link_and_not_the_other():
-    back = demo_optax.Delayed(dataclasses.replace(OWNERS, topk_back=512))
-    for bandwidth, fits in (1e9, True), (1e8, False):
-        step = accounting.step_times(
-            preset_shapes("300m"), {"D": (SENT, back)}, 64, bandwidth, 1e-3, 1.0
-        )["D"].step
-        assert f"({step:.2f} s)" in PAGE
-        assert (step <= 2) is fits
+@pytest.mark.parametrize(
+    ("tokens", "names"),
+    [
+        (25_601, ["Muon, all-reduce", "demo_muon", "demo_muon, delayed"]),
+        (25_599, ["AdamW, all-reduce", "demo_scaled", "demo_muon, delayed"]),
+        (10_241, ["AdamW, all-reduce", "demo_scaled", "demo_muon, delayed"]),
+        (10_239, ["AdamW, all-reduce", "demo_scaled", "demo_scaled, delayed"]),
+    ],
+)
+def test_small_batches_take_no_orthogonal_steps(tokens, names):
+    links = ("1Tbit", 16), ("10Gbit", 16), ("1Gbit", 16)
+    assert [choose(*link, tokens=tokens).chosen.method.name for link in links] == names
+
+
+def test_little_memory_takes_demo_scaled_and_leaves_a_dense_optimizer():
+    links = ("1Tbit", 16), ("10Gbit", 16), ("1Gbit", 16), ("100Mbit", 16)
+    found = [choose(*link, little_memory=True).chosen.method.name for link in links]
+    assert found[0] == "Muon, all-reduce"
+    assert all(name.startswith("demo_scaled") for name in found[1:])
+
+
+def test_float32_takes_packets_where_bfloat16_takes_an_all_reduce():
+    assert choose("100Gbit", 64).chosen.method.row == "A"
+    assert choose("100Gbit", 64, dtype="float32").chosen.method.row == "B"
+
+
+@pytest.mark.parametrize(("link", "back"), [("1Gbit", 512), ("100Mbit", 256), ("90Mbit", 128)])
+def test_owners_of_many_workers_send_as_many_coefficients_back_as_the_link_allows(link, back):
+    chosen = choose(link, 64).chosen
+    assert chosen.method.setting[1].inner.topk_back == back
+    assert f"topk_back={back}" in chosen.method.code
+    assert chosen.exchange <= 2
+    assert (
+        choose(link, 16).chosen.method.row != "D" or "=128" in choose(link, 16).chosen.method.code
+    )
+
+
+def test_rounds_take_the_lowest_loss_that_is_fast_or_else_the_shortest_step():
+    assert choose("40Mbit", 16).chosen.method.name == "SparseLoCo k=512, two phases"
+    slowest = choose("1Mbit", 16)
+    trained = [c for c in slowest.candidates if c.method.row == "E" and c.loss]
+    assert slowest.chosen == min(trained, key=lambda c: c.time.step)
+    assert slowest.chosen.time.step > 2
+
+
+def test_the_orthogonal_step_is_in_the_seconds():
+    step = {c.method.name: c.time.step for c in choose("10Gbit", 8).candidates}
+    assert step["demo_muon"] - step["demo_scaled"] == pytest.approx(5 * 1024 / TOKENS)
+
+
+def test_a_number_of_parameters_counts_as_parameters_of_this_number():
+    by_number, by_shapes = choose("100Mbit", 16), choose("100Mbit", 16, params=SHAPES)
+    for one, other in zip(by_number.candidates, by_shapes.candidates, strict=True):
+        assert one.time.step == pytest.approx(other.time.step, rel=1e-3)
+    assert by_number.chosen.method == by_shapes.chosen.method
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(params=0), "params must be at least 1, not 0"),
+        (dict(workers=0), "workers must be at least 1, not 0"),
+        (dict(latency=-1.0), r"latency must lie in \[0, inf\), not -1.0"),
+        (dict(compute_time=0.0), r"compute_time must lie in \(0, inf\), not 0.0"),
+        (dict(dtype="float16"), "dtype must be one of 'bfloat16', 'float32', not 'float16'"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options, message, annotations_unchecked):
+    with pytest.raises(ValueError, match=message):
+        choose(**(dict(bandwidth="1Gbit", workers=8) | options))
+
+
+def warnings(link, **options):
+    return " ".join(choose(*link, **options).warnings)
+
+
+def test_thin_evidence_is_said():
+    small = {"params": {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}}
+    assert warnings(("10Mbit", 8), **small) == ""
+    assert "29M parameters. The loss is that of a model of 1.1M" in warnings(("10Gbit", 8))
+    assert "more than 64 workers" in warnings(("1Gbit", 65))
+    assert "that of 8 workers, not of 32" in warnings(("1Gbit", 32), little_memory=True)
+    assert "The loss is that of one seed" in warnings(("10Mbit", 16))
+    assert "batches as large as each worker can take" in warnings(("10Mbit", 16))
+    assert "in another way (all-gather)" in warnings(("100Mbit", 16), tokens=4096)
+
+
+def test_the_losses_in_the_package_are_what_the_studies_found():
+    assert candidates.LOSSES.read_text() == tables.losses(study.read()), (
+        "run python -m benchmarks.quality write"
+    )
+
+
+def test_a_measurement_without_a_result_is_refused(monkeypatch):
+    one = {"demo_muon": [methods.Measurement("final", "DeMo-Lion")]}
+    monkeypatch.setattr(tables, "MEASUREMENTS", one)
+    with pytest.raises(ValueError, match=r"'DeMo-Lion'.*have no result"):
+        tables.losses(study.read())
+
+
+def test_the_page_has_what_is_chosen():
+    assert pages.outdated(choice_tables.PAGES, choice_tables.KIND, choice_tables.table) == [], (
+        "run python -m tests.choice_tables"
+    )
+    rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| \d+ .bit/s", line)]
+    for (_, *cells, _), bandwidth in zip(rows, choice_tables.LINKS.values(), strict=True):
+        for cell, workers in zip(cells, choice_tables.WORKERS, strict=True):
+            assert cell.startswith(f"**{row_by_hand(bandwidth, workers, 1e-3)}** ")
+    largest, most = candidates.read_limits()
+    assert (
+        f"The largest has {largest / 1e6:.0f}M parameters, and the most workers are {most}" in PAGE
+    )
+
+
+ALL = methods.methods(topk_back=256)
+BY_NAME = {method.name: method for method in ALL}
+
+
+def test_methods_have_measurements_by_their_names():
+    assert [method.name for method in ALL] == list(methods.MEASUREMENTS)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_lines_for_an_optax_loop_send_what_was_counted(name):
+    method = BY_NAME[name]
+    names = {"optax": optax, "demo_optax": demo_optax, "rate": 1e-3}
+    exec(method.code, names)
+    params, workers = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32)}, 4
+    time = candidates.evaluate(method, params, workers, 1e9, 0.0, 1.0, "float32")
+    sent = demo_optax.packet_bytes(names["tx"], params, workers=workers)
+    assert sent - time.packet == (0 if method.setting else 4)  # the number of participants
+    assert all(len(line) <= 96 for line in method.code.splitlines())
+
+
+@pytest.mark.parametrize("name", [name for name, method in BY_NAME.items() if method.flags])
+def test_settings_for_the_trainer_send_what_was_counted(name):
+    method = BY_NAME[name]
+    words = [*shlex.split(method.flags), "--learning-rate", "0.003"]
+    config = from_command_line(None, words)
+    require_sensible(config)
+    assert (config.local_steps or 1) == method.local_steps
+    if method.setting:
+        compression, exchange = method.setting
+        made = setup.compression(config)
+        if method.local_steps > 1:  # what SparseLoCo makes of it
+            made = dataclasses.replace(made, transform="identity")
+        unlimited = setup.exchange(dataclasses.replace(config, norm_limit=None))
+        assert (made, unlimited) == (compression, exchange)
+
+
+def test_rates_are_those_of_the_runs_but_for_muon():
+    for method in ALL:
+        loss = candidates.measured_loss(method, workers=8)
+        if loss and method.name != "Muon, all-reduce":
+            assert loss.rate == method.rate
+
+
+def test_losses_are_those_of_the_closest_number_of_workers():
+    found = [candidates.measured_loss(BY_NAME["demo_muon"], n).workers for n in (1, 22, 23, 999)]
+    assert found == [8, 8, 64, 64]
+
+
+def test_a_choice_starts_no_devices():
+    program = """
+import jax
+from demo_optax.accounting import choose
+print(choose(10**8, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024).chosen.method.row)
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)
+print(jax.device_count())
+"""
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert shown == "D\n3\n"
+
+
+def test_the_losses_are_readable():
+    entries = json.loads(candidates.LOSSES.read_text())["losses"]
+    assert {entry["study"] for entry in entries} <= set(study.read())

@@ -1,6 +1,5 @@
 """The documentation builds without a warning, is complete, and its code and links work."""
 
-import argparse
 import dataclasses
 import inspect
 import os
@@ -16,7 +15,7 @@ import pytest
 
 import demo_optax
 from demo_optax import checkpoint, swarm
-from demo_optax.accounting.__main__ import parse_arguments
+from demo_optax._src.commands.main import COMMANDS, main
 from lm.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -128,31 +127,20 @@ def test_links_and_anchors_are_found():
     assert anchors("# One `two`, three\n## *Four*\n") == {"one-two-three", "four"}
 
 
-def test_the_command_lines_name_every_setting(monkeypatch):
+def test_the_command_lines_name_every_setting_of_the_trainer():
     page = (DOCS / "reference" / "command_lines.md").read_text()
-    trainer, accounting = page.split("## `python -m demo_optax.accounting`")
     flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(Config)]
-    assert [flag for flag in flags if f"`{flag}`" not in trainer] == []
-    added = []
-    add = argparse.ArgumentParser.add_argument
-    monkeypatch.setattr(
-        argparse._ActionsContainer,
-        "add_argument",
-        lambda self, *words, **options: added.append(words[-1]) or add(self, *words, **options),
-    )
-    parse_arguments(["--preset", "300m"])
-    assert len(added) > 10
-    own = [flag for flag in added if flag != "--help"]
-    assert [flag for flag in own if f"`{flag}`" not in accounting] == []
+    assert [flag for flag in flags if f"`{flag}`" not in page.split("## `demo-optax")[0]] == []
 
 
-def test_the_command_lines_name_the_settings_of_a_look_at_a_swarm():
-    command = [sys.executable, "-m", "demo_optax.swarm", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_lines_name_every_setting_of_a_command(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    flags = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
     page = (DOCS / "reference" / "command_lines.md").read_text()
-    section = page.split("## `python -m demo_optax.swarm`")[1].split("\n## ")[0]
-    flags = set(re.findall(r"--[a-z-]+", shown)) - {"--help"}
-    assert len(flags) == 2 and [flag for flag in flags if f"`{flag}`" not in section] == []
+    section = page.split(f"## `demo-optax {name}`")[1].split("\n## ")[0]
+    assert len(flags) >= 2 and [flag for flag in flags if f"`{flag}`" not in section] == []
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,13 @@ def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
     }
     library = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("demo_optax/**/*.py")}
     inside = {name for name in names if name.startswith("demo_optax/")}
-    assert inside == library | {"demo_optax/py.typed"}
+    data = {"demo_optax/py.typed", "demo_optax/_src/accounting/losses.json"}
+    assert inside == library | data
     assert any(name.endswith("LICENSE") for name in names)
+    scripts = zipfile.ZipFile(wheel).read(
+        f"demo_optax-{PROJECT['version']}.dist-info/entry_points.txt"
+    )
+    assert b"demo-optax = demo_optax._src.commands.main:main" in scripts
     metadata = zipfile.ZipFile(wheel).read(f"demo_optax-{PROJECT['version']}.dist-info/METADATA")
     extras = email.message_from_bytes(metadata).get_all("Provides-Extra")
     assert set(extras) == {"cuda", "tpu", "flax", "checkpoint", "swarm", "examples"}

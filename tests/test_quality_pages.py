@@ -34,14 +34,11 @@ def test_a_pattern_of_a_table_that_means_no_method_is_refused():
         tables.of_study(STUDIES["final"], ("Muon*", "Muo"))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/how_to/choose.md"])
-def test_advice_has_the_differences_of_the_unseen_seeds(page):
-    text = (ROOT / page).read_text()
+def test_the_readme_has_the_differences_of_the_unseen_seeds():
+    text = (ROOT / "README.md").read_text()
     found = {row.method.name: row.difference for row in tables.rows(STUDIES["final"])}
     quoted = {name for name, mean in found.items() if mean and mean.written("+.3f") in text}
     assert {"DeMo-Muon", "DeMo-scaled"} <= quoted
-    if page.endswith("choose.md"):
-        assert quoted == set(found) - {"AdamW"}
 
 
 NOW = {
@@ -110,30 +107,3 @@ def test_the_times_of_the_three_sizes_are_those_of_the_runs():
             seconds = each.of_method(each.methods[method], results)[0].seconds
             found.setdefault(method, []).append(f"{seconds:,}")
     assert {name: seconds for name, *seconds in said} == found
-
-
-OTHER_RUNS = [  # a study, its methods with demo_muon and demo_scaled, and the one with three seeds
-    ("workers", ("DeMo-Muon", "DeMo-scaled"), "DeMo-Muon"),
-    (
-        "workers",
-        ("DeMo-Muon, two phases, 512 int4 back", "DeMo-scaled, two phases, 512 int4 back"),
-        "DeMo-scaled, two phases, 512 int4 back",
-    ),
-    ("long", ("DeMo-Muon, b2 0.95", "DeMo-scaled"), "DeMo-scaled"),
-    ("local", ("DeMo-Muon, b2 0.95, 32 bins", "32 bins, sign"), "DeMo-Muon, b2 0.95, 32 bins"),
-    ("small", ("DeMo-Muon", "DeMo-scaled"), None),
-    ("medium", ("DeMo-Muon", "DeMo-scaled"), None),
-]
-
-
-def test_what_the_losses_are_worth_is_in_the_tables():
-    table = (ROOT / "docs/how_to/choose.md").read_text().split("Other runs, minus")[1]
-    lines = table.split("\n\n")[1].splitlines()[2:]
-    for line, (name, methods, several) in zip(lines, OTHER_RUNS, strict=True):
-        found = {row.method.name: row for row in tables.rows(STUDIES[name])}
-        _, *of_seed_0, mean = [cell.strip() for cell in line.strip("|").split("|")]
-        for cell, method in zip(of_seed_0, methods, strict=True):
-            row = found.get(method)
-            assert cell.startswith(row.difference_first.written("+.3f") if row else "not trained")
-        assert mean.startswith(found[several].difference.written("+.3f") if several else "")
-        assert bool(mean) is bool(several)

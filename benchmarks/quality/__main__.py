@@ -6,7 +6,7 @@
 
 `train` appends a line of JSON to results/STUDY.jsonl for each run, and goes on from there when it
 is started again. `show` prints the tables. `write` puts them between their marks in the
-documentation, and draws the pictures.
+documentation, the losses that `demo-optax choose` weighs into the package, and draws the pictures.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import Queue
 
 from benchmarks.tools import pages
+from demo_optax._src.accounting.candidates import LOSSES
 
 from . import pictures, tables
 from .study import Job, Result, Study, read
@@ -48,6 +49,7 @@ def main() -> None:
         print("\n\n".join(f"{study.name}\n\n{tables.of_study(study)}" for study in chosen))
     else:
         pages.write(tables.PAGES, tables.KIND, tables.table_of(studies))
+        LOSSES.write_text(tables.losses(studies))
         pictures.draw(studies)
 
 

@@ -1,6 +1,7 @@
 """Tables of what came of the studies, in Markdown, and where they stand in the documentation."""
 
 import fnmatch
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from scipy import stats
 
 import demo_optax
 from benchmarks.tools import pages
+from demo_optax._src.accounting.methods import MEASUREMENTS
 from lm.model import PRESETS, build
 
 from .study import Method, Result, Study
@@ -132,3 +134,25 @@ def dense_gradient(method: Method) -> int:
 def table_of(studies: Mapping[str, Study]) -> pages.Table:
     """The tables of these studies, for `benchmarks.tools.pages`."""
     return lambda name, patterns: of_study(studies[name], patterns)
+
+
+def losses(studies: Mapping[str, Study]) -> str:
+    """What `demo-optax choose` weighs, as JSON: the losses that MEASUREMENTS names."""
+    made = {(study.name, row.method.name): row for study in studies.values() for row in rows(study)}
+
+    def loss(study: str, method: str) -> dict[str, str | float | None]:
+        row, baseline = made[study, method], studies[study].methods[studies[study].baseline]
+        difference, settings = row.difference or Mean(0.0, None), row.method.settings
+        counts = dict(seeds=len(row.seeds), workers=settings.get("workers", 8))
+        size = dict(parameters=dense_gradient(row.method) // 4, steps=settings["steps"])
+        found = dict(study=study, method=method, difference=difference.value)
+        rate = row.method.learning_rate / baseline.learning_rate
+        return dict(**found, error=difference.error, **counts, **size, rate=rate)
+
+    named = dict.fromkeys(each[:2] for every in MEASUREMENTS.values() for each in every)
+    if missing := named.keys() - made.keys():
+        raise ValueError(f"MEASUREMENTS names {missing}, which have no result: train them.")
+    presets = {row.method.settings["preset"]: row.method for row in made.values()}
+    found = dict(largest_model=max(map(dense_gradient, presets.values())) // 4)
+    found["most_workers"] = max(row.method.settings.get("workers", 8) for row in made.values())
+    return json.dumps(found | dict(losses=[loss(*x) for x in named]), indent=1) + "\n"

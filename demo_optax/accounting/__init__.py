@@ -1,5 +1,10 @@
-"""Computes the bytes on the wire from shapes alone, and the time that they take over a link."""
+"""Computes bytes and seconds over a link from shapes alone, and chooses what to send."""
 
+from demo_optax._src.accounting.candidates import Candidate as Candidate
+from demo_optax._src.accounting.candidates import MeasuredLoss as MeasuredLoss
+from demo_optax._src.accounting.choose import Choice as Choice
+from demo_optax._src.accounting.choose import choose as choose
+from demo_optax._src.accounting.methods import Method as Method
 from demo_optax._src.accounting.traffic import IndexCost as IndexCost
 from demo_optax._src.accounting.traffic import StepTime as StepTime
 from demo_optax._src.accounting.traffic import dense_bytes as dense_bytes

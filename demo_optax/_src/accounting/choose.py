@@ -1,0 +1,133 @@
+"""The choice of an optimizer and an exchange for a model and a link."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax._src import checks
+from demo_optax._src.accounting.candidates import Candidate, evaluate, measured_loss
+from demo_optax._src.accounting.methods import methods
+from demo_optax._src.accounting.rules import (
+    LARGEST_STEP,
+    choose_round,
+    choose_row,
+    chooses_muon,
+    warnings,
+)
+from demo_optax._src.accounting.traffic import dense_bytes
+
+BACKS = 512, 256, 128  # coefficients that owners send back of each block
+FEW_WORKERS = 16  # for whom the fewest are enough
+TUNED_RATE, TUNED_WIDTH = 3e-3, 128
+
+
+class Choice(NamedTuple):
+    """The candidates for a model and a link, and the one to take.
+
+    Attributes:
+      candidates: all of them, row by row.
+      chosen: the one to take.
+      reasons: sentences that say why.
+      warnings: sentences that say what the measured loss does not cover.
+
+    Example:
+      >>> import demo_optax
+      >>> model = dict(params=300_000_000, batch_tokens=65_536, width=1024)
+      >>> link = dict(workers=16, bandwidth=1e7, latency=0.02, compute_time=1.0)
+      >>> choice = demo_optax.accounting.choose(**model, **link)
+      >>> choice.chosen.method.name
+      'SparseLoCo k=64, two phases'
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def choose(
+    params: Any,
+    workers: int,
+    bandwidth: float,
+    latency: float,
+    compute_time: float,
+    batch_tokens: int,
+    width: int,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    little_memory: bool = False,
+) -> Choice:
+    """Chooses an optimizer and an exchange by the seconds of a step and the measured losses.
+
+    ``docs/how_to/choose.md`` explains the rules. Nothing is computed on a device.
+
+    Args:
+      params: arrays or shapes of the parameters, or their number. A number counts as one matrix of
+        ``width`` columns.
+      workers: number of workers.
+      bandwidth: bits per second of each worker's link.
+      latency: seconds per round of an exchange.
+      compute_time: seconds of a step without an exchange and without an orthogonal step.
+      batch_tokens: tokens in the batch of one worker.
+      width: width of the model.
+      dtype: dtype of the parameters, in which a dense all-reduce sends the gradients.
+      little_memory: avoid `demo_optax.demo_muon`, which keeps four float32 numbers for each
+        parameter. `demo_optax.demo_scaled` keeps two, and three with a look-ahead.
+
+    Raises:
+      TypeError, ValueError: an argument is out of range.
+
+    Example:
+      >>> choice = choose(300_000_000, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024)
+      >>> print(choice.chosen.method.code)
+      exchange = demo_optax.TwoPhase("data", topk_back=128, value_coding_back="int4")
+      delayed = demo_optax.Delayed(exchange)
+      tx = demo_optax.demo_scaled(rate, look_ahead=1.0, exchange=delayed)
+    """
+    for name, value in {"workers": workers, "batch_tokens": batch_tokens, "width": width}.items():
+        checks.static_integer(name, value, at_least=1)
+    checks.in_interval("bandwidth", bandwidth, "(0, inf)")
+    checks.in_interval("latency", latency, "[0, inf)")
+    checks.in_interval("compute_time", compute_time, "(0, inf)")
+    checks.one_of("dtype", dtype, ("bfloat16", "float32"))
+    if isinstance(params, int):
+        checks.static_integer("params", params, at_least=1)
+        params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
+    extra = 5 * width / batch_tokens
+
+    def candidates(topk_back: int) -> tuple[Candidate, ...]:
+        link = params, workers, bandwidth, latency
+        return tuple(
+            Candidate(
+                method,
+                evaluate(method, *link, compute_time * (1 + extra * method.orthogonal), dtype),
+                measured_loss(method, workers),
+                method.rate * TUNED_RATE * TUNED_WIDTH / width,
+            )
+            for method in methods(topk_back)
+        )
+
+    by_back = {back: candidates(back) for back in (BACKS if workers > FEW_WORKERS else BACKS[-1:])}
+    fewest = by_back[BACKS[-1]]
+    exchange = {c.method.row: c.exchange for c in fewest}
+    row, reason = choose_row(exchange, compute_time)
+
+    def is_fast(found: Sequence[Candidate]) -> bool:
+        return _of_row("D", found)[0].exchange <= LARGEST_STEP * compute_time
+
+    found = next(filter(is_fast, by_back.values()), fewest)
+    if row == "D" and found is not fewest:
+        reason += f" The owners of {workers} workers send as many coefficients back as that allows."
+    if row == "E":
+        chosen, why = choose_round(_of_row(row, found), compute_time)
+    else:
+        orthogonal, why = chooses_muon(row, extra, little_memory)
+        chosen = next(c for c in _of_row(row, found) if c.method.orthogonal is orthogonal)
+    size = dense_bytes(params, 1)
+    return Choice(found, chosen, (reason, why), tuple(warnings(chosen, size, workers)))
+
+
+def _of_row(row: str, candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.method.row == row]

@@ -1,0 +1,225 @@
+"""The methods that `choose` compares: what each sends, which study measured it, and how to use it.
+
+Each method has the letter of a row: A all-reduces whole gradients, B to D exchange packets on every
+step, and E exchanges once in a round of local steps.
+"""
+
+import dataclasses
+import json
+from typing import NamedTuple
+
+from demo_optax._src.compression import Compression
+from demo_optax._src.exchange import AllGather, Delayed, Exchange, TwoPhase
+
+LOCAL_STEPS = 30
+SIGNS = Compression(32, value_coding="sign", selection="bins")
+EVERY_ELEMENT = Compression(4096, value_coding="int8", transform="identity")
+
+
+class Measurement(NamedTuple):
+    """A method of a study that measured a loss, and how it differs from the method here."""
+
+    study: str
+    method: str
+    differs: str = ""
+
+
+MEASUREMENTS = {
+    "AdamW, all-reduce": [Measurement("final", "AdamW")],
+    "Muon, all-reduce": [Measurement("final", "Muon")],
+    "demo_muon": [Measurement("final", "DeMo-Muon"), Measurement("workers", "DeMo-Muon")],
+    "demo_scaled": [Measurement("final", "DeMo-scaled"), Measurement("workers", "DeMo-scaled")],
+    "demo_muon, delayed": [Measurement("final", "DeMo-Muon, delayed")],
+    "demo_scaled, delayed": [
+        Measurement("final", "DeMo-scaled, delayed, half the rate, look-ahead 1")
+    ],
+    "demo_muon, two phases, delayed": [
+        Measurement("final", "DeMo-Muon, two phases, delayed"),
+        Measurement("workers", "DeMo-Muon, two phases, 512 int4 back", "512 back, no delay"),
+    ],
+    "demo_scaled, two phases, delayed": [
+        Measurement("final", "DeMo-scaled, delayed, half the rate, look-ahead 1", "all-gather"),
+        Measurement("workers", "DeMo-scaled, two phases, 512 int4 back", "512 back, no delay"),
+    ],
+    "DiLoCo, all-reduce": [Measurement("local", "DiLoCo, H = 30")],
+    "DiLoCo int8, all-gather": [Measurement("local", "DiLoCo, H = 30", "float32")],
+    "DiLoCo int8, two phases": [Measurement("local", "DiLoCo, H = 30", "float32, all-reduce")],
+    "DiLoCo int8, fragments": [],
+    "SparseLoCo k=512, all-gather": [Measurement("local", "SparseLoCo, H = 30, k = 512")],
+    "SparseLoCo k=512, two phases": [
+        Measurement("local", "SparseLoCo, H = 30, k = 512", "all-gather")
+    ],
+    "SparseLoCo k=512, fragments": [],
+    "SparseLoCo k=64, all-gather": [Measurement("local", "SparseLoCo, H = 30")],
+    "SparseLoCo k=64, two phases": [Measurement("local", "SparseLoCo, H = 30", "all-gather")],
+    "SparseLoCo k=64, fragments": [],
+}
+"""The measurements of each method by its name, from studies of benchmarks/quality/studies.yaml."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    Attributes:
+      row: its letter.
+      name: its name, by which `MEASUREMENTS` has its losses.
+      setting: what it sends and how; None for an all-reduce.
+      code: lines that make the optax optimizer ``tx`` from a learning rate ``rate``.
+      flags: settings of ``examples/train_lm.py``; None if the trainer does not have the method.
+      rate: its learning rate as a multiple of AdamW's.
+      orthogonal: whether it makes matrices orthogonal, which takes compute.
+      local_steps: steps for one exchange.
+      fragments: fragments of a round, one after another.
+
+    Example:
+      >>> methods(topk_back=128)[2].code
+      'tx = demo_optax.demo_muon(rate, axis_name="data")'
+    """
+
+    row: str
+    name: str
+    setting: tuple[Compression, Exchange] | None
+    code: str
+    flags: str | None
+    rate: float = 1.0
+    orthogonal: bool = False
+    local_steps: int = 1
+    fragments: int | None = None
+
+
+def methods(topk_back: int) -> list[Method]:
+    """Returns all methods; in row D the owners send ``topk_back`` coefficients back."""
+    gather = AllGather("data")
+    back = TwoPhase("data", topk_back=topk_back, value_coding_back="int4")
+    return [
+        Method("A", "AdamW, all-reduce", None, _all_reduced(ADAMW), "--optimizer adamw"),
+        Method("A", "Muon, all-reduce", None, _all_reduced(MUON), None, 2.0, orthogonal=True),
+        _on_every_step("B", "demo_muon", gather, orthogonal=True),
+        _on_every_step("B", "demo_scaled", gather),
+        _delayed("C", "demo_muon", "delayed", gather, 1.5, orthogonal=True),
+        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5),
+        _delayed("D", "demo_muon", "two phases, delayed", back, 1.5, orthogonal=True),
+        _delayed("D", "demo_scaled", "two phases, delayed", back, 1.0, rate=0.5),
+        Method(
+            "E",
+            "DiLoCo, all-reduce",
+            None,
+            f"{MEAN}\nouter = optax.chain(mean, {NESTEROV})\n{INNER}\n{STEPS}",
+            f"--optimizer diloco --local-steps {LOCAL_STEPS}",
+            rate=0.5,
+            local_steps=LOCAL_STEPS,
+        ),
+        *_diloco_int8(),
+        *_sparseloco(512),
+        *_sparseloco(64),
+    ]
+
+
+MEAN = 'mean = demo_optax.mean_over_workers("data")'
+ADAMW = "optax.adamw(rate, b2=0.95, weight_decay=0.1)"
+MUON = "optax.contrib.muon(rate, weight_decay=0.1)"
+NESTEROV = "optax.sgd(0.7, momentum=0.9, nesterov=True)"
+INNER = f"inner = {ADAMW}"
+STEPS = f'tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, axis_name="data")'
+STEPS_IN_FRAGMENTS = f"""\
+parts = dict(fragments={LOCAL_STEPS}, merge=0.5)
+tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, **parts, axis_name="data")"""
+ROUNDS = f"""\
+sent = {{sent}}
+exchange = {{exchange}}
+feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
+base = {{base}}
+outer = demo_optax.decoupled(base, sent, **feedback, exchange=exchange)
+{INNER}
+{{steps}}"""
+
+
+def _all_reduced(optimizer: str) -> str:
+    return f"{MEAN}\ntx = optax.chain(mean, {optimizer})"
+
+
+def _on_every_step(row: str, optimizer: str, exchange: AllGather, **options) -> Method:
+    code = f'tx = demo_optax.{optimizer}(rate, axis_name="data")'
+    flags = f"--optimizer {optimizer.replace('_', '-')}"
+    return Method(row, optimizer, (SIGNS, exchange), code, flags, **options)
+
+
+def _delayed(
+    row: str, optimizer: str, way: str, exchange: Exchange, look_ahead: float, **options
+) -> Method:
+    code = f"""\
+exchange = {_code_of(exchange)}
+delayed = demo_optax.Delayed(exchange)
+tx = demo_optax.{optimizer}(rate, look_ahead={look_ahead}, exchange=delayed)"""
+    flags = f"--optimizer {optimizer.replace('_', '-')} --look-ahead {look_ahead} --delay 1"
+    setting = SIGNS, Delayed(exchange)
+    name = f"{optimizer}, {way}"
+    return Method(row, name, setting, code, flags + _flags_of(exchange), **options)
+
+
+def _diloco_int8() -> list[Method]:
+    def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
+        name = f"DiLoCo int8, {way}"
+        return _round(name, EVERY_ELEMENT, exchange, NESTEROV, 1.0, None, fragments, rate=0.5)
+
+    return [
+        method("all-gather", AllGather("data")),
+        method("two phases", TwoPhase("data")),
+        method("fragments", AllGather("data"), LOCAL_STEPS),
+    ]
+
+
+def _sparseloco(topk: int) -> list[Method]:
+    sent = Compression(topk, value_coding="int2", transform="identity")
+    flags = f"--optimizer sparseloco --local-steps {LOCAL_STEPS} --topk {topk} --value-coding int2"
+
+    def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
+        trainer = None if fragments else flags + _flags_of(exchange)
+        name = f"SparseLoCo k={topk}, {way}"
+        return _round(name, sent, exchange, "optax.sgd(1.0)", 0.95, trainer, fragments)
+
+    return [
+        method("all-gather", AllGather("data")),
+        method("two phases", TwoPhase("data", value_coding_back="int4")),
+        method("fragments", AllGather("data"), LOCAL_STEPS),
+    ]
+
+
+def _round(
+    name: str,
+    sent: Compression,
+    exchange: Exchange,
+    base: str,
+    decay: float,
+    flags: str | None,
+    fragments: int | None,
+    rate: float = 1.0,
+) -> Method:
+    code = ROUNDS.format(
+        sent=_code_of(sent),
+        exchange=_code_of(exchange),
+        decay=decay,
+        base=base,
+        steps=STEPS_IN_FRAGMENTS if fragments else STEPS,
+    )
+    setting = sent, exchange
+    return Method("E", name, setting, code, flags, rate, False, LOCAL_STEPS, fragments)
+
+
+def _code_of(setting: Compression | Exchange) -> str:
+    """Returns the call that makes a compression or an exchange, without its defaults."""
+    first, *others = dataclasses.fields(setting)  # pyright: ignore[reportArgumentType]
+    given = {f.name: getattr(setting, f.name) for f in others}
+    changed = [f for f in others if given[f.name] != f.default]
+    words = [f"{f.name}={json.dumps(given[f.name])}" for f in changed]
+    called = ", ".join([json.dumps(getattr(setting, first.name)), *words])
+    return f"demo_optax.{type(setting).__name__}({called})"
+
+
+def _flags_of(exchange: Exchange) -> str:
+    """Returns the trainer's settings of an exchange, each after a space."""
+    if not isinstance(exchange, TwoPhase):
+        return ""
+    back = "" if exchange.topk_back is None else f" --topk-back {exchange.topk_back}"
+    return f" --exchange two-phase{back} --value-coding-back {exchange.value_coding_back}"

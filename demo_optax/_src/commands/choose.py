@@ -1,0 +1,92 @@
+r"""Chooses an optimizer and an exchange for a model and a link, and prints what each costs.
+
+demo-optax choose --params 300M --workers 16 --bandwidth 100Mbit --latency 20ms \
+    --compute-time 1s --batch-tokens 65536 --width 1024
+"""
+
+import argparse
+import textwrap
+
+from demo_optax._src.accounting.candidates import Candidate
+from demo_optax._src.accounting.choose import choose
+from demo_optax._src.accounting.rules import short
+from demo_optax._src.commands.quantities import bandwidth, count, duration, with_unit
+from demo_optax._src.commands.tables import print_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def add(name: str, parse, meaning: str) -> None:
+        no_default = argparse.SUPPRESS
+        parser.add_argument(
+            f"--{name}", type=parse, required=True, help=meaning, default=no_default
+        )
+
+    add("params", count, "number of parameters, as in 300M or 1.3B")
+    add("workers", count, "number of workers")
+    add("bandwidth", bandwidth, "of each worker's link, per second, as in 100Mbit")
+    add("latency", duration, "latency of one round of the exchange, as in 20ms")
+    add("compute-time", duration, "time of a step without its exchange, as in 1s")
+    add("batch-tokens", count, "tokens in the batch of one worker")
+    add("width", count, "width of the model")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of the parameters, in which a dense all-reduce sends gradients",
+    )
+    parser.add_argument(
+        "--little-memory",
+        action="store_true",
+        help="takes no demo_muon, which keeps four float32 numbers for each parameter",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    given = {name: value for name, value in vars(args).items() if name != "run"}
+    choice = choose(**given)
+    chosen = choice.chosen
+    print(
+        f"{short(args.params)} parameters, width {args.width:,}, {args.workers} workers with "
+        f"{args.batch_tokens:,} tokens a step each,\n"
+        f"{with_unit(args.bandwidth, 'bit/s')}, {with_unit(args.latency, 's')} of latency, "
+        f"{with_unit(args.compute_time, 's')} of compute\n"
+    )
+    print_table(
+        "Seconds include the orthogonal steps of Muon. MB cross the link of a worker in each "
+        "direction. Losses are in nats per byte.",
+        ("   row and method", "s a step", "MB a step", "loss - AdamW's", "seeds", "measured with"),
+        *[_cells(candidate, candidate is chosen) for candidate in choice.candidates],
+    )
+    print(f"Take {chosen.method.row}: {chosen.method.name}.")
+    print(*choice.reasons, sep="\n", end="\n\n")
+    print("    " + _rate(chosen))
+    print(textwrap.indent(chosen.method.code, "    ") + "\n")
+    if chosen.method.flags is None:
+        print("The trainer, examples/train_lm.py, has no settings for it.")
+    else:
+        print(
+            "    python examples/train_lm.py "
+            f"{chosen.method.flags} --learning-rate {chosen.learning_rate:.3g}"
+        )
+    for warning in choice.warnings:
+        print(f"\nWarning: {warning}", end="")
+    print("\n\ndocs/how_to/choose.md explains the rules, docs/explanation/quality.md the losses.")
+
+
+def _cells(candidate: Candidate, is_chosen: bool) -> tuple[str, ...]:
+    method, time, loss = candidate.method, candidate.time, candidate.loss
+    name = f"{'>' if is_chosen else ' '} {method.row} {method.name}"
+    costs = f"{time.step:,.2f}", f"{time.wire / 1e6:,.1f}"
+    if loss is None:
+        return name, *costs, "not trained", "", ""
+    error = "" if loss.error is None else f" ± {loss.error:.3f}"
+    difference = "baseline" if loss.method == "AdamW" else f"{loss.difference:+.3f}{error}"
+    runs = f"{short(loss.parameters)}, {loss.workers} workers"
+    differs = f"; {loss.differs}" if loss.differs else ""
+    return name, *costs, difference, str(loss.seeds), runs + differs
+
+
+def _rate(candidate: Candidate) -> str:
+    factor = candidate.method.rate
+    multiple = "" if factor == 1 else f"{factor:g} times "
+    return f"rate = {candidate.learning_rate:.3g}  # or {multiple}the best rate of your AdamW"

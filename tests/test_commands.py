@@ -1,0 +1,160 @@
+"""The command `demo-optax`: what it prints, and what it says when it refuses."""
+
+import argparse
+import importlib
+import pathlib
+import shlex
+import sys
+import tomllib
+
+import pytest
+
+import demo_optax
+from demo_optax import Compression, accounting
+from demo_optax._src.commands import quantities
+from demo_optax._src.commands.main import main
+from tests.sweeps import slow
+
+ROOT = pathlib.Path(__file__).parents[1]
+CHOOSE = (
+    "choose --params 300M --workers 16 --bandwidth 100Mbit --latency 20ms --compute-time 1s "
+    "--batch-tokens 65536 --width 1024"
+)
+BYTES = "bytes --preset 300m --topk 8 --value-coding int4 --workers 64"
+
+
+@pytest.fixture
+def printed(capsys):
+    """What a command line prints."""
+
+    def run(words: str) -> str:
+        main(shlex.split(words))
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_console_script_is_this_command():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["demo-optax"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+def test_choose_marks_a_method_and_gives_its_lines(printed):
+    shown = printed(CHOOSE)
+    choice = accounting.choose(300_000_000, 16, 1e8, 0.02, 1.0, 65_536, 1024)
+    (marked,) = [line for line in shown.splitlines() if line.startswith("  > ")]
+    assert choice.chosen.method.name in marked
+    assert f"{choice.chosen.time.step:.2f}" in marked and "-0.021 ± 0.004" in marked
+    for candidate in choice.candidates:
+        assert f"{candidate.method.row} {candidate.method.name} " in shown
+    assert all(f"    {line}" in shown for line in choice.chosen.method.code.splitlines())
+    assert "rate = 0.000375  # or the best rate of your AdamW" in shown
+    flags = f"{choice.chosen.method.flags} --learning-rate 0.000375"
+    assert f"    python examples/train_lm.py {flags}" in shown
+    assert all(f"Warning: {warning}" in shown for warning in choice.warnings)
+    assert all(reason in shown for reason in choice.reasons)
+
+
+def test_choose_says_where_the_trainer_has_no_settings_and_how_the_rate_differs(printed):
+    fast = printed(CHOOSE.replace("100Mbit", "400Gbit").replace("20ms", "10us"))
+    assert "Take A: Muon, all-reduce." in fast
+    assert "The trainer, examples/train_lm.py, has no settings for it." in fast
+    assert "rate = 0.00075  # or 2 times the best rate of your AdamW" in fast
+
+
+def test_choose_takes_its_options(printed):
+    assert "Take D: demo_scaled" in printed(f"{CHOOSE} --little-memory")
+    dense = [
+        printed(f"{CHOOSE} --dtype {dtype}").split("AdamW, all-reduce")[1].split()[1]
+        for dtype in ("bfloat16", "float32")
+    ]
+    assert dense == ["1,125.0", "2,250.0"]
+
+
+def test_bytes_prints_its_tables(printed):
+    shown = printed(f"{BYTES} --bandwidth 1Gbit")
+    assert "319,946,752 parameters in 65 tensors" in shown
+    assert "1,260,032 bytes a step" in shown
+    table = shown.split("Bits per index")[1].splitlines()[2:9]
+    for row, k in zip(table, (1, 2, 4, 8, 16, 32, 64), strict=True):
+        cells = row.split()
+        assert int(cells[0]) == k
+        assert float(cells[2]) == pytest.approx(accounting.index_cost(4096, k).bits, abs=1e-3)
+        assert float(cells[4]) <= 1.11
+
+
+def test_bytes_knows_every_exchange(printed):
+    shown = printed(f"{BYTES} --exchange two-phase --topk-back 16 --delay 1")
+    exchange = demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=16))
+    counted = Compression(topk=8, value_coding="int4"), accounting.preset_shapes("300m"), 64
+    size = accounting.received_bytes(*counted, exchange)
+    assert f"Each of 64 workers gets {size:,.0f} bytes a step" in shown
+
+
+def test_swarm_looks_at_a_store_and_needs_its_package(printed, tmp_path, monkeypatch):
+    assert printed(f"swarm {tmp_path}") == "no step yet; joined: nobody\n"
+    monkeypatch.delitem(sys.modules, "demo_optax.swarm", raising=False)
+    monkeypatch.delattr(demo_optax, "swarm", raising=False)
+    for name in [name for name in sys.modules if name.startswith("demo_optax._src.swarm")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(SystemExit, match=r"error: a swarm needs obstore: in the source folder"):
+        printed(f"swarm {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("bytes --topk 8", "required: --preset"),
+        ("bytes --preset 300m --topk-back 8", "--topk-back 8 is for --exchange two-phase"),
+        slow("bytes --preset 300m --bandwidth 1GB", "'1GB' counts bytes"),
+        slow("bytes --preset 300m --topk 0", "topk must be at least 1"),
+        (CHOOSE.replace("20ms", "20"), "argument --latency: '20' is no time: give a number and"),
+        (CHOOSE.replace("16", "0"), "workers must be at least 1, not 0"),
+        (CHOOSE.replace(" --width 1024", ""), "required: --width"),
+    ],
+)
+def test_a_command_says_what_is_wrong(words, complaint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(words))
+    assert ended.value.code != 0
+    assert complaint in f"{ended.value.code}{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts", "value"),
+    [
+        ("count", ["300M", "300m", "300 M", "300_000_000", "300,000,000", "3e8", "0.3B"], 3e8),
+        ("count", ["1.3B", "1.3b", "1300M"], 1.3e9),
+        ("bandwidth", ["100Mbit", "100 Mbit/s", "100mbit", "100Mb/s", "100Mbps", "0.1Gbit"], 1e8),
+        ("bandwidth", ["10Gbit/s", "10 Gbits", "1e10bit"], 1e10),
+        ("duration", ["20ms", "20 ms", "0.02s", "20000us", "20000 µs"], 0.02),
+        ("duration", ["90s", "1.5min", "0.025h"], 90.0),
+    ],
+)
+def test_quantities_are_read_kindly(parse, texts, value):
+    assert [getattr(quantities, parse)(text) for text in texts] == [pytest.approx(value)] * len(
+        texts
+    )
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        ("count", "many", "'many' is no number: give a number and a unit .* as in 300M"),
+        ("count", "-3", "'-3' is no number"),
+        ("bandwidth", "100", "'100' is no bandwidth: give a number and a unit .* as in 100Mbit"),
+        (
+            "bandwidth",
+            "1.5MB/s",
+            r"'1.5MB/s' counts bytes, but a bandwidth is in bits: give 12Mbit",
+        ),
+        ("duration", "1.2.3s", "'1.2.3s' is no time: give a number and a unit .* as in 20ms"),
+        ("duration", "5 days", "'5 days' is no time"),
+    ],
+)
+def test_quantities_that_cannot_be_read_are_refused(parse, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        getattr(quantities, parse)(text)
