@@ -28,7 +28,7 @@ def draw(studies: Mapping[str, Study]) -> None:
     with plt.style.context({"axes.spines.top": False, "axes.spines.right": False}):
         loss_against_bytes(studies["tiny"], studies["final"], FOLDER / "quality_bytes.png")
         with _figure(FOLDER / "quality_local.png", figsize=(9, 5)) as axes:
-            _methods(axes, studies["local"])
+            _curves(axes, studies["local"])
 
 
 @contextlib.contextmanager
