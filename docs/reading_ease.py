@@ -56,17 +56,18 @@ ascend ask assign assume average avoid become begin belong bind break bring buil
 change check choose cite clip close come commit compare compile compute connect consist consume
 contain continue contribute copy cost count cover create cross cut decay decide decode define
 deliver depend describe die differ disagree divide draw drift drop enable end ensure enter equal
-evaluate exceed exchange exclude expect explain expose fail fall find fit follow gain gather get
-give go grant grow halve hand handle happen help hide hold ignore implement import impose improve
-include install invite join keep kill know lack learn leave let lie limit link list live load log
-look lose lower maintain make map match matter mean measure merge miss move multiply name need
-notice occur offer open outweigh own pack pass pay pick prefer press prevent price print produce
-prove put raise reach read receive record reduce reflect refuse reject remain remove rename repair
-repeat replace reply report request require resemble reset restore resume return reuse rewrite
-rise run save say scatter seal search see select send serve set shard share show shrink simulate
-skip sort speak spend split stack stand start state stay stop subtract suffice sum support swap
-take tell test think trace train transform translate travel treat trust try tune turn unbox
-understand update upload use vary verify wait want warn weigh weight widen work wrap write yield
+evaluate exceed exchange exclude expect explain expose fail fall find fit follow form gain gather
+get give go grant grow halve hand handle happen help hide hold ignore implement import impose
+improve include install invite join keep kill know lack learn leave let lie limit link list live
+load log look lose lower maintain make map match matter mean measure merge miss move multiply name
+need notice occur offer open outweigh own pack pass pay pick prefer press prevent price print
+produce prove put raise reach read receive record reduce reflect refuse reject relay rely remain
+remove rename repair repeat replace reply report request require resemble reset restore resume
+return reuse rewrite rise run save say scatter seal search see select send serve set shard share
+show shrink simulate skip sort speak spend split stack stand start state stay stop subtract
+suffice sum support swap take tell test think trace train transform translate travel treat trust
+try tune turn unbox understand update upload use vary verify wait want warn weigh weight widen
+work wrap write yield
 """
 NO_VERB_AFTER = "a an another by every for from in its no of on our the their to with"
 FINITE = set(f"{AUXILIARIES} {PASTS} {VERBS}".split())
@@ -134,7 +135,7 @@ def faults(name: str, ease: Ease) -> list[str]:
     ]
     fragments = [] if name == GLOSSARY else ease.fragments
     return over + [
-        f"{name}: {sentence!r} has no verb: write a full sentence, or add its verb to {__file__}"
+        f"{name}: {sentence!r} has no verb: write a full sentence, or add its verb to docs/reading_ease.py"
         for sentence in fragments
     ]
 
