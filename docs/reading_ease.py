@@ -135,7 +135,8 @@ def faults(name: str, ease: Ease) -> list[str]:
     ]
     fragments = [] if name == GLOSSARY else ease.fragments
     return over + [
-        f"{name}: {sentence!r} has no verb: write a full sentence, or add its verb to docs/reading_ease.py"
+        f"{name}: {sentence!r} has no verb: write a full sentence, or add its verb to the list of "
+        "docs/reading_ease.py"
         for sentence in fragments
     ]
 
