@@ -54,7 +54,7 @@ USERS = [
     # 8 workers in offices, with small batches
     (("100Mbit", 8), {"tokens": 4096}, "D", "demo_scaled, two phases, delayed"),
     # 16 homes
-    (("10Mbit", 16), {"latency": 0.02}, "E", "SparseLoCo k=64, two phases"),
+    (("10Mbit", 16), {"latency": 0.02}, "E", "SparseLoCo k=64, fragments in two phases"),
     # 8 nodes on fast Ethernet, with large batches, small ones, and little memory
     (("10Gbit", 8), {}, "B", "demo_muon"),
     (("10Gbit", 8), {"tokens": 20_000}, "B", "demo_scaled"),
@@ -138,7 +138,8 @@ def test_owners_of_many_workers_send_as_many_coefficients_back_as_the_link_allow
 
 
 def test_rounds_take_the_lowest_loss_that_is_fast_or_else_the_shortest_step():
-    assert choose("40Mbit", 16).chosen.method.name == "SparseLoCo k=512, two phases"
+    found = choose("40Mbit", 16).chosen.method.name
+    assert found == "SparseLoCo k=512, fragments in two phases"
     slowest = choose("1Mbit", 16)
     trained = [c for c in slowest.candidates if c.method.row == "E" and c.loss]
     assert slowest.chosen == min(trained, key=lambda c: c.time.step)

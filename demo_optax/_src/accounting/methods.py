@@ -6,6 +6,7 @@ step, and E exchanges once in a round of local steps.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import NamedTuple
 
 from demo_optax._src.compression import Compression
@@ -44,15 +45,26 @@ MEASUREMENTS = {
     "DiLoCo, all-reduce": [Measurement("local", "DiLoCo, H = 30")],
     "DiLoCo int8, all-gather": [Measurement("local", "DiLoCo, H = 30", "float32")],
     "DiLoCo int8, two phases": [Measurement("local", "DiLoCo, H = 30", "float32, all-reduce")],
-    "DiLoCo int8, fragments": [],
+    "DiLoCo int8, fragments": [Measurement("rounds", "DiLoCo, int8, 30 fragments, half merged")],
+    "DiLoCo int8, fragments in two phases": [
+        Measurement("rounds", "DiLoCo, int8, 30 fragments, half merged", "all-gather")
+    ],
     "SparseLoCo k=512, all-gather": [Measurement("local", "SparseLoCo, H = 30, k = 512")],
     "SparseLoCo k=512, two phases": [
         Measurement("local", "SparseLoCo, H = 30, k = 512", "all-gather")
     ],
-    "SparseLoCo k=512, fragments": [],
+    "SparseLoCo k=512, fragments": [
+        Measurement("local", "SparseLoCo, H = 30, k = 512", "no fragments")
+    ],
+    "SparseLoCo k=512, fragments in two phases": [
+        Measurement("local", "SparseLoCo, H = 30, k = 512", "no fragments, all-gather")
+    ],
     "SparseLoCo k=64, all-gather": [Measurement("local", "SparseLoCo, H = 30")],
     "SparseLoCo k=64, two phases": [Measurement("local", "SparseLoCo, H = 30", "all-gather")],
-    "SparseLoCo k=64, fragments": [],
+    "SparseLoCo k=64, fragments": [Measurement("local", "SparseLoCo, H = 30", "no fragments")],
+    "SparseLoCo k=64, fragments in two phases": [
+        Measurement("local", "SparseLoCo, H = 30", "no fragments, all-gather")
+    ],
 }
 """The measurements of each method by its name, from studies of benchmarks/quality/studies.yaml."""
 
@@ -160,14 +172,11 @@ tx = demo_optax.{optimizer}(rate, look_ahead={look_ahead}, exchange=delayed)"""
 
 def _diloco_int8() -> list[Method]:
     def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
-        name = f"DiLoCo int8, {way}"
-        return _round(name, EVERY_ELEMENT, exchange, NESTEROV, 1.0, None, fragments, rate=0.5)
+        name, flags = f"DiLoCo int8, {way}", f"--optimizer diloco --local-steps {LOCAL_STEPS}"
+        trainer = flags + _flags_of(exchange, fragments) if fragments else None
+        return _round(name, EVERY_ELEMENT, exchange, NESTEROV, 1.0, trainer, fragments, rate=0.5)
 
-    return [
-        method("all-gather", AllGather("data")),
-        method("two phases", TwoPhase("data")),
-        method("fragments", AllGather("data"), LOCAL_STEPS),
-    ]
+    return _ways(method, TwoPhase("data"))
 
 
 def _sparseloco(topk: int) -> list[Method]:
@@ -175,14 +184,21 @@ def _sparseloco(topk: int) -> list[Method]:
     flags = f"--optimizer sparseloco --local-steps {LOCAL_STEPS} --topk {topk} --value-coding int2"
 
     def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
-        trainer = None if fragments else flags + _flags_of(exchange)
+        trainer = flags + _flags_of(exchange, fragments)
         name = f"SparseLoCo k={topk}, {way}"
         return _round(name, sent, exchange, "optax.sgd(1.0)", 0.95, trainer, fragments)
 
+    return _ways(method, TwoPhase("data", value_coding_back="int4"))
+
+
+def _ways(method: Callable[..., Method], back: TwoPhase) -> list[Method]:
+    """Returns a round with each exchange, at its end and in fragments."""
+    gather = AllGather("data")
     return [
-        method("all-gather", AllGather("data")),
-        method("two phases", TwoPhase("data", value_coding_back="int4")),
-        method("fragments", AllGather("data"), LOCAL_STEPS),
+        method("all-gather", gather),
+        method("two phases", back),
+        method("fragments", gather, LOCAL_STEPS),
+        method("fragments in two phases", back, LOCAL_STEPS),
     ]
 
 
@@ -217,9 +233,10 @@ def _code_of(setting: Compression | Exchange) -> str:
     return f"demo_optax.{type(setting).__name__}({called})"
 
 
-def _flags_of(exchange: Exchange) -> str:
+def _flags_of(exchange: Exchange, fragments: int | None = None) -> str:
     """Returns the trainer's settings of an exchange, each after a space."""
-    if not isinstance(exchange, TwoPhase):
-        return ""
-    back = "" if exchange.topk_back is None else f" --topk-back {exchange.topk_back}"
-    return f" --exchange two-phase{back} --value-coding-back {exchange.value_coding_back}"
+    words = [f"--fragments {fragments}"] if fragments else []
+    if isinstance(exchange, TwoPhase):
+        given = {"topk-back": exchange.topk_back, "value-coding-back": exchange.value_coding_back}
+        words += ["--exchange two-phase", *[f"--{k} {v}" for k, v in given.items() if v]]
+    return "".join(f" {word}" for word in words)
