@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 README_LINES = 140
 README_BYTES = 12_000
 README_FIRST_PYTHON = 40  # line
-PAGE_MEAN = 20.0  # words a sentence
+PAGE_MEAN = 18.0  # words a sentence
 GLOSSARY = "docs/explanation/glossary.md"
 
 FENCE = re.compile(r"^ *(`{3,}|\$\$).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
