@@ -1,4 +1,4 @@
-"""The README and the pages stay short, and their sentences too."""
+"""The README and the pages stay short, and are written in full sentences."""
 
 import pytest
 
@@ -36,7 +36,8 @@ def test_sentences_are_those_of_paragraphs_and_lists():
         "With two.",
     ]
     ease = reading_ease.measure(PAGE)
-    assert (ease.lines, ease.words, ease.longest, ease.first_python) == (13, 21, 6, 11)
+    assert (ease.lines, ease.words, ease.first_python) == (13, 21, 11)
+    assert len(ease.fragments) == 4  # all but the item without a full stop
 
 
 @pytest.mark.parametrize(
@@ -44,10 +45,35 @@ def test_sentences_are_those_of_paragraphs_and_lists():
     [
         "Short.\n" * 141,
         "x" * 12_001,
-        "word " * 31,
-        ("word " * 17 + ".\n\n") * 3,
+        ("It is " + "word " * 19 + ".\n\n") * 3,
+        "A fragment of a sentence.\n",
         "\n" * 41 + "```python\npass\n```\n",
     ],
 )
 def test_each_limit_of_the_readme_is_checked(markdown):
     assert reading_ease.faults("README.md", reading_ease.measure(markdown))
+
+
+@pytest.mark.parametrize(
+    ("sentence", "is_fragment"),
+    [
+        ("Only the packets of the others.", True),
+        ("A change of the steps, for all who want to train.", False),  # "want" is a verb
+        ("No exchanges and no change to use.", True),
+        ("**Cure.** A larger `topk`.", True),
+        ("**Cure.** Send a larger `topk`.", False),
+        ("**Workers share one device.**", False),
+        ("`step` returns them.", False),
+        ("The optimizer to begin with, by default, differs.", False),
+        ("A label without a stop", False),
+        ("DeMo (Peng et al. 2024) keeps the rest.", False),
+    ],
+)
+def test_a_fragment_is_a_sentence_without_a_verb(sentence, is_fragment):
+    found = reading_ease.measure(sentence).fragments
+    assert bool(found) == is_fragment
+
+
+def test_the_glossary_may_define_words_by_fragments():
+    ease = reading_ease.measure("**Block.** A part of a tensor.")
+    assert ease.fragments and not reading_ease.faults(reading_ease.GLOSSARY, ease)

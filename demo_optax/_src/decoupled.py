@@ -135,11 +135,11 @@ def decoupled_momentum(
 
 
 class LookAheadState(NamedTuple):
-    """Says where a worker takes its gradient, in the state of an optimizer with ``look_ahead``.
+    """Holds the point at which a worker computes its gradient if its optimizer looks ahead.
 
     Attributes:
-      displacement: a tree like the parameters, in their dtypes: the point at which the gradient is
-        taken minus the shared parameters; zero after a step that the worker skipped.
+      displacement: a tree like the parameters, in their dtypes: this point minus the shared
+        parameters, or zero after a step that the worker skipped.
 
     Example:
       >>> import demo_optax
@@ -176,15 +176,15 @@ def decoupled(
     much worse in our runs. On a step without participants the updates are zero, and only the
     schedule counts in the base's state change: states whose only field is an integer ``count``.
 
-    With ``look_ahead`` each worker takes its gradient at the point to which its own momentum leads:
+    With ``look_ahead`` each worker computes its gradient where its own momentum would lead:
 
     .. math::
         \tilde x_i &= x + \lambda\, \mathrm{base}(T^{-1}(m_i + \alpha q_i)) \\
         g_i &= \nabla f_i(\tilde x_i)
 
     With `demo_optax.Delayed`, :math:`q_i` is the message that was sent but is not applied yet;
-    otherwise it is zero. `demo_optax.make_train_step` takes the gradients at these points; a custom
-    loop takes them at `demo_optax.local_parameters`. ``base`` must hold the whole step, because
+    otherwise it is zero. `demo_optax.make_train_step` uses the gradients at these points; a custom
+    loop computes them at `demo_optax.local_parameters`. ``base`` must hold the whole step, because
     transformations that follow it in a chain do not move this point. A third entry of the state, a
     `LookAheadState`, holds the displacement. It costs one more inverse transform, one more step of
     the base, and as much memory as the parameters for each worker; ``send`` and ``apply`` each do
@@ -196,7 +196,7 @@ def decoupled(
       base: any optax optimizer.
       compression: selection and coding of the part of the momentum that is sent.
       decay: momentum decay; this and the other arguments are those of `decoupled_momentum`.
-      look_ahead: :math:`\lambda`, in [0, inf); None takes the gradients at the shared parameters.
+      look_ahead: :math:`\lambda`, in [0, inf); None uses gradients at the shared parameters.
 
     Example:
       >>> tx = decoupled(optax.adafactor(1e-3), Compression(topk=8), decay=0.95)

@@ -1,4 +1,4 @@
-"""Holds the state of local steps, and finds the parameters at which a worker takes its gradient."""
+"""Holds the state of local steps, and finds the parameters at which a worker differentiates."""
 
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class LocalStepsState(NamedTuple):
 
 
 def local_parameters(params, opt_state):
-    """Returns the parameters at which a worker takes its gradient.
+    """Returns the parameters at which a worker computes its gradient.
 
     Args:
       params: the shared parameters.

@@ -117,7 +117,7 @@ def demo_scaled(
     Args:
       learning_rate: this and the arguments not named here are those of `demo`.
       b2, eps: decay of the second moment in [0, 1); positive number that is added to its root.
-      look_ahead: as in `decoupled`. With `demo_optax.Delayed` give 1.0, and half the learning rate.
+      look_ahead: as in `decoupled`. With `demo_optax.Delayed` use 1.0 and half the learning rate.
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
@@ -212,7 +212,7 @@ def demo_signum(
     axis_name: AxisName = None,
     exchange: Exchange | None = None,
 ) -> SplitTransformation:
-    """Takes the aggregate's sign as its step, as in Signum (version 2 of the paper, section 3).
+    """Uses the aggregate's sign as its step, as in Signum (version 2 of the paper, section 3).
 
     It is `demo` without the learning rate inside the momentum, so that a schedule acts only once.
     All arguments are those of `demo`.
@@ -261,7 +261,7 @@ def demo_muon(
     AdaMuon (Si et al., `arXiv 2507.11005 <https://arxiv.org/abs/2507.11005>`_). Orthogonal steps of
     the sparse aggregate, as in version 2 of the paper, gave a higher loss in our runs.
 
-    Where ``param_specs`` of the train step say that matrices are sharded inside a worker, each
+    If ``param_specs`` of the train step say that matrices are sharded inside a worker, each
     device makes some whole matrices orthogonal, which takes two all-to-alls for each shape.
 
     Args:
@@ -273,7 +273,7 @@ def demo_muon(
         updates. By default all parameters of two dimensions are matrices, except those with "embed"
         in their path, because embeddings do better as None. Name this argument in the
         ``static_args`` of ``optax.inject_hyperparams``.
-      look_ahead: as in `decoupled`; part of the gain over `demo_scaled` depends on it. Give 1.5
+      look_ahead: as in `decoupled`; part of the gain over `demo_scaled` depends on it. Use 1.5
         with `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
 
     Raises:

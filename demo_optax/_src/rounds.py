@@ -38,7 +38,7 @@ def local_steps(
     r"""Lets each worker take steps by itself, with one exchange at the end of each round.
 
     Worker :math:`i` has its own parameters :math:`y_i`, which start at the shared parameters
-    :math:`x`. After :math:`H` inner steps the outer optimizer takes their differences as gradients:
+    :math:`x`. After :math:`H` inner steps the outer optimizer uses their differences as gradients:
 
     .. math::
         y_i &\leftarrow y_i + \mathrm{inner}(\nabla f_i(y_i)) \quad (H \text{ times}) \\
@@ -56,7 +56,7 @@ def local_steps(
         sparseloco = decoupled(optax.sgd(1.0), compression, **options)
         local_steps(optax.adamw(4e-4), sparseloco, every=30, axis_name="data")
 
-    `make_train_step` takes the gradients at each worker's own parameters; a custom loop takes them
+    `make_train_step` uses gradients at each worker's own parameters; a custom loop computes them
     at `local_parameters`. Inside a round updates are zero and nothing is sent.
 
     **Overlap.** With ``send`` and ``apply`` a worker can go on with inner steps while its message
@@ -68,14 +68,14 @@ def local_steps(
         y_i \leftarrow x + u + d_i
 
     With ``merge`` :math:`= w` the worker instead moves a part of the way from its own parameters to
-    the shared ones, as in Streaming DiLoCo. What the next round sends is measured from the shared
-    parameters, so that some of the progress is sent again:
+    the shared ones, as in Streaming DiLoCo. The progress of the next round is measured from the
+    shared parameters, so some of it is sent again:
 
     .. math::
         y_i \leftarrow x + u + w\,(s_i + d_i - u)
 
     In our runs an exchange that took a third of a round cost 0.04 in loss without ``merge``, and
-    0.005 with ``merge=0.5``. Where results come at once, ``merge`` should be left out.
+    0.005 with ``merge=0.5``. Leave ``merge`` out if results come at once.
 
     **Fragments.** With ``fragments`` :math:`= P` a worker sends its progress in :math:`P` parts,
     one after each :math:`H / P` steps, as in Streaming DiLoCo: every :math:`P`-th block of the
@@ -91,8 +91,8 @@ def local_steps(
         outer = decoupled(nesterov, every_element, **options)
         local_steps(optax.adamw(4e-4), outer, every=32, fragments=32, axis_name="data")
 
-    It sees stacks of blocks instead of the model's tensors, so that masks by name and norms of
-    layers have no place in it. Its schedules still count rounds.
+    It sees stacks of blocks instead of the model's tensors, so it cannot use masks by name or
+    norms of layers. Its schedules still count rounds.
 
     **Residuals.** A worker whose outer optimizer sends few coefficients has a large residual, which
     nobody else knows of. With ``look_ahead=1.0`` in `decoupled`, around a base that is linear such

@@ -76,7 +76,7 @@ class Compression:
     compression is a static node without leaves, so that ``jax.jit`` recompiles for a different one.
 
     Attributes:
-      topk: number of coefficients sent of each block; a block that has fewer sends all of them.
+      topk: number of coefficients sent from each block; a block that has fewer sends all of them.
       block_side: number of elements per side of a block (see
         `demo_optax._src.compression.blocks`).
       value_coding: coding of the values in a packet, from 32 bits down to 1: ``"float32"``,

@@ -25,7 +25,9 @@ from demo_optax._src.metrics import ExchangeMetrics, summarise
 
 @dataclasses.dataclass(frozen=True)
 class AllGather:
-    """Gathers all packets on every worker and averages them there. Traffic grows with their number.
+    """Gathers all packets on every worker and averages them there.
+
+    The traffic of a link grows with the number of workers.
 
     Attributes:
       axis_name: the workers' axis, bound by ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap``; a

@@ -45,7 +45,7 @@ def worker_gradients(
     Returns:
       ``fn(params, [state,] batch[, key], opt_state=None) -> WorkerGradients``, for use inside
       ``jax.jit``. Each worker and microbatch gets a different key. With the ``opt_state`` of local
-      steps or of a look-ahead, it takes gradients at `local_parameters`.
+      steps or of a look-ahead, it computes gradients at `local_parameters`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -32,7 +32,7 @@ class TrainMetrics(NamedTuple):
     """Holds the metrics of one step, which need no extra collective.
 
     Attributes:
-      loss: float ``(workers,)``, loss of each worker at the point where it takes its gradient.
+      loss: float ``(workers,)``, loss of each worker where it computes its gradient.
       gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
       aux: the aux of the loss function, with a leading axis of workers, or of all devices if
         ``sharding`` is ``"manual"`` and a worker has several. With ``microbatches`` above 1, an
@@ -96,8 +96,8 @@ def make_train_step(
         no devices, all workers are simulated on one device by ``jax.vmap``.
       axis_name: the workers' axis, or axes.
       microbatches: number of parts into which each worker's batch is divided to save memory;
-        gradients are averaged over the parts and exchanged once. aux has an entry for each
-        microbatch.
+        gradients are averaged over the parts and exchanged once. ``aux`` then has an entry for
+        each microbatch.
       clip_norm: largest global norm of each worker's local gradient.
       random_key: whether the step takes a key, for ``loss_fn(params, batch, key)``. Each worker and
         microbatch gets its own key.
@@ -118,7 +118,7 @@ def make_train_step(
       metrics_fn: ``metrics_fn(gradients, updates, params)`` returns any tree of measurements of one
         worker's clipped gradients, the updates and the parameters before the step. All have the
         shapes and the sharding of the whole parameters. ``metrics.custom`` holds the results.
-      sharding: who divides the work of ``loss_fn`` among the devices of a worker.
+      sharding: what divides the work of ``loss_fn`` among the devices of a worker.
 
         * ``"manual"``, the step: ``loss_fn`` runs in a ``jax.shard_map`` over all axes of the mesh.
           It sees one device's part of the batch and whole parameters. The step gathers the

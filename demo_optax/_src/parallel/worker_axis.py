@@ -230,9 +230,9 @@ def init_opt_state(
     The arguments are those of `state_specs`, but with the arrays of the parameters.
 
     Returns:
-      ``tx.init(params)``, where each leaf that differs between workers has a leading axis of
-      their number, sharded as `state_specs` says. Momenta are those of each device's shard of
-      its parameter.
+      ``tx.init(params)``, where each leaf that differs between workers has a leading axis with
+      an entry for each of them, sharded as `state_specs` says. Momenta are those of each device's
+      shard of its parameter.
 
     Raises:
       ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a
