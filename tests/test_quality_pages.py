@@ -76,7 +76,7 @@ TRIED = {
     "Muon inside, outer momentum 0.9": "MuLoCo, H = 30, outer 0.7, 0.9",
     "SparseLoCo, k = 64": "SparseLoCo, H = 30",
     "k = 256": "SparseLoCo, H = 30, k = 256",
-    "k = 512, b1 0.95": "SparseLoCo, H = 30, k = 512, decay 0.95",
+    "k = 512, b1 0.95": "SparseLoCo, H = 30, k = 512, b1 0.95",
     "Muon inside, 64 of the DCT": "MuLoCo, H = 30, 64 of the DCT, int2",
 }
 

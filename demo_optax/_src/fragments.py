@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 from jaxtyping import Array, Float
 
-from demo_optax._src import axes, checks
+from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, in_dtype_of
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan, make_plan, transforms
 from demo_optax._src.compression.plan import Shape
-from demo_optax._src.exchange import Delayed, Outbox
+from demo_optax._src.exchange import AllGather, Delayed, Outbox, TwoPhase
 from demo_optax._src.exchange.delayed import DelayedState, message_of
 from demo_optax._src.halves import SplitTransformation
 from demo_optax._src.local_state import LocalStepsState, nodes
@@ -66,12 +66,13 @@ class Fragments:
     def of(cls, outer: Any, count: int, every: int, axis_name: AxisName) -> "Fragments":
         require_divides(count, every, "every")
         exchange = getattr(outer, "exchange", None)
-        if not exchange or isinstance(exchange, Delayed) or exchange.axis_name != axis_name:
+        kinds = (AllGather, TwoPhase) if axis_name is not None else (AllGather,)
+        if type(exchange) not in kinds or exchange.axis_name != axis_name:
             given = f"its exchange is {exchange}" if exchange else "this one has no halves"
             raise TypeError(
-                "with fragments, which come late anyway, the outer optimizer must exchange "
-                f"over {axis_name!r} without Delayed, but {given}: give demo_optax.decoupled(..., "
-                f"axis_name={axis_name!r}), or exchange=TwoPhase({axis_name!r}). A dense exchange "
+                "with fragments, which come late anyway, the outer optimizer must exchange by "
+                f"AllGather({axis_name!r}) or TwoPhase({axis_name!r}), but {given}: give "
+                f"demo_optax.decoupled(..., exchange=AllGather({axis_name!r})). A dense exchange "
                 "is decoupled(base, "
                 "Compression(topk=4096, transform='identity'), decay=1.0, gradient_weight=1.0, "
                 "mean='workers')."
@@ -141,6 +142,8 @@ class Fragments:
         number = self.next_number(state)
         own, progress = self._state_of(state.outer, params, number), self._cut(gradient, number)
         outbox, new = self.outer.send(progress, own, self._cut(params, number), **extra_args)
+        # A worker that the outer optimizer excludes keeps its progress.
+        progress = participation.zero_unless(outbox.factor > 0, progress)
         kept = self._delayed.keep(self._plan_of_packets(progress), outbox, ())
         return state._replace(
             outer=self._with_state_of(state.outer, new, number),

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from demo_optax._src import checks
 from demo_optax._src.accounting.candidates import Candidate, evaluate, measured_loss
@@ -92,7 +93,7 @@ def choose(
     checks.in_interval("latency", latency, "[0, inf)")
     checks.in_interval("compute_time", compute_time, "(0, inf)")
     checks.one_of("dtype", dtype, ("bfloat16", "float32"))
-    if isinstance(params, int):
+    if isinstance(params, (int, float, np.number)):
         checks.static_integer("params", params, at_least=1)
         params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
     extra = 5 * width / batch_tokens
@@ -115,7 +116,8 @@ def choose(
     row, reason = choose_row(exchange, compute_time)
 
     def is_fast(found: Sequence[Candidate]) -> bool:
-        return _of_row("D", found)[0].exchange <= LARGEST_STEP * compute_time
+        most = min(LARGEST_STEP * compute_time, exchange["C"])
+        return _of_row("D", found)[0].exchange <= most
 
     found = next(filter(is_fast, by_back.values()), fewest)
     if row == "D" and found is not fewest:
