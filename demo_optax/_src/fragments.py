@@ -67,7 +67,7 @@ class Fragments:
         require_divides(count, every, "every")
         exchange = getattr(outer, "exchange", None)
         kinds = (AllGather, TwoPhase) if axis_name is not None else (AllGather,)
-        if type(exchange) not in kinds or exchange.axis_name != axis_name:
+        if exchange is None or type(exchange) not in kinds or exchange.axis_name != axis_name:
             given = f"its exchange is {exchange}" if exchange else "this one has no halves"
             raise TypeError(
                 "with fragments, which come late anyway, the outer optimizer must exchange by "
