@@ -108,9 +108,9 @@ class LanguageModel(nnx.Module):
     """A decoder-only transformer over bytes."""
 
     def __init__(self, settings: Settings, rngs: nnx.Rngs):
-        width = settings.width
+        width, layers = settings.width, range(settings.layers)
         self.embedding = nnx.Embed(256, width, rngs=rngs)
-        self.blocks = nnx.List(Block(width, settings.heads, rngs) for _ in range(settings.layers))
+        self.blocks = nnx.List(Block(width, settings.heads, rngs) for _ in layers)
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
@@ -138,8 +138,7 @@ def read_text(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
             f"error: --text has {len(text):,} bytes, of which {held_out:,} are held out, but "
             f"--sequence-length is {settings.sequence_length}: give more text, or a smaller length."
         )
-    tokens = np.frombuffer(text, np.uint8)
-    return tokens[:-held_out], tokens[-held_out:]
+    return np.frombuffer(text[:-held_out], np.uint8), np.frombuffer(text[-held_out:], np.uint8)
 
 
 def read_batches(tokens: np.ndarray, settings: Settings) -> grain.DatasetIterator:
@@ -177,15 +176,14 @@ def train(settings: Settings) -> float:
 
     peak, warmup = settings.learning_rate, min(50, settings.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(peak / 50, peak, warmup, settings.steps, peak / 10)
-    tx = demo_optax.demo_scaled(rate, axis_name="data")
+    tx = demo_optax.demo_scaled(rate, axis_name="data")  # with larger batches demo_muon
     train_step = demo_optax.make_train_step(loss_fn, tx, mesh, clip_norm=1.0)
-    evaluation_step = jax.jit(loss_fn)
+    eval_step = jax.jit(loss_fn)
     batches = read_batches(train_text, settings)
     held_out = list(itertools.islice(read_batches(held_out_text, settings), EVALUATION_BATCHES))
 
     def evaluate(params) -> float:
-        losses = [float(evaluation_step(params, to_devices(part, mesh))) for part in held_out]
-        return sum(losses) / len(losses)
+        return float(sum(eval_step(params, to_devices(x, mesh)) for x in held_out)) / len(held_out)
 
     console = Console(quiet=jax.process_index() > 0)
     sent, dense = demo_optax.packet_bytes(tx, params), demo_optax.dense_bytes(params)
@@ -213,7 +211,10 @@ def train(settings: Settings) -> float:
             if step % settings.evaluate_every == 0 and not last:
                 console.print(f"step {step}: {evaluate(params):.3f} nats per byte of held-out text")
             if checkpointer and (step % settings.checkpoint_every == 0 or last):
-                checkpointer.save(step, params, opt_state, extra=batches.get_state())
+                try:
+                    checkpointer.save(step, params, opt_state, extra=batches.get_state())
+                except OSError as error:  # such as a full disk; the next one may succeed
+                    console.print(f"warning: {error}")
 
     loss = evaluate(params)
     console.print(f"in the end: {loss:.3f} nats per byte of held-out text")
@@ -221,10 +222,9 @@ def train(settings: Settings) -> float:
 
 
 def open_checkpoints(settings: Settings, tx, mesh: Mesh):
-    if settings.checkpoint_dir is None:
-        return contextlib.nullcontext()
+    folder = settings.checkpoint_dir
     with mistakes_in("--checkpoint-dir"):
-        return Checkpointer(settings.checkpoint_dir, tx, mesh)
+        return Checkpointer(folder, tx, mesh) if folder else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
