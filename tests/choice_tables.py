@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from benchmarks.quality.tables import Mean
 from benchmarks.tools import pages
-from demo_optax._src.accounting.candidates import read_losses
-from demo_optax._src.accounting.methods import MEASUREMENTS, methods
+from demo_optax._src.accounting.candidates import measured_losses
+from demo_optax._src.accounting.methods import methods
 from demo_optax.accounting import Choice, MeasuredLoss, Method, choose
 
 PAGES = ("docs/how_to/choose.md",)
@@ -57,10 +57,8 @@ def _seconds(value: float) -> str:
 def _methods() -> str:
     heads = ["", "Method", "Times AdamW's rate", "Loss minus AdamW's"]
     lines = [heads, ["---"] * len(heads)]
-    measured = read_losses()
     for method in methods(topk_back=128):
-        found = [(measured[each[:2]], each.differs) for each in MEASUREMENTS[method.name]]
-        losses = [_loss_cell(loss, differs) for loss, differs in found] or ["not trained"]
+        losses = list(map(_loss_cell, measured_losses(method))) or ["not trained"]
         cells = f"**{method.row}**", _take(method), f"{method.rate:g}", "; ".join(losses)
         lines.append(list(cells))
     return _table(lines)
@@ -76,12 +74,12 @@ def _take(method: Method) -> str:
     return f"`{optimizer.removeprefix('tx = ')}`"
 
 
-def _loss_cell(loss: MeasuredLoss, differs: str) -> str:
+def _loss_cell(loss: MeasuredLoss) -> str:
     if loss.method == "AdamW":
         return "baseline"
     workers = f", {loss.workers} workers" if loss.workers != 8 else ""
     seeds = ", one seed" if loss.seeds == 1 else ""
-    notes = "".join(f", {note}" for note in [differs] if note)
+    notes = f", {loss.differs}" if loss.differs else ""
     return f"{Mean(loss.difference, loss.error).written('+.3f')}{workers}{seeds}{notes}"
 
 

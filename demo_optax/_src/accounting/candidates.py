@@ -81,14 +81,22 @@ def read_limits() -> tuple[int, int]:
     return found["largest_model"], found["most_workers"]
 
 
+def measured_losses(method: Method) -> list[MeasuredLoss]:
+    """Returns the losses of a method, and how each was measured in another way."""
+    losses, found = read_losses(), []
+    for each in MEASUREMENTS[method.name]:
+        loss = losses[each.study, each.method]
+        rate = "" if loss.rate == method.rate else f"{loss.rate:g} times AdamW's rate"
+        differs = ", ".join(filter(None, (each.differs, rate)))
+        found.append(loss._replace(differs=differs))
+    return found
+
+
 def measured_loss(method: Method, workers: int) -> MeasuredLoss | None:
     """Returns the loss of the runs whose number of workers is closest, as a ratio."""
-    losses = read_losses()
-    found = [
-        losses[each.study, each.method]._replace(differs=each.differs)
-        for each in MEASUREMENTS[method.name]
-    ]
-    return min(found, key=lambda x: abs(math.log(x.workers / workers)), default=None)
+    return min(
+        measured_losses(method), key=lambda x: abs(math.log(x.workers / workers)), default=None
+    )
 
 
 def evaluate(

@@ -63,6 +63,8 @@ def warnings(chosen: Candidate, params: int, workers: int) -> list[str]:
             found[0] += f" The loss is that of a model of {short(loss.parameters)}."
         if not 1 / 2 <= workers / loss.workers <= 2:
             found.append(f"The loss is that of {loss.workers} workers, not of {workers}.")
+        if loss.difference > 0 and chosen.method.row != "E":
+            found.append("In these runs its loss was higher than AdamW's.")
         if loss.seeds == 1:
             found.append("The loss is that of one seed.")
         if loss.differs:
