@@ -40,7 +40,7 @@ class Choice(NamedTuple):
       >>> link = dict(workers=16, bandwidth=1e7, latency=0.02, compute_time=1.0)
       >>> choice = demo_optax.accounting.choose(**model, **link)
       >>> choice.chosen.method.name
-      'SparseLoCo k=64, two phases'
+      'SparseLoCo k=64, fragments in two phases'
     """
 
     candidates: tuple[Candidate, ...]
