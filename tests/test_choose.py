@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -135,6 +136,20 @@ def test_owners_of_many_workers_send_as_many_coefficients_back_as_the_link_allow
     assert (
         choose(link, 16).chosen.method.row != "D" or "=128" in choose(link, 16).chosen.method.code
     )
+
+
+def test_owners_never_send_so_much_back_that_an_all_gather_would_be_shorter():
+    found = choose("398Mbit", 17, latency=0.02)
+    steps = {candidate.method.name: candidate.time.step for candidate in found.candidates}
+    assert found.chosen.method.row == "D"
+    assert found.chosen.time.step <= steps["demo_muon, delayed"]
+
+
+@pytest.mark.parametrize("params", [3e8, np.float64(3e8), 0])
+def test_a_number_of_parameters_is_a_positive_integer(params):
+    with pytest.raises((TypeError, ValueError), match="params must be .*at least 1, not"):
+        choose("100Mbit", 16, params=params)
+    assert choose("1Gbit", 16, params=np.int64(PARAMETERS)) == choose("1Gbit", 16)
 
 
 def test_rounds_take_the_lowest_loss_that_is_fast_or_else_the_shortest_step():

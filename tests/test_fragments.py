@@ -184,6 +184,47 @@ def test_nothing_of_what_the_workers_went_is_lost(exchange):
     assert max(np.abs(x).max() for x in jax.tree.leaves(left)) > 0.1  # much is not sent yet
 
 
+def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
+    def weight(count):  # not finite in the second round
+        return jnp.where(count == 1, jnp.nan, 1.0)
+
+    outer = demo_optax.decoupled(
+        optax.sgd(1.0),
+        demo_optax.Compression(64, 8, "float32", transform="identity"),
+        decay=1.0,
+        gradient_weight=weight,
+        mean="workers",
+        axis_name="data",
+    )
+    tx = local(outer, every=2, inner=optax.sgd(RATE), fragments=2)
+    mesh, start = workers.mesh_of(3), params_of_shapes()
+    step = demo_optax.make_train_step(linear, tx, mesh, donate=False)
+    params, state = start, demo_optax.init_opt_state(tx, start, mesh)
+    went, participants = {n: 0.0 for n in SHAPES}, []
+    for i in range(8):
+        params, state, metrics = step(params, state, rows_of(i))
+        participants.append(int(metrics.exchange.participants))
+        went = {n: went[n] - RATE * x for n, x in rows_of(i).items()}
+        for n in SHAPES:  # all coefficients are sent, so that the momenta hold nothing
+            total = params[n] - start[n] + np.asarray(state.displacement[n]).mean(0)
+            np.testing.assert_allclose(total, went[n].mean(0), rtol=1e-4, atol=2e-5)
+    assert participants == [0, 3, 3, 0, 0, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "exchange, axis_name",
+    [
+        (demo_optax.Delayed(demo_optax.AllGather("data")), "data"),
+        (demo_optax.AllGather("rows"), "data"),
+        (demo_optax.TwoPhase(), None),
+    ],
+)
+def test_exchanges_that_cannot_carry_fragments_are_refused_at_once(exchange, axis_name):
+    outer = outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8), exchange)
+    with pytest.raises(TypeError, match="must exchange by AllGather.* or TwoPhase"):
+        demo_optax.local_steps(optax.sgd(1.0), outer, 4, fragments=4, axis_name=axis_name)
+
+
 def test_eight_workers_stay_bit_identical():
     mesh, tx = workers.mesh_of(8), local(sparse(), every=5, fragments=5)
     calls = []

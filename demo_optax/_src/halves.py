@@ -34,7 +34,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
 
     Every optimizer of this library is of this type. Between the halves any transport may carry the
     packets: files, sockets, MPI or an object store. Neither half contains a collective over the
-    workers::
+    workers, unless ``apply`` gets None for the packets::
 
         tx = demo_optax.demo_muon(3e-3)  # no axis of workers
         outbox, state = tx.send(gradient, state, params, worker=i)

@@ -6,8 +6,8 @@
                                                                         │ all packets
     update ◄─ inverse ◄─ subtract what was delivered ◄─ mean ◄─ decode             `apply`
 
-`send` and `apply` know of no axis of workers. `update` runs both in one program with the exchange
-between them, and subtracts only once.
+`send` knows of no axis of workers, nor does `apply` if it is given the packets. `update` runs both
+in one program with the exchange between them, and subtracts only once.
 """
 
 import functools

@@ -60,7 +60,7 @@ def choose(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     little_memory: bool = False,
 ) -> Choice:
-    """Chooses an optimizer and an exchange by the seconds of a step and the measured losses.
+    """Chooses an optimizer and an exchange by the seconds of a step, and rounds by their losses.
 
     ``docs/how_to/choose.md`` explains the rules. Nothing is computed on a device.
 
@@ -121,7 +121,8 @@ def choose(
 
     found = next(filter(is_fast, by_back.values()), fewest)
     if row == "D" and found is not fewest:
-        reason += f" The owners of {workers} workers send as many coefficients back as that allows."
+        reason += f" The owners of {workers} workers send as many coefficients back as that allows"
+        reason += " while two phases stay the shorter."
     if row == "E":
         chosen, why = choose_round(_of_row(row, found), compute_time)
     else:
