@@ -147,7 +147,7 @@ def test_owners_never_send_so_much_back_that_an_all_gather_would_be_shorter():
 
 @pytest.mark.parametrize("params", [3e8, np.float64(3e8), 0])
 def test_a_number_of_parameters_is_a_positive_integer(params):
-    with pytest.raises((TypeError, ValueError), match="params must be .*at least 1, not"):
+    with pytest.raises((TypeError, ValueError), match=r"params must be .*at least 1, not"):
         choose("100Mbit", 16, params=params)
     assert choose("1Gbit", 16, params=np.int64(PARAMETERS)) == choose("1Gbit", 16)
 

@@ -221,7 +221,7 @@ def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
 )
 def test_exchanges_that_cannot_carry_fragments_are_refused_at_once(exchange, axis_name):
     outer = outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8), exchange)
-    with pytest.raises(TypeError, match="must exchange by AllGather.* or TwoPhase"):
+    with pytest.raises(TypeError, match=r"must exchange by AllGather.* or TwoPhase"):
         demo_optax.local_steps(optax.sgd(1.0), outer, 4, fragments=4, axis_name=axis_name)
 
 
