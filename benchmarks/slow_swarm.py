@@ -1,16 +1,16 @@
 """What a slow link costs a swarm: rounds of local steps, each worker behind a link of its own.
 
-    python benchmarks/slow_swarm.py --seconds 240
     python benchmarks/slow_swarm.py --runs sparseloco "sparseloco, at once" --bandwidth 10
-    python benchmarks/slow_swarm.py --runs "rounds of 8 s" alone --links none --throttled
+    python benchmarks/slow_swarm.py --runs "rounds of 8 s" alone --links none --turns 1 --throttled
 
 Four processes of the trainer exchange over moto's S3 server. Between each and the server stands a
 proxy, which waits 100 ms before each answer and carries so many Mbit a second in each direction.
-Each run is made without limits, too. With ``--throttled`` one of the workers gets a third of the
-time, by SIGSTOP and SIGCONT in turn. A line for each says the mean seconds of a step, snapshots
-included; the share of the time in which workers computed, which is the median step inside a round
-times the number of steps, by the time; and the steps that counted. Times say something on idle
-cores only. It needs the group `chaos` (`make chaos`).
+Limits are lifted and set in turn, since machines are faster at one time than at another. With
+``--throttled`` one of the workers gets a third of the time, by SIGSTOP and SIGCONT in turn. A line
+for each turn, and one for all together, says the mean seconds of a step, snapshots included; the
+share of the time in which workers computed, which is the median step inside a round times the
+number of steps, by the time; and the steps that counted. Times say something on idle cores only. It
+needs the group `chaos` (`make chaos`).
 """
 
 import argparse
@@ -51,37 +51,43 @@ RUNS = {
 }
 
 
-@contextlib.contextmanager
-def links(options: argparse.Namespace, server: Served, limited: bool) -> Iterator[list[dict]]:
-    """The environments of workers that each have a link of their own."""
-    upstream = server.environment["AWS_ENDPOINT"].removeprefix("http://").split(":")
-    environments, proxies = [], []
-    for number in range(options.workers):
-        faults = proxy.Faults(number)
-        if limited:
-            faults.delay, faults.bandwidth = options.latency, options.bandwidth * 1e6 / 8
-        proxies.append(proxy.serve((upstream[0], int(upstream[1])), faults))
-        endpoint = f"http://127.0.0.1:{proxies[-1].server_port}"
-        environments.append(server.environment | {"AWS_ENDPOINT": endpoint})
-    try:
-        yield environments
-    finally:
-        for one in proxies:
+class Links:
+    """A proxy for each worker, whose limits are set and lifted together."""
+
+    def __init__(self, options: argparse.Namespace, server: Served):
+        self.options, self.faults = options, [proxy.Faults(n) for n in range(options.workers)]
+        upstream = server.environment["AWS_ENDPOINT"].removeprefix("http://").split(":")
+        self.proxies = [proxy.serve((upstream[0], int(upstream[1])), one) for one in self.faults]
+        self.environments = [
+            server.environment | {"AWS_ENDPOINT": f"http://127.0.0.1:{one.server_port}"}
+            for one in self.proxies
+        ]
+
+    def limit(self, limited: bool) -> None:
+        for one in self.faults:
+            one.delay = self.options.latency if limited else 0.0
+            one.bandwidth = self.options.bandwidth * 1e6 / 8 if limited else float("inf")
+
+    def __enter__(self) -> "Links":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for one in self.proxies:
             one.shutdown()
 
 
-def measure(options: argparse.Namespace, run: str, limited: bool) -> dict:
+def measure(options: argparse.Namespace, run: str) -> Iterator[dict]:
     words = f"{RUNS[run]} --preset {options.preset} --batch-size {options.batch_size}"
     words += f" --steps {STEPS} --evaluate-every {STEPS} --min-workers {options.workers}"
     words += f" --snapshot-every {options.snapshot_every} --swarm"
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = pathlib.Path(temporary)
         server = stack.enter_context(served("s3", folder, 0))
-        environments = stack.enter_context(links(options, server, limited))
+        links = stack.enter_context(Links(options, server))
         url = f"{server.url}-{time.time():.0f}"
         workers = [
             Worker(f"worker-{n}", folder, [*words.split(), url], environment)
-            for n, environment in enumerate(environments)
+            for n, environment in enumerate(links.environments)
         ]
         for worker in workers:
             worker.start()
@@ -89,35 +95,49 @@ def measure(options: argparse.Namespace, run: str, limited: bool) -> dict:
             if not all(worker.alive for worker in workers):
                 sys.exit(next(x.last_words() for x in workers if not x.alive))
             time.sleep(0.2)
-        began = time.time()
-        if options.throttled:
-            throttle(workers[-1], options.seconds)
-        else:
-            time.sleep(options.seconds)
-        ended = time.time()
+        kinds, periods = KINDS[options.links], []
+        for limited in kinds * options.turns:
+            links.limit(limited)
+            began = time.time()
+            if options.throttled:
+                throttle(workers[-1], options.seconds)
+            else:
+                time.sleep(options.seconds)
+            periods.append((began, time.time(), limited))
         for worker in workers:
             worker.send(signal.SIGTERM)
         for worker in workers:
             worker.wait(60)
         os.environ.update(server.environment)
-        store = ObjectStore(url)
-        manifests = [m for m in read_history(store).manifests if began < m.time < ended]
-        snapshots = [x for x in store.names("snapshots") if x.endswith(".json")]
-        steps = [x for worker in workers for x in worker.steps() if began < x["time"] < ended]
-    inside = [x["seconds"] for x in steps if not x["round_steps"] and not x["members"]]
+        manifests = read_history(ObjectStore(url)).manifests
+        all_steps = [x for worker in workers for x in worker.steps()]
+    for limited in kinds:
+        own = [period[:2] for period in periods if period[2] == limited]
+        for chosen in [*([one] for one in own if len(own) > 1), own]:
+            inside = [
+                [x for x in all_steps if began < x["time"] < ended] for began, ended in chosen
+            ]
+            counted = [m for m in manifests if any(a < m.time < b for a, b in chosen)]
+            yield {
+                "run": run,
+                "Mbit/s": options.bandwidth if limited else None,
+                "turns": len(chosen),
+                **figures(list(itertools.chain(*inside))),
+                "counted": sum(packet.steps for m in counted for packet in m.packets),
+                "exchanges": len(counted),
+            }
+
+
+def figures(steps: list[dict]) -> dict:
+    alone = [x["seconds"] for x in steps if not x["round_steps"] and not x["members"]]
     total = sum(x["seconds"] for x in steps)
     each = total / len(steps)
     return {
-        "run": run,
-        "Mbit/s": options.bandwidth if limited else None,
         "steps": len(steps),
-        "counted": sum(packet.steps for m in manifests for packet in m.packets),
         "seconds a step": round(each, 4),
-        "computing": round(statistics.median(inside) / each, 4) if inside else None,
+        "computing": round(statistics.median(alone) / each, 4) if alone else None,
         "waiting": round(sum(x["waited"] for x in steps) / total, 4),
-        "exchanges": len(manifests),
         "MB sent a step": round(sum(x["packet_bytes"] for x in steps) / 1e6 / len(steps), 4),
-        "snapshots": len(snapshots),
     }
 
 
@@ -132,13 +152,15 @@ def main() -> None:
     add("--workers", type=int, default=4, help="processes")
     add("--preset", default="small", help="the trainer's preset")
     add("--batch-size", type=int, default=4, help="sequences of each worker")
-    add("--seconds", type=float, default=240.0, help="of each run, once all have taken a step")
+    add("--seconds", type=float, default=90.0, help="of each turn, once all have taken a step")
+    add("--turns", type=int, default=4, help="turns with limits, and as many without")
     add("--snapshot-every", type=int, default=90, help="steps between two snapshots")
     add("--throttled", action="store_true", help="one worker gets a third of the time")
-    add("--links", choices=KINDS, default="both", help="runs with limits, without, or both")
+    add("--links", choices=KINDS, default="both", help="turns with limits, without, or both")
     options = parser.parse_args()
-    for run, limited in itertools.product(options.runs, KINDS[options.links]):
-        print(json.dumps(measure(options, run, limited)), flush=True)
+    for run in options.runs:
+        for result in measure(options, run):
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -189,13 +189,19 @@ def train(settings: Settings) -> float:
     sent, dense = demo_optax.packet_bytes(tx, params), demo_optax.dense_bytes(params)
     console.print(f"{mesh.size} workers send {sent:,} bytes a step each; a gradient has {dense:,}")
     columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}")
-    bar = Progress(*columns, console=console)
-    with open_checkpoints(settings, tx, mesh) as checkpointer, bar:
+    bar, folder = Progress(*columns, console=console), settings.checkpoint_dir
+    size = f"{settings.batch_size} x {settings.sequence_length}"
+    data = f"batches of {size}, with seed {settings.seed}, of text {zlib.crc32(train_text):08x}"
+    with mistakes_in("--checkpoint-dir"):
+        checkpoints = Checkpointer(folder, tx, mesh) if folder else contextlib.nullcontext()
+    with checkpoints as checkpointer, bar:
         with mistakes_in("--checkpoint-dir"):
-            found = checkpointer and checkpointer.restore(params, extra=batches.get_state())
+            found = checkpointer and checkpointer.restore(params, (data, batches.get_state()))
+            if found and found.extra[0] != data:
+                raise ValueError(f"{folder} reads {found.extra[0]}, not {data}: use another folder")
         if found:
             start, params, opt_state = found.step, found.params, found.opt_state
-            batches.set_state(found.extra)
+            batches.set_state(found.extra[1])
             console.print(f"continues after step {start}")
         else:
             start, opt_state = 0, demo_optax.init_opt_state(tx, params, mesh)
@@ -212,19 +218,13 @@ def train(settings: Settings) -> float:
                 console.print(f"step {step}: {evaluate(params):.3f} nats per byte of held-out text")
             if checkpointer and (step % settings.checkpoint_every == 0 or last):
                 try:
-                    checkpointer.save(step, params, opt_state, extra=batches.get_state())
+                    checkpointer.save(step, params, opt_state, (data, batches.get_state()))
                 except OSError as error:  # such as a full disk; the next one may succeed
                     console.print(f"warning: {error}")
 
     loss = evaluate(params)
     console.print(f"in the end: {loss:.3f} nats per byte of held-out text")
     return loss
-
-
-def open_checkpoints(settings: Settings, tx, mesh: Mesh):
-    folder = settings.checkpoint_dir
-    with mistakes_in("--checkpoint-dir"):
-        return Checkpointer(folder, tx, mesh) if folder else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

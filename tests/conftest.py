@@ -7,6 +7,9 @@ import jax
 import jaxtyping
 import pytest
 
+from tests import checked_annotations
+
+checked_annotations.install()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of the time goes into compiling; what a compiler may reorder, it still may.
@@ -16,6 +19,7 @@ if jax.__version_info__ < (0, 11):  # later ones do not know the flag, and end a
     quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # which programs would carry along
 jax.devices()  # all are there before an example or the trainer asks for its own
 
 
@@ -23,7 +27,7 @@ def pytest_configure(config):
     """Programs stay compiled from one run to the next, here and in processes that tests start."""
     settings = {
         "jax_compilation_cache_dir": str(config.rootpath / ".pytest_cache" / "jax"),
-        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_compile_time_secs": 0.1,  # to write less takes longer than that
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     for name, value in settings.items():
@@ -34,6 +38,13 @@ def pytest_configure(config):
 def pytest_collection_finish():
     """Tracing makes many objects and few cycles; the search for these took a seventh of the CPU."""
     gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish():
+    """In the end pytest looks for garbage five times over, which once is enough for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -88,6 +88,7 @@ def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> j
 
 def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:
     """Returns two branches for ``jax.lax.cond`` whose results vary over the same axes."""
+    one, other = (jax.jit(fn, inline=True) for fn in (one, other))  # so that each is traced once
     types = [jax.eval_shape(fn, *args) for fn in (one, other)]
     over = jax.tree.map(lambda x, y: tuple(varying(x) | varying(y)), *types)
 

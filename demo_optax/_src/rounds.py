@@ -359,6 +359,7 @@ def step_or_skip(is_last: BoolScalar | bool, step, skip, *args):
     """Returns ``step(*args)`` on the last call of a round, else zeros and ``skip(*args)``."""
     if is_last is True:
         return step(*args)
+    step = jax.jit(step, inline=True)  # so that it is traced once
     shapes, _ = jax.eval_shape(step, *args)
 
     def zeros_and_skip(*args):

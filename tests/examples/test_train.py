@@ -72,6 +72,10 @@ def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, m
     assert train.train(cut) == loss  # there is nothing left to do
     with pytest.raises(SystemExit, match=r"^error: --checkpoint-dir: .*parameters"):
         train.train(dataclasses.replace(cut, layers=2))
+    with pytest.raises(
+        SystemExit, match=r"batches of 16 x 16, with seed 0,.* with seed 1, of text"
+    ):
+        train.train(dataclasses.replace(cut, seed=1))
 
 
 def test_two_processes_read_what_one_reads(settings, monkeypatch):

@@ -26,6 +26,7 @@ def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisNa
     ``state`` holds NumPy arrays by their paths, as ``saved`` describes them. ``like`` is a tree of
     shapes, dtypes and shardings, as described by ``description``.
     """
+    _require_same_fragments(saved, description)
     wanted = by_path(like)
     state = state | put_back_pending(state, saved)
     state |= divide_residuals(state, saved, wanted, description)
@@ -183,6 +184,19 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     else:
         merged = grouped.max(axis=1)
     return np.repeat(merged, workers // groups, axis=0)
+
+
+def _require_same_fragments(saved: dict, description: dict) -> None:
+    for name, old in saved["states"].items():
+        new = description["states"].get(name, {})
+        old, new = (state.get("fragments", {}).get("count") for state in (old, new))
+        if old != new:
+            raise ValueError(
+                f"the optimizer state{name} of the checkpoint has fragments={old}, but the "
+                f"optimizer has fragments={new}: restore it with local_steps(..., "
+                f"fragments={old}), or take the parameters alone with "
+                "demo_optax.checkpoint.load_params and begin with a new state."
+            )
 
 
 def _require_same_blocks(name: str, old: dict, new: dict) -> None:

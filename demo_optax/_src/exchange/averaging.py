@@ -98,9 +98,19 @@ def average(
         return [_mean_of_few(*section, weights, mean) for section in sections], factors
 
     def add(sums, group):
-        message, weights, factors = weigh(*group)
-        sections = zip(layout.sections, sums, *message, strict=True)
-        return [_add(*section, weights) for section in sections], (weights, factors)
+        def add_packets(sums):
+            message, weights, factors = weigh(*group)
+            sections = zip(layout.sections, sums, *message, strict=True)
+            return [_add(*section, weights) for section in sections], (weights, factors)
+
+        def add_nothing(sums):
+            none = jnp.zeros_like(group[3])
+            return sums, (none, none)
+
+        # Most slots of a swarm may be empty.
+        return jax.lax.cond(
+            group[1].any(), *axes.branches_of_one_type(add_packets, add_nothing, sums), sums
+        )
 
     missing = -workers % at_once
     groups = jax.tree.map(

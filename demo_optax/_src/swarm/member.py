@@ -25,7 +25,9 @@ DEADLINE_STEPS = 3  # the deadline, in median steps
 DEADLINE_ROUNDS = 0.5  # the deadline, in median rounds of several steps
 NUM_DURATIONS = 21  # steps in the median
 STEPS_TO_ANNOUNCE = 2  # that the others may take until they see an announcement
-LONGEST_POLL_SECONDS = 0.05
+LOOKING_SHARE = 0.1  # of the time in which a worker waits
+POLL_SECONDS = 0.05  # at most between two looks at a step, but
+POLL_SHARE = 0.01  # of a median round, behind which the exchange is hidden
 LOG_EVERY_SECONDS = 5.0
 PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
 
@@ -123,6 +125,10 @@ class Member:
             return FIRST_DEADLINE
         share = DEADLINE_STEPS if self._last_steps == 1 else DEADLINE_ROUNDS
         return max(share * statistics.median(self._durations), SHORTEST_DEADLINE)
+
+    @property
+    def _longest_pause(self) -> float:
+        return max(POLL_SECONDS, POLL_SHARE * statistics.median(self._durations or [0.0]))
 
     @property
     def me(self) -> MemberId:
@@ -312,8 +318,7 @@ class Member:
                     else f"step {step}: {len(arrived)} of at least {self.min_workers} workers are "
                     f"here; has waited for more for {waited:.0f} s"
                 )
-            # Looking takes at most a tenth of the time.
-            time.sleep(min(10 * (now - looked), LONGEST_POLL_SECONDS))
+            time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest:
         previous = self._hashes.get(step - 1, "")

@@ -119,29 +119,32 @@ def compile_programs(
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, metrics.exchange_metrics(opt_state)
 
-    def compiled(fn, args, specs, donated) -> tuple[Callable, str]:
-        """Compiles a function of parameters, state and other arguments; returns its text, too."""
+    def compiled(fn, args, specs, donated) -> tuple[Callable, str, Any]:
+        """Compiles a function of parameters, state and other arguments.
+
+        Its text and the shapes of its results are returned, too.
+        """
         shapes = jax.eval_shape(lambda *x: x, params, state, *args)
         specs = jax.tree.broadcast((layout.params, layout.state, *specs), shapes)
         placed = shards.shardings(mesh, specs)
         shapes = jax.tree.map(lambda x, y: x.update(sharding=y), shapes, placed)
-        lowered = jax.jit(fn, donate_argnums=donated).lower(*shapes)
+        traced = jax.jit(fn, donate_argnums=donated).trace(*shapes)
+        lowered = traced.lower()
         program = lowered.compile()
-        return lambda *args: program(*to_devices(args, placed)), lowered.as_text()
+        results = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
+        return lambda *args: program(*to_devices(args, placed)), lowered.as_text(), results
 
     worker, slot = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    result = jax.eval_shape(gradients, params, state, batch)
+    batch_leaf_specs = shards.batch_leaf_specs(batch, options["batch_specs"], mesh, axis_name)
+    computing, _, result = compiled(gradients, (batch,), (batch_leaf_specs,), ())
     sent = result.gradients, worker, worker, slot
     stacked = shards.stacked_specs(layout.params, axis_name)
-    outbox, _ = jax.eval_shape(end_round, params, state, *sent)
-    shape = len(outbox.packets), slots, outbox.packets.shape[-1]
-    packets = jax.ShapeDtypeStruct(shape, jnp.uint32)
-    batch_leaf_specs = shards.batch_leaf_specs(batch, options["batch_specs"], mesh, axis_name)
-    computing, _ = compiled(gradients, (batch,), (batch_leaf_specs,), ())
     sending: Any = sent, (stacked, P(axis_name), P(axis_name), P()), (1,)
     alone = compiled(step_alone, *sending)[0] if tx.steps_per_round else None
-    sending, send_text = compiled(end_round, *sending)
-    applying, apply_text = compiled(
+    sending, send_text, (outbox, _) = compiled(end_round, *sending)
+    shape = len(outbox.packets), slots, outbox.packets.shape[-1]
+    packets = jax.ShapeDtypeStruct(shape, jnp.uint32)
+    applying, apply_text, _ = compiled(
         apply, (outbox, packets, slot), (outbox_specs, over_shards, P()), (0, 1)
     )
     empty: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
