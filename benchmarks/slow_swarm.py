@@ -7,10 +7,10 @@ Four processes of the trainer exchange over moto's S3 server. Between each and t
 proxy, which waits 100 ms before each answer and carries so many Mbit a second in each direction.
 Limits are lifted and set in turn, since machines are faster at one time than at another. With
 ``--throttled`` one of the workers gets a third of the time, by SIGSTOP and SIGCONT in turn. A line
-for each turn, and one for all together, says the mean seconds of a step, snapshots included; the
-share of the time in which workers computed, which is the median step inside a round times the
-number of steps, by the time; and the steps that counted. Times say something on idle cores only. It
-needs the group `chaos` (`make chaos`).
+says the mean seconds of a step, snapshots included; the share of the time in which workers
+computed, which is the median step inside a round times the number of steps, by the time; and the
+steps that counted. Times say something on idle cores only. It needs the group `chaos` (`make
+chaos`).
 """
 
 import argparse
@@ -24,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -45,49 +45,39 @@ RUNS = {
     "diloco": DENSE,
     "diloco, at once": f"{DENSE} --delay 0",
     "rounds of 8 s": f"{SPARSE} --round-seconds 8",
+    "rounds of 60 s": f"{SPARSE} --round-seconds 60",
     "alone": f"--optimizer sparseloco --local-steps {STEPS}",
     "every step": "--optimizer demo-scaled",
     "every step, delayed": "--optimizer demo-scaled --delay 1",
 }
 
 
-class Links:
-    """A proxy for each worker, whose limits are set and lifted together."""
+def links(options: argparse.Namespace, server: Served) -> tuple[list, Callable]:
+    """The environments of workers that each have a link, and what sets or lifts all limits."""
+    upstream = server.environment["AWS_ENDPOINT"].removeprefix("http://").split(":")
+    faults = [proxy.Faults(number) for number in range(options.workers)]
+    proxies = [proxy.serve((upstream[0], int(upstream[1])), one) for one in faults]
 
-    def __init__(self, options: argparse.Namespace, server: Served):
-        self.options, self.faults = options, [proxy.Faults(n) for n in range(options.workers)]
-        upstream = server.environment["AWS_ENDPOINT"].removeprefix("http://").split(":")
-        self.proxies = [proxy.serve((upstream[0], int(upstream[1])), one) for one in self.faults]
-        self.environments = [
-            server.environment | {"AWS_ENDPOINT": f"http://127.0.0.1:{one.server_port}"}
-            for one in self.proxies
-        ]
+    def limit(limited: bool) -> None:
+        for one in faults:
+            one.delay = options.latency if limited else 0.0
+            one.bandwidth = options.bandwidth * 1e6 / 8 if limited else float("inf")
 
-    def limit(self, limited: bool) -> None:
-        for one in self.faults:
-            one.delay = self.options.latency if limited else 0.0
-            one.bandwidth = self.options.bandwidth * 1e6 / 8 if limited else float("inf")
-
-    def __enter__(self) -> "Links":
-        return self
-
-    def __exit__(self, *_) -> None:
-        for one in self.proxies:
-            one.shutdown()
+    endpoints = [f"http://127.0.0.1:{one.server_port}" for one in proxies]
+    return [server.environment | {"AWS_ENDPOINT": x} for x in endpoints], limit
 
 
 def measure(options: argparse.Namespace, run: str) -> Iterator[dict]:
-    words = f"{RUNS[run]} --preset {options.preset} --batch-size {options.batch_size}"
-    words += f" --steps {STEPS} --evaluate-every {STEPS} --min-workers {options.workers}"
-    words += f" --snapshot-every {options.snapshot_every} --swarm"
+    words = f"{RUNS[run]} --preset small --batch-size 4 --snapshot-every 90 --steps {STEPS}"
+    words += f" --evaluate-every {STEPS} --min-workers {options.workers} --swarm"
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = pathlib.Path(temporary)
         server = stack.enter_context(served("s3", folder, 0))
-        links = stack.enter_context(Links(options, server))
+        environments, limit = links(options, server)
         url = f"{server.url}-{time.time():.0f}"
         workers = [
             Worker(f"worker-{n}", folder, [*words.split(), url], environment)
-            for n, environment in enumerate(links.environments)
+            for n, environment in enumerate(environments)
         ]
         for worker in workers:
             worker.start()
@@ -97,7 +87,7 @@ def measure(options: argparse.Namespace, run: str) -> Iterator[dict]:
             time.sleep(0.2)
         kinds, periods = KINDS[options.links], []
         for limited in kinds * options.turns:
-            links.limit(limited)
+            limit(limited)
             began = time.time()
             if options.throttled:
                 throttle(workers[-1], options.seconds)
@@ -113,32 +103,23 @@ def measure(options: argparse.Namespace, run: str) -> Iterator[dict]:
         all_steps = [x for worker in workers for x in worker.steps()]
     for limited in kinds:
         own = [period[:2] for period in periods if period[2] == limited]
-        for chosen in [*([one] for one in own if len(own) > 1), own]:
-            inside = [
-                [x for x in all_steps if began < x["time"] < ended] for began, ended in chosen
-            ]
-            counted = [m for m in manifests if any(a < m.time < b for a, b in chosen)]
-            yield {
-                "run": run,
-                "Mbit/s": options.bandwidth if limited else None,
-                "turns": len(chosen),
-                **figures(list(itertools.chain(*inside))),
-                "counted": sum(packet.steps for m in counted for packet in m.packets),
-                "exchanges": len(counted),
-            }
-
-
-def figures(steps: list[dict]) -> dict:
-    alone = [x["seconds"] for x in steps if not x["round_steps"] and not x["members"]]
-    total = sum(x["seconds"] for x in steps)
-    each = total / len(steps)
-    return {
-        "steps": len(steps),
-        "seconds a step": round(each, 4),
-        "computing": round(statistics.median(alone) / each, 4) if alone else None,
-        "waiting": round(sum(x["waited"] for x in steps) / total, 4),
-        "MB sent a step": round(sum(x["packet_bytes"] for x in steps) / 1e6 / len(steps), 4),
-    }
+        turns = [[x for x in all_steps if a < x["time"] < b] for a, b in own]
+        steps = list(itertools.chain(*turns))
+        each = statistics.fmean(x["seconds"] for x in steps)
+        alone = [x["seconds"] for x in steps if not x["round_steps"] and not x["members"]]
+        counted = [m for m in manifests if any(a < m.time < b for a, b in own)]
+        yield {
+            "run": run,
+            "Mbit/s": options.bandwidth if limited else None,
+            "steps": len(steps),
+            "counted": sum(packet.steps for m in counted for packet in m.packets),
+            "exchanges": len(counted),
+            "seconds a step": round(each, 4),
+            "of each turn": [round(statistics.fmean(x["seconds"] for x in y), 4) for y in turns],
+            "computing": round(statistics.median(alone) / each, 4) if alone else None,
+            "waiting": round(statistics.fmean(x["waited"] for x in steps) / each, 4),
+            "MB sent a step": round(statistics.fmean(x["packet_bytes"] for x in steps) / 1e6, 4),
+        }
 
 
 def main() -> None:
@@ -150,11 +131,8 @@ def main() -> None:
     add("--bandwidth", type=float, default=10.0, help="Mbit a second in each direction")
     add("--latency", type=float, default=0.1, help="seconds before each answer")
     add("--workers", type=int, default=4, help="processes")
-    add("--preset", default="small", help="the trainer's preset")
-    add("--batch-size", type=int, default=4, help="sequences of each worker")
     add("--seconds", type=float, default=90.0, help="of each turn, once all have taken a step")
     add("--turns", type=int, default=4, help="turns with limits, and as many without")
-    add("--snapshot-every", type=int, default=90, help="steps between two snapshots")
     add("--throttled", action="store_true", help="one worker gets a third of the time")
     add("--links", choices=KINDS, default="both", help="turns with limits, without, or both")
     options = parser.parse_args()

@@ -191,7 +191,7 @@ def train(settings: Settings) -> float:
     columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}")
     bar, folder = Progress(*columns, console=console), settings.checkpoint_dir
     size = f"{settings.batch_size} x {settings.sequence_length}"
-    data = f"batches of {size}, with seed {settings.seed}, of text {zlib.crc32(train_text):08x}"
+    data = f"batches of {size}, with seed {settings.seed}, of text {zlib.crc32(train_text.data):08x}"
     with mistakes_in("--checkpoint-dir"):
         checkpoints = Checkpointer(folder, tx, mesh) if folder else contextlib.nullcontext()
     with checkpoints as checkpointer, bar:
