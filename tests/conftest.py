@@ -7,9 +7,6 @@ import jax
 import jaxtyping
 import pytest
 
-from tests import checked_annotations
-
-checked_annotations.install()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of the time goes into compiling; what a compiler may reorder, it still may.
