@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for all tests, and no silent broadcasting between ranks."""
 
 import gc
+import inspect
 import os
 
 import jax
@@ -18,6 +19,28 @@ if jax.__version_info__ < (0, 11):  # later ones do not know the flag, and end a
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # which programs would carry along
 jax.devices()  # all are there before an example or the trainer asks for its own
+
+
+jaxtyped = jaxtyping.jaxtyped
+
+
+def jaxtyped_where_annotated(*, typechecker):
+    """Decorates what has annotations to check, and of what stands in functions, what has arrays.
+
+    These are decorated anew on every call: in some tests that took most of the time.
+    """
+    check = jaxtyped(typechecker=typechecker)
+
+    def decorate(fn):
+        if not inspect.isfunction(fn):
+            return check(fn)
+        is_nested, annotations = "<locals>" in fn.__qualname__, fn.__annotations__
+        return check(fn) if ("Array" in str(annotations) if is_nested else annotations) else fn
+
+    return decorate
+
+
+jaxtyping.jaxtyped = jaxtyped_where_annotated
 
 
 def pytest_configure(config):

@@ -15,6 +15,7 @@ import pytest
 from lm import config as configuration
 from lm import rendezvous, train
 from tests.ports import free_port
+from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRAINER = ROOT / "examples" / "train_lm.py"
@@ -286,7 +287,7 @@ def test_a_port_in_use(host, refused):
         assert f"cannot listen on port {port} of --coordinator" in refused(process(0, 2, port))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", [slow("127.0.0.1"), "[::1]", "no-such-host.invalid"])
 def test_a_first_process_that_never_comes(host, refused):
     port = free_port()
     shown = f"--coordinator {host}:{port} was not found"
@@ -343,7 +344,10 @@ def test_processes_that_count_differently(files):
 
 @pytest.mark.parametrize(
     "words, message",
-    [("--distributed", "the processes cannot find each other"), ("--steps 0", "--steps 0 must")],
+    [
+        ("--distributed", "the processes cannot find each other"),
+        slow("--steps 0", "--steps 0 must"),
+    ],
 )
 def test_the_trainer_itself_refuses(words, message, files):
     command = [sys.executable, str(TRAINER), *GOOD, *words.split()]

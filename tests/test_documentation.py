@@ -17,6 +17,7 @@ import demo_optax
 from demo_optax import checkpoint, swarm
 from demo_optax._src.commands.main import COMMANDS, main
 from lm.config import Config
+from tests import pages
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -69,11 +70,9 @@ def name_of(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_on_a_page_runs(page, capsys, compiled):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    names = {"__name__": "page"}
-    exec(compile("\n".join(blocks), str(page), "exec"), names)
-    assert capsys.readouterr().out or not blocks
+def test_python_on_a_page_runs(page, capsys, compiled, monkeypatch):
+    names = pages.run(page, monkeypatch)
+    assert capsys.readouterr().out or not pages.blocks(page, "python")
     programs = re.findall(r"jit\((\w+)\)", "\n".join(compiled()))
     assert [name for name in names if programs.count(name) > 1] == [], "compiled twice"
 

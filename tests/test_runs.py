@@ -7,6 +7,7 @@ import pathlib
 import re
 import struct
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,29 @@ import evaluate
 import linen_trainstate
 import vision_flax
 from lm import config as configuration
-from lm import data, train, utilization
+from lm import data, report, train, utilization
 from lm.recipes import RECIPES
 from lm.setup import batches_of, make_evaluation, prepare
 from tests.nano import NANO, ROOT, words_of
 from tests.sweeps import sweep
+
+FIRST = {}
+
+
+def prepared(config):
+    """A run with the step of the first one that had the same program, which is compiled once."""
+    run = prepare(config)
+    program = dataclasses.replace(
+        config,
+        seed=0,
+        evaluate_every=1,
+        log_dir=None,
+        sample_length=0,
+        checkpoint_dir=None,
+        checkpoint_every=1,
+    )
+    first = FIRST.setdefault(program, run)
+    return run._replace(tx=first.tx, train_step=first.train_step)
 
 
 def steps_of(folder):
@@ -92,19 +111,17 @@ def cut_short(config, at):
 def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(
         NANO,
-        steps=14,
-        evaluate_every=7,
         log_dir=tmp_path / "log",
         sample_length=5,
         checkpoint_dir=str(tmp_path / "saved"),
     )
-    trained = train.train(prepare(config))
+    trained = train.train(prepared(config))
     shown = capsys.readouterr().out
     assert shown.count("the model writes") == 2
     assert "parameters on 2 devices: bit-identical" in shown
 
     lines = steps_of(tmp_path / "log")
-    assert [line["number"] for line in lines] == [*range(1, 15)]
+    assert [line["number"] for line in lines] == [*range(1, 7)]
     assert lines[3]["gradient_norms"].keys() == {"0", "1"}
     assert lines[3]["exchange"]["participants"] == 2
     assert lines[3]["packet_bytes"] > 0
@@ -117,8 +134,8 @@ def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
         "exchange/residual_norm",
         "gradient_norm/worker_1",
     ):
-        assert (tag, 14) in events
-    assert ("loss/held_out", 7) in events
+        assert (tag, 6) in events
+    assert ("loss/held_out", 3) in events
 
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *words_of(config)])
     evaluate.main()
@@ -139,7 +156,7 @@ def test_no_checkpoint_of_replicas_that_differ(workers, tmp_path):
         checkpoint_every=2,
         evaluate_every=100,
     )
-    run, steps = prepare(config), itertools.count(1)
+    run, steps = prepared(config), itertools.count(1)
 
     def damaging_step(params, opt_state, batch):
         params, opt_state, metrics = run.train_step(params, opt_state, batch)
@@ -159,8 +176,8 @@ def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
 
     What the packets tell is `tests/test_untrusted_workers.py`'s.
     """
-    config = dataclasses.replace(NANO, workers=3, batch_size=6, steps=8, evaluate_every=100)
-    run, steps, mended = prepare(config), itertools.count(1), []
+    config = dataclasses.replace(NANO, workers=3, batch_size=6, evaluate_every=100)
+    run, steps, mended = prepared(config), itertools.count(1), []
 
     def step(params, opt_state, batch):
         number = next(steps)
@@ -174,7 +191,7 @@ def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
         )
 
     train.train(run._replace(train_step=step))
-    assert mended == [True] * 3 + [False] * 2 + [True] * 3
+    assert mended == [True] * 3 + [False] * 2 + [True]
     assert "differs on worker 1" in capsys.readouterr().out
 
 
@@ -250,7 +267,9 @@ def test_every_recipe_that_the_trainer_shards_trains(optimizer):
 
 
 def test_with_local_steps_a_round_sends_one_packet(tmp_path):
-    local = dataclasses.replace(NANO, optimizer="sparseloco", local_steps=3)
+    local = dataclasses.replace(
+        NANO, optimizer="sparseloco", local_steps=3, workers=None, simulate=2
+    )
     whole = train.train(prepare(dataclasses.replace(local, log_dir=tmp_path / "whole")))
     sent = [step["packet_bytes"] for step in steps_of(tmp_path / "whole")]
     assert sent[2] > 0 and sent == [0, 0, sent[2]] * 2
@@ -276,6 +295,7 @@ def test_utilization_is_shown_where_the_peak_is_known():
 
 def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(NANO, log_dir=tmp_path)
+    monkeypatch.setattr(train, "prepare", prepared)
     monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config), "--seeds", "2"])
     compare.main()
     shown = capsys.readouterr().out
@@ -295,8 +315,21 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
 def test_the_comparison_counts_simulated_workers(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(NANO, log_dir=tmp_path, workers=None, simulate=4)
     monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
+    log = types.SimpleNamespace(
+        bytes_per_step=1e6,
+        megabytes=6.0,
+        done=6,
+        steps_per_second=2.0,
+        evaluations=[report.Point(6, 6.0, 2.0)],
+        devices=np.array(jax.devices()[:1]),
+    )
+    monkeypatch.setattr(
+        compare, "run_or_exit", lambda config: train.Trained(log, float(config.simulate))
+    )
     compare.main()
-    assert "over each link of a ring of 4" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert re.search(r"over each link of a ring of 4.* 3 .* 1.5 ", shown)
+    assert re.search(r"loss on held-out.* 4.000 .* 4.000 ", shown)
 
 
 EXAMPLES = {"vision_flax": vision_flax, "linen_trainstate": linen_trainstate}
