@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from obstore.exceptions import PermissionDeniedError
 
 import demo_optax
 from demo_optax._src.parallel import processes
@@ -127,6 +128,12 @@ def store_that_fails():
         place.get("run.json")
 
 
+def store_without_permission():
+    denied = PermissionDeniedError("Error performing PUT run.json: 403 Forbidden")
+    with store() as place, mock.patch("obstore.put", side_effect=denied):
+        place.put("run.json", b"{}")
+
+
 def raised_by_the_first_process():
     def fail():
         raise ValueError("give more slots than 1.")
@@ -216,6 +223,7 @@ RAISED = [
     no_snapshot_can_be_read,
     lambda: ObjectStore("nonsense://bucket/run"),
     store_that_fails,
+    store_without_permission,
     raised_by_the_first_process,
     lambda: with_worker(lambda made: made.step({}, (), ())),
     lambda: with_worker(steps_after_an_error),

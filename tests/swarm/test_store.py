@@ -2,12 +2,18 @@
 
 import concurrent.futures
 import itertools
+import os
 import random
 from unittest import mock
 
 import obstore
 import pytest
-from obstore.exceptions import AlreadyExistsError, PreconditionError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    GenericError,
+    PermissionDeniedError,
+    PreconditionError,
+)
 
 from demo_optax.swarm import ObjectStore, Store, StoreError
 
@@ -117,3 +123,28 @@ def test_a_store_that_stays_away_ends_with_its_reason(tmp_path):
         pytest.raises(StoreError, match=r"cannot write a/1 .* No space left on device"),
     ):
         store.put("a/1", b"")
+
+
+DENIED = """Generic error: Unable to create dir /r/slots: Permission denied (os error 13)
+
+Debug source:
+Generic { store: "LocalFileSystem", source: UnableToCreateDir { source: Os { code: 13 } } }"""
+
+
+@pytest.mark.parametrize("error", [GenericError(DENIED), PermissionDeniedError(DENIED)])
+def test_missing_permission_ends_at_once_with_one_sentence_of_obstore(store, error):
+    with (
+        mock.patch.object(obstore, "put", side_effect=error) as put,
+        pytest.raises(StoreError, match=r"cannot create slots/0 .*Give this worker perm") as ended,
+    ):
+        store.create("slots/0", b"")
+    assert put.call_count == 1 and "/r/slots: Permission denied" in str(ended.value)
+    assert "Debug source" not in str(ended.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_ends_at_once(tmp_path):
+    store = ObjectStore(str(tmp_path), patience=600.0)
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="Permission denied"):
+        store.create("slots/000/000001", b"")

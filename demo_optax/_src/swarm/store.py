@@ -93,17 +93,13 @@ class ObjectStore(Store):
         self, url: str, *, patience: float = 60.0, options: Mapping[str, Any] | None = None
     ):
         self.url, self.patience = str(url), patience
-        path = self.url
-        if path.startswith("file://"):
-            path = urllib.request.url2pathname(urllib.parse.urlparse(path).path)
         try:
-            if "://" not in path:
-                folder = pathlib.Path(path).absolute()
+            if folder := folder_of(self.url):
                 folder.mkdir(parents=True, exist_ok=True)
                 self._store = from_url(folder.as_uri())
             else:
                 open_any: Callable[..., Any] = from_url  # its overloads want each store's options
-                self._store = open_any(path, **(NO_RETRIES | dict(options or {})))
+                self._store = open_any(self.url, **(NO_RETRIES | dict(options or {})))
         except Exception as error:
             raise StoreError(f"{self.url} is no store that can be opened: {error}") from error
 
@@ -166,10 +162,16 @@ class ObjectStore(Store):
             except Exception as error:
                 if missing_ok and isinstance(error, MISSING):
                     return None
-                reason = " ".join(str(error).split())[:300]
+                # obstore's own representation follows after an empty line.
+                reason = " ".join(str(error).partition("\n\n")[0].split())[:300]
+                if _is_denied(error):
+                    raise StoreError(
+                        f"cannot {what} in {self.url}: {reason}. Give this worker permission to "
+                        "read, list, write and delete there."
+                    ) from error
                 first_failure = first_failure or time.monotonic()
                 failing = time.monotonic() - first_failure
-                if isinstance(error, exceptions.PermissionDeniedError) or failing > self.patience:
+                if failing > self.patience:
                     raise StoreError(
                         f"cannot {what} in {self.url}, tried for {failing:.0f} s: {reason}. Make "
                         "sure that the store can be reached, and that every worker may read, list, "
@@ -178,6 +180,19 @@ class ObjectStore(Store):
                 log.warning("cannot %s, tries again: %s", what, reason)
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
+
+
+def folder_of(url: str) -> pathlib.Path | None:
+    """Returns the folder that a path or a ``file://`` URL names, or None for other stores."""
+    if url.startswith("file://"):
+        url = urllib.request.url2pathname(urllib.parse.urlparse(url).path)
+    return None if "://" in url else pathlib.Path(url).absolute()
+
+
+def _is_denied(error: Exception) -> bool:
+    """Tells whether permission is missing, which obstore says of folders only in the text."""
+    is_denied = isinstance(error, exceptions.PermissionDeniedError | PermissionError)
+    return is_denied or "Permission denied (os error 13)" in str(error)
 
 
 def in_parallel(fn: Callable[[K], T], keys: Iterable[K]) -> list[T]:
