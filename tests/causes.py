@@ -219,6 +219,11 @@ def exchange_in_a_while_loop():
     demo_optax.packet_bytes(optax.stateless(update), jnp.zeros(3))
 
 
+def a_place_without_a_swarm():
+    args = make_parser().parse_args(["swarm", "/nowhere"])
+    args.run(args)
+
+
 RAISED = [
     # settings
     lambda: demo_optax.Compression(topk=0),
@@ -344,6 +349,7 @@ RAISED = [
     exchange_in_a_while_loop,
     lambda: quantities.bandwidth("fast"),
     lambda: quantities.bandwidth("1GB"),
+    a_place_without_a_swarm,
     owners_of_one_all_gather,
     *causes_of_checkpoints.RAISED,
     *causes_of_halves.RAISED,

@@ -13,7 +13,7 @@ from obstore.exceptions import PermissionDeniedError
 
 import demo_optax
 from demo_optax._src.parallel import processes
-from demo_optax._src.swarm import agreement, history, records, slots, snapshots
+from demo_optax._src.swarm import agreement, history, picture, records, slots, snapshots
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
 from demo_optax._src.swarm.rounds import RoundClock
 from demo_optax.swarm import Member, ObjectStore
@@ -51,7 +51,7 @@ def import_without_obstore():
 
 def draw_without_matplotlib():
     nothing = history.History([], {}, frozenset(), [])
-    without_import("matplotlib", lambda: history.draw(nothing, "life.png"))
+    without_import("matplotlib", lambda: picture.draw(nothing, "life.png"))
 
 
 def other_settings(key="run.json", written=b'{"--topk": "8"}'):

@@ -93,7 +93,9 @@ def test_bytes_knows_every_exchange(printed):
 
 
 def test_swarm_looks_at_a_store_and_needs_its_package(printed, tmp_path, monkeypatch):
-    assert printed(f"swarm {tmp_path}") == "no step yet; joined: nobody\n"
+    (tmp_path / "slots/000").mkdir(parents=True)
+    (tmp_path / "slots/000/000001").touch()
+    assert printed(f"swarm {tmp_path}") == "no step yet; joined: slot 0\n"
     monkeypatch.delitem(sys.modules, "demo_optax.swarm", raising=False)
     monkeypatch.delattr(demo_optax, "swarm", raising=False)
     for name in [name for name in sys.modules if name.startswith("demo_optax._src.swarm")]:

@@ -5,6 +5,10 @@ demo-optax swarm s3://bucket/run --picture life.png
 
 import argparse
 
+from demo_optax._src.commands.tables import print_table
+
+ROUNDS = 10  # whose steps are printed
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="the run's place: a folder, s3://..., gs://... or az://...")
@@ -14,9 +18,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from demo_optax import swarm  # needs obstore, which the other commands do not
+    from demo_optax._src.swarm.store import folder_of
 
-    history = swarm.read_history(swarm.ObjectStore(args.url), args.last)
+    folder = folder_of(args.url)
+    is_there = folder is None or folder.is_dir()  # an ObjectStore would make the folder
+    history = swarm.read_history(swarm.ObjectStore(args.url), args.last) if is_there else None
+    if history is None or not history.names:
+        raise FileNotFoundError(
+            f"there is no run of a swarm at {args.url}: give the place that its workers have as "
+            "--swarm."
+        )
     print(swarm.status(history))
-    if args.picture and history.manifests:
-        swarm.draw(history, args.picture)
-        print(f"wrote {args.picture}")
+    if history.manifests:
+        _print_steps(history)
+        if args.picture:
+            swarm.draw(history, args.picture)
+            print(f"wrote {args.picture}")
+
+
+def _print_steps(history) -> None:
+    unit, taken = history.unit, history.taken()
+    has_rounds = unit == "round"
+    print()
+    print_table(
+        f"{unit.capitalize()}s in which each worker counted, and was late"
+        + (", and its steps that counted" if has_rounds else ""),
+        ("worker", "counted", "late", *["steps"] * has_rounds),
+        *[
+            (name, sum(map(bool, steps)), steps.count(0), *[sum(filter(None, steps))] * has_rounds)
+            for name, steps in taken.items()
+        ],
+    )
+    if has_rounds:
+        numbers = [manifest.step for manifest in history.manifests]
+        print_table(
+            f"Steps of each worker in the last {len(numbers[-ROUNDS:])} rounds",
+            ("round", *taken),
+            *[
+                (number, *[{0: "late", None: "away"}.get(n, n) for n in steps])
+                for number, *steps in list(zip(numbers, *taken.values(), strict=True))[-ROUNDS:]
+            ],
+        )

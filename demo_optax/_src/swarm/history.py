@@ -18,11 +18,11 @@ class History(NamedTuple):
     """The history of a run, as its store tells it.
 
     Attributes:
-      manifests: of the requested steps, in order.
-      names: the names of these steps' workers, by slot and incarnation. Before the first step it
+      manifests: of the requested steps or rounds, in order.
+      names: the names of the workers in them, by slot and incarnation. Before the first step it
         holds all workers that have a slot.
-      left: slots and incarnations of the workers that said, after the last step, that they leave.
-      snapshots: steps from which a new worker can start.
+      left: slots and incarnations of the workers that said that they leave.
+      snapshots: steps or rounds from which a new worker can start.
     """
 
     manifests: Sequence[Manifest]
@@ -33,6 +33,34 @@ class History(NamedTuple):
     def members(self, number: int) -> list[str]:
         """Returns the names of the workers whose packets counted in one of these steps."""
         return [self.names[x.member] for x in self.manifests[number].packets]
+
+    @property
+    def unit(self) -> str:
+        """What an exchange ends, ``"step"`` or ``"round"``."""
+        return "round" if any(x.steps > 1 for m in self.manifests for x in m.packets) else "step"
+
+    def taken(self) -> dict[str, list[int | None]]:
+        """Returns how many steps of each worker counted in each exchange.
+
+        The number is 0 where the worker was late: its process counted before and afterwards. It is
+        None where it was away.
+        """
+        taken: dict[str, list[int | None]] = {
+            name: [None] * len(self.manifests) for name in sorted(set(self.names.values()))
+        }
+        last: dict[MemberId, int] = {}
+        for index, manifest in enumerate(self.manifests):
+            for packet in manifest.packets:
+                row = taken[self.names[packet.member]]
+                missed = range(last.get(packet.member, index) + 1, index)
+                row[missed.start : missed.stop] = [0] * len(missed)
+                row[index] = packet.steps
+                last[packet.member] = index
+        return taken
+
+    def ends(self) -> dict[MemberId, int]:
+        """Returns the place in ``manifests`` where each worker's process counted last."""
+        return {x.member: n for n, manifest in enumerate(self.manifests) for x in manifest.packets}
 
     def seconds(self) -> list[float]:
         """Returns the seconds between the decisions of each two successive steps."""
@@ -51,17 +79,20 @@ class History(NamedTuple):
         return tokens / duration if duration else 0.0
 
     def goodput(self, workers: int | None = None) -> float:
-        """Returns the share of worker-seconds that became steps of median duration.
+        """Returns the share of the workers' time that became steps of their median duration.
 
-        By default it counts the time of all workers that ever took part.
+        By default each worker is counted while it was there; else the time of so many workers is
+        counted from the first of these steps to the last. A worker trains on while its packets
+        travel if it has rounds: then see the steps that `taken` counts.
         """
-        durations, step = self.seconds(), self.seconds_per_step()
-        if not durations or not sum(durations):
-            return 1.0
-        total = max(self.manifests[-1].time - self.manifests[0].time, step)
-        workers = workers or len({self.names[x] for m in self.manifests for x in m.members})
-        useful = sum(x.steps for m in self.manifests[1:] for x in m.packets) * step
-        return min(useful / (workers * total), 1.0)
+        durations, useful, there = self.seconds(), 0.0, 0.0
+        for steps in self.taken().values():
+            pairs = [(s, n) for s, n in zip(durations, steps[1:], strict=True) if n is not None]
+            there += sum(seconds for seconds, _ in pairs)
+            if each := [seconds / n for seconds, n in pairs if n]:
+                useful += sum(n for _, n in pairs) * statistics.median(each)
+        total = workers * sum(durations) if workers else there
+        return min(useful / total, 1.0) if total else 1.0
 
 
 def read_history(store: Store, last: int | None = None) -> History:
@@ -76,8 +107,8 @@ def read_history(store: Store, last: int | None = None) -> History:
       >>> for step in range(3):
       ...     _ = member.exchange(step, b"a packet")
       >>> history = read_history(store)
-      >>> len(history.manifests), history.members(-1)
-      (3, ['paris'])
+      >>> len(history.manifests), history.members(-1), history.taken()
+      (3, ['paris'], {'paris': [1, 1, 1]})
       >>> folder.cleanup()
     """
     manifests = last_manifests(store, last)
@@ -87,59 +118,48 @@ def read_history(store: Store, last: int | None = None) -> History:
     members = sorted({member for manifest in manifests for member in manifest.members})
     claims = in_parallel(lambda member: read_claim(store, member), members)
     names = {member: x.worker for member, x in zip(members, claims, strict=True)}
-    # With a delay, one more step is in progress.
-    following = [records.step_key("packets", manifests[-1].step + n) for n in (1, 2)]
-    left = [records.read_folder(store.names(folder)).left for folder in following]
-    return History(manifests, names, frozenset().union(*left), steps_of(store))
+    said = {f"slots/{name}" for name in store.names("slots")}
+    left = frozenset(member for member in members if records.left_key(member) in said)
+    return History(manifests, names, left, steps_of(store))
 
 
 def status(history: History) -> str:
-    """Summarizes a run in a few lines: its step, its members, who is gone, and its goodput."""
+    """Summarizes a run in a few lines: its last step or round, who is there, left or missing."""
     if not history.manifests:
         return f"no step yet; joined: {', '.join(history.names.values()) or 'nobody'}"
-    end, durations = history.manifests[-1], history.seconds()
-    members = [history.names[x] for x in sorted(end.members - history.left)]
-    gone = sorted(set(history.names.values()) - set(members))
+    end, durations, unit = history.manifests[-1], history.seconds(), history.unit
+    members, left, missing = _fates(history)
     decided = datetime.datetime.fromtimestamp(end.time, datetime.UTC)
     lines = [
-        f"step {end.step}, decided at {decided:%Y-%m-%d %H:%M:%S} UTC, "
+        f"{unit} {end.step}, decided at {decided:%Y-%m-%d %H:%M:%S} UTC, "
         f"{time.time() - end.time:.0f} s ago",
         f"members: {', '.join(members) or 'nobody'}",
-        f"gone: {', '.join(gone) or 'nobody'}",
-        f"snapshots before steps: {', '.join(map(str, history.snapshots)) or 'none'}",
+        *([f"left: {_after(unit, left)}"] if left else []),
+        *([f"missing: {_after(unit, missing)}"] if missing else []),
+        f"snapshots before {unit}s: {', '.join(map(str, history.snapshots)) or 'none'}",
     ]
     if durations:
+        seconds, has_rounds = f"{statistics.median(durations):.3f} s each", unit == "round"
+        each = f" and {history.seconds_per_step():.3f} s a step (medians)" if has_rounds else ""
         lines.append(
-            f"last {len(history.manifests)} exchanges: {statistics.median(durations):.3f} s each "
-            f"and {history.seconds_per_step():.3f} s a step (medians), "
-            f"{history.tokens_per_second():,.0f} tokens a second counted, goodput "
-            f"{history.goodput():.0%} of all workers that took part"
+            f"last {len(history.manifests)} {unit}s: {seconds}{each or ' (median)'}, "
+            f"{history.tokens_per_second():,.0f} tokens a second counted"
+            + ("" if has_rounds else f", goodput {history.goodput():.0%}")
         )
-    steps = {history.names[x.member]: x.steps for x in end.packets}
-    if max(steps.values()) > 1:
-        trained = ", ".join(f"{name} {count}" for name, count in steps.items())
-        lines.append(f"steps in round {end.step}: {trained}")
     return "\n".join(lines)
 
 
-def draw(history: History, path: str) -> None:
-    """Draws the life of a run: one row per worker, dark where its packets counted."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError(f"to draw {path!r}, install matplotlib.") from error
-    rows, manifests = sorted(set(history.names.values())), history.manifests
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")
-    for row, name in enumerate(rows):
-        spans = [
-            (before.time - manifests[0].time, max(after.time - before.time, 0.0))
-            for before, after in itertools.pairwise(manifests)
-            if name in {history.names[x] for x in after.members}
-        ]
-        axes.broken_barh(spans, (row - 0.4, 0.8), color="#2a6f97", linewidth=0)
-    axes.set_yticks(range(len(rows)), rows)
-    first, last = manifests[0].step, manifests[-1].step
-    axes.set_xlabel(f"seconds since step {first}; the last is step {last}")
-    axes.set_title("Who took part when")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+def _fates(history: History) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """Returns the members, and who left and who is missing, each with the last step or round."""
+    ends = sorted(history.ends().items(), key=lambda pair: pair[1])
+    newest = {history.names[member]: (member, index) for member, index in ends}
+    last = history.manifests[-1].members - history.left
+    away = {name: pair for name, pair in sorted(newest.items()) if pair[0] not in last}
+    after = {name: history.manifests[index].step for name, (_, index) in away.items()}
+    left = {name: after[name] for name, (member, _) in away.items() if member in history.left}
+    missing = {name: step for name, step in after.items() if name not in left}
+    return sorted(newest.keys() - away.keys()), left, missing
+
+
+def _after(unit: str, steps: dict[str, int]) -> str:
+    return ", ".join(f"{name} after {unit} {step}" for name, step in steps.items())

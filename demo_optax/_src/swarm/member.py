@@ -250,6 +250,7 @@ class Member:
             step = max([step, *(decided + 1 for decided in list(self._manifests))])
             for number in step, step + 1:  # a packet of the first may be on its way
                 self.store.put(records.mark_key(number, self.me, "left"), b"")
+            self.store.put(records.left_key(self.me), b"")  # for whoever looks at the run later
 
     def end_if_leaving(self) -> None:
         """Raises `Left` if `leave` was called."""

@@ -130,6 +130,11 @@ def claim_key(member: MemberId) -> str:
     return f"slots/{member[0]:03d}/{member[1]:06d}"
 
 
+def left_key(member: MemberId) -> str:
+    """Returns the key by which a worker says for good that it has left."""
+    return f"{claim_key(member)}.left"
+
+
 def step_key(folder: str, step: int) -> str:
     """Returns a step's key in one of the folders ``packets``, ``manifests`` and ``snapshots``."""
     return f"{folder}/{step:08d}"

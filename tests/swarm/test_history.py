@@ -1,0 +1,135 @@
+"""What a run's store tells of it: who counted, was late, left or vanished; and its picture."""
+
+import itertools
+
+import pytest
+
+from demo_optax._src.commands.main import main
+from demo_optax._src.swarm import records
+from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
+from demo_optax.swarm import Member, ObjectStore, draw, read_history, status
+
+OSLO, PARIS, ROME, ROME_AGAIN = (0, 1), (1, 1), (2, 1), (2, 2)
+NAMES = {OSLO: "oslo", PARIS: "paris", ROME: "rome", ROME_AGAIN: "rome"}
+SECONDS = 0.5, 0.5, 0.5, 2.5, 0.5, 0.5, 0.5
+# Rome vanishes after round 2 and comes back in 5; Oslo is late in 4; Paris leaves after 6.
+TAKEN = {
+    "oslo": [5, 5, 5, 25, 0, 10, 5, 5],
+    "paris": [10, 10, 10, 50, 10, 10, 10, None],
+    "rome": [10, 10, 10, None, None, 10, 10, 10],
+}
+
+
+def write(store, taken):
+    """Writes a run in which rounds take as long as SECONDS says."""
+    members = {"oslo": [OSLO] * 8, "paris": [PARIS] * 8, "rome": [ROME] * 5 + [ROME_AGAIN] * 3}
+    for member, name in NAMES.items():
+        store.put(records.claim_key(member), records.encode(Claim(name, "", 0.0)))
+    for step, time in enumerate(itertools.accumulate(SECONDS, initial=1000.0)):
+        packets = [
+            PacketRef(*members[name][step], "0" * 64, steps[step], 32 * steps[step])
+            for name, steps in taken.items()
+            if steps[step]
+        ]
+        manifest = Manifest(step, tuple(packets), "", time)
+        store.put(records.step_key("manifests", step), records.encode(manifest))
+    store.put(records.left_key(PARIS), b"")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ObjectStore(str(tmp_path))
+
+
+def test_workers_are_late_between_packets_of_one_process_and_away_between_two(store):
+    write(store, TAKEN)
+    assert read_history(store).taken() == TAKEN
+
+
+def test_a_summary_tells_rounds_from_steps_and_leaving_from_vanishing(store):
+    write(store, TAKEN)
+    lines = status(read_history(store)).splitlines()
+    assert lines[0].startswith("round 7, decided at 1970-01-01 00:16:45 UTC")
+    assert lines[1:4] == [
+        "members: oslo, rome",
+        "left: paris after round 6",
+        "snapshots before rounds: none",
+    ]
+    assert lines[4].startswith("last 8 rounds: 0.500 s each and 0.050 s a step (medians), ")
+    history = read_history(store)
+    before = status(history._replace(manifests=history.manifests[:4], left=frozenset()))
+    assert before.splitlines()[1:3] == ["members: oslo, paris", "missing: rome after round 2"]
+
+
+def test_a_run_without_rounds_has_steps_and_goodput(store):
+    write(store, {name: [n and 1 for n in steps] for name, steps in TAKEN.items()})
+    summary = status(read_history(store))
+    assert summary.startswith("step 7, ") and "left: paris after step 6" in summary
+    assert "last 8 steps: 0.500 s each (median), " in summary and "rounds" not in summary
+
+
+def test_goodput_counts_a_worker_while_it_is_there(store):
+    write(store, {name: [n and 1 for n in steps] for name, steps in TAKEN.items()})
+    history = read_history(store)
+    # 6, 6 and 5 steps of half a second; 5.5, 5 and 2.5 seconds, without Rome's absence
+    assert history.goodput() == pytest.approx((6 + 6 + 5) / 2 / (5.5 + 5.0 + 2.5))
+    assert history.goodput(3) == pytest.approx((6 + 6 + 5) / 2 / (3 * 5.5))
+
+
+def test_goodput_of_unequal_workers_is_by_the_speed_of_each(store):
+    write(store, TAKEN)
+    alone = {"oslo": [5, 5, 5, 25, 5, 5, 5, 5]}
+    history = read_history(store)
+    assert history.goodput() == pytest.approx((6.0 + 5.0 + 2.5) / (5.5 + 5.0 + 2.5), abs=0.05)
+    write(store, alone)
+    assert read_history(store).goodput() == 1.0
+
+
+def test_the_command_prints_the_steps_of_every_worker_in_rounds(store, capsys, tmp_path):
+    write(store, TAKEN)
+    main(["swarm", store.url])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["worker", "counted", "late", "steps"] in shown and ["oslo", "7", "1", "60"] in shown
+    assert ["round", "oslo", "paris", "rome"] in shown
+    assert ["4", "late", "10", "away"] in shown and ["7", "5", "away", "10"] in shown
+
+
+def test_the_picture_has_every_worker_and_sign(store, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    write(store, TAKEN)
+    draw(read_history(store), str(tmp_path / "life.png"))
+    axes = drawn[0].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["oslo", "paris", "rome"]
+    assert sorted(text.get_text() for text in axes.texts).count("10") == 11
+    assert [line.get_marker() for line in axes.lines] == [">", "X"]
+    assert (tmp_path / "life.png").stat().st_size > 0
+
+
+def test_a_member_says_for_good_that_it_left(store):
+    member = Member(store, "paris")
+    member.exchange(0, b"a packet")
+    assert read_history(store).left == frozenset()
+    member.leave(1)
+    assert read_history(store).left == {member.me}
+    assert Member(store, "paris").me == (member.slot, 2)
+    assert status(read_history(store)).splitlines()[1:3] == [
+        "members: nobody",
+        "left: paris after step 0",
+    ]
+
+
+@pytest.mark.parametrize("folder", ["of-nobody", "there"])
+def test_a_place_without_a_run_is_refused_and_not_made(folder, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SystemExit, match=r"error: there is no run of a swarm at .*: give the"):
+        main(["swarm", str(tmp_path / folder)])
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_workers_that_joined_before_the_first_step_are_shown(store, capsys):
+    Member(store, "paris")
+    main(["swarm", store.url])
+    assert capsys.readouterr().out == "no step yet; joined: paris\n"
