@@ -21,10 +21,11 @@ from benchmarks.tools import pages
 from demo_optax import accounting
 from demo_optax._src.accounting import candidates, methods
 from demo_optax._src.commands.quantities import bandwidth as bits
+from demo_optax.swarm import Member, ObjectStore
 from lm import setup
 from lm.config import from_command_line
 from lm.validation import require_sensible
-from tests import choice_tables
+from tests import choice_tables, swarms
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/how_to/choose.md").read_text()
@@ -232,10 +233,11 @@ def test_the_page_has_what_is_chosen():
 
 ALL = methods.methods(topk_back=256)
 BY_NAME = {method.name: method for method in ALL}
+IN_SWARM = {method.name: method for method in methods.methods_in_swarm()}
 
 
 def test_methods_have_measurements_by_their_names():
-    assert [method.name for method in ALL] == list(methods.MEASUREMENTS)
+    assert list(BY_NAME | IN_SWARM) == list(methods.MEASUREMENTS)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -266,8 +268,73 @@ def test_settings_for_the_trainer_send_what_was_counted(name):
         assert (made, unlimited) == (compression, exchange)
 
 
+@pytest.mark.parametrize("name", IN_SWARM)
+def test_lines_and_settings_for_a_swarm_send_what_was_counted(name, tmp_path):
+    method = IN_SWARM[name]
+    member = Member(ObjectStore(str(tmp_path)), "paris")
+    given = dict(loss_fn=swarms.loss_fn, mesh=swarms.mesh_of_worker(0), member=member, rate=1e-3)
+    names = {"optax": optax, "demo_optax": demo_optax} | given
+    exec(method.code, names)
+    params, workers = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32)}, 4
+    time = candidates.evaluate(method, params, workers, 1e9, 0.0, 1.0, "float32")
+    names["worker"].close()
+    compression, exchange = method.setting
+    assert names["worker"].delay == isinstance(exchange, demo_optax.Delayed)
+    assert names["tx"].compression == compression and names["tx"].exchange.axis_name is None
+    assert accounting.packet_bytes(compression, params) == time.packet
+    assert names["tx"].steps_per_round == (method.local_steps if method.row == "E" else None)
+    assert all(len(line) <= 96 for line in method.code.splitlines())
+    config = from_command_line(None, [*shlex.split(method.flags), "--learning-rate", "0.003"])
+    require_sensible(config)
+    made = setup.compression(config)
+    if method.row == "E":  # what the optimizer makes of it
+        made = dataclasses.replace(made, transform="identity")
+        assert config.local_steps == method.local_steps
+    assert made == compression and setup.delay(config) == names["worker"].delay
+
+
+def by_swarm(bandwidth, workers=8, **options):
+    return choose(bandwidth, workers, latency=0.04, swarm=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "options", "row", "name"),
+    [
+        ("10Gbit", {}, "B", "demo_muon"),
+        ("10Gbit", {"little_memory": True}, "B", "demo_scaled"),
+        ("1Gbit", {}, "C", "demo_muon, delayed"),
+        ("100Mbit", {}, "C", "demo_muon, delayed"),
+        ("80Mbit", {"workers": 16}, "E", "SparseLoCo k=512, delayed"),
+        ("10Mbit", {}, "E", "SparseLoCo k=64, delayed"),
+    ],
+)
+def test_a_swarm_gets_what_it_can_carry(bandwidth, options, row, name):
+    choice = by_swarm(bandwidth, **options)
+    assert (choice.chosen.method.row, choice.chosen.method.name) == (row, name)
+    assert [c.method.name for c in choice.candidates] == list(IN_SWARM)
+    assert not re.search("dense|two phases", choice.reasons[0])
+
+
+def test_the_latency_of_a_swarm_is_that_of_four_requests():
+    waiting = {
+        workers: [c.time.waiting for c in by_swarm("1Gbit", workers=workers).candidates[::6]]
+        for workers in (2, 8, 64)
+    }
+    for found in waiting.values():
+        np.testing.assert_allclose(found, [4 * 0.04, 4 * 0.04 / 30])
+
+
+def test_rounds_of_a_swarm_travel_during_the_next_round():
+    fast, slow = (by_swarm(link).candidates[-1] for link in ("100Mbit", "1Mbit"))
+    assert fast.time.step == 1.0 > fast.exchange > 0
+    assert slow.time.step == slow.exchange > 2.0
+    rounds = by_swarm("1Mbit").warnings[-1]
+    assert f"for about {math.ceil(30 * slow.exchange)} steps, and no run has" in rounds
+    assert "A round lasts" not in " ".join(by_swarm("20Mbit").warnings)
+
+
 def test_rates_are_those_of_the_runs_but_for_muon():
-    for method in ALL:
+    for method in [*ALL, *IN_SWARM.values()]:
         loss = candidates.measured_loss(method, workers=8)
         if loss and method.name != "Muon, all-reduce":
             assert loss.rate == method.rate

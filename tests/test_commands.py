@@ -72,6 +72,14 @@ def test_choose_takes_its_options(printed):
     assert dense == ["1,125.0", "2,250.0"]
 
 
+def test_choose_gives_lines_for_a_swarm(printed):
+    shown = printed(f"{CHOOSE} --swarm")
+    assert "two phases" not in shown and "fragments" not in shown and "axis" not in shown
+    assert "    worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)" in shown
+    assert "    python examples/train_lm.py --swarm s3://bucket/run --worker paris --opt" in shown
+    assert "docs/how_to/swarm.md shows how to make loss_fn, mesh and member." in shown
+
+
 def test_bytes_prints_its_tables(printed):
     shown = printed(f"{BYTES} --bandwidth 1Gbit")
     assert "319,946,752 parameters in 65 tensors" in shown

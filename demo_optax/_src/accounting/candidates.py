@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from demo_optax._src.accounting.methods import MEASUREMENTS, Method
 from demo_optax._src.accounting.traffic import StepTime, step_times
+from demo_optax._src.exchange import Delayed
 
 LOSSES = Path(__file__).with_name("losses.json")
 """The losses behind `MEASUREMENTS`, which ``python -m benchmarks.quality write`` writes."""
@@ -108,7 +109,10 @@ def evaluate(
     compute_time: float,
     dtype: str,
 ) -> StepTime:
-    """Returns the bytes and seconds of a method's step; the arguments are those of `step_times`."""
+    """Returns the bytes and seconds of a method's step; the arguments are those of `step_times`.
+
+    In a swarm the packets of a round travel during the next one.
+    """
     times = step_times(
         params,
         {} if method.setting is None else {method.name: method.setting},
@@ -120,4 +124,9 @@ def evaluate(
         method.fragments,
     )
     dense = f"{'AdamW' if method.local_steps == 1 else 'DiLoCo'}, {dtype}"
-    return times[dense if method.setting is None else method.name]
+    if method.setting is None:
+        return times[dense]
+    time = times[method.name]
+    if method.local_steps > 1 and isinstance(method.setting[1], Delayed):
+        time = time._replace(step=max(compute_time, time.transfer + time.waiting))
+    return time

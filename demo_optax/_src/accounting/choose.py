@@ -10,18 +10,21 @@ import numpy as np
 
 from demo_optax._src import checks
 from demo_optax._src.accounting.candidates import Candidate, evaluate, measured_loss
-from demo_optax._src.accounting.methods import methods
+from demo_optax._src.accounting.methods import Method, methods, methods_in_swarm
 from demo_optax._src.accounting.rules import (
     LARGEST_STEP,
     choose_round,
     choose_row,
+    choose_row_in_swarm,
     chooses_muon,
+    swarm_warnings,
     warnings,
 )
 from demo_optax._src.accounting.traffic import dense_bytes
 
 BACKS = 512, 256, 128  # coefficients that owners send back of each block
 FEW_WORKERS = 16  # for whom the fewest are enough
+REQUESTS = 4  # in a row, of a swarm's step: write a packet, look, read packets, write the manifest
 TUNED_RATE, TUNED_WIDTH = 3e-3, 128
 
 
@@ -59,6 +62,7 @@ def choose(
     width: int,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     little_memory: bool = False,
+    swarm: bool = False,
 ) -> Choice:
     """Chooses an optimizer and an exchange by the seconds of a step, and rounds by their losses.
 
@@ -76,6 +80,8 @@ def choose(
       dtype: dtype of the parameters, in which a dense all-reduce sends the gradients.
       little_memory: avoid `demo_optax.demo_muon`, which keeps four float32 numbers for each
         parameter. `demo_optax.demo_scaled` keeps two, and three with a look-ahead.
+      swarm: compare what a swarm can carry. ``latency`` is then that of a request to the store, and
+        ``bandwidth`` that of each worker's link to it.
 
     Raises:
       TypeError, ValueError: an argument is out of range.
@@ -98,7 +104,10 @@ def choose(
         params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
     extra = 5 * width / batch_tokens
 
-    def candidates(topk_back: int) -> tuple[Candidate, ...]:
+    if swarm:
+        latency *= REQUESTS / max(workers - 1, 1)  # whatever the number of workers
+
+    def candidates(methods: Sequence[Method]) -> tuple[Candidate, ...]:
         link = params, workers, bandwidth, latency
         return tuple(
             Candidate(
@@ -107,29 +116,42 @@ def choose(
                 measured_loss(method, workers),
                 method.rate * TUNED_RATE * TUNED_WIDTH / width,
             )
-            for method in methods(topk_back)
+            for method in methods
         )
 
-    by_back = {back: candidates(back) for back in (BACKS if workers > FEW_WORKERS else BACKS[-1:])}
-    fewest = by_back[BACKS[-1]]
-    exchange = {c.method.row: c.exchange for c in fewest}
-    row, reason = choose_row(exchange, compute_time)
-
-    def is_fast(found: Sequence[Candidate]) -> bool:
-        most = min(LARGEST_STEP * compute_time, exchange["C"])
-        return _of_row("D", found)[0].exchange <= most
-
-    found = next(filter(is_fast, by_back.values()), fewest)
-    if row == "D" and found is not fewest:
-        reason += f" The owners of {workers} workers send as many coefficients back as that allows"
-        reason += " while two phases stay the shorter."
+    if swarm:
+        found = candidates(methods_in_swarm())
+        row, reason = choose_row_in_swarm(_of_row("B", found)[0].exchange, compute_time)
+    else:
+        backs = BACKS if workers > FEW_WORKERS else BACKS[-1:]
+        found, row, reason = _choose_back([candidates(methods(n)) for n in backs], compute_time)
     if row == "E":
         chosen, why = choose_round(_of_row(row, found), compute_time)
     else:
         orthogonal, why = chooses_muon(row, extra, little_memory)
         chosen = next(c for c in _of_row(row, found) if c.method.orthogonal is orthogonal)
     size = dense_bytes(params, 1)
-    return Choice(found, chosen, (reason, why), tuple(warnings(chosen, size, workers)))
+    said = warnings(chosen, size, workers) + (swarm_warnings(chosen, compute_time) if swarm else [])
+    return Choice(found, chosen, (reason, why), tuple(said))
+
+
+def _choose_back(
+    by_back: Sequence[tuple[Candidate, ...]], compute_time: float
+) -> tuple[tuple[Candidate, ...], str, str]:
+    """Returns the candidates whose owners send as much back as the link allows, and the row.
+
+    The last of ``by_back`` send the fewest coefficients.
+    """
+    fewest = by_back[-1]
+    exchange = {c.method.row: c.exchange for c in fewest}
+    row, reason = choose_row(exchange, compute_time)
+    most = min(LARGEST_STEP * compute_time, exchange["C"])
+    fast = (found for found in by_back if _of_row("D", found)[0].exchange <= most)
+    found = next(fast, fewest)
+    if row == "D" and found is not fewest:
+        reason += " The owners send as many coefficients back as that allows while two phases stay"
+        reason += " the shorter."
+    return found, row, reason
 
 
 def _of_row(row: str, candidates: Sequence[Candidate]) -> list[Candidate]:

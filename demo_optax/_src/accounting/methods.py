@@ -1,7 +1,7 @@
 """The methods that `choose` compares: what each sends, which study measured it, and how to use it.
 
 Each method has the letter of a row: A all-reduces whole gradients, B to D exchange packets on every
-step, and E exchanges once in a round of local steps.
+step, and E exchanges once in a round of local steps. A swarm has B, C and E, without an axis.
 """
 
 import dataclasses
@@ -65,6 +65,9 @@ MEASUREMENTS = {
     "SparseLoCo k=64, fragments in two phases": [
         Measurement("local", "SparseLoCo, H = 30", "no fragments, all-gather")
     ],
+    "DiLoCo int8, delayed": [Measurement("local", "DiLoCo, H = 30", "float32, no delay")],
+    "SparseLoCo k=512, delayed": [Measurement("local", "SparseLoCo, H = 30, k = 512", "no delay")],
+    "SparseLoCo k=64, delayed": [Measurement("local", "SparseLoCo, H = 30", "no delay")],
 }
 """The measurements of each method by its name, from studies of benchmarks/quality/studies.yaml."""
 
@@ -118,7 +121,7 @@ def methods(topk_back: int) -> list[Method]:
             "DiLoCo, all-reduce",
             None,
             f"{MEAN}\nouter = optax.chain(mean, {NESTEROV})\n{INNER}\n{STEPS}",
-            f"--optimizer diloco --local-steps {LOCAL_STEPS}",
+            DILOCO,
             rate=0.5,
             local_steps=LOCAL_STEPS,
         ),
@@ -128,6 +131,40 @@ def methods(topk_back: int) -> list[Method]:
     ]
 
 
+def methods_in_swarm() -> list[Method]:
+    """Returns the methods that a swarm can carry, as `SwarmWorker` takes them.
+
+    Example:
+      >>> print(methods_in_swarm()[2].code)
+      from demo_optax.swarm import SwarmWorker
+      tx = demo_optax.demo_muon(rate, look_ahead=1.5)
+      worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)
+    """
+    gather = AllGather()
+    every_step = [
+        _on_every_step("B", "demo_muon", gather, orthogonal=True),
+        _on_every_step("B", "demo_scaled", gather),
+        _delayed("C", "demo_muon", "delayed", gather, 1.5, orthogonal=True),
+        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5),
+    ]
+    made = "(rate)", "(rate)", "(rate, look_ahead=1.5)", "(rate, look_ahead=1.0)"
+    names = [method.name.partition(",")[0] for method in every_step]
+    return [
+        *[
+            _in_swarm(method, f"tx = demo_optax.{name}{arguments}")
+            for method, name, arguments in zip(every_step, names, made, strict=True)
+        ],
+        _round_in_swarm("DiLoCo int8", EVERY_ELEMENT, NESTEROV, 1.0, DILOCO, rate=0.5),
+        *[
+            _round_in_swarm(
+                f"SparseLoCo k={topk}", _sparse(topk), "optax.sgd(1.0)", 0.95, _sparse_flags(topk)
+            )
+            for topk in (512, 64)
+        ],
+    ]
+
+
+DILOCO = f"--optimizer diloco --local-steps {LOCAL_STEPS}"
 MEAN = 'mean = demo_optax.mean_over_workers("data")'
 ADAMW = "optax.adamw(rate, b2=0.95, weight_decay=0.1)"
 MUON = "optax.contrib.muon(rate, weight_decay=0.1)"
@@ -145,6 +182,15 @@ base = {{base}}
 outer = demo_optax.decoupled(base, sent, **feedback, exchange=exchange)
 {INNER}
 {{steps}}"""
+
+
+ROUNDS_IN_SWARM = f"""\
+sent = {{sent}}
+feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
+outer = demo_optax.decoupled({{base}}, sent, **feedback)
+{INNER}
+tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, merge=0.5)"""
+IN_SWARM = "--swarm s3://bucket/run --worker paris"
 
 
 def _all_reduced(optimizer: str) -> str:
@@ -172,23 +218,28 @@ tx = demo_optax.{optimizer}(rate, look_ahead={look_ahead}, exchange=delayed)"""
 
 def _diloco_int8() -> list[Method]:
     def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
-        name, flags = f"DiLoCo int8, {way}", f"--optimizer diloco --local-steps {LOCAL_STEPS}"
-        trainer = flags + _flags_of(exchange, fragments) if fragments else None
+        name = f"DiLoCo int8, {way}"
+        trainer = DILOCO + _flags_of(exchange, fragments) if fragments else None
         return _round(name, EVERY_ELEMENT, exchange, NESTEROV, 1.0, trainer, fragments, rate=0.5)
 
     return _ways(method, TwoPhase("data"))
 
 
 def _sparseloco(topk: int) -> list[Method]:
-    sent = Compression(topk, value_coding="int2", transform="identity")
-    flags = f"--optimizer sparseloco --local-steps {LOCAL_STEPS} --topk {topk} --value-coding int2"
-
     def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
-        trainer = flags + _flags_of(exchange, fragments)
+        trainer = _sparse_flags(topk) + _flags_of(exchange, fragments)
         name = f"SparseLoCo k={topk}, {way}"
-        return _round(name, sent, exchange, "optax.sgd(1.0)", 0.95, trainer, fragments)
+        return _round(name, _sparse(topk), exchange, "optax.sgd(1.0)", 0.95, trainer, fragments)
 
     return _ways(method, TwoPhase("data", value_coding_back="int4"))
+
+
+def _sparse(topk: int) -> Compression:
+    return Compression(topk, value_coding="int2", transform="identity")
+
+
+def _sparse_flags(topk: int) -> str:
+    return f"--optimizer sparseloco --local-steps {LOCAL_STEPS} --topk {topk} --value-coding int2"
 
 
 def _ways(method: Callable[..., Method], back: TwoPhase) -> list[Method]:
@@ -221,6 +272,23 @@ def _round(
     )
     setting = sent, exchange
     return Method("E", name, setting, code, flags, rate, False, LOCAL_STEPS, fragments)
+
+
+def _round_in_swarm(
+    name: str, sent: Compression, base: str, decay: float, flags: str, rate: float = 1.0
+) -> Method:
+    setting = sent, Delayed(AllGather())
+    code = ROUNDS_IN_SWARM.format(sent=_code_of(sent), decay=decay, base=base)
+    name = f"{name}, delayed"
+    return _in_swarm(Method("E", name, setting, "", flags, rate, False, LOCAL_STEPS), code)
+
+
+def _in_swarm(method: Method, code: str) -> Method:
+    """Returns a method with the lines and settings that use it in a swarm."""
+    delay = int("delayed" in method.name)
+    worker = f"worker = SwarmWorker(loss_fn, tx, mesh, member, delay={delay})"
+    code = f"from demo_optax.swarm import SwarmWorker\n{code}\n{worker}"
+    return dataclasses.replace(method, code=code, flags=f"{IN_SWARM} {method.flags}")
 
 
 def _code_of(setting: Compression | Exchange) -> str:

@@ -1,5 +1,6 @@
 """The rules of a choice, each with the sentence that gives its reason."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from demo_optax._src.accounting.candidates import Candidate, read_limits
@@ -26,6 +27,18 @@ def choose_row(exchange: Mapping[str, float], compute: float) -> tuple[str, str]
         row = "C" if gathered <= owned else "D"
         return row, f"{both}. With a delay a step takes at most twice the compute."
     return "E", f"{both}. Even with a delay a step would take more than twice the compute."
+
+
+def choose_row_in_swarm(exchange: float, compute: float) -> tuple[str, str]:
+    """Returns the row for packets that take ``exchange`` seconds through a store."""
+    packets = f"The packets of a step take {exchange:.3g} s"
+    if exchange <= LARGEST_ALL_GATHER * compute:
+        return "B", f"{packets}, at most a fifth of the compute."
+    if exchange <= compute:
+        return "C", f"{packets}, more than a fifth of the compute, which can hide it."
+    if exchange <= LARGEST_STEP * compute:
+        return "C", f"{packets}. With a delay a step takes at most twice the compute."
+    return "E", f"{packets}. Even with a delay a step would take more than twice the compute."
 
 
 def chooses_muon(row: str, extra: float, little_memory: bool) -> tuple[bool, str]:
@@ -71,6 +84,18 @@ def warnings(chosen: Candidate, params: int, workers: int) -> list[str]:
             found.append(f"The loss was measured in another way ({loss.differs}).")
     if chosen.method.row == "E":
         found.append("Local steps need batches as large as each worker can take.")
+    return found
+
+
+def swarm_warnings(chosen: Candidate, compute: float) -> list[str]:
+    """Returns sentences about the time that packets take through a store."""
+    steps = math.ceil(chosen.method.local_steps * chosen.exchange / compute)
+    found = ["The seconds are computed, for a store as fast as the link of every worker."]
+    if chosen.method.row == "E" and steps > chosen.method.local_steps:
+        found.append(
+            f"A round lasts until its packets are there: for about {steps} steps, and no run has "
+            "measured the loss of such rounds."
+        )
     return found
 
 

@@ -22,12 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
     add("params", count, "number of parameters, as in 300M or 1.3B")
-    add("workers", count, "number of workers")
+    add("workers", count, "number of workers, which are devices or groups of devices")
     add("bandwidth", bandwidth, "of each worker's link, per second, as in 100Mbit")
-    add("latency", duration, "latency of one round of the exchange, as in 20ms")
-    add("compute-time", duration, "time of a step without its exchange, as in 1s")
-    add("batch-tokens", count, "tokens in the batch of one worker")
-    add("width", count, "width of the model")
+    add("latency", duration, "half the time that ping shows, as in 20ms; with --swarm all of it")
+    add("compute-time", duration, "time of a step of one worker that trains alone, as in 1s")
+    add("batch-tokens", count, "sequences in the batch of one worker times their length")
+    add("width", count, "width of the model, which is the size of an embedding")
+    parser.add_argument(
+        "--swarm",
+        action="store_true",
+        help="compares what a swarm can carry, over a link to its store",
+    )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -70,6 +75,8 @@ def run(args: argparse.Namespace) -> None:
         )
     for warning in choice.warnings:
         print(f"\nWarning: {warning}", end="")
+    if args.swarm:
+        print("\n\ndocs/how_to/swarm.md shows how to make loss_fn, mesh and member.", end="")
     print("\n\ndocs/how_to/choose.md explains the rules, docs/explanation/quality.md the losses.")
 
 
