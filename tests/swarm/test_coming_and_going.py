@@ -3,6 +3,7 @@
 import functools
 import threading
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -272,6 +273,26 @@ def test_another_run_in_the_same_place_is_refused(store, tx, other, settings, me
     swarms.begin(make(store, 0, tx, snapshot_every=100))
     with pytest.raises(SwarmError, match=message):
         swarms.begin(make(store, 1, other, **{"snapshot_every": 100} | settings))
+
+
+@pytest.mark.parametrize(
+    ("other", "settings"),
+    [(with_topk(8), {}), (with_topk(4), {"slots": 5}), (with_topk(4), {"facts": {"--seed": 2}})],
+)
+def test_other_settings_are_refused_before_anything_is_compiled(store, other, settings):
+    swarms.begin(make(store, 0, with_topk(4)))
+    second = make(store, 1, other, **settings)
+    second._compile = mock.Mock()
+    with pytest.raises(SwarmError, match="the run there has other settings: "):
+        swarms.begin(second)
+    second._compile.assert_not_called()
+
+
+def test_a_worker_that_cannot_compile_leaves_no_settings(store):
+    worker = make(store, 0)
+    with mock.patch.object(worker, "_compile", side_effect=MemoryError), pytest.raises(MemoryError):
+        swarms.begin(worker)
+    assert store.get("run.json") is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from demo_optax._src import checks
 from demo_optax._src.halves import SplitTransformation
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import SwarmError
@@ -24,17 +25,32 @@ def jax_settings() -> dict[str, str]:
     return {name: str(getattr(jax.config, name)) for name in JAX_SETTINGS}
 
 
-def facts_of(tx: SplitTransformation, params, opt_state, words: int) -> dict[str, Any]:
-    """Returns what is compared on every kind of device."""
+def facts_of(tx: SplitTransformation, params) -> dict[str, Any]:
+    """Returns what is compared on every kind of device, and is known before a step is compiled."""
     facts = {
-        "parameters": _description(params),
-        "optimizer state": _description(opt_state),
-        "packets": f"{words} words",
+        "parameters": _description(checks.shapes_of("parameter", params)),
         "compression": str(tx.compression),
         "exchange": str(tx.exchange),
         "format of the store": records.FORMAT,
     }
     return facts | jax_settings()  # links such as optax.add_noise may draw random numbers
+
+
+def facts_of_programs(opt_state, words: int) -> dict[str, Any]:
+    """Returns what is compared on every kind of device as well, but is known only then."""
+    return {"optimizer state": _description(opt_state), "packets": f"{words} words"}
+
+
+def compare(store: Store, facts: Mapping[str, Any]) -> None:
+    """Compares some facts with a run that has begun, and writes nothing.
+
+    Raises:
+      SwarmError: something differs.
+    """
+    if (run := store.get("run.json")) is not None:
+        there = records.parse(run)
+        own = {name: str(value) for name, value in facts.items()}
+        _require_equal({name: there[name] for name in own.keys() & there.keys()}, own)
 
 
 def require(store: Store, facts: Mapping[str, Any], fingerprint: dict[str, str]) -> None:
@@ -46,14 +62,16 @@ def require(store: Store, facts: Mapping[str, Any], fingerprint: dict[str, str])
     Raises:
       SwarmError: something differs.
     """
-    _require_equal(store, "run.json", {name: str(value) for name, value in facts.items()})
     key = records.sha256(fingerprint["device"].encode())[:16]
-    _require_equal(store, f"programs/{key}.json", fingerprint)
+    for name, own in (
+        ("run.json", {name: str(value) for name, value in facts.items()}),
+        (f"programs/{key}.json", fingerprint),
+    ):
+        store.create(name, json.dumps(own).encode())
+        _require_equal(records.parse(store.get(name)), own)
 
 
-def _require_equal(store: Store, key: str, own: dict[str, str]) -> None:
-    store.create(key, json.dumps(own).encode())
-    run = records.parse(store.get(key))
+def _require_equal(run: Mapping[str, Any], own: Mapping[str, str]) -> None:
     different = [
         f"{name} is {run.get(name, 'missing')} there and {own.get(name, 'missing')} here"
         for name in sorted(run.keys() | own.keys())

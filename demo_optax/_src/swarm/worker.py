@@ -111,9 +111,8 @@ class SwarmWorker:
         self._member, self.mesh = member, mesh
         slots, slot, weight = by_lead(lambda: (self.member.slots, self.member.slot, weight))
         self.delay, self.every, self.number = bool(delay), snapshot_every, 0
-        self.seconds_compiling = 0.0
-        self._tx, self._slot = tx, np.array(slot, np.int32)
-        self._weight = np.array([weight], np.float32)
+        self._tx, self.seconds_compiling = tx, 0.0
+        self._slot, self._weight = np.array(slot, np.int32), np.array([weight], np.float32)
         options: dict[str, Any] = dict(microbatches=microbatches, clip_norm=clip_norm)
         options |= dict(param_specs=param_specs, batch_specs=batch_specs, check_vma=check_vma)
         self._compile = lambda params, batch: compile_programs(
@@ -145,20 +144,21 @@ class SwarmWorker:
     def begin(self, params, batch) -> tuple[Any, Any]:
         """Joins the run, and returns parameters and optimizer state.
 
-        It compiles, takes over the last snapshot, and catches up with the others. A run starts with
-        the parameters that its first worker gives. The batch may consist of shapes.
+        It compares its settings with the run's, compiles, takes over the last snapshot, and catches
+        up. A run starts with the parameters of its first worker. The batch may consist of shapes.
 
         Raises:
           SwarmError: the run has other settings, or another model.
         """
         with self._stops_at_errors():
+            facts = self._facts | agreement.facts_of(self._tx, params)
+            by_lead(lambda: agreement.compare(self.member.store, facts))
             started = time.monotonic()
             self._programs = programs = self._compile(params, batch)
             self.seconds_compiling = time.monotonic() - started
             params = to_devices(params, programs.shardings[0])
             opt_state = programs.init(params)
-            own = agreement.facts_of(self._tx, params, opt_state, programs.shape[-1])
-            facts = self._facts | own
+            facts |= agreement.facts_of_programs(opt_state, programs.shape[-1])
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
             params, opt_state, _ = self._catch_up(*self._jump(params, opt_state))
             self._announce()
