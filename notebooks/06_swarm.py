@@ -191,7 +191,8 @@ Image(picture)
 # %% [markdown]
 # A row is blue where a worker's packets counted, and orange where it was late. When Rome vanishes, the
 # others wait for it once, until the deadline of two seconds. This wait is part of a step, so it is blue
-# for them. From the next step on they do not expect Rome any more. When Oslo joins, and when Rome is
+# for them. From the next step on they do not expect Rome any more. A cross shows where Rome was missing,
+# and a triangle where a worker said that it left. When Oslo joins, and when Rome is
 # back, nobody waits for long: a newcomer announces itself only once it has caught up.
 #
 # ## The loss

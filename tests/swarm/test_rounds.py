@@ -165,7 +165,8 @@ def test_rounds_of_some_seconds_end_for_all_and_weigh_by_steps(store):
     assert history.tokens_per_second() == pytest.approx(after / duration)
     assert 0.0 < history.seconds_per_step() < 0.2 and history.goodput() > 0.5
     last = {history.names[x.member]: x.steps for x in history.manifests[-1].packets}
-    assert all(f"{name} {count}" in status(history) for name, count in last.items())
+    assert {name: steps[-1] for name, steps in history.taken().items()} == last
+    assert status(history).startswith(f"round {history.manifests[-1].step}, decided at ")
     first.close(), second.close()
 
 
