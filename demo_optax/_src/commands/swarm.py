@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     history = swarm.read_history(swarm.ObjectStore(args.url), args.last) if is_there else None
     if history is None or not history.names:
         raise FileNotFoundError(
-            f"there is no run of a swarm at {args.url}: give the place that its workers have as "
+            f"there is no run of a swarm at {args.url!r}: give the place that its workers have as "
             "--swarm."
         )
     print(swarm.status(history))
