@@ -334,7 +334,7 @@ RAISED = [
     lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
     donated_parameters,
     state_of_other_blocks,
-    lambda: demo_optax.check_metrics(None),
+    lambda: demo_optax.check_metrics({}),
     # replicas
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),

@@ -86,9 +86,7 @@ def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, m
     assert train.train(cut) == loss  # there is nothing left to do
     with pytest.raises(SystemExit, match=r"^error: --checkpoint-dir: .*parameters"):
         train.train(dataclasses.replace(cut, layers=2))
-    with pytest.raises(
-        SystemExit, match=r"batches of 16 x 16, with seed 0,.* with seed 1, of text"
-    ):
+    with pytest.raises(SystemExit, match=r"reads 16 x 16, seed 0, text .*, not 16 x 16, seed 1"):
         train.train(dataclasses.replace(cut, seed=1))
 
 
@@ -124,8 +122,9 @@ def test_two_processes_train_as_one_does(settings, tmp_path):
     [
         (dict(text=pathlib.Path("missing.txt")), "--text: .*missing.txt"),
         (dict(text=ROOT), "--text: .*directory"),
-        (dict(sequence_length=1000), "--text has 13,200 bytes.*a smaller length"),
-        (dict(batch_size=12), "--batch-size 12 cannot be divided among 8 workers.*multiple of 8"),
+        (dict(sequence_length=1000), "--sequence-length 1000 is too long for this text"),
+        (dict(heads=3), "--width 32 must be a multiple of twice the --heads"),
+        (dict(batch_size=12), "--batch-size 12 must be a multiple of the 8 workers"),
         (dict(checkpoint_dir=pathlib.Path(__file__)), "--checkpoint-dir: "),
     ],
 )
@@ -133,6 +132,13 @@ def test_one_line_for_a_mistake(change, told, settings):
     with pytest.raises(SystemExit, match=f"^error: {told}") as ended:
         train.train(dataclasses.replace(settings, **change))
     assert "\n" not in str(ended.value)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(settings, monkeypatch):
+    tokens = np.full(2_000, train.VOCABULARY + 1)
+    monkeypatch.setattr(train, "read_text", lambda settings: (tokens, tokens))
+    with pytest.raises(SystemExit, match="^error: the loss is nan at step 10: "):
+        train.train(settings)
 
 
 def test_the_file_is_short_and_stands_alone():
