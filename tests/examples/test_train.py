@@ -13,6 +13,7 @@ import pytest
 import demo_optax
 import train
 from demo_optax.checkpoint import load_params
+from tests.nano import first_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = [sys.executable, str(ROOT / "examples" / "launch_local.py")]
@@ -45,17 +46,6 @@ def words_of(settings):
     given = dataclasses.asdict(settings).items()
     pairs = [(f"--{k.replace('_', '-')}", str(v)) for k, v in given if v not in (None, False)]
     return [word for pair in pairs for word in pair]
-
-
-def first_of(make):
-    """A function that always returns what it made first: what is compiled once does for all."""
-    made = []
-
-    def first(*arguments, **options):
-        made.append(make(*arguments, **options))
-        return made[0]
-
-    return first
 
 
 def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, monkeypatch, capsys):
