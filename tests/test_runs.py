@@ -116,6 +116,7 @@ def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
         sample_length=5,
         checkpoint_dir=str(tmp_path / "saved"),
     )
+    monkeypatch.setattr(train, "PROMPTS", ["a", "b"])  # of one length, for one program
     trained = train.train(prepared(config))
     shown = capsys.readouterr().out
     assert shown.count("the model writes") == 2
