@@ -21,6 +21,7 @@ from lm.config import Config
 from lm.recipes import RECIPES, Settings
 from lm.validation import require_sensible
 from tests import model, workers
+from tests.nano import NANO
 from tests.sweeps import sweep
 
 ROOT = Path(__file__).parents[1]
@@ -215,7 +216,7 @@ def test_the_trainer_hands_b2_over(given, expected):
         seen.append(settings.b2)
         return optax.sgd(1.0)
 
-    setup.prepare(Config(preset="nano", b2=given), make)
+    setup.prepare(dataclasses.replace(NANO, b2=given), make)
     assert seen == [expected]
 
 
