@@ -1,6 +1,7 @@
 """Tables of what came of the studies, in Markdown, and where they stand in the documentation."""
 
 import fnmatch
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from scipy import stats
 import demo_optax
 from benchmarks.tools import pages
 from demo_optax._src.accounting.methods import MEASUREMENTS
-from lm.model import PRESETS, build
+from lm.model import PRESETS, PresetName, build
 
 from .study import Method, Result, Study
 
@@ -127,8 +128,12 @@ def _difference(found: Mean | None) -> str:
 
 def dense_gradient(method: Method) -> int:
     """Bytes of the float32 gradient that a dense all-reduce would send."""
-    preset = PRESETS[method.settings["preset"]]
-    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(preset, 0)[1]))
+    return _dense_gradient(method.settings["preset"])
+
+
+@functools.cache
+def _dense_gradient(preset: PresetName) -> int:
+    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(PRESETS[preset], 0)[1]))
 
 
 def table_of(studies: Mapping[str, Study]) -> pages.Table:

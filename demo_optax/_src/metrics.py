@@ -41,10 +41,10 @@ class ExchangeMetrics(NamedTuple):
         copy counts.
 
     Example:
-      >>> import demo_optax
+      >>> import jax, demo_optax
       >>> tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=4, block_side=4))
       >>> gradient = jnp.eye(4)
-      >>> _, state = tx.update(gradient, tx.init(gradient), gradient)
+      >>> _, state = jax.jit(tx.update)(gradient, tx.init(gradient), gradient)
       >>> metrics = demo_optax.exchange_metrics(state)
       >>> int(metrics.participants), round(float(metrics.sent_share), 3)
       (1, 1.0)

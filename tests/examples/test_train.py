@@ -13,6 +13,7 @@ import pytest
 import demo_optax
 import train
 from demo_optax.checkpoint import load_params
+from tests.nano import first_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = [sys.executable, str(ROOT / "examples" / "launch_local.py")]
@@ -26,7 +27,7 @@ def settings(tmp_path):
     return train.Settings(
         text=tmp_path / "text",
         layers=1,
-        width=32,
+        width=64,
         heads=1,
         sequence_length=16,
         batch_size=16,
@@ -47,19 +48,8 @@ def words_of(settings):
     return [word for pair in pairs for word in pair]
 
 
-def first_of(make):
-    """A function that always returns what it made first: what is compiled once does for all."""
-    made = []
-
-    def first(*arguments, **options):
-        made.append(make(*arguments, **options))
-        return made[0]
-
-    return first
-
-
 def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, monkeypatch, capsys):
-    for name in ("demo_scaled", "make_train_step"):
+    for name in ("demo_scaled", "make_train_step", "packet_bytes"):
         monkeypatch.setattr(demo_optax, name, first_of(getattr(demo_optax, name)))
     whole = dataclasses.replace(settings, checkpoint_dir=tmp_path / "whole")
     loss = train.train(whole)
