@@ -127,7 +127,7 @@ def test_one_line_for_a_mistake(change, told, settings):
 def test_a_loss_that_is_not_finite_ends_the_run(settings, monkeypatch):
     tokens = np.full(2_000, train.VOCABULARY + 1)
     monkeypatch.setattr(train, "read_text", lambda settings: (tokens, tokens))
-    with pytest.raises(SystemExit, match="^error: the loss is nan at step 10: "):
+    with pytest.raises(SystemExit, match=r"^error: the loss is nan at step 10: "):
         train.train(settings)
 
 
