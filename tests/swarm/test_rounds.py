@@ -32,6 +32,7 @@ OUTER = {
 }
 
 
+@functools.cache
 def rounds(name, axis_name=None, **options):
     inner = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 12), b2=0.95)
     outer = OUTER[name](axis_name=axis_name)
@@ -150,9 +151,9 @@ def test_one_that_misses_rounds_keeps_what_it_went_and_delivers_it_later(store):
 
 
 def test_rounds_of_some_seconds_end_for_all_and_weigh_by_steps(store):
-    tx, settings = rounds("sparseloco"), dict(delay=1, round_seconds=0.5, weight=10.0)
+    tx, settings = rounds("sparseloco"), dict(delay=1, round_seconds=0.3, weight=10.0)
     first, second = (swarms.make_worker(tx, store, n, **settings) for n in range(2))
-    (_, of_first, _), (_, of_second, _) = both(first, second, 12, seconds=(0.01, 0.06))
+    (_, of_first, _), (_, of_second, _) = both(first, second, 10, seconds=(0.005, 0.06))
     require_equal(of_first, of_second)
     history = read_history(store)
     counted = [m for m in history.manifests if len(m.packets) == 2]
