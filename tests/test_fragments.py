@@ -16,7 +16,7 @@ import demo_optax
 from benchmarks.hlo import arguments_behind, collectives
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
-from tests.local_methods import local, sparse
+from tests.local_methods import layer, local, loss_of_layer, sparse
 from tests.sweeps import slow
 
 SHAPES = {"b": (16,), "w": (20, 24)}  # blocks of 8, (8, 8) and (4, 8)
@@ -246,7 +246,7 @@ def test_eight_workers_stay_bit_identical():
         return model.loss(params, batch)
 
     step = demo_optax.make_train_step(loss, tx, mesh)
-    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    params, state = workers.initial(tx, mesh)
     losses, traced = [], 0
     for i in range(40):
         params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
@@ -329,15 +329,16 @@ def test_padding_stays_zero(coding):
 
 
 def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(tmp_path):
-    tx, mesh = local(sparse(), every=4, fragments=2), workers.mesh_of(4)
-    params, state, _ = workers.train(tx, range(5), mesh=mesh)
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+    tx = local(sparse(), every=4, fragments=2)
+    train = functools.partial(workers.train, tx, mesh=MESH, params=layer, loss=loss_of_layer)
+    params, state, _ = train(range(5))
+    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
         checkpointer.save(5, params, state)
-        expected = workers.train(tx, range(5, 9), start=(params, state), mesh=mesh)[:2]
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        found = checkpointer.restore(model.init())
+        expected = train(range(5, 9), start=(params, state))[:2]
+    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
+        found = checkpointer.restore(layer())
     assert (int(found.opt_state.round), int(found.opt_state.mini_step)) == (1, 1)
-    ours = workers.train(tx, range(5, 9), start=found[1:3], mesh=mesh)[:2]
+    ours = train(range(5, 9), start=found[1:3])[:2]
     chex.assert_trees_all_equal(ours, expected)
 
 
@@ -385,8 +386,8 @@ SPARSE = local(sparse(), every=4, fragments=4)
 def test_a_worker_that_skips_steps_and_simulated_workers():
     tx, ends = SPARSE, []
     for mesh in (MESH, AbstractMesh((4,), ("data",))):
-        params, state = workers.initial(tx, mesh)
-        step = workers.step_of(tx, mesh)
+        params, state = workers.initial(tx, mesh, layer)
+        step = workers.step_of(tx, mesh, loss_of_layer)
         for i in range(8):
             batch = model.batch(i)
             if i == 2:
@@ -400,12 +401,13 @@ def test_a_worker_that_skips_steps_and_simulated_workers():
 
 
 def test_own_parameters_that_are_not_finite_begin_again():
-    params, state, _ = workers.train(SPARSE, range(5), mesh=MESH)
+    options = dict(mesh=MESH, params=layer, loss=loss_of_layer)
+    params, state, _ = workers.train(SPARSE, range(5), **options)
     broken = jax.tree.map(lambda x: np.array(x), state.displacement)
     broken["hidden"][2] = np.inf
     shardings = jax.tree.map(lambda x: x.sharding, state.displacement)
     state = state._replace(displacement=jax.device_put(broken, shardings))
-    params, state, seen = workers.train(SPARSE, range(5, 12), start=(params, state), mesh=MESH)
+    params, state, seen = workers.train(SPARSE, range(5, 12), start=(params, state), **options)
     participants = [int(metrics.exchange.participants) for metrics in seen]
     assert participants == [4, 3, 4, 4, 4, 4, 4]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))

@@ -143,7 +143,7 @@ def test_keep_goes_on_from_its_own_progress_and_mix_moves_towards_the_shared_par
 
 
 def test_a_second_message_before_the_first_was_applied_is_refused():
-    tx, x = rounds(), START
+    tx, x = rounds(), jnp.zeros(SHAPE)
     init, send, _ = halves_of(tx)
     state = init(x)
     for _ in range(EVERY + 1):

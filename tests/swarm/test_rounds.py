@@ -15,6 +15,7 @@ import demo_optax
 from demo_optax._src.swarm.rounds import RoundClock
 from demo_optax.swarm import Member, ObjectStore, SwarmError, read_history, status
 from tests import swarms
+from tests.sweeps import sweep
 
 WORKERS, EVERY = 4, 3
 
@@ -69,12 +70,12 @@ def in_a_swarm(tx, store, until, **settings):
     return swarms.together([functools.partial(run, worker) for worker in workers])
 
 
-@pytest.mark.parametrize("name", OUTER)
+@sweep("sparseloco", "diloco", name=OUTER)
 def test_parameters_after_each_round_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
-    expected = over_shard_map(name, 12 * EVERY)
-    for digests, seen in in_a_swarm(rounds(name), ObjectStore(str(tmp_path)), 12):
-        assert [digests[n + 1] for n in range(12)] == expected
-        assert [metrics.round_steps for metrics in seen] == 12 * [0, 0, EVERY]
+    expected = over_shard_map(name, 8 * EVERY)
+    for digests, seen in in_a_swarm(rounds(name), ObjectStore(str(tmp_path)), 8):
+        assert [digests[n + 1] for n in range(8)] == expected
+        assert [metrics.round_steps for metrics in seen] == 8 * [0, 0, EVERY]
 
 
 @pytest.mark.parametrize("merge", [None, 0.5])

@@ -13,7 +13,7 @@ import demo_optax
 from demo_optax._src.swarm import replicated_state
 from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 from tests import swarms
-from tests.sweeps import sweep
+from tests.sweeps import slow, sweep
 
 WORKERS = 4
 
@@ -66,7 +66,7 @@ def in_a_swarm(store, make_optimizer, steps: int, number: int = WORKERS, **setti
 
 @sweep("demo_muon", name=OPTIMIZERS)
 def test_parameters_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
-    steps = 50
+    steps = 25
     expected = over_shard_map(OPTIMIZERS[name], demo_optax.AllGather("data"), steps)
     for digests in in_a_swarm(ObjectStore(str(tmp_path)), OPTIMIZERS[name], steps):
         assert digests == expected
@@ -74,7 +74,7 @@ def test_parameters_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
 
 @sweep("demo_scaled", name=["demo_scaled", "demo_muon"])
 def test_a_delay_is_that_of_shard_map_to_the_last_bit(name, tmp_path):
-    make, steps = OPTIMIZERS[name], 30
+    make, steps = OPTIMIZERS[name], 20
     exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
     expected = over_shard_map(make, exchange, steps)
     for digests in in_a_swarm(ObjectStore(str(tmp_path)), make, steps, delay=1):
@@ -86,7 +86,7 @@ SPECS = {"w": P(None, "fsdp"), "v": P("fsdp", None)}
 
 @sweep(0, delay=[0, 1])
 def test_workers_of_two_devices_each_that_hold_shards(delay, tmp_path):
-    make, steps = OPTIMIZERS["demo"], 20
+    make, steps = OPTIMIZERS["demo"], 12
     inner = demo_optax.AllGather("data")
     exchange = demo_optax.Delayed(inner) if delay else inner
     settings = {"number": 2, "shards": 2, "param_specs": SPECS}
@@ -96,7 +96,7 @@ def test_workers_of_two_devices_each_that_hold_shards(delay, tmp_path):
         assert digests[:steps] == expected
 
 
-@pytest.mark.parametrize("order", [("fsdp", "tensor"), ("tensor", "fsdp")])
+@pytest.mark.parametrize("order", [("fsdp", "tensor"), slow(("tensor", "fsdp"))])
 def test_shards_along_two_axes_get_their_own_aggregate(order, tmp_path):
     """The order of the axes in the specs is not that of the mesh."""
     mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "tensor"), devices=jax.devices()[:4])
