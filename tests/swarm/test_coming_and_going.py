@@ -33,7 +33,7 @@ OPEN = []
 
 
 def make(store, number, tx=swarms.DEMO_SCALED, **settings):
-    settings = {"deadline": 0.4, "snapshot_every": 4} | settings
+    settings = {"deadline": 1.0, "snapshot_every": 4} | settings
     OPEN.append(swarms.make_worker(tx, store, number, **settings))
     return OPEN[-1]
 
