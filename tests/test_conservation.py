@@ -55,7 +55,7 @@ def assert_conserved(shapes, compression, alpha, seed, workers):
 
 
 @sweep(3, workers=[1, 3])
-@draws.examples(10)
+@draws.examples(6)
 @given(shapes=draws.trees, compression=draws.compressions, alpha=alphas, seed=draws.seeds)
 def test_momentum_before_is_momentum_after_and_what_was_sent(
     workers, shapes, compression, alpha, seed
@@ -83,7 +83,7 @@ def test_random_basis_is_carried_over_without_loss():
     np.testing.assert_allclose(sent, gradient, rtol=0, atol=1e-4)
 
 
-@draws.examples(8)
+@draws.examples(4)
 @given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
 def test_sending_everything_empties_the_momentum(shapes, compression, seed):
     largest = compression.block_side**2
@@ -97,7 +97,7 @@ def test_sending_everything_empties_the_momentum(shapes, compression, seed):
         np.testing.assert_allclose(sent, 0.3 * gradient, rtol=1e-4, atol=1e-5)
 
 
-@draws.examples(16)
+@draws.examples(8)
 @given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
 def test_padding_takes_no_coefficients_place_and_stays_zero(shape, compression, seed):
     """Of each block as many coefficients leave as are asked for, or as it really has."""

@@ -23,8 +23,11 @@ def momenta_after(steps, gradient, start, decay):
     )
     state = tx.init(gradient)
     state = state._replace(momentum=jnp.full_like(state.momentum, start))
-    update = jax.jit(lambda s, _: (tx.update(gradient, s)[1], None))
-    state, _ = jax.lax.scan(update, state, length=steps)
+
+    def update(state, _):
+        return tx.update(gradient, state)[1], None
+
+    state, _ = jax.jit(lambda s: jax.lax.scan(update, s, length=steps))(state)
     return np.asarray(state.momentum, np.float32)
 
 
@@ -58,7 +61,7 @@ def test_no_two_workers_round_alike():
         0.9, demo_optax.Compression(1), axis_name="data", momentum_dtype="bfloat16"
     )
     gradient = jnp.full((2, 64, 64), 1 / 3).at[:].multiply(jnp.linspace(1, 2, 64))
-    state = jax.vmap(lambda _: tx.init(gradient[0]))(jnp.arange(2))
+    state = jax.tree.map(lambda x: np.stack([x, x]), tx.init(gradient[0]))
     update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     first, second = np.asarray(update(gradient, state)[1].momentum, np.float32)
     assert 0.1 < np.mean(first != second) < 0.9

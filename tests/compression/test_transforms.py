@@ -41,7 +41,7 @@ def assert_coefficients(shape, compression, gradient, rtol):
 
 
 @sweep("float32", dtype=["float32", "bfloat16"])
-@draws.examples(16)
+@draws.examples(8)
 @given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
 def test_coefficients_are_the_oracles_and_go_back(dtype, shape, compression, seed):
     rtol = {"float32": 1e-4, "bfloat16": 1e-2}[dtype]
@@ -49,7 +49,7 @@ def test_coefficients_are_the_oracles_and_go_back(dtype, shape, compression, see
     assert_coefficients(shape, compression, gradient, rtol)
 
 
-@draws.examples(3)
+@draws.examples(2)
 @given(shape=draws.shapes, chunk=draws.chunks, rule=draws.rules, seed=draws.seeds)
 def test_random_transform_is_orthonormal(shape, chunk, rule, seed):
     compression = demo_optax.Compression(1, chunk, transform="random", block_rule=rule)
@@ -72,7 +72,7 @@ def test_blocks_follow_the_documented_rule(shape, chunk, rule):
     assert compression.momentum_format.geometry(shape).stored_shape == stored
 
 
-@draws.examples(6)
+@draws.examples(3)
 @given(
     chunk=draws.chunks,
     grid=st.lists(st.integers(1, 3), min_size=1, max_size=2),
