@@ -207,13 +207,15 @@ def test_a_worker_comes_back_from_a_displacement_that_overflows():
 def test_the_state_of_a_wrapped_model_gives_its_own_parameters():
     class Boxed(nnx.Module):
         def __init__(self):
-            self.kernel = nnx.Param(jnp.zeros((4, SIZE)))
+            self.kernel = nnx.Param(jnp.zeros(SIZE))
 
     tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0)
     model = Boxed()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    gradient = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    optimizer.update(model, gradient)
+    gradient = jax.tree.map(np.ones_like, nnx.state(model, nnx.Param))
+    nnx.jit(lambda model, optimizer, gradient: optimizer.update(model, gradient))(
+        model, optimizer, gradient
+    )
     params = nnx.state(model, nnx.Param)
     local = demo_optax.local_parameters(params, optimizer.opt_state)
     pure = demo_optax.local_parameters(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))

@@ -15,7 +15,7 @@ from demo_optax._src import axes, matrices
 from tests.sweeps import sweep
 
 AUTO = AxisType.Auto
-SHAPES = {"embed": (128, 128), "in": (128, 256), "in2": (128, 256), "out": (256, 128), "b": (128,)}
+SHAPES = {"embed": (128, 64), "in": (64, 128), "in2": (64, 128), "out": (128, 64), "b": (64,)}
 
 
 def mesh_of(*sizes, names=("data", "fsdp", "tensor")):
