@@ -269,11 +269,8 @@ def test_a_damaged_preconditioner_starts_again_and_its_worker_takes_part():
 @functools.cache
 def after_300_steps():
     tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(64))
-    gradient = np.random.default_rng(0).normal(size=64).astype(np.float32)
-    update, state = (
-        jax.jit(lambda state: tx.update(gradient, state, gradient)[1]),
-        tx.init(gradient),
-    )
+    gradient = jnp.asarray(np.random.default_rng(0).normal(size=64), jnp.float32)
+    update, state = jax.jit(lambda state: tx.update(gradient, state)[1]), tx.init(gradient)
     for _ in range(300):
         state = update(state)
     return update, state

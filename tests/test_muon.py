@@ -76,8 +76,9 @@ BOTH = {"embed": P("tensor"), "in": P("fsdp", "tensor"), "in2": P(None, "tensor"
 BOTH["b"] = P("fsdp")
 LAYOUTS = {"whole": ((2,), None), "rows": ((2, 2), ROWS), "both": ((2, 2, 2), BOTH)}
 
-ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
-EVERYTHING = demo_optax.Compression(4096)  # no rounding error changes a selection
+# Blocks that no shard cuts
+ONE_BIT = demo_optax.Compression(8, 32, value_coding="sign", selection="bins")
+EVERYTHING = demo_optax.Compression(1024, 32)  # no rounding error changes a selection
 
 
 @sweep((20, "both"), (2, "rows"), steps=[20, 2], layout=["rows", "both"])
