@@ -8,14 +8,15 @@ import pytest
 import demo_optax
 from demo_optax._src.arrays import round_stochastically
 
-STEPS = 1000
+STEPS, DECAY = 1000, 0.999
 NOTHING_SENT = 1e-30  # of what is selected leaves the momentum
 
 
-def momenta_after(steps, gradient, start, decay):
+@jax.jit
+def momenta_after(gradient, start):
     """One large block's stored coefficients after equal gradients, hardly anything taken out."""
     tx = demo_optax.decoupled_momentum(
-        decay,
+        DECAY,
         demo_optax.Compression(1, transform="identity"),
         gradient_weight=1.0,
         subtraction_factor=NOTHING_SENT,
@@ -27,19 +28,19 @@ def momenta_after(steps, gradient, start, decay):
     def update(state, _):
         return tx.update(gradient, state)[1], None
 
-    state, _ = jax.jit(lambda s: jax.lax.scan(update, s, length=steps))(state)
-    return np.asarray(state.momentum, np.float32)
+    state, _ = jax.lax.scan(update, state, length=STEPS)
+    return state.momentum.astype(jnp.float32)
 
 
 def test_a_momentum_of_ones_decays_on_average_as_in_float32():
-    found = momenta_after(STEPS, jnp.zeros((64, 64)), start=1.0, decay=0.999)
-    np.testing.assert_allclose(found.mean(), 0.999**STEPS, rtol=0.02)
+    found = momenta_after(np.zeros((64, 64), np.float32), 1.0)
+    np.testing.assert_allclose(found.mean(), DECAY**STEPS, rtol=0.02)
 
 
 def test_what_waits_grows_on_average_as_in_float32():
     gradient = 0.001
-    found = momenta_after(STEPS, jnp.full((64, 64), gradient), start=0.0, decay=0.999)
-    expected = gradient * (1 - 0.999**STEPS) / (1 - 0.999)
+    found = momenta_after(np.full((64, 64), gradient, np.float32), 0.0)
+    expected = gradient * (1 - DECAY**STEPS) / (1 - DECAY)
     np.testing.assert_allclose(found.mean(), expected, rtol=0.02)
 
 

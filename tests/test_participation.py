@@ -79,7 +79,7 @@ def test_both_learning_rates_of_the_first_version_see_the_same_step():
     dtype=[jnp.bfloat16, jnp.float16],
 )
 def test_second_moments_are_float32(name, dtype):
-    params = np.ones(64, dtype)
+    params = jnp.ones(64, dtype)
     tx = getattr(demo_optax, name)(1e-3, Compression(4), b2=0.999)
 
     def step(state, scale):
@@ -95,7 +95,7 @@ def test_second_moments_are_float32(name, dtype):
 
 def test_a_second_moment_of_bfloat16_parameters_falls_again():
     tx = demo_optax.demo_adamw(1e-3, Compression(4), b2=0.999, decay=0.0, weight_decay=0.0)
-    params, exact = np.ones((1,), jnp.bfloat16), 0.0
+    params, exact = jnp.ones((1,), jnp.bfloat16), 0.0
     gradients = np.array([[1.0]] * 100 + [[0.0]] * 1400, jnp.bfloat16)
 
     def step(state, gradient):

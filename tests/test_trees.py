@@ -12,7 +12,7 @@ import demo_optax
 from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
-MATRIX = np.ones((9, 10), np.float32)
+MATRIX = np.ones((8, 10), np.float32)
 
 
 def step(params, tx=None):
@@ -35,9 +35,9 @@ def test_empty_leaves_pass_through():
     assert state.metrics.participants == 1
 
 
-@pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=["None", "MaskedNode"])
-def test_missing_leaves_pass_through(nothing):
-    params = {"absent": nothing, "w": MATRIX, "nested": [nothing, (nothing,)]}
+def test_missing_leaves_pass_through():
+    masked = optax.MaskedNode()
+    params = {"absent": None, "masked": masked, "w": MATRIX, "nested": [None, (masked,)]}
     updates, state = step(params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert jax.tree.structure(state.momentum) == jax.tree.structure(params)

@@ -73,7 +73,7 @@ def test_places_in_bins_are_fields_as_wide_as_the_deepest_bin_needs(n, k):
     np.testing.assert_array_equal(words, np.array(expected, np.uint32))
     assert len(words) == bins.position_words(3)
     found, inside = decode(words, 3)
-    assert inside and bins.in_block(np.asarray(found)).max() < n
+    assert inside and bins.in_block(found).max() < n
     np.testing.assert_array_equal(found, places)
     if n % k:
         beyond = np.full((3, k), n // k, np.int32)  # a place that the last bins do not have
