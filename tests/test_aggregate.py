@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,19 +42,7 @@ class Oracle:
         return oracles.to_tensor(total / number, self.shape, self.sides, oracles.inverse_dct)
 
 
-@sweep("workers", mean=["senders", "workers"])
-@draws.examples(5)
-@given(
-    shapes=draws.trees,
-    topk=st.integers(1, 10),
-    chunk=draws.chunks,
-    rule=draws.rules,
-    alpha=st.sampled_from([1.0, 0.2]),
-    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
-    seed=draws.seeds,
-)
-def test_steps_of_several_workers(mean, shapes, topk, chunk, rule, alpha, dtype, seed):
-    compression = demo_optax.Compression(topk, chunk, block_rule=rule)
+def assert_steps_are_the_oracles(mean, shapes, compression, alpha, dtype, seed=0):
     tx = decoupled(
         DECAY,
         compression,
@@ -78,9 +67,42 @@ def test_steps_of_several_workers(mean, shapes, topk, chunk, rule, alpha, dtype,
             np.testing.assert_allclose(momenta, tensor.momenta, rtol=1e-4, atol=1e-5)
 
 
-@draws.examples(2)
-@given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
-def test_identical_workers_are_one_worker(shapes, compression, seed):
+@pytest.mark.parametrize(
+    "mean, shapes, compression, alpha, dtype",
+    [
+        ("workers", [(9, 9), (7,)], demo_optax.Compression(4, 4), 0.2, jnp.float32),
+        (
+            "senders",
+            [(5, 12, 8), (), (1,)],
+            demo_optax.Compression(3, 3, block_rule="divisor"),
+            1.0,
+            jnp.bfloat16,
+        ),
+    ],
+    ids=["workers", "senders"],
+)
+def test_steps_of_several_workers(mean, shapes, compression, alpha, dtype):
+    assert_steps_are_the_oracles(mean, shapes, compression, alpha, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mean", ["senders", "workers"])
+@draws.examples(10)
+@given(
+    shapes=draws.trees,
+    topk=st.integers(1, 10),
+    chunk=draws.chunks,
+    rule=draws.rules,
+    alpha=st.sampled_from([1.0, 0.2]),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    seed=draws.seeds,
+)
+def test_steps_with_any_tree_are_the_oracles(mean, shapes, topk, chunk, rule, alpha, dtype, seed):
+    compression = demo_optax.Compression(topk, chunk, block_rule=rule)
+    assert_steps_are_the_oracles(mean, shapes, compression, alpha, dtype, seed)
+
+
+def assert_identical_workers_are_one(shapes, compression, seed=0):
     one, one_state = draws.start(decoupled(DECAY, compression), shapes)
     many, many_state = draws.start(decoupled(DECAY, compression, axis_name="data"), shapes, WORKERS)
     for step in range(2):
@@ -95,15 +117,19 @@ def test_identical_workers_are_one_worker(shapes, compression, seed):
                 np.testing.assert_allclose(of_worker, theirs, rtol=1e-4, atol=1e-6)
 
 
-@draws.examples(3)
-@given(
-    shapes=draws.trees,
-    compression=draws.compressions,
-    mean=st.sampled_from(["senders", "workers"]),
-    order=st.permutations(range(WORKERS)),
-    seed=draws.seeds,
-)
-def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed):
+@draws.cases("dct", "identity")
+def test_identical_workers_are_one_worker(shapes, compression):
+    assert_identical_workers_are_one(shapes, compression)
+
+
+@pytest.mark.slow
+@draws.examples(5)
+@given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
+def test_identical_workers_of_any_tree_are_one_worker(shapes, compression, seed):
+    assert_identical_workers_are_one(shapes, compression, seed)
+
+
+def assert_order_does_not_matter(shapes, compression, mean, order, seed=0):
     tx = decoupled(DECAY, compression, mean=mean, axis_name="data")
     update, state = draws.start(tx, shapes, WORKERS)
     permuted = state
@@ -114,6 +140,24 @@ def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed
         chex.assert_trees_all_close(aggregate, again, rtol=1e-4, atol=1e-6)
         for momentum, other in zip(state.momentum, permuted.momentum, strict=True):
             np.testing.assert_array_equal(np.asarray(momentum)[list(order)], other)
+
+
+@draws.cases("randomized-dct")
+def test_order_of_workers_does_not_matter(shapes, compression):
+    assert_order_does_not_matter(shapes, compression, "senders", [1, 2, 0])
+
+
+@pytest.mark.slow
+@draws.examples(6)
+@given(
+    shapes=draws.trees,
+    compression=draws.compressions,
+    mean=st.sampled_from(["senders", "workers"]),
+    order=st.permutations(range(WORKERS)),
+    seed=draws.seeds,
+)
+def test_order_of_workers_of_any_tree_does_not_matter(shapes, compression, mean, order, seed):
+    assert_order_does_not_matter(shapes, compression, mean, order, seed)
 
 
 @sweep(0.1, weight_decay=[0.0, 0.1])

@@ -65,18 +65,28 @@ def test_the_largest_magnitudes_are_chosen(way, k, seed, n, ties):
     np.testing.assert_array_equal(found, np.sort(magnitudes)[:, -k:])
 
 
-@sweep(
-    sparse._add_by_comparison,
-    sparse._add_by_product,
-    way=[sparse.scatter, sparse._add_by_comparison, sparse._add_by_product],
-)
-@draws.examples(4)
-@given(seed=draws.seeds, blocks=blocks, n=sizes, k=st.sampled_from([1, 5]))
-def test_values_are_added_in_their_places(way, seed, blocks, n, k):
+def assert_values_are_added(way, blocks, n, k, seed=0):
     positions, values = drawn(seed, 1, blocks, n, min(k, n))
     start = np.random.default_rng(seed + 1).normal(size=(blocks, n)).astype(np.float32)
     ours = jax.jit(way)(start, positions[0], values[0])
     np.testing.assert_allclose(ours, start + dense(positions, values, n)[0], atol=1e-6)
+
+
+WAYS = [sparse.scatter, sparse._add_by_comparison, sparse._add_by_product]
+
+
+@pytest.mark.parametrize("n", [17, 1088])
+@pytest.mark.parametrize("way", WAYS)
+def test_values_are_added_in_their_places(way, n):
+    assert_values_are_added(way, 3, n, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@draws.examples(8)
+@given(seed=draws.seeds, blocks=blocks, n=sizes, k=st.sampled_from([1, 5]))
+def test_any_values_are_added_in_their_places(way, seed, blocks, n, k):
+    assert_values_are_added(way, blocks, n, k, seed)
 
 
 def on_a_tpu(*args, default, tpu=None, **others):
@@ -124,10 +134,7 @@ def mean_by_hand(positions, values, n, largest, mean):
     return total / np.maximum(senders if mean == "senders" else len(values), 1)
 
 
-@sweep(("here", "senders"), ("tpu", "workers"), platform=["here", "tpu"], mean=MEANS)
-@draws.examples(2)
-@given(seed=draws.seeds, n=sizes, workers=st.integers(1, 5))
-def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
+def assert_means_are_of_who_sent(mean, platform, n, workers, seed=0):
     positions, values = drawn(seed, workers, 2, n, min(7, n))
     largest = np.float32(3.0)
     expected = mean_by_hand(positions, values, n, largest, mean)
@@ -139,6 +146,20 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
             np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "platform, mean, n, workers", [("here", "senders", 100, 5), ("tpu", "workers", 1088, 3)]
+)
+def test_means_are_those_of_who_sent(platform, mean, n, workers):
+    assert_means_are_of_who_sent(mean, platform, n, workers)
+
+
+@sweep(platform=["here", "tpu"], mean=MEANS)
+@draws.examples(4)
+@given(seed=draws.seeds, n=sizes, workers=st.integers(1, 5))
+def test_means_of_any_workers_are_those_of_who_sent(mean, platform, seed, n, workers):
+    assert_means_are_of_who_sent(mean, platform, n, workers, seed)
+
+
 def drawn_of_bins(seed, workers, blocks, n, k):
     """Values like those of `drawn`, at a place in each bin."""
     rng = np.random.default_rng(seed)
@@ -147,9 +168,15 @@ def drawn_of_bins(seed, workers, blocks, n, k):
     return places, places * k + np.arange(k), rng.normal(size=places.shape).astype(np.float32)
 
 
-@draws.examples(5)
-@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 3, 7, 8, 32]), ties=st.booleans())
-def test_the_largest_of_each_bin_is_chosen(seed, n, k, ties):
+@sweep(
+    (17, 3, True),
+    (100, 7, False),
+    (4096, 32, True),
+    n=[1, 3, 17, 64, 100, 1088, 4096],
+    k=[1, 3, 7, 8, 32],
+    ties=[False, True],
+)
+def test_the_largest_of_each_bin_is_chosen(n, k, ties, seed=0):
     k = min(k, n)
     x = np.random.default_rng(seed).normal(size=(3, n)).astype(np.float32)
     x = np.round(x, 1) if ties else x
@@ -163,10 +190,7 @@ def test_the_largest_of_each_bin_is_chosen(seed, n, k, ties):
             assert (positions[:, b] % k == b).all()
 
 
-@sweep(("here", "workers"), ("tpu", "senders"), platform=["here", "tpu"], mean=MEANS)
-@draws.examples(2)
-@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 7, 8]), workers=st.integers(1, 4))
-def test_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
+def assert_bins_are_averaged(mean, platform, n, k, workers, seed=0):
     places, positions, values = drawn_of_bins(seed, workers, 2, n, min(k, n))
     x = np.random.default_rng(seed).normal(size=(2, n)).astype(np.float32)
     bins, own = Bins(n, min(k, n)), places[0]
@@ -182,6 +206,20 @@ def test_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
             np.testing.assert_allclose(ours, expected, atol=1e-6)
     np.testing.assert_array_equal(taken, np.take_along_axis(x, positions[0], 1))
     np.testing.assert_allclose(added, x + dense(positions[:1], values[:1], n)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "platform, mean, n, k", [("here", "workers", 100, 7), ("tpu", "senders", 64, 8)]
+)
+def test_bins_are_taken_added_and_averaged(platform, mean, n, k):
+    assert_bins_are_averaged(mean, platform, n, k, workers=4)
+
+
+@sweep(platform=["here", "tpu"], mean=MEANS)
+@draws.examples(4)
+@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 7, 8]), workers=st.integers(1, 4))
+def test_any_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
+    assert_bins_are_averaged(mean, platform, n, k, workers, seed)
 
 
 def trained(steps=3, **compression):
