@@ -113,7 +113,7 @@ def test_two_processes_train_as_one_does(settings, tmp_path):
         (dict(text=pathlib.Path("missing.txt")), "--text: .*missing.txt"),
         (dict(text=ROOT), "--text: .*directory"),
         (dict(sequence_length=1000), "--sequence-length 1000 is too long for this text"),
-        (dict(heads=3), "--width 32 must be a multiple of twice the --heads"),
+        (dict(heads=3), "--width 64 must be a multiple of twice the --heads"),
         (dict(batch_size=12), "--batch-size 12 must be a multiple of the 8 workers"),
         (dict(checkpoint_dir=pathlib.Path(__file__)), "--checkpoint-dir: "),
     ],
