@@ -212,8 +212,8 @@ def _require_spec(x: Array, spec: P, axis_name: AxisName) -> None:
     if missing := sorted(axes.varying(x) - named):
         raise ValueError(
             f"a matrix of shape {x.shape} on each device differs along the axes {missing}, but the "
-            f"optimizer has axis_name={axis_name!r}, and the matrix the spec {spec}. If workers lie "
-            f"along these axes, give demo_muon(..., axis_name={missing[0]!r}). If parameters "
+            f"optimizer has axis_name={axis_name!r}, and the matrix the spec {spec}. If workers "
+            f"lie along these axes, give demo_muon(..., axis_name={missing[0]!r}). If parameters "
             "are sharded over them, so that each shard would be made orthogonal by itself, update "
             "by demo_optax.make_train_step or demo_optax.stack_workers with param_specs, or pass "
             "update(..., param_specs=specs). Otherwise an earlier link of the chain gave each "
