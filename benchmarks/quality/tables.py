@@ -112,7 +112,7 @@ def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
     for row in rows(study):
         name, sent = row.method.name, row.bytes_per_step
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            fewer = dense_gradient(row.method) / sent
+            fewer = dense_gradient(row.method.settings["preset"]) / sent
             lines.append(
                 f"| {name} | {sent:,.0f} | {fewer:,.0f} | {row.method.learning_rate:g} "
                 f"| {row.loss} | {_difference(row.difference)} "
@@ -126,13 +126,9 @@ def _difference(found: Mean | None) -> str:
     return "" if found is None else found.written("+.3f")
 
 
-def dense_gradient(method: Method) -> int:
-    """Bytes of the float32 gradient that a dense all-reduce would send."""
-    return _dense_gradient(method.settings["preset"])
-
-
 @functools.cache
-def _dense_gradient(preset: PresetName) -> int:
+def dense_gradient(preset: PresetName) -> int:
+    """Bytes of the float32 gradient that a dense all-reduce would send."""
     return demo_optax.dense_bytes(jax.eval_shape(lambda: build(PRESETS[preset], 0)[1]))
 
 
@@ -149,7 +145,7 @@ def losses(studies: Mapping[str, Study]) -> str:
         row, baseline = made[study, method], studies[study].methods[studies[study].baseline]
         difference, settings = row.difference or Mean(0.0, None), row.method.settings
         counts = dict(seeds=len(row.seeds), workers=settings.get("workers", 8))
-        size = dict(parameters=dense_gradient(row.method) // 4, steps=settings["steps"])
+        size = dict(parameters=dense_gradient(settings["preset"]) // 4, steps=settings["steps"])
         found = dict(study=study, method=method, difference=difference.value)
         rate = row.method.learning_rate / baseline.learning_rate
         return dict(**found, error=difference.error, **counts, **size, rate=rate)
@@ -157,7 +153,7 @@ def losses(studies: Mapping[str, Study]) -> str:
     named = dict.fromkeys(each[:2] for every in MEASUREMENTS.values() for each in every)
     if missing := named.keys() - made.keys():
         raise ValueError(f"MEASUREMENTS names {missing}, which have no result: train them.")
-    presets = {row.method.settings["preset"]: row.method for row in made.values()}
-    found = dict(largest_model=max(map(dense_gradient, presets.values())) // 4)
+    presets = {row.method.settings["preset"] for row in made.values()}
+    found = dict(largest_model=max(map(dense_gradient, presets)) // 4)
     found["most_workers"] = max(row.method.settings.get("workers", 8) for row in made.values())
     return json.dumps(found | dict(losses=[loss(*x) for x in named]), indent=1) + "\n"
