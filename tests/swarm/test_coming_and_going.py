@@ -279,10 +279,10 @@ def muon():
 
 @pytest.mark.parametrize(
     ("other", "settings"),
-    [(with_topk(8), {}), (with_topk(4), {"slots": 5}), (with_topk(4), {"facts": {"--seed": 2}})],
+    [(scaled(compression=FEWER), {}), (swarms.DEMO_SCALED, {"slots": 5})],
 )
 def test_other_settings_are_refused_before_anything_is_compiled(store, other, settings):
-    swarms.begin(make(store, 0, with_topk(4)))
+    swarms.begin(make(store, 0))
     second = make(store, 1, other, **settings)
     second._compile = mock.Mock()
     with pytest.raises(SwarmError, match="the run there has other settings: "):
