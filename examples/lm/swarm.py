@@ -181,7 +181,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 bar.print(f"{unit} {metrics.step}: parameters {differed}")
             if metrics.replayed:
                 now = f"{unit} {worker.number - 1}"
-                bar.print(f"caught up to {now}, having missed {metrics.replayed}")
+                bar.print(f"caught up to {now} (replayed: {metrics.replayed})")
             shown = dict(loss=f"{loss:.3f}", workers=len(members), waited=metrics.waited, sent=sent)
             bar.update(task, completed=done + alone, **shown)
             if done // config.evaluate_every > before // config.evaluate_every:
