@@ -89,10 +89,8 @@ def measure(options: argparse.Namespace, run: str) -> Iterator[dict]:
         for limited in kinds * options.turns:
             limit(limited)
             began = time.time()
-            if options.throttled:
-                throttle(workers[-1], options.seconds)
-            else:
-                time.sleep(options.seconds)
+            wait = (lambda x: throttle(workers[-1], x)) if options.throttled else time.sleep
+            wait(options.seconds)
             periods.append((began, time.time(), limited))
         for worker in workers:
             worker.send(signal.SIGTERM)

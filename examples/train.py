@@ -1,12 +1,9 @@
 """Trains a language model with DeMo. This is one file to copy and to change.
 
-    python examples/train.py                        one worker on each GPU, or eight on a CPU
-    python examples/train.py --text my_text.txt     learns from your own text
-    python examples/train.py --checkpoint-dir run   saves, and continues when it is started again
-    srun python examples/train.py --distributed     many hosts, with one process for each GPU
-
-JAX finds the processes under SLURM, Kubernetes and on TPU pods. Elsewhere give each of them
---coordinator, --num-processes and --process-id.
+python examples/train.py                        one worker on each GPU, or eight on a CPU
+python examples/train.py --text my_text.txt     learns from your own text
+python examples/train.py --checkpoint-dir run   saves, and continues when it is started again
+srun python examples/train.py --distributed     many hosts, with one process for each GPU
 """
 
 import contextlib
@@ -32,6 +29,7 @@ from rich.progress import Progress, TextColumn
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
+VOCABULARY = 256  # the tokens are bytes
 EVALUATION_BATCHES = 16
 READ_EVERY = 10  # steps between two looks at the loss
 
@@ -45,9 +43,9 @@ class Settings:
     width: int = 128
     """Width of the transformer."""
     heads: int = 2
-    """Attention heads, which must divide the width."""
+    """Attention heads, twice of which must divide the width."""
     sequence_length: int = 64
-    """Bytes of text in a sequence."""
+    """Tokens in a sequence."""
     batch_size: int = 32
     """Sequences in one step, of all workers together."""
     steps: int = 600
@@ -61,7 +59,7 @@ class Settings:
     checkpoint_dir: Path | None = None
     """Folder for checkpoints, which all hosts must see. A run continues from the latest one."""
     checkpoint_every: int = 100
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints; one that is stopped loses the steps since the last of them."""
     cpu_devices: int = 8
     """Workers of this process if it has no GPU or TPU, on virtual devices of its CPU."""
     distributed: bool = False
@@ -105,16 +103,16 @@ def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
 
 
 class LanguageModel(nnx.Module):
-    """A decoder-only transformer over bytes."""
+    """A decoder-only transformer."""
 
     def __init__(self, settings: Settings, rngs: nnx.Rngs):
         width, layers = settings.width, range(settings.layers)
-        self.embedding = nnx.Embed(256, width, rngs=rngs)
+        self.embedding = nnx.Embed(VOCABULARY, width, rngs=rngs)
         self.blocks = nnx.List(Block(width, settings.heads, rngs) for _ in layers)
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        """Logits ``(B, T, 256)`` of the byte that follows each one."""
+        """Logits ``(B, T, VOCABULARY)`` of the token that follows each one."""
         x_BxTxD = self.embedding(tokens_BxT)
         for block in self.blocks:
             x_BxTxD = block(x_BxTxD)
@@ -122,7 +120,7 @@ class LanguageModel(nnx.Module):
 
 
 def read_text(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on, and the last twentieth of the text, which is held out."""
+    """Tokens to train on and to hold out, the last twentieth: any two 1-D arrays of integers."""
     if settings.text:
         with mistakes_in("--text"):
             text = settings.text.read_bytes()
@@ -132,12 +130,7 @@ def read_text(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
         # In the order of a checksum of their names, so that the held-out files are like the others.
         sources.sort(key=lambda p: zlib.crc32(p.relative_to(library).as_posix().encode()))
         text = b"\0".join(p.read_bytes() for p in sources)
-    held_out = len(text) // 20
-    if held_out <= settings.sequence_length:
-        sys.exit(
-            f"error: --text has {len(text):,} bytes, of which {held_out:,} are held out, but "
-            f"--sequence-length is {settings.sequence_length}: give more text, or a smaller length."
-        )
+    held_out = max(len(text) // 20, 1)
     return np.frombuffer(text[:-held_out], np.uint8), np.frombuffer(text[-held_out:], np.uint8)
 
 
@@ -158,25 +151,29 @@ def to_devices(part: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def train(settings: Settings) -> float:
-    """Returns the final loss on held-out text, in nats per byte."""
+    """Returns the final loss on held-out text, in nats per token."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
-    if settings.batch_size % mesh.size:
-        sys.exit(
-            f"error: --batch-size {settings.batch_size} cannot be divided among {mesh.size} "
-            f"workers: give a multiple of {mesh.size}."
-        )
     train_text, held_out_text = read_text(settings)
-    graph, params = nnx.split(LanguageModel(settings, nnx.Rngs(settings.seed)), nnx.Param)
+    rows, length, width = settings.batch_size, settings.sequence_length, settings.width
+    for is_wrong, message in (
+        (rows % mesh.size, f"--batch-size {rows} must be a multiple of the {mesh.size} workers"),
+        (width % (2 * settings.heads), f"--width {width} must be a multiple of twice the --heads"),
+        (len(held_out_text) <= length, f"--sequence-length {length} is too long for this text"),
+    ):
+        if is_wrong:
+            sys.exit(f"error: {message}.")
+    model = LanguageModel(settings, nnx.Rngs(settings.seed))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # for dropout see stateful=True
 
     def loss_fn(params, batch_BxT):
         tokens_BxT = batch_BxT.astype(jnp.int32)
-        logits_BxTxV = nnx.merge(graph, params)(tokens_BxT[:, :-1])
+        logits_BxTxV = nnx.merge(graph, params, rest, copy=True)(tokens_BxT[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:])
         return losses.mean()
 
     peak, warmup = settings.learning_rate, min(50, settings.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(peak / 50, peak, warmup, settings.steps, peak / 10)
-    tx = demo_optax.demo_scaled(rate, axis_name="data")  # with larger batches demo_muon
+    tx = demo_optax.demo_scaled(rate, axis_name="data")  # README.md: when demo_muon
     train_step = demo_optax.make_train_step(loss_fn, tx, mesh, clip_norm=1.0)
     eval_step = jax.jit(loss_fn)
     batches = read_batches(train_text, settings)
@@ -188,10 +185,9 @@ def train(settings: Settings) -> float:
     console = Console(quiet=jax.process_index() > 0)
     sent, dense = demo_optax.packet_bytes(tx, params), demo_optax.dense_bytes(params)
     console.print(f"{mesh.size} workers send {sent:,} bytes a step each; a gradient has {dense:,}")
-    columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}")
+    columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]}")
     bar, folder = Progress(*columns, console=console), settings.checkpoint_dir
-    size = f"{settings.batch_size} x {settings.sequence_length}"
-    data = f"batches of {size}, with seed {settings.seed}, of text {zlib.crc32(train_text.data):08x}"
+    data = f"{rows} x {length}, seed {settings.seed}, text {zlib.crc32(train_text.data):08x}"
     with mistakes_in("--checkpoint-dir"):
         checkpoints = Checkpointer(folder, tx, mesh) if folder else contextlib.nullcontext()
     with checkpoints as checkpointer, bar:
@@ -202,20 +198,24 @@ def train(settings: Settings) -> float:
         if found:
             start, params, opt_state = found.step, found.params, found.opt_state
             batches.set_state(found.extra[1])
-            console.print(f"continues after step {start}")
+            console.print(f"continues after step {start} of {settings.steps}")
         else:
             start, opt_state = 0, demo_optax.init_opt_state(tx, params, mesh)
-
-        task = bar.add_task("training", total=settings.steps, completed=start, loss=float("nan"))
+        task = bar.add_task("training", total=settings.steps, completed=start, loss="-")
         for step in range(start + 1, settings.steps + 1):
-            rows = to_devices(next(batches), mesh)
-            params, opt_state, metrics = train_step(params, opt_state, rows)
+            batch = to_devices(next(batches), mesh)
+            params, opt_state, metrics = train_step(params, opt_state, batch)
             last = step == settings.steps
             if step % READ_EVERY == 0 or last:  # to read a loss is to wait for its step
                 demo_optax.check_metrics(metrics.exchange)
-                bar.update(task, completed=step, loss=float(metrics.loss.mean()))
+                loss = float(metrics.loss.mean())
+                bar.update(task, completed=step, loss=f"{loss:.3f}")
+                if not np.isfinite(loss):
+                    sys.exit(f"error: the loss is {loss} at step {step}: lower --learning-rate.")
             if step % settings.evaluate_every == 0 and not last:
-                console.print(f"step {step}: {evaluate(params):.3f} nats per byte of held-out text")
+                console.print(
+                    f"step {step}: {evaluate(params):.3f} nats per token of held-out text"
+                )
             if checkpointer and (step % settings.checkpoint_every == 0 or last):
                 try:
                     checkpointer.save(step, params, opt_state, (data, batches.get_state()))
@@ -223,7 +223,7 @@ def train(settings: Settings) -> float:
                     console.print(f"warning: {error}")
 
     loss = evaluate(params)
-    console.print(f"in the end: {loss:.3f} nats per byte of held-out text")
+    console.print(f"in the end: {loss:.3f} nats per token of held-out text")
     return loss
 
 

@@ -12,6 +12,7 @@ import demo_optax
 from demo_optax import Compression
 from tests import workers
 
+ROWS = 8  # of the packets of all workers, also where there are fewer: one program takes them all
 SHAPES = {"b": (24,), "w": (16, 24)}
 SMALL = Compression(topk=4, block_side=8, value_coding="int4")
 MAKE = {
@@ -26,6 +27,7 @@ def exchange(name, axis_name=None):
     return demo_optax.AllGather(axis_name, norm_limit=1.1 if name == "norm limit" else None)
 
 
+@functools.cache
 def split(name):
     return MAKE[name](exchange=exchange(name))
 
@@ -45,17 +47,28 @@ def gradient(params, seed):
 
 @functools.cache
 def halves_of(tx):
-    """Compiled once for all workers: their number is traced."""
-    return jax.jit(tx.send), jax.jit(tx.apply)
+    """`init`, `send` and `apply`, compiled once for all workers: their number is traced."""
+    return jax.jit(tx.init), jax.jit(tx.send), jax.jit(tx.apply)
+
+
+@functools.cache
+def empty_outbox_of(tx):
+    return tx.empty_outbox(initial())
+
+
+def rows(*packets):
+    """The packets of the first workers; none came from the others."""
+    missing = [np.zeros_like(packets[0])] * (ROWS - len(packets))
+    return np.stack([*packets, *missing])
 
 
 class Worker:
     """One of several workers that exchange by hand."""
 
     def __init__(self, tx, number, params, state=None):
-        self.number, self.params = number, params
-        self.state = tx.init(params) if state is None else state
-        self.tx, self.send, self.apply = tx, *halves_of(tx)
+        self.number, self.params, self.tx = number, params, tx
+        init, self.send, self.apply = halves_of(tx)
+        self.state = init(params) if state is None else state
 
     def prepare(self, step, **extra):
         place = demo_optax.local_parameters(self.params, self.state)
@@ -66,7 +79,7 @@ class Worker:
         return np.asarray(self.outbox.packet)
 
     def follow(self):
-        self.outbox = self.tx.empty_outbox(self.params)
+        self.outbox = empty_outbox_of(self.tx)
 
     def finish(self, packets, worker=None, outbox=None):
         updates, self.state = self.apply(
@@ -90,7 +103,7 @@ def by_hand(name, number, steps, path=None):
             read = [(path / f"{step}-{i}").read_bytes() for i in range(number)]
             packets = [np.frombuffer(data, np.uint32) for data in read]
         for worker in each:
-            worker.finish(np.stack(packets))
+            worker.finish(rows(*packets))
     return each
 
 

@@ -44,7 +44,7 @@ def differing_replicas():
 
 def simulated_on_a_set_mesh():
     with jax.set_mesh(two()):
-        demo_optax.init_opt_state(DEMO, model.init(), jax.sharding.AbstractMesh((2,), ("data",)))
+        demo_optax.init_opt_state(DEMO, np.ones(3), jax.sharding.AbstractMesh((2,), ("data",)))
 
 
 def owners_of_one_all_gather():
@@ -334,7 +334,7 @@ RAISED = [
     lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
     donated_parameters,
     state_of_other_blocks,
-    lambda: demo_optax.check_metrics(None),
+    lambda: demo_optax.check_metrics({}),
     # replicas
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),

@@ -71,11 +71,11 @@ def restore_another_preconditioner(block_side):
         for side, size in ((8, 2), (block_side, 3))
     ]
     with tempfile.TemporaryDirectory() as folder:
+        params = {"w": np.ones((8, 8), np.float32)}
         with checkpoint.Checkpointer(folder, tx[0], two()) as checkpointer:
-            state = demo_optax.init_opt_state(tx[0], model.init(), two())
-            checkpointer.save(3, model.init(), state)
+            checkpointer.save(3, params, demo_optax.init_opt_state(tx[0], params, two()))
         with checkpoint.Checkpointer(folder, tx[1], two()) as checkpointer:
-            checkpointer.restore(model.init())
+            checkpointer.restore(params)
 
 
 def restore_damaged(restore):

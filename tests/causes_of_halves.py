@@ -1,42 +1,46 @@
 """What raises each error of `send`, `apply` and what stands around them."""
 
-import jax.numpy as jnp
+import functools
+
+import jax
+import numpy as np
 
 import demo_optax
-from tests import model
 
 ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
 OTHER = demo_optax.demo(1e-3, demo_optax.Compression(5, 8))
+PARAMS = np.ones(8, np.float32)
 
 
-def sent(tx=ALONE):
-    return tx.send(model.init(), tx.init(model.init()), model.init())
+@functools.cache
+def sent():
+    return jax.jit(ALONE.send)(PARAMS, ALONE.init(PARAMS), PARAMS)
 
 
 def send_twice():
-    _, state = sent()
-    ALONE.send(model.init(), state, model.init())
+    ALONE.send(PARAMS, sent()[1], PARAMS)
 
 
-def apply(packets=None, outbox=None, params=model.init, **options):
-    own, state = sent()
+def apply(packets=None, outbox=None, params=PARAMS, state=None, **options):
+    own = sent()[0]
     outbox = own if outbox is None else outbox
     packets = own.packets if packets is None else packets
-    return ALONE.apply(packets, outbox, state, params(), **options)
+    return ALONE.apply(packets, outbox, state or sent()[1], params, **options)
 
 
 def apply_twice():
-    outbox, _ = sent()
-    ALONE.apply(outbox.packets, outbox, apply()[1], model.init())
+    outbox, state = sent()
+    _, after = jax.jit(ALONE.apply)(outbox.packets, outbox, state, PARAMS)
+    apply(state=after)
 
 
 RAISED = [
     send_twice,
     apply_twice,
-    lambda: apply(params=lambda: None),
-    lambda: apply(outbox=sent(OTHER)[0]),
-    lambda: apply(packets=jnp.zeros((2, 3), jnp.uint32)),
-    lambda: apply(packets=jnp.repeat(sent()[0].packets, 2, axis=0)),
+    lambda: ALONE.apply(sent()[0].packets, *sent(), None),
+    lambda: apply(outbox=OTHER.empty_outbox(PARAMS)),
+    lambda: apply(packets=np.zeros((2, 3), np.uint32)),
+    lambda: apply(packets=np.repeat(sent()[0].packets, 2, axis=0)),
     lambda: apply(worker=3),
-    lambda: sent(demo_optax.demo(1e-3, exchange=demo_optax.TwoPhase())),
+    lambda: demo_optax.demo(1e-3, exchange=demo_optax.TwoPhase()).send(PARAMS, ALONE.init(PARAMS)),
 ]

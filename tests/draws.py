@@ -7,6 +7,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,25 @@ compressions = st.builds(
     block_rule=rules,
     selection=st.sampled_from(["topk", "bins"]),
 )
+
+# With every transform, rule and selection, and sides that a block does not divide.
+CASES = {
+    "dct": (((9, 13), (5,)), demo_optax.Compression(3, 4, "bfloat16")),
+    "randomized-dct": (
+        ((4, 7, 3), (6, 8), ()),
+        demo_optax.Compression(2, 5, "float32", "randomized-dct", "divisor", selection="bins"),
+    ),
+    "identity": (
+        ((10, 3, 1, 6),),
+        demo_optax.Compression(4, 3, "bfloat16", "identity", selection="bins"),
+    ),
+}
+
+
+def cases(*names):
+    """A test of these shapes and compressions; what is drawn besides runs with `make test-all`."""
+    chosen = [CASES[name] for name in names or CASES]
+    return pytest.mark.parametrize("shapes, compression", chosen, ids=names or CASES)
 
 
 def examples(number):

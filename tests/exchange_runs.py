@@ -18,8 +18,9 @@ from demo_optax._src.exchange.protocol import Subtraction
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
 
-SHAPES = {"v": (30,), "w": (32, 24)}
-SPECS = {"v": P(), "w": P("fsdp")}
+SHAPES = {"v": (6,), "w": (32, 16)}
+SPECS = [None, {"v": P(), "w": P("fsdp")}, {"v": P(), "w": P("fsdp", "tensor")}]
+"""On a mesh of so many axes inside a worker."""
 EXCHANGES = {
     "all-gather": demo_optax.AllGather("data"),
     "two-phase": demo_optax.TwoPhase("data"),
@@ -29,9 +30,14 @@ EXCHANGES = {
 KEEPING = ["two-phase", "delayed", "delayed two-phase"]
 
 
-@functools.cache
 def optimizer(exchange, subtraction_factor=1.0, **settings):
-    settings = {"topk": 4, "block_side": 8, "value_coding": "int4"} | settings
+    """The same one for the same settings, so that its programs serve many tests."""
+    settings = {"topk": 4, "block_side": 8, "value_coding": "int4", "selection": "topk"} | settings
+    return _optimizer(exchange, subtraction_factor, **dict(sorted(settings.items())))
+
+
+@functools.cache
+def _optimizer(exchange, subtraction_factor, **settings):
     return optax.chain(
         demo_optax.decoupled_momentum(
             0.9,
@@ -53,15 +59,15 @@ def batch(step):
 
 
 def ones():
-    return {n: jnp.ones(shape) for n, shape in SHAPES.items()}
+    return {n: np.ones(shape, np.float32) for n, shape in SHAPES.items()}
 
 
 class Trained:
     """A run on a mesh of these sizes, which may be saved and restored."""
 
-    def __init__(self, tx, *sizes, names=("data", "fsdp", "tensor"), specs=SPECS):
+    def __init__(self, tx, *sizes, names=("data", "fsdp", "tensor"), specs="by size"):
         self.tx, self.mesh = tx, workers.mesh_of(*sizes, names=names)
-        self.specs = specs if len(sizes) > 1 else None
+        self.specs = SPECS[len(sizes) - 1] if specs == "by size" else specs
         self.params, self.state = workers.initial(tx, self.mesh, ones, param_specs=self.specs)
         self.step = workers.step_of(tx, self.mesh, loss, param_specs=self.specs)
 

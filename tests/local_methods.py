@@ -5,7 +5,7 @@ import functools
 import optax
 
 import demo_optax
-from tests import workers
+from tests import model, workers
 
 RATE = optax.linear_schedule(3e-2, 3e-3, 15)  # of inner steps
 OUTER_RATE = optax.linear_schedule(1.0, 0.5, 5)  # of rounds
@@ -36,6 +36,15 @@ def local(outer, every=3, inner=None, **options):
 
 OUTER = {"diloco": dense(), "sparseloco": sparse()}
 BOTH = {name: local(outer) for name, outer in OUTER.items()}
+
+
+def layer():
+    """The first layer of the model, for tests to which one matrix shows as much as the whole."""
+    return {"hidden": model.init()["hidden"]}
+
+
+def loss_of_layer(params, batch):
+    return model.loss({**model.init(), **params}, batch)
 
 
 MESH = workers.mesh_of(4)

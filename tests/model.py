@@ -17,6 +17,24 @@ def loss(params, batch):
     return jnp.mean(jnp.square(hidden @ params["out"] - batch["y"]))
 
 
+def one_matrix(dtype=jnp.float32):
+    """Parameters of one tensor, for tests to which it does not matter what is optimized."""
+    return {"out": jnp.asarray(0.3 * np.random.default_rng(0).normal(size=(12, 3)), dtype)}
+
+
+def linear_loss(params, batch):
+    return jnp.mean(jnp.square(batch["x"] @ params["out"] - batch["y"]))
+
+
+def affine(dtype=jnp.float32):
+    """A matrix and a vector, for tests of what is done to one and not to the other."""
+    return one_matrix(dtype) | {"bias": jnp.asarray(np.zeros(3), dtype)}
+
+
+def affine_loss(params, batch):
+    return jnp.mean(jnp.square(batch["x"] @ params["out"] + params["bias"][None] - batch["y"]))
+
+
 def batch(step, rows=2 * WORKERS):
     """Other data on each step and in each row, so that no two workers see the same."""
     random = np.random.default_rng(step + 1)

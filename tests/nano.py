@@ -17,6 +17,17 @@ NANO = Config(
 )
 
 
+def first_of(make):
+    """A function that always returns what it made first: what is compiled once does for all."""
+    made = []
+
+    def first(*arguments, **options):
+        made.append(make(*arguments, **options))
+        return made[0]
+
+    return first
+
+
 def words_of(config):
     """A configuration as the words of a command line, by way of its file."""
     path = pathlib.Path(config.log_dir) / "given.yaml"

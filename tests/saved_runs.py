@@ -12,17 +12,22 @@ TX = demo_optax.demo(1e-2, demo_optax.Compression(4, 8), axis_name="data")
 EXTRA = {"key": jax.random.key(5), "windows": 3, "note": "abc", "table": np.arange(3), "on": True}
 
 
-def run_of(step):
-    """Parameters, state and extra that no other step has, of momenta that differ by worker."""
-    numbers = np.random.default_rng(step)
-    run = workers.initial(TX, workers.mesh_of(2))
+def with_other_numbers(run, seed):
+    """Like a run, but with floats that no other seed has, of momenta that differ by worker."""
+    numbers = np.random.default_rng(seed)
 
     def another(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return jax.device_put(numbers.normal(size=x.shape).astype(x.dtype), x.sharding)
 
-    return jax.tree.map(another, run), EXTRA | {"windows": 100 * step}
+    return jax.tree.map(another, run)
+
+
+def run_of(step):
+    """Parameters, state and extra that no other step has."""
+    run = workers.initial(TX, workers.mesh_of(2))
+    return with_other_numbers(run, step), EXTRA | {"windows": 100 * step}
 
 
 RUNS = {step: run_of(step) for step in (1, 2)}

@@ -1,5 +1,6 @@
-"""Swarms in one process: each worker is a thread with a device of its own."""
+"""Swarms in one process: each worker is a thread."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,16 +11,39 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax._src.swarm.programs import Programs, compile_programs
 from demo_optax.swarm import Member, SwarmWorker
 
 DEMO_SCALED = demo_optax.demo_scaled(1e-2)
 
 
 def mesh_of_worker(number: int, shards: int = 1) -> Mesh:
-    first = number * shards % len(jax.devices())
+    """Workers of one device share it, and so their programs; arrays go to another by default.
+
+    Workers of several devices have their own, since programs of two threads would wait for each
+    other there.
+    """
+    first = number * shards % len(jax.devices()) if shards > 1 else 1
     devices = jax.devices()[first : first + shards]
     types = (AxisType.Auto, AxisType.Auto)
     return jax.make_mesh((1, shards), ("data", "fsdp"), types, devices=devices)
+
+
+def compile_once(loss_fn, tx, mesh, axis_name, params, batch, slots, options) -> Programs:
+    """`compile_programs`, once for all that give the same arguments and shapes."""
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name), (params, batch))
+    leaves, structure = jax.tree.flatten((shapes, options))
+    key = loss_fn, tx, mesh, axis_name, slots, structure, *leaves
+    with COMPILING:
+        if key not in PROGRAMS:
+            PROGRAMS[key] = compile_programs(
+                loss_fn, tx, mesh, axis_name, params, batch, slots, options
+            )
+        return PROGRAMS[key]
+
+
+PROGRAMS: dict[tuple, Programs] = {}
+COMPILING = threading.Lock()
 
 
 def loss_fn(params, batch):

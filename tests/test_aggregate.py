@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,19 +42,7 @@ class Oracle:
         return oracles.to_tensor(total / number, self.shape, self.sides, oracles.inverse_dct)
 
 
-@sweep("workers", mean=["senders", "workers"])
-@draws.examples(10)
-@given(
-    shapes=draws.trees,
-    topk=st.integers(1, 10),
-    chunk=draws.chunks,
-    rule=draws.rules,
-    alpha=st.sampled_from([1.0, 0.2]),
-    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
-    seed=draws.seeds,
-)
-def test_steps_of_several_workers(mean, shapes, topk, chunk, rule, alpha, dtype, seed):
-    compression = demo_optax.Compression(topk, chunk, block_rule=rule)
+def assert_steps_are_the_oracles(mean, shapes, compression, alpha, dtype, seed=0):
     tx = decoupled(
         DECAY,
         compression,
@@ -78,9 +67,42 @@ def test_steps_of_several_workers(mean, shapes, topk, chunk, rule, alpha, dtype,
             np.testing.assert_allclose(momenta, tensor.momenta, rtol=1e-4, atol=1e-5)
 
 
-@draws.examples(5)
-@given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
-def test_identical_workers_are_one_worker(shapes, compression, seed):
+@pytest.mark.parametrize(
+    "mean, shapes, compression, alpha, dtype",
+    [
+        ("workers", [(9, 9), (7,)], demo_optax.Compression(4, 4), 0.2, jnp.float32),
+        (
+            "senders",
+            [(5, 12, 8), (), (1,)],
+            demo_optax.Compression(3, 3, block_rule="divisor"),
+            1.0,
+            jnp.bfloat16,
+        ),
+    ],
+    ids=["workers", "senders"],
+)
+def test_steps_of_several_workers(mean, shapes, compression, alpha, dtype):
+    assert_steps_are_the_oracles(mean, shapes, compression, alpha, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mean", ["senders", "workers"])
+@draws.examples(10)
+@given(
+    shapes=draws.trees,
+    topk=st.integers(1, 10),
+    chunk=draws.chunks,
+    rule=draws.rules,
+    alpha=st.sampled_from([1.0, 0.2]),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    seed=draws.seeds,
+)
+def test_steps_with_any_tree_are_the_oracles(mean, shapes, topk, chunk, rule, alpha, dtype, seed):
+    compression = demo_optax.Compression(topk, chunk, block_rule=rule)
+    assert_steps_are_the_oracles(mean, shapes, compression, alpha, dtype, seed)
+
+
+def assert_identical_workers_are_one(shapes, compression, seed=0):
     one, one_state = draws.start(decoupled(DECAY, compression), shapes)
     many, many_state = draws.start(decoupled(DECAY, compression, axis_name="data"), shapes, WORKERS)
     for step in range(2):
@@ -95,15 +117,19 @@ def test_identical_workers_are_one_worker(shapes, compression, seed):
                 np.testing.assert_allclose(of_worker, theirs, rtol=1e-4, atol=1e-6)
 
 
-@draws.examples(6)
-@given(
-    shapes=draws.trees,
-    compression=draws.compressions,
-    mean=st.sampled_from(["senders", "workers"]),
-    order=st.permutations(range(WORKERS)),
-    seed=draws.seeds,
-)
-def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed):
+@draws.cases("dct", "identity")
+def test_identical_workers_are_one_worker(shapes, compression):
+    assert_identical_workers_are_one(shapes, compression)
+
+
+@pytest.mark.slow
+@draws.examples(5)
+@given(shapes=draws.trees, compression=draws.compressions, seed=draws.seeds)
+def test_identical_workers_of_any_tree_are_one_worker(shapes, compression, seed):
+    assert_identical_workers_are_one(shapes, compression, seed)
+
+
+def assert_order_does_not_matter(shapes, compression, mean, order, seed=0):
     tx = decoupled(DECAY, compression, mean=mean, axis_name="data")
     update, state = draws.start(tx, shapes, WORKERS)
     permuted = state
@@ -116,6 +142,24 @@ def test_order_of_workers_does_not_matter(shapes, compression, mean, order, seed
             np.testing.assert_array_equal(np.asarray(momentum)[list(order)], other)
 
 
+@draws.cases("randomized-dct")
+def test_order_of_workers_does_not_matter(shapes, compression):
+    assert_order_does_not_matter(shapes, compression, "senders", [1, 2, 0])
+
+
+@pytest.mark.slow
+@draws.examples(6)
+@given(
+    shapes=draws.trees,
+    compression=draws.compressions,
+    mean=st.sampled_from(["senders", "workers"]),
+    order=st.permutations(range(WORKERS)),
+    seed=draws.seeds,
+)
+def test_order_of_workers_of_any_tree_does_not_matter(shapes, compression, mean, order, seed):
+    assert_order_does_not_matter(shapes, compression, mean, order, seed)
+
+
 @sweep(0.1, weight_decay=[0.0, 0.1])
 def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay):
     """Five steps of its equations, with a schedule, in NumPy float64."""
@@ -125,7 +169,7 @@ def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay
     tx = demo_optax.demo_scaled(rate, compression, **options)
     rng = np.random.default_rng(0)
     params = rng.normal(size=shape).astype(np.float32)
-    state = jax.vmap(lambda _: tx.init(jnp.asarray(params)), axis_name="data")(jnp.arange(WORKERS))
+    state = jax.tree.map(lambda x: np.stack([x] * WORKERS), tx.init(params))
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="data"))
     sides, second = (4, 4), np.zeros((WORKERS, *shape))
     momenta = [oracles.to_coefficients(np.zeros(shape), sides, oracles.dct)] * WORKERS
@@ -150,8 +194,9 @@ def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay
 
 def test_a_tensor_of_which_nothing_was_heard_does_not_move():
     tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(topk=4))
-    params = {"heard": jnp.ones(3), "silent": jnp.ones((2, 2)), "empty": jnp.ones((0, 3))}
-    gradient = {"heard": jnp.ones(3), "silent": jnp.zeros((2, 2)), "empty": jnp.ones((0, 3))}
+    shapes = {"heard": (3,), "silent": (2, 2), "empty": (0, 3)}
+    params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    gradient = {**params, "silent": np.zeros((2, 2), np.float32)}
     updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
     np.testing.assert_allclose(updates["heard"], -0.1, rtol=1e-5)
     np.testing.assert_array_equal(updates["silent"], 0.0)
@@ -161,15 +206,15 @@ def test_a_tensor_of_which_nothing_was_heard_does_not_move():
 def test_rows_that_are_no_longer_heard_do_not_make_others_move_further():
     """As of an embedding whose tokens came once, or of experts that are no longer chosen."""
     tx = demo_optax.demo_scaled(0.1)
-    params = jnp.zeros((1024, 64))
+    params = np.zeros((1024, 64), np.float32)
     state, rng, sizes = tx.init(params), np.random.default_rng(0), []
     update = jax.jit(tx.update)
     for step in range(60):
         gradient = rng.normal(size=params.shape)
         if step:
             gradient[64:] = 0
-        updates, state = update(jnp.asarray(gradient, jnp.float32), state, params)
-        sizes.append(np.sqrt(np.square(updates[:64]).mean()) / 0.1)
+        updates, state = update(gradient.astype(np.float32), state, params)
+        sizes.append(np.sqrt(np.square(np.asarray(updates)[:64]).mean()) / 0.1)
     assert min(sizes) > 0.8
     assert max(sizes) < 1.4
     assert sizes[-1] < 1.1

@@ -70,7 +70,7 @@ def name_of(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_on_a_page_runs(page, capsys, compiled, monkeypatch):
+def test_python_on_a_page_runs(page, capsys, compiled, monkeypatch, annotations_unchecked):
     names = pages.run(page, monkeypatch)
     assert capsys.readouterr().out or not pages.blocks(page, "python")
     programs = re.findall(r"jit\((\w+)\)", "\n".join(compiled()))

@@ -1,6 +1,7 @@
 """Fragments of local steps beside a simulation in NumPy, and what their exchange may rely on."""
 
 import collections
+import functools
 import itertools
 
 import chex
@@ -15,10 +16,12 @@ import demo_optax
 from benchmarks.hlo import arguments_behind, collectives
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
-from tests.local_methods import local, sparse
+from tests.local_methods import layer, local, loss_of_layer, sparse
+from tests.sweeps import slow
 
 SHAPES = {"b": (16,), "w": (20, 24)}  # blocks of 8, (8, 8) and (4, 8)
 RATE = 0.25
+MESH = workers.mesh_of(4)
 
 
 def params_of_shapes():
@@ -90,9 +93,9 @@ FEW_BACK = demo_optax.TwoPhase("data", topk_back=4, residual_decay=1.0)
 
 
 def rows_of(step):
-    """A matrix of each of three workers, for a loss whose gradients depend on the parameters."""
+    """A matrix of each of four workers, for a loss whose gradients depend on the parameters."""
     random = np.random.default_rng(step + 1)
-    return {n: random.normal(size=(3, *s)).astype(np.float32) for n, s in SHAPES.items()}
+    return {n: random.normal(size=(4, *s)).astype(np.float32) for n, s in SHAPES.items()}
 
 
 def parabola(params, batch):
@@ -105,27 +108,32 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize(
-    "outer, every, count, merge, exchange",
-    [
-        ("plain", 4, 4, None, demo_optax.AllGather("data")),
-        ("nesterov", 4, 2, 0.5, demo_optax.AllGather("data")),
-        ("nesterov", 3, 3, 0.5, OWNERS),
-        ("plain", 2, 1, None, OWNERS),
-    ],
-)
-def test_fragments_follow_a_simulation(outer, every, count, merge, exchange):
-    base, rate, momentum = OUTER[outer]
+SIMULATED = {
+    "each step": ("plain", 4, 4, None, demo_optax.AllGather("data")),
+    "half a round": ("nesterov", 4, 2, 0.5, demo_optax.AllGather("data")),
+    "owners": ("nesterov", 3, 3, 0.5, OWNERS),
+    "one fragment": ("plain", 2, 1, None, OWNERS),
+}
+
+
+@functools.cache
+def simulated(name):
+    outer, every, count, merge, exchange = SIMULATED[name]
     options = dict(every=every, inner=optax.sgd(RATE), fragments=count, merge=merge)
-    tx = local(everything(base, exchange), **options)
-    mesh = workers.mesh_of(3)
-    step = demo_optax.make_train_step(parabola, tx, mesh)
-    params = params_of_shapes()
-    state = demo_optax.init_opt_state(tx, params, mesh)
+    return local(everything(OUTER[outer][0], exchange), **options)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_fragments_follow_a_simulation(name):
+    outer, every, count, merge, _ = SIMULATED[name]
+    _, rate, momentum = OUTER[outer]
+    tx = simulated(name)
+    step = workers.step_of(tx, MESH, parabola)
+    params, state = workers.initial(tx, MESH, params_of_shapes)
     masks, names = fragment_masks(count), list(SHAPES)
 
     x = {n: np.asarray(p, np.float64) for n, p in params.items()}
-    d = {n: np.zeros((3, *s)) for n, s in SHAPES.items()}
+    d = {n: np.zeros((4, *s)) for n, s in SHAPES.items()}
     trace, sent, due = {n: np.zeros(s) for n, s in SHAPES.items()}, None, 0
     for i in range(11):
         batch = rows_of(i)
@@ -157,16 +165,20 @@ def linear(params, batch):  # whose gradient is the batch
     return sum(jnp.sum(params[n] * batch[n][0]) for n in params)
 
 
+@functools.cache
+def few(exchange):
+    """Few coefficients are sent, and each step exchanges a quarter of the blocks."""
+    compression = demo_optax.Compression(4, 8, "int8", transform="identity")
+    outer = outer_of(optax.sgd(1.0), compression, exchange)
+    return local(outer, every=4, inner=optax.sgd(RATE), fragments=4)
+
+
 @pytest.mark.parametrize("exchange", [demo_optax.AllGather("data"), FEW_BACK])
 def test_nothing_of_what_the_workers_went_is_lost(exchange):
     """What is shared, with an owner, under way, and not sent yet adds up to the inner steps."""
-    compression = demo_optax.Compression(4, 8, "int8", transform="identity")
-    outer = outer_of(optax.sgd(1.0), compression, exchange)
-    tx = local(outer, every=4, inner=optax.sgd(RATE), fragments=4)
-    mesh, start = workers.mesh_of(3), params_of_shapes()
-    step = demo_optax.make_train_step(linear, tx, mesh, donate=False)
-    params, state = start, demo_optax.init_opt_state(tx, start, mesh)
-    went, before = {n: 0.0 for n in SHAPES}, state
+    step = workers.step_of(few(exchange), MESH, linear, donate=False)
+    start, state = workers.initial(few(exchange), MESH, params_of_shapes)
+    params, went, before = start, {n: 0.0 for n in SHAPES}, state
     for i in range(14):
         params, state, _ = step(params, state, rows_of(i))
         went = {n: went[n] - RATE * x for n, x in rows_of(i).items()}
@@ -197,9 +209,9 @@ def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
         axis_name="data",
     )
     tx = local(outer, every=2, inner=optax.sgd(RATE), fragments=2)
-    mesh, start = workers.mesh_of(3), params_of_shapes()
-    step = demo_optax.make_train_step(linear, tx, mesh, donate=False)
-    params, state = start, demo_optax.init_opt_state(tx, start, mesh)
+    step = workers.step_of(tx, MESH, linear, donate=False)
+    start, state = workers.initial(tx, MESH, params_of_shapes)
+    params = start
     went, participants = {n: 0.0 for n in SHAPES}, []
     for i in range(8):
         params, state, metrics = step(params, state, rows_of(i))
@@ -208,7 +220,7 @@ def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
         for n in SHAPES:  # all coefficients are sent, so that the momenta hold nothing
             total = params[n] - start[n] + np.asarray(state.displacement[n]).mean(0)
             np.testing.assert_allclose(total, went[n].mean(0), rtol=1e-4, atol=2e-5)
-    assert participants == [0, 3, 3, 0, 0, 3, 3, 3]
+    assert participants == [0, 4, 4, 0, 0, 4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +246,7 @@ def test_eight_workers_stay_bit_identical():
         return model.loss(params, batch)
 
     step = demo_optax.make_train_step(loss, tx, mesh)
-    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+    params, state = workers.initial(tx, mesh)
     losses, traced = [], 0
     for i in range(40):
         params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
@@ -255,15 +267,17 @@ def is_conditional(text):
     return " conditional(" in text[text.index("ENTRY") :]
 
 
-@pytest.mark.parametrize("every, count", [(4, 4), (4, 2)])
-def test_one_gather_of_a_fragments_bytes_waits_for_no_gradient(every, count):
-    outer = everything(optax.sgd(0.7, momentum=0.9, nesterov=True))
-    tx, mesh = local(outer, every=every, fragments=count), workers.mesh_of(4)
-    params = params_of_shapes()
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(parabola, tx, mesh)
-    batch = {n: np.ones((4, *s), np.float32) for n, s in SHAPES.items()}
-    text = step.lower(params, state, batch).compile().as_text()
+def compiled_step(name):
+    """The text of the program that was compared with the simulation."""
+    step = workers.step_of(simulated(name), MESH, parabola)
+    start = workers.initial(simulated(name), MESH, params_of_shapes)
+    return step.lower(*start, rows_of(0)).compile().as_text()
+
+
+@pytest.mark.parametrize("name", ["each step", "half a round"])
+def test_one_gather_of_a_fragments_bytes_waits_for_no_gradient(name):
+    _, every, count, _, exchange = SIMULATED[name]
+    text = compiled_step(name)
     (found,) = collectives(text)
     blocks = collections.Counter(section for _, _, section, _, _ in blocks_by_hand(SHAPES, 8, 1))
     values = sum(
@@ -271,7 +285,8 @@ def test_one_gather_of_a_fragments_bytes_waits_for_no_gradient(every, count):
         for section, number in blocks.items()
     )
     assert 4 * values < found.operand_bytes < 4 * values + 612  # a header, and 512-byte units
-    assert found.operand_bytes == demo_optax.packet_bytes(tx, params)
+    params, outer = params_of_shapes(), everything(optax.sgd(1.0), exchange)
+    assert found.operand_bytes == demo_optax.packet_bytes(simulated(name), params)
     times = demo_optax.accounting.step_times(
         params, outer.compression, 4, 1e6, compute_time=1.0, local_steps=every, fragments=count
     )
@@ -284,26 +299,19 @@ def test_one_gather_of_a_fragments_bytes_waits_for_no_gradient(every, count):
 
 
 def test_two_phases_of_a_fragment_wait_for_no_gradient():
-    tx = local(outer_of(optax.sgd(1.0), demo_optax.Compression(4, 8), OWNERS), 4, fragments=4)
-    mesh, params = workers.mesh_of(4), params_of_shapes()
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(parabola, tx, mesh)
-    batch = {n: np.ones((4, *s), np.float32) for n, s in SHAPES.items()}
-    text = step.lower(params, state, batch).compile().as_text()
+    text = compiled_step("owners")
     assert len(collectives(text)) == 2 and not is_conditional(text)
     for _, behind in arguments_behind(text):
         assert behind and not any("batch" in argument for argument in behind)
 
 
-@pytest.mark.parametrize("coding", ["int2", pytest.param("sign", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("coding", ["int2", slow("sign")])
 def test_padding_stays_zero(coding):
     base = optax.adamw(0.1, weight_decay=0.1)
     compression = demo_optax.Compression(4, 8, coding, transform="identity")
     tx = local(outer_of(base, compression), every=4, fragments=4)
-    mesh = workers.mesh_of(3)
-    step = demo_optax.make_train_step(parabola, tx, mesh)
-    params = params_of_shapes()
-    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = workers.step_of(tx, MESH, parabola)
+    params, state = workers.initial(tx, MESH, params_of_shapes)
     filled = {(s, f, r) for _, _, s, f, r in blocks_by_hand(SHAPES, 8, 4)}
     for i in range(9):
         params, state, metrics = step(params, state, rows_of(i))
@@ -326,38 +334,35 @@ def test_padding_stays_zero(coding):
 
 
 def test_a_checkpoint_inside_a_round_goes_on_to_the_last_bit(tmp_path):
-    tx, mesh = local(sparse(), every=4, fragments=2), workers.mesh_of(4)
-    params, state, _ = workers.train(tx, range(5), mesh=mesh)
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+    tx = local(sparse(), every=4, fragments=2)
+    train = functools.partial(workers.train, tx, mesh=MESH, params=layer, loss=loss_of_layer)
+    params, state, _ = train(range(5))
+    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
         checkpointer.save(5, params, state)
-        expected = workers.train(tx, range(5, 9), start=(params, state), mesh=mesh)[:2]
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        found = checkpointer.restore(model.init())
+        expected = train(range(5, 9), start=(params, state))[:2]
+    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
+        found = checkpointer.restore(layer())
     assert (int(found.opt_state.round), int(found.opt_state.mini_step)) == (1, 1)
-    ours = workers.train(tx, range(5, 9), start=found[1:3], mesh=mesh)[:2]
+    ours = train(range(5, 9), start=found[1:3])[:2]
     chex.assert_trees_all_equal(ours, expected)
 
 
-@pytest.mark.parametrize("count, exchange", [(2, demo_optax.AllGather("data")), (6, FEW_BACK)])
+@pytest.mark.parametrize("count, exchange", [slow(2, demo_optax.AllGather("data")), (6, FEW_BACK)])
 def test_other_workers_take_over_what_was_under_way(count, exchange, tmp_path):
-    compression = demo_optax.Compression(4, 8, "int8", transform="identity")
-    outer = outer_of(optax.sgd(1.0), compression, exchange)
-    tx = local(outer, every=4, fragments=4, inner=optax.sgd(RATE))
-    start = params_of_shapes()
+    tx = few(exchange)
 
     def run(mesh, steps, params, state):
-        step = demo_optax.make_train_step(linear, tx, mesh, donate=False)
+        step = workers.step_of(tx, mesh, linear, donate=False)
         for i in steps:
             number = mesh.size
             batch = {n: np.resize(x, (number, *x.shape[1:])) for n, x in rows_of(i).items()}
             params, state, metrics = step(params, state, batch)
         return params, state, metrics
 
-    mesh, other = workers.mesh_of(4), workers.mesh_of(count)
-    state = demo_optax.init_opt_state(tx, start, mesh)
-    params, before, _ = run(mesh, range(6), start, state)
-    params, state, _ = run(mesh, [6], params, before)
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+    other, start = workers.mesh_of(count), workers.initial(tx, MESH, params_of_shapes)
+    params, before, _ = run(MESH, range(6), *start)
+    params, state, _ = run(MESH, [6], params, before)
+    with Checkpointer(tmp_path, tx, MESH) as checkpointer:
         checkpointer.save(7, params, state)
     with Checkpointer(tmp_path, tx, other) as checkpointer:
         found = checkpointer.restore(params_of_shapes()).opt_state
@@ -380,12 +385,14 @@ def test_other_workers_take_over_what_was_under_way(count, exchange, tmp_path):
     assert int(metrics.exchange.participants) == count
 
 
+SPARSE = local(sparse(), every=4, fragments=4)
+
+
 def test_a_worker_that_skips_steps_and_simulated_workers():
-    tx = local(sparse(), every=4, fragments=4)
-    ends = []
-    for mesh in (workers.mesh_of(4), AbstractMesh((4,), ("data",))):
-        params, state = workers.initial(tx, mesh)
-        step = workers.step_of(tx, mesh)
+    tx, ends = SPARSE, []
+    for mesh in (MESH, AbstractMesh((4,), ("data",))):
+        params, state = workers.initial(tx, mesh, layer)
+        step = workers.step_of(tx, mesh, loss_of_layer)
         for i in range(8):
             batch = model.batch(i)
             if i == 2:
@@ -399,13 +406,13 @@ def test_a_worker_that_skips_steps_and_simulated_workers():
 
 
 def test_own_parameters_that_are_not_finite_begin_again():
-    tx, mesh = local(sparse(), every=4, fragments=4), workers.mesh_of(4)
-    params, state, _ = workers.train(tx, range(5), mesh=mesh)
+    options = dict(mesh=MESH, params=layer, loss=loss_of_layer)
+    params, state, _ = workers.train(SPARSE, range(5), **options)
     broken = jax.tree.map(lambda x: np.array(x), state.displacement)
     broken["hidden"][2] = np.inf
     shardings = jax.tree.map(lambda x: x.sharding, state.displacement)
     state = state._replace(displacement=jax.device_put(broken, shardings))
-    params, state, seen = workers.train(tx, range(5, 12), start=(params, state), mesh=mesh)
+    params, state, seen = workers.train(SPARSE, range(5, 12), start=(params, state), **options)
     participants = [int(metrics.exchange.participants) for metrics in seen]
     assert participants == [4, 3, 4, 4, 4, 4, 4]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))

@@ -1,5 +1,7 @@
 """`send` and `apply`: the two halves of an update, around any transport."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,16 +21,18 @@ from tests.by_hand import (
     by_hand,
     by_shard_map,
     gradient,
+    halves_of,
     initial,
+    rows,
     split,
 )
+from tests.sweeps import sweep
 
 
 @pytest.mark.parametrize("name", MAKE)
 def test_eight_workers_over_files_train_as_with_shard_map(name, tmp_path):
-    steps = 30 if name != "demo_muon" else 10
-    each = by_hand(name, 8, steps, tmp_path)
-    params, state = by_shard_map(name, 8, steps)
+    each = by_hand(name, 8, 12, tmp_path)
+    params, state = by_shard_map(name, 8, 12)
     for worker in each:
         assert_bit_equal(worker.params, params)
         momentum = jax.tree.map(lambda x, i=worker.number: x[i], jax.device_get(state[0].momentum))
@@ -37,42 +41,41 @@ def test_eight_workers_over_files_train_as_with_shard_map(name, tmp_path):
             assert_bit_equal(worker.state[0].metrics, state[0].metrics)
 
 
-def coefficients(tx, tree):
+PLAIN = demo_optax.decoupled_momentum(0.0, SMALL, gradient_weight=1.0)
+
+
+@jax.jit
+def coefficients(tree):
     """The coefficients of a gradient, as the momentum stores them."""
-    plain = demo_optax.decoupled_momentum(0.0, SMALL, gradient_weight=1.0)
-    outbox, state = plain.send(tree, plain.init(tree), tree)
+    outbox, state = PLAIN.send(tree, PLAIN.init(tree), tree)
     return jax.tree.map(jnp.add, state.momentum, decoded(outbox, state))
 
 
+@jax.jit
 def decoded(outbox, state):
     """What the others decode of a message, as the momentum stores it."""
     before = state._replace(momentum=jax.tree.map(jnp.zeros_like, state.momentum))
-    given_back = demo_optax.decoupled_momentum(0.0, SMALL, gradient_weight=1.0).apply(
-        jnp.zeros((1, outbox.packet.size), jnp.uint32),
-        outbox._replace(step=before.count),
-        before,
-        initial(),
-        worker=-1,
-    )
-    return given_back[1].momentum
+    missing, outbox = jnp.zeros_like(outbox.packets), outbox._replace(step=before.count)
+    return PLAIN.apply(missing, outbox, before, initial(), worker=-1)[1].momentum
 
 
 def test_the_momentum_before_is_the_momentum_after_and_the_message():
-    tx, params = split("demo"), initial()
-    found, before = gradient(params, 1), tx.init(params)
+    params, (init, send, apply) = initial(), halves_of(split("demo"))
+    found, before = gradient(params, 1), init(params)
     for _ in range(3):  # so that the momentum is not zero
-        outbox, before = tx.send(found, before, params)
-        _, before = tx.apply(outbox.packets, outbox, before, params)
-    outbox, sent = tx.send(found, before, params)
+        outbox, before = send(found, before, params, worker=0)
+        _, before = apply(rows(outbox.packet), outbox, before, params, worker=0)
+    outbox, sent = send(found, before, params, worker=0)
     message = decoded(outbox, sent[0])
     accumulated = jax.tree.map(
-        lambda m, c: 0.9 * m + 1e-2 * c, before[0].momentum, coefficients(tx, found)
+        lambda m, c: 0.9 * m + 1e-2 * c, before[0].momentum, coefficients(found)
     )
     together = jax.tree.map(jnp.add, sent[0].momentum, message)
     chex.assert_trees_all_close(together, accumulated, atol=2e-7)
-    _, counted = tx.apply(outbox.packets, outbox, sent, params)
+    packets = rows(outbox.packet)
+    _, counted = apply(packets, outbox, sent, params, worker=0)
     assert_bit_equal(counted[0].momentum, sent[0].momentum)
-    _, missed = tx.apply(jnp.zeros_like(outbox.packets), outbox, sent, params, worker=-1)
+    _, missed = apply(np.zeros_like(packets), outbox, sent, params, worker=-1)
     assert_bit_equal(missed[0].momentum, together)  # one rounding
 
 
@@ -81,15 +84,14 @@ def test_workers_that_miss_steps_join_and_follow_stay_equal():
     each = [Worker(tx, i, params) for i in range(4)]
     for step in range(12):
         if step == 6:  # the state of the shared half comes from another worker
-            fresh, shared = tx.init(params), each[0].state
+            fresh, shared = Worker(tx, 3, params).state, each[0].state
             momentum = fresh[0]._replace(count=shared[0].count, metrics=shared[0].metrics)
             each[3] = Worker(tx, 3, each[0].params, (momentum, *shared[1:]))
-        packets = np.zeros((4, each[0].tx.empty_outbox(params).packet.size), np.uint32)
-        for worker in each:
-            if worker.number == 2 and step == 5:
-                worker.follow()
-            else:
-                packets[worker.number] = worker.prepare(step)
+        sent = [worker.prepare(step) for worker in each if (worker.number, step) != (2, 5)]
+        if step == 5:
+            each[2].follow()
+            sent.insert(2, np.zeros_like(sent[0]))
+        packets = rows(*sent)
         late = {1: step in (2, 3, 8), 2: step == 5, 3: 3 <= step < 6}
         for number, is_late in late.items():
             packets[number] *= not is_late
@@ -103,12 +105,12 @@ def test_workers_that_miss_steps_join_and_follow_stay_equal():
         assert int(each[0].state[0].metrics.participants) == 4 - sum(late.values())
 
 
-@pytest.mark.parametrize("name", ["demo_scaled", "demo_muon"])
+@sweep("demo_muon", name=["demo_scaled", "demo_muon"])
 def test_a_delay_by_hand_is_a_gradient_taken_before_apply(name):
     """A look-ahead leads to where the message under way would lead, too."""
     tx, params = split(name), initial()
     delayed = MAKE[name](exchange=demo_optax.Delayed(demo_optax.AllGather()))
-    worker, state, ours = Worker(tx, 0, params), delayed.init(params), params
+    worker, state, ours = Worker(tx, 0, params), jax.jit(delayed.init)(params), params
     worker.prepare(0)
     update = jax.jit(delayed.update)
 
@@ -117,7 +119,7 @@ def test_a_delay_by_hand_is_a_gradient_taken_before_apply(name):
 
     for step in range(8):
         found = gradient_of(worker.params, worker.state, step + 1)
-        worker.finish(np.asarray(worker.outbox.packets))
+        worker.finish(rows(worker.outbox.packet))
         worker.outbox, worker.state = worker.send(found, worker.state, worker.params, worker=0)
         updates, state = update(gradient_of(ours, state, step), state, ours)
         ours = optax.apply_updates(ours, updates)
@@ -126,7 +128,7 @@ def test_a_delay_by_hand_is_a_gradient_taken_before_apply(name):
 
 
 def test_both_halves_in_a_scan_and_with_donated_states():
-    tx, params = split("demo_muon"), initial()
+    tx, params, init = split("demo_muon"), initial(), halves_of(split("demo_muon"))[0]
 
     def step(carry, number):
         params, state = carry
@@ -136,15 +138,15 @@ def test_both_halves_in_a_scan_and_with_donated_states():
         return (optax.apply_updates(params, updates), state), outbox.step
 
     scanned = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(5)), donate_argnums=0)
-    (there, state), steps = scanned((params, tx.init(params)))
+    (there, state), steps = scanned((params, init(params)))
     assert steps.tolist() == [*range(5)] and int(state[0].sent) == -1
-    here, taken = (initial(), tx.init(initial())), jax.jit(step, donate_argnums=0)
+    here, taken = (initial(), init(initial())), jax.jit(step, donate_argnums=0)
     for number in range(5):
         here, _ = taken(here, jnp.int32(number))
     chex.assert_trees_all_close(there, here[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["demo_scaled", "demo_muon"])
+@sweep("demo_muon", name=["demo_scaled", "demo_muon"])
 def test_two_shards_a_worker(name):
     """Each device builds the packet of its shards, and gets the packets of the same shards."""
     number, specs = 2, {"b": P(), "w": P("fsdp")}
@@ -194,20 +196,16 @@ def test_two_shards_a_worker(name):
     assert len(set(losses)) == len(losses)
 
 
-def test_rounds_of_local_steps_by_hand(tmp_path):
-    outer = MAKE["demo"]
-    params = initial()
+@functools.cache
+def rounds(axis_name=None):
+    outer = MAKE["demo"](axis_name=axis_name)
+    return demo_optax.local_steps(optax.sgd(1e-2), outer, every=3, axis_name=axis_name)
 
-    def rounds(exchange, axis_name=None):
-        return demo_optax.local_steps(
-            optax.sgd(1e-2), outer(exchange=exchange), every=3, axis_name=axis_name
-        )
 
-    tx, number = rounds(demo_optax.AllGather()), 4
-    each = [Worker(tx, i, params) for i in range(number)]
-    stacked = demo_optax.stack_workers(
-        rounds(demo_optax.AllGather("data"), "data"), workers.mesh_of(number)
-    )
+def test_rounds_of_local_steps_by_hand():
+    params, number = initial(), 4
+    each = [Worker(rounds(), i, params) for i in range(number)]
+    stacked = demo_optax.stack_workers(rounds("data"), workers.mesh_of(number))
     update, state, ours = jax.jit(stacked.update), stacked.init(params), params
     for step in range(9):
         places = jax.device_get(demo_optax.local_parameters(ours, state))
@@ -217,7 +215,7 @@ def test_rounds_of_local_steps_by_hand(tmp_path):
         ]
         updates, state = update(jax.tree.map(lambda *x: np.stack(x), *found), state, ours)
         ours = optax.apply_updates(ours, updates)
-        packets = np.stack([worker.prepare(step) for worker in each])
+        packets = rows(*[worker.prepare(step) for worker in each])
         assert packets.any() == (step % 3 == 2)
         if step % 3 == 2:
             for worker in each:
@@ -226,17 +224,17 @@ def test_rounds_of_local_steps_by_hand(tmp_path):
 
 
 def test_in_a_round_apply_changes_nothing_and_a_follower_keeps_pace():
-    tx, params = demo_optax.local_steps(optax.sgd(1e-2), MAKE["demo"](), every=3), initial()
-    each = [Worker(tx, i, params) for i in range(2)]
+    params = initial()
+    each = [Worker(rounds(), i, params) for i in range(2)]
     for step in range(9):
-        packets = np.stack([worker.prepare(step) for worker in each])
+        packets = rows(*[worker.prepare(step) for worker in each])
         if step == 5:  # this worker comes too late for the last step of the second round
             packets[1] = 0
         for worker in each:
             worker.finish(packets)
         assert int(each[0].state.outer[0].count) == (step + 1) // 3
         assert_bit_equal(each[0].params, each[1].params)
-    late, mine = Worker(tx, 1, params), each[0]
+    late, mine = Worker(rounds(), 1, params), each[0]
     late.state = late.state._replace(mini_step=jnp.int32(2))
     late.follow()
     late.finish(np.zeros_like(packets))
@@ -244,12 +242,11 @@ def test_in_a_round_apply_changes_nothing_and_a_follower_keeps_pace():
 
 
 def test_both_halves_compile_once(compiled):
-    tx, params = split("demo_scaled"), initial()
-    send, apply = jax.jit(tx.send), jax.jit(tx.apply)
-    state = jax.device_put(tx.init(params))
+    params, (init, send, apply) = initial(), halves_of(MAKE["demo_scaled"]())
+    state = init(params)
     for step in range(4):
         outbox, state = send(gradient(params, step), state, params, worker=step % 2)
-        packets = jnp.zeros((2, outbox.packet.size), jnp.uint32).at[step % 2].set(outbox.packet)
+        packets = np.roll(rows(outbox.packet), step % 2, axis=0)
         updates, state = apply(packets, outbox, state, params, worker=step % 2)
         params = optax.apply_updates(params, updates)
         names = compiled()

@@ -1,5 +1,6 @@
 """Local steps: DiLoCo and SparseLoCo beside a simulation in NumPy, and what workers may rely on."""
 
+import functools
 import re
 
 import chex
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from benchmarks.hlo import collectives
 from tests import model, oracles, workers
-from tests.local_methods import BOTH, MESH, dense, local, sparse, train
+from tests.local_methods import BOTH, dense, local, sparse, train
 from tests.sweeps import sweep
 
 # --- a simulation in NumPy of least squares with three workers
@@ -163,27 +164,31 @@ def test_what_is_exchanged_is_what_the_workers_went_and_nothing_of_it_is_lost():
         np.testing.assert_allclose(before[n] - params[n], 0.9 * sent.mean(0), atol=1e-6)
 
 
-@sweep("sparseloco", name=BOTH)
-def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
-    mesh, tx = workers.mesh_of(8), BOTH[name]
-    step = demo_optax.make_train_step(model.loss, tx, mesh)
-    params, state = model.init(), demo_optax.init_opt_state(tx, model.init(), mesh)
+EIGHT = workers.mesh_of(8)
+
+
+@functools.cache
+def scanned(name):
+    """A program of 25 steps of eight workers."""
+    step = workers.step_of(BOTH[name], EIGHT)
     batches = jax.tree.map(lambda *x: np.stack(x), *[model.batch(i) for i in range(25)])
 
-    @jax.jit
-    def run(params, state):
-        def body(carry, batch):
-            *carry, metrics = step(*carry, batch)
-            return tuple(carry), metrics.loss.mean()
+    def body(carry, batch):
+        *carry, metrics = step(*carry, batch)
+        return tuple(carry), metrics.loss.mean()
 
-        return jax.lax.scan(body, (params, state), batches)
+    return jax.jit(lambda carry: jax.lax.scan(body, carry, batches))
 
+
+@sweep("sparseloco", name=BOTH)
+def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
+    params, state = workers.initial(BOTH[name], EIGHT)
     for _ in range(8):
-        (params, state), losses = jax.block_until_ready(run(params, state))
+        (params, state), losses = jax.block_until_ready(scanned(name)((params, state)))
     assert losses[-1] < 0.5
     for leaf in jax.tree.leaves(params):
         assert len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}) == 1
-    assert demo_optax.check_replicas((params, state), mesh) == ()
+    assert demo_optax.check_replicas((params, state), EIGHT) == ()
     own = demo_optax.local_parameters(
         jax.tree.map(lambda x: np.broadcast_to(x, (8, *x.shape)), params), state
     )
@@ -206,17 +211,9 @@ def test_inner_steps_may_accumulate():
 
 
 @sweep("sparseloco", name=BOTH)
-def test_a_scan_over_a_round_is_its_steps_to_the_bit(name):
-    tx = BOTH[name]
-    step = workers.step_of(tx, MESH)
-    batches = jax.tree.map(lambda *x: np.stack(x), *[model.batch(i) for i in range(3)])
-    start = workers.initial(tx, MESH)
-
-    @jax.jit
-    def a_round(*carry):
-        return jax.lax.scan(lambda carry, batch: (step(*carry, batch)[:2], ()), carry, batches)[0]
-
-    chex.assert_trees_all_equal(a_round(*start), train(tx, range(3))[:2])
+def test_a_scan_over_rounds_is_their_steps_to_the_bit(name):
+    carry, _ = scanned(name)(workers.initial(BOTH[name], EIGHT))
+    chex.assert_trees_all_equal(carry, train(BOTH[name], range(25), mesh=EIGHT)[:2])
 
 
 @sweep(("sparseloco", "sharded"), name=BOTH, inside=["alone", "sharded"])

@@ -1,5 +1,6 @@
 """Gradients that a worker takes where its own momentum would lead."""
 
+import functools
 import itertools
 
 import jax
@@ -12,9 +13,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed
+from tests.sweeps import sweep
 
 WORKERS, SIZE, K, DECAY, RATE, WEIGHT = 4, 16, 3, 0.8, 0.3, 0.7
 COMPRESSION = Compression(K, SIZE, transform="identity")
+SHARED = np.zeros(SIZE, np.float32)
 
 
 def centres():
@@ -42,7 +45,18 @@ def expected(steps, look_ahead, delay):
     return x
 
 
-def trained(steps, look_ahead, delay, mesh):
+MESHES = {
+    "devices": jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS]),
+    "simulated": AbstractMesh((WORKERS,), ("data",)),
+}
+
+
+def loss_fn(x, centre):
+    return 0.5 * jnp.sum(jnp.square(x - centre[0]))
+
+
+@functools.cache
+def step_and_state(look_ahead, delay, mesh):
     gather = AllGather("data")
     tx = demo_optax.decoupled(
         optax.sgd(RATE),
@@ -53,29 +67,28 @@ def trained(steps, look_ahead, delay, mesh):
         look_ahead=look_ahead,
         exchange=Delayed(gather) if delay else gather,
     )
+    step = demo_optax.make_train_step(loss_fn, tx, MESHES[mesh], donate=False)
+    return step, demo_optax.init_opt_state(tx, SHARED, MESHES[mesh])
 
-    def loss(x, centre):
-        return 0.5 * jnp.sum(jnp.square(x - centre[0]))
 
-    params = jnp.zeros(SIZE)
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(loss, tx, mesh, donate=False)
+def trained(steps, look_ahead, delay, mesh):
+    params, (step, state) = SHARED, step_and_state(look_ahead, delay, mesh)
     for _ in range(steps):
         params, state, _ = step(params, state, centres())
     return np.asarray(params), state
 
 
-MESHES = {
-    "devices": lambda: jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[:WORKERS]),
-    "simulated": lambda: AbstractMesh((WORKERS,), ("data",)),
-}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("look_ahead", [None, 1.0, 1.5])
+@sweep(
+    (1.0, 0, "devices"),
+    (1.5, 1, "devices"),
+    (None, 1, "simulated"),
+    (1.5, 0, "simulated"),
+    look_ahead=[None, 1.0, 1.5],
+    delay=[0, 1],
+    mesh=MESHES,
+)
 def test_training_follows_the_equation(look_ahead, delay, mesh):
-    params, _ = trained(7, look_ahead, delay, MESHES[mesh]())
+    params, _ = trained(7, look_ahead, delay, mesh)
     wanted = expected(7, look_ahead or 0.0, delay)
     np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-6)
     if look_ahead:
@@ -83,7 +96,7 @@ def test_training_follows_the_equation(look_ahead, delay, mesh):
 
 
 def test_the_displacement_is_each_workers_own():
-    params, state = trained(3, 1.0, 0, MESHES["devices"]())
+    params, state = trained(3, 1.0, 0, "devices")
     local = demo_optax.local_parameters(params, state)
     assert local.shape == (WORKERS, SIZE)
     assert state[2].displacement.sharding.spec[0] == "data"
@@ -91,16 +104,12 @@ def test_the_displacement_is_each_workers_own():
 
 
 def test_a_worker_that_skips_a_step_takes_its_next_gradient_at_the_shared_parameters():
-    mesh = MESHES["devices"]()
-    _, state = trained(3, 1.0, 0, mesh)
     tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0, axis_name="data")
-    stacked = demo_optax.stack_workers(tx, mesh)
-    params = jnp.zeros(SIZE)
-    state = stacked.init(params)
+    stacked = demo_optax.stack_workers(tx, MESHES["devices"])
     gradients, update = centres(), jax.jit(stacked.update)
-    _, state = update(gradients, state, params)
+    _, state = update(gradients, stacked.init(SHARED), SHARED)
     gradients[1] = np.nan
-    _, after = update(gradients, state, params)
+    _, after = update(gradients, state, SHARED)
     before, now = (np.asarray(x[2].displacement) for x in (state, after))
     assert not now[1].any() and before[1].any() and (now[0] != before[0]).any()
     before, now = (np.asarray(x[0].momentum) for x in (state, after))
@@ -108,7 +117,7 @@ def test_a_worker_that_skips_a_step_takes_its_next_gradient_at_the_shared_parame
 
 
 def test_parameters_of_other_optimizers_stay_where_they_are():
-    mesh = MESHES["devices"]()
+    mesh = MESHES["devices"]
     parts = {
         "near": demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0, axis_name="data"),
         "far": demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=9.0, axis_name="data"),
@@ -116,7 +125,7 @@ def test_parameters_of_other_optimizers_stay_where_they_are():
     }
     names = {"x": "near", "y": "far", "z": "frozen"}
     tx = optax.partition(parts, names)
-    params = {name: jnp.zeros(SIZE) for name in names}
+    params = {name: np.zeros(SIZE, np.float32) for name in names}
     state = demo_optax.init_opt_state(tx, params, mesh)
 
     def loss(params, centre):
@@ -135,11 +144,8 @@ def test_parameters_of_other_optimizers_stay_where_they_are():
 
 
 def test_stacked_gradients_are_taken_ahead_as_well():
-    mesh = MESHES["devices"]()
-    params, state = trained(3, 1.5, 1, mesh)
-    gradients = demo_optax.worker_gradients(
-        lambda x, centre: 0.5 * jnp.sum(jnp.square(x - centre[0])), mesh
-    )
+    params, state = trained(3, 1.5, 1, "devices")
+    gradients = demo_optax.worker_gradients(loss_fn, MESHES["devices"])
     taken = jax.jit(lambda *args, state: gradients(*args, opt_state=state))
     found = taken(params, centres(), state=state).gradients
     local = np.asarray(demo_optax.local_parameters(params, state))
@@ -162,13 +168,13 @@ def test_local_steps_refuse_it_before_a_base_that_is_not_linear(outer):
 
 def test_a_worker_comes_back_from_where_its_loss_has_no_gradient():
     tx = demo_optax.demo_scaled(0.05, COMPRESSION, look_ahead=1.0)
-    params, steps = jnp.zeros(SIZE), []
-    state = tx.init(params)
+    params, steps = SHARED, []
+    state, update = tx.init(params), jax.jit(tx.update)
     for _ in range(6):
-        is_shared = jnp.all(demo_optax.local_parameters(params, state) == params)
-        gradient = jnp.where(is_shared, params - centres()[0], jnp.nan)
-        updates, state = tx.update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
+        is_shared = np.all(demo_optax.local_parameters(params, state) == params)
+        gradient = np.where(is_shared, params - centres()[0], np.float32(np.nan))
+        updates, state = update(gradient, state, params)
+        params = params + np.asarray(updates)
         steps.append(int(state[0].metrics.participants))
     assert steps == [1, 0, 1, 0, 1, 0]
 
@@ -180,36 +186,36 @@ def test_a_worker_comes_back_from_a_gradient_that_its_preconditioner_refuses():
     base = optax.sgd(9.0)
     options = dict(gradient_weight=1.0, precondition=optax.stateless(refuse), look_ahead=1.0)
     tx = demo_optax.decoupled(base, COMPRESSION, decay=0.5, **options)
-    params = jnp.zeros(SIZE)
-    state, steps = tx.init(params), []
+    state, update, steps = tx.init(SHARED), jax.jit(tx.update), []
     for _ in range(8):
-        gradient = demo_optax.local_parameters(params, state) + centres()[0]
-        _, state = tx.update(gradient, state, params)
+        gradient = np.asarray(demo_optax.local_parameters(SHARED, state)) + centres()[0]
+        _, state = update(gradient, state, SHARED)
         steps.append(int(state[0].metrics.participants))
     assert 0 in steps and (0, 0) not in itertools.pairwise(steps)
 
 
 def test_a_worker_comes_back_from_a_displacement_that_overflows():
     tx = demo_optax.decoupled(optax.sgd(1.0), COMPRESSION, gradient_weight=1e5, look_ahead=1.0)
-    params = jnp.zeros(SIZE, jnp.float16)
-    state = tx.init(params)
-    _, state = tx.update(jnp.asarray(centres()[0], jnp.float16), state, params)
+    params = SHARED.astype(np.float16)
+    state, update = tx.init(params), jax.jit(tx.update)
+    _, state = update(centres()[0].astype(np.float16), state, params)
     assert not np.isfinite(state[2].displacement).all()
-    gradient = jnp.full(SIZE, jnp.nan, jnp.float16)
-    _, state = tx.update(gradient, state, params)
+    _, state = update(np.full_like(params, np.nan), state, params)
     assert not np.asarray(state[2].displacement).any()
 
 
 def test_the_state_of_a_wrapped_model_gives_its_own_parameters():
     class Boxed(nnx.Module):
         def __init__(self):
-            self.kernel = nnx.Param(jnp.zeros((4, SIZE)))
+            self.kernel = nnx.Param(jnp.zeros(SIZE))
 
     tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0)
     model = Boxed()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    gradient = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    optimizer.update(model, gradient)
+    gradient = jax.tree.map(np.ones_like, nnx.state(model, nnx.Param))
+    nnx.jit(lambda model, optimizer, gradient: optimizer.update(model, gradient))(
+        model, optimizer, gradient
+    )
     params = nnx.state(model, nnx.Param)
     local = demo_optax.local_parameters(params, optimizer.opt_state)
     pure = demo_optax.local_parameters(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))
@@ -220,9 +226,9 @@ def test_the_state_of_a_wrapped_model_gives_its_own_parameters():
 
 def test_paths_that_read_the_same_are_not_the_same():
     tx = demo_optax.demo_scaled(0.1, demo_optax.Compression(1), look_ahead=1.0)
-    params = {"a/b": jnp.zeros(4), "a": {"b": jnp.zeros(4)}}
-    gradient = {"a/b": jnp.array([4.0, 1, 0, 0]), "a": {"b": jnp.array([0.0, 0, -4, 1])}}
-    _, state = tx.update(gradient, tx.init(params), params)
+    gradient = {"a/b": np.float32([4, 1, 0, 0]), "a": {"b": np.float32([0, 0, -4, 1])}}
+    params = jax.tree.map(np.zeros_like, gradient)
+    _, state = jax.jit(tx.update)(gradient, tx.init(params), params)
     own = demo_optax.local_parameters(params, state)
     jax.tree.map(np.testing.assert_array_equal, own, state[2].displacement)
     assert not np.array_equal(own["a/b"], own["a"]["b"])
@@ -237,13 +243,14 @@ def test_without_displaced_parameters_they_are_the_shared_ones():
 def test_a_state_without_workers_is_refused_by_stacked_gradients():
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
     tx = demo_optax.demo_scaled(0.1, look_ahead=1.0, axis_name="data")
-    params = {"w": jnp.ones((4, 4))}
+    params = {"w": np.ones((4, 4), np.float32)}
     gradients = demo_optax.worker_gradients(lambda p, x: jnp.sum(x @ p["w"]), mesh)
     state = demo_optax.demo_scaled(0.1, look_ahead=1.0).init(params)
     with pytest.raises(ValueError, match=r"parameter w .*demo_optax\.init_opt_state"):
-        gradients(params, jnp.ones((2, 4)), opt_state=state)
+        gradients(params, np.ones((2, 4), np.float32), opt_state=state)
     state = demo_optax.init_opt_state(tx, params, mesh)
-    assert gradients(params, jnp.ones((2, 4)), opt_state=state).loss.shape == (2,)
+    found = jax.jit(lambda *args, state: gradients(*args, opt_state=state))
+    assert found(params, np.ones((2, 4), np.float32), state=state).loss.shape == (2,)
 
 
 def test_parameters_of_another_structure_are_refused():
@@ -256,10 +263,10 @@ def test_parameters_of_another_structure_are_refused():
 def test_it_may_be_a_hyperparameter():
     tx = optax.inject_hyperparams(demo_optax.demo_scaled, static_args=("compression", "exchange"))
     tx = tx(1e-2, COMPRESSION, look_ahead=2.0)
-    state = tx.init(jnp.zeros(SIZE))
-    _, far = tx.update(jnp.asarray(centres()[0]), state, jnp.zeros(SIZE))
+    state, update = tx.init(SHARED), jax.jit(tx.update)
+    _, far = update(centres()[0], state, SHARED)
     state.hyperparams["look_ahead"] = jnp.float32(1.0)
-    _, near = tx.update(jnp.asarray(centres()[0]), state, jnp.zeros(SIZE))
+    _, near = update(centres()[0], state, SHARED)
     far, near = (x.inner_state[2].displacement for x in (far, near))
     assert np.abs(near).max() > 1e-3
     np.testing.assert_allclose(far, 2 * near, rtol=1e-6)

@@ -8,14 +8,15 @@ import pytest
 import demo_optax
 from demo_optax._src.arrays import round_stochastically
 
-STEPS = 1000
+STEPS, DECAY = 1000, 0.999
 NOTHING_SENT = 1e-30  # of what is selected leaves the momentum
 
 
-def momenta_after(steps, gradient, start, decay):
+@jax.jit
+def momenta_after(gradient, start):
     """One large block's stored coefficients after equal gradients, hardly anything taken out."""
     tx = demo_optax.decoupled_momentum(
-        decay,
+        DECAY,
         demo_optax.Compression(1, transform="identity"),
         gradient_weight=1.0,
         subtraction_factor=NOTHING_SENT,
@@ -23,20 +24,23 @@ def momenta_after(steps, gradient, start, decay):
     )
     state = tx.init(gradient)
     state = state._replace(momentum=jnp.full_like(state.momentum, start))
-    update = jax.jit(lambda s, _: (tx.update(gradient, s)[1], None))
-    state, _ = jax.lax.scan(update, state, length=steps)
-    return np.asarray(state.momentum, np.float32)
+
+    def update(state, _):
+        return tx.update(gradient, state)[1], None
+
+    state, _ = jax.lax.scan(update, state, length=STEPS)
+    return state.momentum.astype(jnp.float32)
 
 
 def test_a_momentum_of_ones_decays_on_average_as_in_float32():
-    found = momenta_after(STEPS, jnp.zeros((64, 64)), start=1.0, decay=0.999)
-    np.testing.assert_allclose(found.mean(), 0.999**STEPS, rtol=0.02)
+    found = momenta_after(np.zeros((64, 64), np.float32), 1.0)
+    np.testing.assert_allclose(found.mean(), DECAY**STEPS, rtol=0.02)
 
 
 def test_what_waits_grows_on_average_as_in_float32():
     gradient = 0.001
-    found = momenta_after(STEPS, jnp.full((64, 64), gradient), start=0.0, decay=0.999)
-    expected = gradient * (1 - 0.999**STEPS) / (1 - 0.999)
+    found = momenta_after(np.full((64, 64), gradient, np.float32), 0.0)
+    expected = gradient * (1 - DECAY**STEPS) / (1 - DECAY)
     np.testing.assert_allclose(found.mean(), expected, rtol=0.02)
 
 
@@ -58,7 +62,7 @@ def test_no_two_workers_round_alike():
         0.9, demo_optax.Compression(1), axis_name="data", momentum_dtype="bfloat16"
     )
     gradient = jnp.full((2, 64, 64), 1 / 3).at[:].multiply(jnp.linspace(1, 2, 64))
-    state = jax.vmap(lambda _: tx.init(gradient[0]))(jnp.arange(2))
+    state = jax.tree.map(lambda x: np.stack([x, x]), tx.init(gradient[0]))
     update = jax.jit(jax.vmap(tx.update, axis_name="data"))
     first, second = np.asarray(update(gradient, state)[1].momentum, np.float32)
     assert 0.1 < np.mean(first != second) < 0.9

@@ -16,13 +16,34 @@ from tests import workers
 
 # One bit makes a sign of what is zero but for rounding, and the suite compares two programs.
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4", selection="bins")
+SCALED = ("demo_scaled", {"learning_rate": 1e-3, "compression": FOUR_BITS})
+MUON = ("demo_muon", {"learning_rate": 1e-3, "compression": FOUR_BITS})
+DEMO, SIGNUM = ((name, {"learning_rate": 1e-3}) for name in ("demo", "demo_signum"))
+SGD, ADAMW = ("demo_sgd", {"learning_rate": 1e-1}), ("demo_adamw", {"learning_rate": 1e-2})
+
+# Steps of fixed size cannot follow Rosenbrock's valley.
+ALL_BUT_ROSENBROCK = ("_setup_parabola", "_setup_matrix_parabola", "_setup_mixed_tensor_target")
+TARGETS = (*ALL_BUT_ROSENBROCK, "_setup_rosenbrock")
 
 
-def contract(*optimizers, without=()):
+def compiled_factory(name):
+    """Our optimizer; its update is compiled also where the suite calls it without ``jax.jit``."""
+    ours = getattr(demo_optax, name)
+
+    @functools.wraps(ours)
+    def made(*args, **options):
+        tx = ours(*args, **options)
+        return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+
+    return made
+
+
+def contract(*optimizers, targets=TARGETS, targets_alone=False):
     """A fresh copy of the suite's module, made for these optimizers alone.
 
     The suite hands its lists of optimizers to ``parameterized.product`` while its class is made:
-    that is where ours take their place, and where the targets named in ``without`` are left out.
+    that is where ours take their place, and where the targets that are not named are left out.
+    With ``targets_alone`` no other tests are left.
     """
     entries = tuple(
         dict(opt_name=name, opt_kwargs=kwargs, wrapper_name=None, wrapper_kwargs=None)
@@ -31,15 +52,19 @@ def contract(*optimizers, without=()):
     product = parameterized.product
 
     def product_for_ours(*lists, **grid):
+        if targets_alone and "target" not in grid:
+            return lambda test: None
         if "target" in grid:
-            grid["target"] = tuple(t for t in grid["target"] if t.__name__ not in without)
+            grid["target"] = tuple(t for t in grid["target"] if t.__name__ in targets)
+        if "wrap" in grid:
+            grid["wrap"] = (False,)  # ours have no wrapper
         return product(*[entries for _ in lists], **grid)
 
     spec = importlib.util.find_spec("optax.contrib._common_test")
     suite = importlib.util.module_from_spec(spec)
     with mock.patch.object(parameterized, "product", product_for_ours):
         spec.loader.exec_module(suite)
-    suite._get_opt_factory = functools.partial(getattr, demo_optax)
+    suite._get_opt_factory = compiled_factory
     return suite.ContribTest
 
 
@@ -50,27 +75,32 @@ class NothingSkipped:
         self.fail(reason)
 
 
-class TestAll(
-    NothingSkipped,
-    contract(
-        ("demo_adamw", {"learning_rate": 1e-2}),
-        ("demo_sgd", {"learning_rate": 1e-1}),
-    ),
-):
+class TestAll(NothingSkipped, contract(ADAMW)):
     pass
 
 
 @pytest.mark.filterwarnings("ignore:demo_muon takes parameter")  # of three dimensions
-class TestAllButRosenbrock(
+class TestAllButRosenbrock(NothingSkipped, contract(MUON, targets=ALL_BUT_ROSENBROCK)):
+    pass
+
+
+class TestOneTarget(
     NothingSkipped,
-    # Steps of fixed size cannot follow Rosenbrock's valley.
     contract(
-        ("demo", {"learning_rate": 1e-3}),
-        ("demo_scaled", {"learning_rate": 1e-3, "compression": FOUR_BITS}),
-        ("demo_signum", {"learning_rate": 1e-3}),
-        ("demo_muon", {"learning_rate": 1e-3, "compression": FOUR_BITS}),
-        without=("_setup_rosenbrock",),
+        DEMO, SCALED, SGD, SIGNUM, targets=("_setup_mixed_tensor_target",), targets_alone=True
     ),
+):
+    """Whatever these share with the two above is tested there."""
+
+
+@pytest.mark.slow
+class TestAllOfOthers(NothingSkipped, contract(SGD)):
+    pass
+
+
+@pytest.mark.slow
+class TestAllButRosenbrockOfOthers(
+    NothingSkipped, contract(DEMO, SCALED, SIGNUM, targets=ALL_BUT_ROSENBROCK)
 ):
     pass
 

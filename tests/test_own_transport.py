@@ -1,6 +1,7 @@
 """The example of `send` and `apply` over files and pipes trains as eight workers of one job do."""
 
-import multiprocessing
+import functools
+import multiprocessing.dummy
 from concurrent.futures import ThreadPoolExecutor
 
 import chex
@@ -12,6 +13,7 @@ import pytest
 import demo_optax
 import own_transport
 from tests import workers
+from tests.sweeps import slow
 
 WORKERS, STEPS = 8, 5
 
@@ -37,6 +39,15 @@ def of_one_job():
     return jax.device_get(params)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_optimizer():
+    """Eight threads train with the same programs, which a first worker compiles for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_transport, "optimizer", functools.cache(own_transport.optimizer))
+        own_transport.train(lambda step, packet: np.stack([packet] * WORKERS), 0, 2)
+        yield
+
+
 def train_all(transports):
     numbers, steps = range(len(transports)), [STEPS] * len(transports)
     with ThreadPoolExecutor(len(transports)) as threads:
@@ -59,7 +70,10 @@ def test_over_pipes(of_one_job):
         chex.assert_trees_all_equal(params, of_one_job)
 
 
-def test_as_processes(capsys, monkeypatch):
+@pytest.mark.parametrize("kind", ["threads", slow("processes")])
+def test_the_command(kind, capsys, monkeypatch):
+    if kind == "threads":  # which start at once, and need not compile
+        monkeypatch.setattr(multiprocessing, "get_context", lambda _: multiprocessing.dummy)
     monkeypatch.setattr("sys.argv", ["own_transport.py", "--workers", "2", "--steps", "3"])
     own_transport.main()
     printed = capsys.readouterr().out.splitlines()

@@ -9,6 +9,7 @@ import pytest
 import demo_optax
 from demo_optax import Compression
 from tests import workers
+from tests.sweeps import sweep
 
 BASES = {
     "adamw": lambda rate: demo_optax.demo_adamw(rate, Compression(4), decay=0.0, weight_decay=0.1),
@@ -23,6 +24,7 @@ BASES = {
 
 
 def steps(tx, gradients, params):
+    # `jax.jit` finds the program again where the same optimizer comes with the same shapes.
     update, state, found = jax.jit(tx.update), tx.init(params), []
     for gradient in gradients:
         updates, state = update(gradient, state, params)
@@ -32,10 +34,10 @@ def steps(tx, gradients, params):
 
 @pytest.mark.parametrize("name", BASES)
 def test_a_base_stays_where_it_is_on_a_step_of_nobody(name):
-    params = jnp.linspace(0.5, 1.5, 12).reshape(3, 4)
-    gradients = [params, params * jnp.nan, params * 2]
-    found, state = steps(BASES[name](0.1), gradients, params)
-    expected, without = steps(BASES[name](0.1), [gradients[0], gradients[2]], params)
+    tx, params = BASES[name](0.1), np.linspace(0.5, 1.5, 12, dtype=np.float32).reshape(3, 4)
+    gradients = [params, params * np.float32(np.nan), params * 2]
+    found, state = steps(tx, gradients, params)
+    expected, without = steps(tx, [gradients[0], gradients[2]], params)
     np.testing.assert_array_equal(found[1], 0.0)
     np.testing.assert_allclose(found[2], expected[1], rtol=1e-6)
     held = [x for x in jax.tree.leaves(state[1]) if x.ndim]
@@ -52,9 +54,9 @@ def test_the_example_of_the_fault():
 
 @pytest.mark.parametrize("name", ["adamw", "injected"])
 def test_schedules_count_every_step(name):
-    params = jnp.ones((3, 4))
+    params = np.ones((3, 4), np.float32)
     rate = optax.piecewise_constant_schedule(0.1, {2: 10.0})
-    found, state = steps(BASES[name](rate), [params, params * jnp.nan, params], params)
+    found, state = steps(BASES[name](rate), [params, params * np.float32(np.nan), params], params)
     assert np.abs(found[2]).max() > 5 * np.abs(found[0]).max()
     assert state[0].count == 3
 
@@ -69,27 +71,38 @@ def test_both_learning_rates_of_the_first_version_see_the_same_step():
     np.testing.assert_allclose(state[0].metrics.sent_share, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["demo_scaled", "demo_adamw", "demo_muon"])
+@sweep(
+    ("demo_scaled", jnp.bfloat16),
+    ("demo_adamw", jnp.bfloat16),
+    ("demo_muon", jnp.float16),
+    name=["demo_scaled", "demo_adamw", "demo_muon"],
+    dtype=[jnp.bfloat16, jnp.float16],
+)
 def test_second_moments_are_float32(name, dtype):
-    params = jnp.ones((64,), dtype)
+    params = jnp.ones(64, dtype)
     tx = getattr(demo_optax, name)(1e-3, Compression(4), b2=0.999)
-    update, state = jax.jit(tx.update), tx.init(params)
-    for scale in [1.0] * 60 + [0.01] * 300:
-        updates, state = update(params * jnp.asarray(scale, dtype), state, params)
-        assert np.isfinite(np.asarray(updates, np.float32)).all()
-    assert updates.dtype == dtype
+
+    def step(state, scale):
+        updates, state = tx.update(params * scale, state, params)
+        return state, updates
+
+    scales = np.array([1.0] * 60 + [0.01] * 300, dtype)
+    state, updates = jax.jit(lambda state: jax.lax.scan(step, state, scales))(tx.init(params))
+    assert updates.dtype == dtype and np.isfinite(np.asarray(updates, np.float32)).all()
     (nu,) = [x for _, x in optax.tree.get_all_with_path(state, "nu") if getattr(x, "ndim", 0) == 1]
     assert nu.dtype == jnp.float32
 
 
 def test_a_second_moment_of_bfloat16_parameters_falls_again():
     tx = demo_optax.demo_adamw(1e-3, Compression(4), b2=0.999, decay=0.0, weight_decay=0.0)
-    params = jnp.ones((1,), jnp.bfloat16)
-    update, state, exact = jax.jit(tx.update), tx.init(params), 0.0
-    for step in range(1500):
-        gradient = 1.0 if step < 100 else 0.0
-        _, state = update(jnp.full((1,), gradient, jnp.bfloat16), state, params)
+    params, exact = jnp.ones((1,), jnp.bfloat16), 0.0
+    gradients = np.array([[1.0]] * 100 + [[0.0]] * 1400, jnp.bfloat16)
+
+    def step(state, gradient):
+        return tx.update(gradient, state, params)[1], None
+
+    state, _ = jax.jit(lambda state: jax.lax.scan(step, state, gradients))(tx.init(params))
+    for gradient in gradients.astype(float):
         exact = 0.999 * exact + 0.001 * gradient**2
     (nu,) = [x for x in jax.tree.leaves(state[1]) if x.ndim == 1]
     np.testing.assert_allclose(nu, exact, rtol=1e-3)

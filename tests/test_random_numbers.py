@@ -38,8 +38,8 @@ def two_steps(compression):
     tx = demo_optax.decoupled_momentum(
         0.9, compression, axis_name="data", momentum_dtype="bfloat16"
     )
-    gradient = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 12)), jnp.float32)
-    state = jax.vmap(lambda x: tx.init(x))(gradient)
+    gradient = np.random.default_rng(0).normal(size=(2, 8, 12)).astype(np.float32)
+    state = jax.jit(jax.vmap(tx.init))(gradient)
     update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
     _, state = update(gradient, state)
     updates, state = update(gradient, state)

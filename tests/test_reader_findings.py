@@ -1,5 +1,6 @@
 """Faults that readers of the code found: each failed before."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ def test_a_link_that_makes_nan_of_a_finite_gradient_keeps_its_worker_out(behind)
     step = demo_optax.make_train_step(
         lambda params, batch: jnp.sum(params * batch[0]), behind, workers.mesh_of(4)
     )
-    params = jnp.ones((8, 8))
+    params = np.ones((8, 8), np.float32)
     state = demo_optax.init_opt_state(behind, params, workers.mesh_of(4))
     batch = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
     for i in range(3):
@@ -54,19 +55,15 @@ INNER = {"gather": AllGather("data"), "owners": TwoPhase("data")}
 def test_a_delayed_state_keeps_its_dtypes_with_64_bits(inner):
     with jax.enable_x64(True):
         tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(INNER[inner]))
-        params = jnp.ones((8, 8), jnp.float32)
-        init = jax.jit(jax.vmap(lambda _: tx.init(params), axis_name="data"))(jnp.arange(2))
-        gradient = jnp.ones((2, 8, 8), jnp.float32)
-        _, after = jax.jit(jax.vmap(tx.update, axis_name="data"))(gradient, init)
+        gradient = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
+        init = jax.eval_shape(jax.vmap(tx.init, axis_name="data"), gradient)
+        _, after = jax.eval_shape(jax.vmap(tx.update, axis_name="data"), gradient, init)
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, init)
 
 
 def test_empty_leaves_may_lie_in_any_part():
-    params = {
-        "a": jnp.zeros((0, 5)),
-        "b": jnp.ones((1024, 1024)),
-        "c": jnp.ones((1024, 1100)),
-    }
+    shapes = {"a": (0, 5), "b": (1024, 1024), "c": (1024, 1100)}
+    params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     tx = demo_optax.demo_sgd(1.0, Compression(4))
     updates, _ = jax.jit(tx.update)(params, tx.init(params))
     assert updates["a"].shape == (0, 5) and np.isfinite(updates["c"]).all()
@@ -79,7 +76,7 @@ def test_accumulation_in_sharded_workers_keeps_what_is_whole_inside_them():
         optax.chain(optax.scale_by_rms(), demo_optax.demo_sgd(0.1, SMALL, axis_name="data")),
         2,
     )
-    params = {"w": jnp.ones((16, 8)), "b": jnp.ones(8)}
+    params = {"w": np.ones((16, 8), np.float32), "b": np.ones(8, np.float32)}
     batch = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     params, *_ = workers.train(
         tx,
@@ -93,20 +90,23 @@ def test_accumulation_in_sharded_workers_keeps_what_is_whole_inside_them():
     assert (np.asarray(params["b"]) != 1).any()
 
 
-def test_accumulation_in_sharded_workers_types_nothing_as_sharded_that_is_whole():
+@sweep(demo_optax.demo_muon, make=[demo_optax.demo_scaled, demo_optax.demo_muon])
+def test_accumulation_in_sharded_workers_types_nothing_as_sharded_that_is_whole(make):
     mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
-    params = {"w": jnp.ones((16, 8)), "u": jnp.ones((8, 8))}
+    params = {"w": np.ones((16, 8), np.float32), "u": np.ones((8, 8), np.float32)}
     specs = {"w": jax.P("fsdp"), "u": jax.P()}
-    for make in (demo_optax.demo_scaled, demo_optax.demo_muon):
-        tx = demo_optax.multi_steps(make(0.1, SMALL, axis_name="data", look_ahead=None), 2)
-        layout = find_layout(tx, params, mesh, "data", specs)
-        over = optax.tree.get(layout.state_replicated_axes, "nu")
-        assert over == {"w": frozenset(), "u": frozenset()}
+    tx = demo_optax.multi_steps(make(0.1, SMALL, axis_name="data", look_ahead=None), 2)
+    layout = find_layout(tx, params, mesh, "data", specs)
+    over = optax.tree.get(layout.state_replicated_axes, "nu")
+    assert over == {"w": frozenset(), "u": frozenset()}
 
 
-@pytest.mark.parametrize("make", [demo_optax.demo_sgd, demo_optax.demo_scaled])
+@sweep(demo_optax.demo_scaled, make=[demo_optax.demo_sgd, demo_optax.demo_scaled])
 def test_labels_of_whole_subtrees_divide_sharded_parameters(make):
-    params = {"body": {"w": jnp.ones((16, 8)), "v": jnp.ones(8)}, "head": {"w": jnp.ones((16, 4))}}
+    shapes = {"body": {"w": (16, 8), "v": (8,)}, "head": {"w": (16, 4)}}
+    params = jax.tree.map(
+        lambda shape: np.ones(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
     dense = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
     by_label = {"d": make(0.1, SMALL, axis_name="data"), "r": dense}
     after, *_ = workers.train(
@@ -115,7 +115,7 @@ def test_labels_of_whole_subtrees_divide_sharded_parameters(make):
         mesh=workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto),
         params=lambda: params,
         loss=lambda p, x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * jnp.mean(x),
-        batch=lambda _: jnp.ones((4, 1)),
+        batch=lambda _: np.ones((4, 1), np.float32),
         param_specs={"body": {"w": jax.P("fsdp"), "v": jax.P()}, "head": {"w": jax.P("fsdp")}},
     )
     assert all((np.asarray(x) < 1).any() for x in jax.tree.leaves(after))
@@ -125,14 +125,14 @@ def test_a_partition_that_exchanges_by_itself_moves_while_another_waits():
     dense = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
     delayed = demo_optax.demo(0.1, SMALL, exchange=Delayed(AllGather("data")))
     tx = optax.partition({"a": delayed, "b": dense}, {"w": "a", "e": "b"})
-    params = {"w": jnp.ones((8, 8)), "e": jnp.ones(4)}
+    params = {"w": np.ones((8, 8), np.float32), "e": np.ones(4, np.float32)}
     after, *_ = workers.train(
         tx,
         range(1),
         mesh=workers.mesh_of(4),
         params=lambda: params,
         loss=lambda p, x: jnp.sum(p["w"]) + jnp.sum(p["e"]) * jnp.mean(x),
-        batch=lambda _: jnp.ones((4, 1)),
+        batch=lambda _: np.ones((4, 1), np.float32),
     )
     assert (after["e"] != 1).all() and (after["w"] == 1).all()
 
@@ -141,49 +141,53 @@ def test_settings_of_numpy_make_the_same_packets(annotations_unchecked):
     assert repr(Compression(np.int64(8))) == repr(Compression(8))
 
 
+def mean_product(params, batch):
+    return jnp.mean(batch @ params)
+
+
+EIGHT = np.ones(8, np.float32)
+ROWS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+
+
+@functools.cache
+def with_seed(seed):
+    compression = Compression(2, 4, selection="random", seed=seed)
+    exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
+    return demo_optax.demo(0.1, compression, exchange=exchange)
+
+
 @pytest.mark.parametrize("simulated", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
 def test_pending_packets_of_other_settings_are_refused(simulated, warm):
     mesh = jax.sharding.AbstractMesh((2,), ("data",)) if simulated else workers.mesh_of(2)
-
-    def made(seed):
-        compression = Compression(2, 4, selection="random", seed=seed)
-        exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
-        return demo_optax.demo(0.1, compression, exchange=exchange)
-
-    def loss(params, batch):
-        return jnp.mean(batch @ params)
-
-    params, batch = jnp.ones(8), jax.random.normal(jax.random.key(0), (4, 8))
-    step = demo_optax.make_train_step(loss, made(1), mesh, donate=False)
+    step = demo_optax.make_train_step(mean_product, with_seed(1), mesh, donate=False)
     if warm:
-        step(params, demo_optax.init_opt_state(made(1), params, mesh), batch)
+        step(EIGHT, demo_optax.init_opt_state(with_seed(1), EIGHT, mesh), ROWS)
     with pytest.raises(ValueError, match=r"made for .*seed=0.*seed=1.* is needed"):
-        step(params, demo_optax.init_opt_state(made(0), params, mesh), batch)
+        step(EIGHT, demo_optax.init_opt_state(with_seed(0), EIGHT, mesh), ROWS)
+
+
+TWO_OF_FOUR = demo_optax.demo(0.1, Compression(2, 4), axis_name="data")
 
 
 def test_a_loss_that_averages_over_the_workers_is_refused():
     mesh = workers.mesh_of(2)
-    tx = demo_optax.demo(0.1, Compression(2, 4), axis_name="data")
 
     def loss(params, batch):
-        return jax.lax.pmean(jnp.mean(batch @ params), "data")
+        return jax.lax.pmean(mean_product(params, batch), "data")
 
-    params = jnp.ones(8)
     for microbatches in (1, 2):
-        step = demo_optax.make_train_step(loss, tx, mesh, microbatches=microbatches)
-        state = demo_optax.init_opt_state(tx, params, mesh)
+        step = demo_optax.make_train_step(loss, TWO_OF_FOUR, mesh, microbatches=microbatches)
+        state = demo_optax.init_opt_state(TWO_OF_FOUR, EIGHT, mesh)
         with pytest.raises(ValueError, match=r"the same on all workers.*Leave out pmean"):
-            step(params, state, jnp.ones((4, 8)))
+            step(EIGHT, state, ROWS)
 
 
 def test_the_caller_may_exclude_all_workers():
-    mesh, params = workers.mesh_of(2), jnp.ones(8)
-    tx = demo_optax.demo(0.1, Compression(2, 4), axis_name="data")
-    step = demo_optax.make_train_step(lambda p, x: jnp.mean(x @ p), tx, mesh)
-    batch = jax.random.normal(jax.random.key(0), (4, 8))
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    _, _, metrics = step(params, state, batch, participates=False)
+    mesh = workers.mesh_of(2)
+    step = demo_optax.make_train_step(mean_product, TWO_OF_FOUR, mesh)
+    state = demo_optax.init_opt_state(TWO_OF_FOUR, EIGHT, mesh)
+    _, _, metrics = step(EIGHT, state, ROWS, participates=False)
     assert metrics.exchange.participants == 0
 
 
@@ -199,20 +203,18 @@ def test_a_state_without_arrays_can_be_saved(tmp_path):
 
 
 def test_a_residual_in_a_redrawn_basis_keeps_its_delay(tmp_path):
-    mesh, params = workers.mesh_of(2), {"w": jnp.ones((8, 8))}
+    mesh, params = workers.mesh_of(2), EIGHT
     compression = Compression(2, 4, transform="random")
     two_phase = demo_optax.TwoPhase("data", topk_back=1)
 
     def made(exchange):
         return demo_optax.demo(0.1, compression, exchange=exchange)
 
-    def loss(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2)
-
-    state = demo_optax.init_opt_state(made(two_phase), params, mesh)
-    step = demo_optax.make_train_step(loss, made(two_phase), mesh)
-    params, state, _ = step(params, state, jax.random.normal(jax.random.key(0), (4, 8)))
-    with Checkpointer(tmp_path, made(two_phase), mesh) as checkpointer:
+    tx = made(two_phase)
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    step = demo_optax.make_train_step(mean_product, tx, mesh)
+    params, state, _ = step(params, state, ROWS)
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
         checkpointer.save(1, params, state)
     delayed = made(demo_optax.Delayed(two_phase))
     with (
@@ -236,10 +238,10 @@ def test_statistics_named_count_are_no_schedule():
 
     scale = optax.GradientTransformation(lambda _: CountOfNumbers(jnp.zeros(())), update)
     tx = demo_optax.demo_sgd(0.1, SMALL, precondition=scale)
-    params = {"w": jnp.ones((8, 8))}
+    params = {"w": np.ones((8, 8), np.float32)}
     state = tx.init(params)
     broken = state[0]._replace(precondition=CountOfNumbers(jnp.asarray(jnp.nan)))
-    _, state = tx.update(params, (broken, *state[1:]), params)
+    _, state = jax.jit(tx.update)(params, (broken, *state[1:]), params)
     assert int(demo_optax.exchange_metrics(state).participants) == 1
 
 

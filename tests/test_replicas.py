@@ -41,6 +41,9 @@ OPTIMIZERS = {
 }
 
 
+train = functools.partial(workers.train, params=model.one_matrix, loss=model.linear_loss)
+
+
 def copies(x):
     """The bytes of an array on each device."""
     return [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
@@ -49,8 +52,8 @@ def copies(x):
 @sweep(("adamw", True), name=OPTIMIZERS, check_vma=[True, False])
 def test_replicas_are_bit_identical_after_200_steps(name, check_vma):
     tx = OPTIMIZERS[name]
-    before = model.loss(model.init(), model.batch(1000))
-    params, state, metrics = workers.train(tx, range(200), check_vma=check_vma)
+    before = model.linear_loss(model.one_matrix(), model.batch(1000))
+    params, state, metrics = train(tx, range(200), check_vma=check_vma)
     for leaf in jax.tree.leaves(params):
         assert len(copies(leaf)) == model.WORKERS
         assert len(set(copies(leaf))) == 1
@@ -59,12 +62,12 @@ def test_replicas_are_bit_identical_after_200_steps(name, check_vma):
     for leaf in jax.tree.leaves(state[1:]):
         assert len(set(copies(leaf))) == 1
     assert metrics[-1].exchange.participants == model.WORKERS
-    assert model.loss(jax.device_get(params), model.batch(1000)) < 0.5 * before
+    assert model.linear_loss(jax.device_get(params), model.batch(1000)) < 0.5 * before
 
 
 @functools.cache
 def trained(steps):
-    params, state, _ = workers.train(OPTIMIZERS["demo"], range(steps))
+    params, state, _ = train(OPTIMIZERS["demo"], range(steps))
     return params, state[0].momentum
 
 
@@ -72,7 +75,7 @@ def test_replicas_along_two_axes_are_those_along_one():
     both = ("outer", "inner")
     tx = demo_optax.demo(5e-3, decay=0.95, weight_decay=0.01, compression=SMALL, axis_name=both)
     mesh = workers.mesh_of(2, 4, names=both)
-    params, state, _ = workers.train(tx, range(5), mesh=mesh, axis_name=both)
+    params, state, _ = train(tx, range(5), mesh=mesh, axis_name=both)
     ours = params, state[0].momentum
     chex.assert_trees_all_equal(ours, trained(5))
 
@@ -83,8 +86,9 @@ def test_replicas_are_the_same_on_every_type_of_mesh(kind, placed):
 
     def params():
         everywhere = jax.NamedSharding(mesh, jax.P())
-        return jax.device_put(model.init(), everywhere) if placed else model.init()
+        params = model.one_matrix()
+        return jax.device_put(params, everywhere) if placed else params
 
-    params, state, _ = workers.train(OPTIMIZERS["demo"], range(5), mesh=mesh, params=params)
+    params, state, _ = train(OPTIMIZERS["demo"], range(5), mesh=mesh, params=params)
     ours = params, state[0].momentum
     chex.assert_trees_all_equal(ours, trained(5))

@@ -26,9 +26,10 @@ from lm import config as configuration
 from lm import data, report, train, utilization
 from lm.recipes import RECIPES
 from lm.setup import batches_of, make_evaluation, prepare
-from tests.nano import NANO, ROOT, words_of
+from tests.nano import NANO, ROOT, first_of, words_of
 from tests.sweeps import sweep
 
+THREE = dataclasses.replace(NANO, workers=3, batch_size=6)
 FIRST = {}
 
 
@@ -110,20 +111,21 @@ def cut_short(config, at):
 
 def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(
-        NANO,
+        THREE,
         log_dir=tmp_path / "log",
         sample_length=5,
         checkpoint_dir=str(tmp_path / "saved"),
     )
+    monkeypatch.setattr(train, "PROMPTS", ["a", "b"])  # of one length, for one program
     trained = train.train(prepared(config))
     shown = capsys.readouterr().out
     assert shown.count("the model writes") == 2
-    assert "parameters on 2 devices: bit-identical" in shown
+    assert "parameters on 3 devices: bit-identical" in shown
 
     lines = steps_of(tmp_path / "log")
     assert [line["number"] for line in lines] == [*range(1, 7)]
-    assert lines[3]["gradient_norms"].keys() == {"0", "1"}
-    assert lines[3]["exchange"]["participants"] == 2
+    assert lines[3]["gradient_norms"].keys() == {"0", "1", "2"}
+    assert lines[3]["exchange"]["participants"] == 3
     assert lines[3]["packet_bytes"] > 0
     events = events_of(tmp_path / "log")
     for tag in (
@@ -132,7 +134,7 @@ def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
         "exchange/packet_bytes",
         "exchange/sent_share",
         "exchange/residual_norm",
-        "gradient_norm/worker_1",
+        "gradient_norm/worker_2",
     ):
         assert (tag, 6) in events
     assert ("loss/held_out", 3) in events
@@ -149,9 +151,8 @@ def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
 def test_no_checkpoint_of_replicas_that_differ(workers, tmp_path):
     """Two workers differ behind the third step; of three the majority is saved at the fourth."""
     config = dataclasses.replace(
-        NANO,
+        THREE,
         workers=workers,
-        batch_size=6,
         checkpoint_dir=str(tmp_path / "saved"),
         checkpoint_every=2,
         evaluate_every=100,
@@ -176,7 +177,7 @@ def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
 
     What the packets tell is `tests/test_untrusted_workers.py`'s.
     """
-    config = dataclasses.replace(NANO, workers=3, batch_size=6, evaluate_every=100)
+    config = dataclasses.replace(THREE, evaluate_every=100)
     run, steps, mended = prepared(config), itertools.count(1), []
 
     def step(params, opt_state, batch):
@@ -294,12 +295,13 @@ def test_utilization_is_shown_where_the_peak_is_known():
 
 
 def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
-    config = dataclasses.replace(NANO, log_dir=tmp_path)
+    config = dataclasses.replace(THREE, log_dir=tmp_path)
     monkeypatch.setattr(train, "prepare", prepared)
+    monkeypatch.setattr(train, "make_evaluation", first_of(make_evaluation))
     monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config), "--seeds", "2"])
     compare.main()
     shown = capsys.readouterr().out
-    assert "over each link of a ring of 2" in shown
+    assert "over each link of a ring of 3" in shown
     losses = re.search(r"loss on held-out.*?([\d.]+) ± ([\d.]+)", shown)
     assert losses and float(losses[2]) > 0
     seeds = [

@@ -22,13 +22,13 @@ OF_A_MODEL = {"preset", "steps", "evaluate_every", "batch_size", "workers", "sim
 
 
 def test_the_largest_model_is_the_same_everywhere():
-    of_presets = {
-        each.methods[row.method].settings["preset"]: each.methods[row.method]
+    presets = {
+        each.methods[row.method].settings["preset"]
         for each in STUDIES.values()
         for row in each.results().values()
         if row.method in each.methods
     }
-    largest = max(map(tables.dense_gradient, of_presets.values())) / 4
+    largest = max(map(tables.dense_gradient, presets)) / 4
     claim = r"(?:[Ll]argest model[^.|]*?|at most|models above) (\d+(?:\.\d+)?)M\b"
     said = {name: set(re.findall(claim, text)) for name, text in PAGES.items()}
     said = {name: sizes for name, sizes in said.items() if sizes}

@@ -12,6 +12,7 @@ import demo_optax
 from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 8)
+MATRIX = np.ones((8, 10), np.float32)
 
 
 def step(params, tx=None):
@@ -21,22 +22,22 @@ def step(params, tx=None):
 
 @functools.cache
 def alone():
-    return step({"w": jnp.ones((9, 10))})[0]["w"]
+    return step({"w": MATRIX})[0]["w"]
 
 
-@sweep((0, 5), (3, 0, 4), shape=[(0,), (0, 5), (5, 0), (3, 0, 4), (0, 1)])
-def test_empty_leaves_pass_through(shape):
-    params = {"empty": jnp.zeros(shape), "w": jnp.ones((9, 10))}
+def test_empty_leaves_pass_through():
+    shapes = [(0,), (0, 5), (5, 0), (3, 0, 4), (0, 1)]
+    params = {"empty": [np.zeros(shape, np.float32) for shape in shapes], "w": MATRIX}
     updates, state = step(params)
-    assert updates["empty"].shape == shape
-    assert state.momentum["empty"].size == 0
+    assert [x.shape for x in updates["empty"]] == shapes
+    assert [x.size for x in state.momentum["empty"]] == [0] * len(shapes)
     np.testing.assert_array_equal(updates["w"], alone())
     assert state.metrics.participants == 1
 
 
-@pytest.mark.parametrize("nothing", [None, optax.MaskedNode()], ids=["None", "MaskedNode"])
-def test_missing_leaves_pass_through(nothing):
-    params = {"absent": nothing, "w": jnp.ones((9, 10)), "nested": [nothing, (nothing,)]}
+def test_missing_leaves_pass_through():
+    masked = optax.MaskedNode()
+    params = {"absent": None, "masked": masked, "w": MATRIX, "nested": [None, (masked,)]}
     updates, state = step(params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert jax.tree.structure(state.momentum) == jax.tree.structure(params)
@@ -59,7 +60,7 @@ def test_momentum_keeps_the_dtype_that_is_asked_for(transform):
             0.9, compression, gradient_weight=1.0, momentum_dtype=dtype
         )
 
-    params = {"w": jnp.ones((9, 10))}
+    params = {"w": MATRIX[:8, :8]}
     narrow = tx(jnp.bfloat16)
     state, update = narrow.init(params), jax.jit(narrow.update)
     updates, state = update(params, state)

@@ -1,6 +1,7 @@
 """Tables of what came of the studies, in Markdown, and where they stand in the documentation."""
 
 import fnmatch
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from scipy import stats
 import demo_optax
 from benchmarks.tools import pages
 from demo_optax._src.accounting.methods import MEASUREMENTS
-from lm.model import PRESETS, build
+from lm.model import PRESETS, PresetName, build
 
 from .study import Method, Result, Study
 
@@ -111,7 +112,7 @@ def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
     for row in rows(study):
         name, sent = row.method.name, row.bytes_per_step
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            fewer = dense_gradient(row.method) / sent
+            fewer = dense_gradient(row.method.settings["preset"]) / sent
             lines.append(
                 f"| {name} | {sent:,.0f} | {fewer:,.0f} | {row.method.learning_rate:g} "
                 f"| {row.loss} | {_difference(row.difference)} "
@@ -125,10 +126,10 @@ def _difference(found: Mean | None) -> str:
     return "" if found is None else found.written("+.3f")
 
 
-def dense_gradient(method: Method) -> int:
+@functools.cache
+def dense_gradient(preset: PresetName) -> int:
     """Bytes of the float32 gradient that a dense all-reduce would send."""
-    preset = PRESETS[method.settings["preset"]]
-    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(preset, 0)[1]))
+    return demo_optax.dense_bytes(jax.eval_shape(lambda: build(PRESETS[preset], 0)[1]))
 
 
 def table_of(studies: Mapping[str, Study]) -> pages.Table:
@@ -144,7 +145,7 @@ def losses(studies: Mapping[str, Study]) -> str:
         row, baseline = made[study, method], studies[study].methods[studies[study].baseline]
         difference, settings = row.difference or Mean(0.0, None), row.method.settings
         counts = dict(seeds=len(row.seeds), workers=settings.get("workers", 8))
-        size = dict(parameters=dense_gradient(row.method) // 4, steps=settings["steps"])
+        size = dict(parameters=dense_gradient(settings["preset"]) // 4, steps=settings["steps"])
         found = dict(study=study, method=method, difference=difference.value)
         rate = row.method.learning_rate / baseline.learning_rate
         return dict(**found, error=difference.error, **counts, **size, rate=rate)
@@ -152,7 +153,7 @@ def losses(studies: Mapping[str, Study]) -> str:
     named = dict.fromkeys(each[:2] for every in MEASUREMENTS.values() for each in every)
     if missing := named.keys() - made.keys():
         raise ValueError(f"MEASUREMENTS names {missing}, which have no result: train them.")
-    presets = {row.method.settings["preset"]: row.method for row in made.values()}
-    found = dict(largest_model=max(map(dense_gradient, presets.values())) // 4)
+    presets = {row.method.settings["preset"] for row in made.values()}
+    found = dict(largest_model=max(map(dense_gradient, presets)) // 4)
     found["most_workers"] = max(row.method.settings.get("workers", 8) for row in made.values())
     return json.dumps(found | dict(losses=[loss(*x) for x in named]), indent=1) + "\n"

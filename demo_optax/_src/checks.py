@@ -164,7 +164,10 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
     that are compared.
     """
     has, needs = (
-        {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
+        {  # a state that tx.init has made of Flax's boxes has boxes as well
+            jax.tree_util.keystr(path).removesuffix(".value"): np.shape(x)
+            for path, x in jax.tree.leaves_with_path(tree)
+        }
         for tree in (given, expected)
     )
     structures: list[Any] = [jax.tree.structure(tree) for tree in (given, expected)]

@@ -94,7 +94,7 @@ def decoupled_momentum(
     Example:
       This chain is for one worker; `demo_optax.make_train_step` runs it on many.
 
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> tx = optax.chain(
       ...     optax.clip_by_global_norm(1.0),
       ...     decoupled_momentum(0.95, Compression(topk=2), gradient_weight=1.0),
@@ -102,7 +102,8 @@ def decoupled_momentum(
       ...     optax.scale_by_learning_rate(0.1),
       ... )
       >>> params = {"w": jnp.ones((4, 4))}
-      >>> updates, state = tx.update({"w": jnp.full((4, 4), 2.0)}, tx.init(params), params)
+      >>> gradient, update = {"w": jnp.full((4, 4), 2.0)}, jax.jit(tx.update)
+      >>> updates, state = update(gradient, tx.init(params), params)
       >>> updates["w"][0]
       Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
     """

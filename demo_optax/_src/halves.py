@@ -75,11 +75,12 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         transport.
 
     Example:
-      >>> import jax.numpy as jnp, demo_optax
+      >>> import jax, jax.numpy as jnp, demo_optax
       >>> tx, params = demo_optax.demo(0.1), jnp.ones((8, 8))
-      >>> outbox, state = tx.send(jnp.eye(8), tx.init(params), params, worker=1)
+      >>> send, apply = jax.jit(tx.send), jax.jit(tx.apply)
+      >>> outbox, state = send(jnp.eye(8), tx.init(params), params, worker=1)
       >>> packets = jnp.stack([jnp.zeros_like(outbox.packet), outbox.packet])
-      >>> updates, state = tx.apply(packets, outbox, state, params, worker=1)
+      >>> updates, state = apply(packets, outbox, state, params, worker=1)
       >>> int(demo_optax.exchange_metrics(state).participants)
       1
     """

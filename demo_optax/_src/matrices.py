@@ -211,10 +211,12 @@ def _require_spec(x: Array, spec: P, axis_name: AxisName) -> None:
     named = {*axes.axes_of(spec), *axes.names(axis_name)}
     if missing := sorted(axes.varying(x) - named):
         raise ValueError(
-            f"a matrix of shape {x.shape} on each device is sharded over the axes {missing}, but "
-            f"its spec is {spec}, so that each shard would be made orthogonal by itself: update by "
-            "demo_optax.make_train_step or demo_optax.stack_workers with param_specs, or pass "
-            "update(..., param_specs=specs). If it is not sharded, an earlier link of the chain "
-            "gave each shard its own gradient, such as clip_by_global_norm: use "
+            f"a matrix of shape {x.shape} on each device differs along the axes {missing}, but the "
+            f"optimizer has axis_name={axis_name!r}, and the matrix the spec {spec}. If workers "
+            f"lie along these axes, give demo_muon(..., axis_name={missing[0]!r}). If parameters "
+            "are sharded over them, so that each shard would be made orthogonal by itself, update "
+            "by demo_optax.make_train_step or demo_optax.stack_workers with param_specs, or pass "
+            "update(..., param_specs=specs). Otherwise an earlier link of the chain gave each "
+            "shard its own gradient, such as clip_by_global_norm: use "
             "make_train_step(clip_norm=...) instead."
         )

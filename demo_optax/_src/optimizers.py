@@ -65,7 +65,7 @@ def demo(
 
     Example:
       >>> tx, params = demo(0.1, Compression(topk=4)), jax.numpy.ones(3)
-      >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
+      >>> jax.jit(tx.update)(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0]
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
     return decoupled(
@@ -121,7 +121,8 @@ def demo_scaled(
 
     Example:
       >>> tx, params = demo_scaled(0.1, Compression(topk=4)), jax.numpy.ones(3)
-      >>> tx.update(jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params), params)[0].round(3)
+      >>> gradient, state = jax.numpy.array([1.0, 20.0, -0.3]), tx.init(params)
+      >>> jax.jit(tx.update)(gradient, state, params)[0].round(3)
       Array([-0.1, -0.1,  0.1], dtype=float32)
     """
     return decoupled(
@@ -156,7 +157,7 @@ def demo_sgd(
 
     Example:
       >>> tx, params = demo_sgd(10.0, Compression(topk=4), decay=0.9), jax.numpy.ones(3)
-      >>> tx.update(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round()
+      >>> jax.jit(tx.update)(jax.numpy.array([1.0, 2.0, -3.0]), tx.init(params), params)[0].round()
       Array([-1., -2.,  3.], dtype=float32)
     """
     return decoupled(
@@ -282,7 +283,7 @@ def demo_muon(
 
     Example:
       >>> tx, params = demo_muon(1.0, Compression(topk=16)), jax.numpy.ones((4, 4))
-      >>> updates, state = tx.update(jax.numpy.eye(4), tx.init(params), params)
+      >>> updates, state = jax.jit(tx.update)(jax.numpy.eye(4), tx.init(params), params)
       >>> bool(abs(updates + jax.numpy.eye(4)).max() < 0.5)
       True
     """

@@ -16,9 +16,10 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
+from tests.saved_runs import with_other_numbers
 from tests.sweeps import sweep
 
-SMALL = demo_optax.Compression(4, 8)
+SMALL = demo_optax.Compression(2, 6)
 SGD = demo_optax.demo_sgd(0.3, decay=0.9, compression=SMALL, axis_name="data")
 OPTIMIZERS = {
     "preconditioned demo": demo_optax.demo(
@@ -30,18 +31,16 @@ OPTIMIZERS = {
     ),
     "adamw, redrawn transform": demo_optax.demo_adamw(
         5e-3,
-        demo_optax.Compression(4, 8, transform="random"),
+        demo_optax.Compression(4, 6, transform="random"),
         axis_name="data",
     ),
     "a chain with a partition and random keys": optax.chain(
         optax.partition(
             {
-                "demo": demo_optax.decoupled_momentum(
-                    0.9, demo_optax.Compression(4, 8), axis_name="data"
-                ),
+                "demo": demo_optax.decoupled_momentum(0.9, SMALL, axis_name="data"),
                 "dense": demo_optax.mean_over_workers("data"),
             },
-            {"hidden": "demo", "out": "demo", "bias": "dense"},
+            {"out": "demo", "bias": "dense"},
         ),
         optax.add_noise(1e-4, 0.5, key=jax.random.key(3)),
         optax.scale(-0.3),
@@ -49,7 +48,16 @@ OPTIMIZERS = {
 }
 
 
-train = functools.partial(workers.train, batch=functools.partial(model.batch, rows=24))
+train = functools.partial(
+    workers.train,
+    params=model.affine,
+    loss=model.affine_loss,
+    batch=functools.partial(model.batch, rows=24),
+)
+
+
+def initial(tx, mesh):
+    return workers.initial(tx, mesh, model.affine)
 
 
 def mean_losses(metrics):
@@ -73,12 +81,12 @@ def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
     params, state, _ = train(tx, range(3), mesh=mesh)
     extra = {"key": jax.random.key(5), "position": 3, "note": "abc", "table": np.arange(3)}
     with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        assert checkpointer.restore(model.init()) is None
+        assert checkpointer.restore(model.affine()) is None
         checkpointer.save(3, params, state, extra)
         # What was saved is given away to the next steps while it is being written.
         expected = train(tx, range(3, 6), mesh=mesh, start=(params, state))
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.init())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.affine())
     template = {"key": jax.random.key(0), "position": 0, "note": "", "table": np.zeros(3, int)}
     with Checkpointer(tmp_path, tx, mesh) as checkpointer:
         assert checkpointer.latest == 3
@@ -103,7 +111,7 @@ def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
         checkpointer.save(40, params, state)
     mesh = workers.mesh_of(after)
     with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        found = checkpointer.restore(model.init())
+        found = checkpointer.restore(model.affine())
     chex.assert_trees_all_equal(found.params, params)
 
     def local(state):
@@ -128,11 +136,13 @@ def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
 
 def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):
     tx = OPTIMIZERS["a chain with a partition and random keys"]
-    params, state, _ = train(tx, range(2), mesh=workers.mesh_of(4))
+    params, state = initial(tx, workers.mesh_of(4))
+    key = jax.device_put(jax.random.key(17), state[1].rng_key.sharding)
+    state = state[0], state[1]._replace(rng_key=key), state[2]
     with Checkpointer(tmp_path, tx, workers.mesh_of(4)) as checkpointer:
         checkpointer.save(2, params, state)
     with Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer:
-        found = checkpointer.restore(model.init())
+        found = checkpointer.restore(model.affine())
     keys, expected = (jax.random.key_data(tree[1].rng_key) for tree in (found.opt_state, state))
     np.testing.assert_array_equal(keys, expected)
     start = found.params, found.opt_state
@@ -145,66 +155,67 @@ def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):
 )
 def test_other_blocks_or_transforms_are_refused(settings, tmp_path):
     mesh = workers.mesh_of(2)
-    params, state, _ = train(SGD, range(1), mesh=mesh)
+    params, state = initial(SGD, mesh)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
         checkpointer.save(1, params, state)
-    compression = demo_optax.Compression(**{"topk": 4, "block_side": 8} | settings)
+    compression = demo_optax.Compression(**{"topk": 2, "block_side": 6} | settings)
     other = demo_optax.demo_sgd(0.3, compression, decay=0.9, axis_name="data")
     with (
         Checkpointer(tmp_path, other, mesh) as checkpointer,
         pytest.raises(ValueError, match="restore it with the old transform, block_side"),
     ):
-        checkpointer.restore(model.init())
+        checkpointer.restore(model.affine())
 
 
 def test_shards_that_end_in_other_blocks_are_refused(tmp_path):
     """Shards of 8 columns end in blocks of 2, where one of 16 has none there."""
     tx = demo_optax.demo_sgd(0.3, demo_optax.Compression(64, 6), decay=0.9, axis_name="replica")
-    specs = {"hidden": P(None, "fsdp"), "bias": P("fsdp"), "out": P("fsdp")}
-    settings = dict(axis_name="replica", param_specs=specs)
+    spec = P(None, "fsdp")
+    settings = dict(axis_name="replica", param_specs=spec)
     one, mesh = (
         workers.mesh_of(2, size, names=("replica", "fsdp"), kind=AxisType.Auto) for size in (1, 2)
     )
-    params, state, _ = workers.train(tx, range(1), mesh=mesh, **settings)
+    params = jax.device_put(np.ones((12, 16), np.float32), jax.NamedSharding(mesh, spec))
+    run = with_other_numbers((params, demo_optax.init_opt_state(tx, params, mesh, **settings)), 0)
     with Checkpointer(tmp_path, tx, mesh, **settings) as checkpointer:
-        checkpointer.save(1, params, state)
-        again = checkpointer.restore(model.init())
-    assert_same_bits((again.params, again.opt_state), (params, state))
+        checkpointer.save(1, *run)
+        again = checkpointer.restore(params)
+    assert_same_bits((again.params, again.opt_state), run)
     with (
         Checkpointer(tmp_path, tx, one, **settings) as checkpointer,
         pytest.raises(ValueError, match=r"in .* shards, but the optimizer has"),
     ):
-        checkpointer.restore(model.init())
+        checkpointer.restore(params)
 
 
 def test_the_last_few_are_kept_and_any_of_them_can_be_restored(tmp_path):
     mesh = workers.mesh_of(2)
-    params, state = workers.initial(SGD, mesh)
+    params, state = initial(SGD, mesh)
     with Checkpointer(tmp_path, SGD, mesh, keep=2) as checkpointer:
         for step in (1, 2, 3):
-            scaled = {name: x * step for name, x in params.items()}
+            scaled = {name: np.asarray(x) * step for name, x in params.items()}
             checkpointer.save(step, scaled, state, wait=True)
         checkpointer.save(3, params, state)  # which is there
         found = checkpointer.restore(params, step=2)
-        chex.assert_trees_all_equal(found.params, jax.tree.map(lambda x: 2 * x, params))
+        chex.assert_trees_all_equal(found.params, jax.tree.map(lambda x: 2 * np.asarray(x), params))
         with pytest.raises(ValueError, match=r"there are those of \[2, 3\]"):
             checkpointer.restore(params, step=1)
         for step in (1, 3):  # would lose to what is there when the run is started again
             with pytest.raises(ValueError, match="checkpoint of step 3 already"):
                 checkpointer.save(step, params, state)
     loaded = checkpoint.load_params(tmp_path, params)
-    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: 3 * x, params))
+    chex.assert_trees_all_equal(loaded, jax.tree.map(lambda x: 3 * np.asarray(x), params))
     with pytest.raises(FileNotFoundError, match="no checkpoint of step 7"):
         checkpoint.load_params(tmp_path, params, step=7)
 
 
 def test_parameters_alone_of_a_flax_model(tmp_path):
-    network = nnx.Linear(12, 8, rngs=nnx.Rngs(0))
+    network = nnx.Linear(12, 3, rngs=nnx.Rngs(0))
     graph, params = nnx.split(network, nnx.Param)
     mesh = workers.mesh_of(2)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
         checkpointer.save(1, params, demo_optax.init_opt_state(SGD, params, mesh))
-    shapes = nnx.state(nnx.eval_shape(lambda: nnx.Linear(12, 8, rngs=nnx.Rngs(1))), nnx.Param)
+    shapes = nnx.state(nnx.eval_shape(lambda: nnx.Linear(12, 3, rngs=nnx.Rngs(1))), nnx.Param)
     restored = nnx.merge(graph, checkpoint.load_params(tmp_path, shapes))
     x = jnp.ones((3, 12))
     np.testing.assert_array_equal(restored(x), network(x))
@@ -213,16 +224,16 @@ def test_parameters_alone_of_a_flax_model(tmp_path):
 @pytest.mark.parametrize(
     "tx, params, message",
     [
-        (OPTIMIZERS["preconditioned demo"], model.init(), "optimizer state are not those"),
-        (SGD, model.init() | {"out": np.zeros((16, 5), np.float32)}, r"out.*shape \(16, 3\)"),
-        (SGD, {"hidden": model.init()["hidden"]}, "parameters are not those"),
+        (OPTIMIZERS["preconditioned demo"], model.affine(), "optimizer state are not those"),
+        (SGD, model.affine() | {"out": np.zeros((12, 5), np.float32)}, r"out.*shape \(12, 3\)"),
+        (SGD, model.one_matrix(), "parameters are not those"),
     ],
     ids=["optimizer", "shape", "leaf"],
 )
 def test_a_checkpoint_of_something_else_is_refused(tx, params, message, tmp_path):
     mesh = workers.mesh_of(2)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
-        checkpointer.save(1, *workers.initial(SGD, mesh))
+        checkpointer.save(1, *initial(SGD, mesh))
     with (
         Checkpointer(tmp_path, tx, mesh) as checkpointer,
         pytest.raises(ValueError, match=message),
@@ -231,8 +242,8 @@ def test_a_checkpoint_of_something_else_is_refused(tx, params, message, tmp_path
 
 
 def test_names_that_look_alike_and_leaves_without_elements_stay_apart(tmp_path):
-    params = {"a/b": jnp.ones(8), "a": {"b": jnp.full(8, 2.0)}, "a.b": jnp.full(8, 3.0)}
-    params["empty"] = jnp.zeros((0, 3))
+    one, two, three = (np.full(8, i, np.float32) for i in (1, 2, 3))
+    params = {"a/b": one, "a": {"b": two}, "a.b": three, "empty": np.zeros((0, 3), np.float32)}
     mesh = workers.mesh_of(2)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
         checkpointer.save(1, params, demo_optax.init_opt_state(SGD, params, mesh))
@@ -243,7 +254,7 @@ def test_names_that_look_alike_and_leaves_without_elements_stay_apart(tmp_path):
 
 def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
     mesh = workers.mesh_of(2)
-    params, state = workers.initial(SGD, mesh)
+    params, state = initial(SGD, mesh)
     with Checkpointer(tmp_path, SGD, mesh) as writer:
         writer.save(1, params, state, wait=True)
         writer.save(2, params, state)
@@ -256,7 +267,7 @@ def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
 @pytest.mark.parametrize("extra", [None, {"a": 1}, {"a": 1, "b": 2, "c": 3}])
 def test_another_extra_is_refused(extra, tmp_path):
     mesh = workers.mesh_of(2)
-    params, state = workers.initial(SGD, mesh)
+    params, state = initial(SGD, mesh)
     with Checkpointer(tmp_path, SGD, mesh) as checkpointer:
         checkpointer.save(1, params, state, {"a": 1, "b": 2})
         with pytest.raises(ValueError, match="extra are not those"):

@@ -18,6 +18,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
+import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
@@ -191,11 +192,12 @@ def test_a_random_key_comes_back_as_one_of_its_generator_or_not_at_all(tmp_path)
 
 def test_a_random_key_of_the_optimizer_is_one_of_its_generator(tmp_path):
     def noisy():
-        return optax.chain(TX, optax.add_noise(0.1, 0.5, key=jax.random.key(0)))
+        mean = demo_optax.mean_over_workers("data")
+        return optax.chain(mean, optax.add_noise(0.1, 0.5, key=jax.random.key(0)))
 
-    with Checkpointer(tmp_path, noisy(), workers.mesh_of(2)) as checkpointer:
-        run = workers.initial(noisy(), workers.mesh_of(2))
-        checkpointer.save(1, *run, wait=True)
+    tx = noisy()
+    with Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer:
+        checkpointer.save(1, *workers.initial(tx, workers.mesh_of(2)), wait=True)
         checkpointer.restore(model.init())
     with (
         jax.default_prng_impl("rbg"),
@@ -230,43 +232,7 @@ def test_the_mesh_of_the_context_does_not_matter(context, tmp_path):
                 np.testing.assert_array_equal(x, y)
 
 
-FULL = """
-import resource, signal, sys
-from tests import conftest, saved_runs as runs, workers
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-with runs.Checkpointer(sys.argv[1], runs.TX, workers.mesh_of(2)) as checkpointer:
-    runs.saves(checkpointer, 1, wait=True)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-    for step in (2, 3):
-        try:
-            runs.saves(checkpointer, step, wait=True)
-        except OSError as error:
-            print(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    runs.saves(checkpointer, 4, wait=True)
-    print("latest", checkpointer.latest)
-"""
-
-
-def test_a_full_disk_says_a_line_for_each_save(tmp_path):
-    """By a limit of the size of files, behind which writing fails as on a full disk."""
-    run = subprocess.run(
-        [sys.executable, "-c", FULL, tmp_path / "run"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = run.stdout.splitlines()
-    assert run.returncode == 0, run.stderr
-    assert [line[:27] for line in lines[:2]] == [
-        f"step {i} could not be saved in"[:27] for i in (2, 3)
-    ]
-    assert lines[2:] == ["latest 4"]
-
-
-IMPORTED = """
+UNCHANGED = """
 import logging, sys
 def hooks():
     loggers = [logging.getLogger(), *map(logging.getLogger, logging.root.manager.loggerDict)]
@@ -287,18 +253,27 @@ with runs.Checkpointer(sys.argv[1], runs.TX, workers.mesh_of(2)) as checkpointer
     runs.saves(checkpointer, 2, wait=True)
 runs.restored(sys.argv[1])
 """
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with runs.Checkpointer(sys.argv[1] + "/full", runs.TX, workers.mesh_of(2)) as checkpointer:
+    runs.saves(checkpointer, 1, wait=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+    for step in (2, 3):
+        try:
+            runs.saves(checkpointer, step, wait=True)
+        except OSError as error:
+            print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    runs.saves(checkpointer, 4, wait=True)
+    print("latest", checkpointer.latest)
+"""
 
 
-@sweep("save and restore", use=["import", "save and restore"])
-def test_nothing_of_the_process_is_changed(use, tmp_path):
-    """Neither by the import nor by calls that succeed."""
+def lines_of(program, folder):
+    """What a process of its own prints."""
     run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            IMPORTED.format({"import": "", "save and restore": SAVED}[use]),
-            tmp_path / "run",
-        ],
+        [sys.executable, "-c", program, folder],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -306,3 +281,17 @@ def test_nothing_of_the_process_is_changed(use, tmp_path):
         timeout=300,
     )
     assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_an_import_changes_nothing_of_the_process(tmp_path):
+    assert lines_of(UNCHANGED.format(""), tmp_path) == []
+
+
+def test_calls_that_succeed_change_nothing_and_a_full_disk_says_a_line_for_each_save(tmp_path):
+    """By a limit of the size of files, behind which writing fails as on a full disk."""
+    lines = lines_of(UNCHANGED.format(SAVED) + FULL, tmp_path / "run")
+    for step, line in zip((2, 3), lines, strict=False):
+        assert line.startswith(f"step {step} could not be saved in")
+    assert lines[2:] == ["latest 4"]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from demo_optax._src.compression import bits as packing
+from tests.sweeps import sweep
 
 
-@pytest.mark.parametrize("bits", range(33))
+@sweep(0, 1, 2, 3, 4, 5, 7, 8, 10, 12, 13, 16, 17, 24, 31, 32, bits=range(33))
 def test_packing_is_one_long_number_and_unpacking_its_inverse(bits):
     random = np.random.default_rng(bits)
     for count in (1, 77):

@@ -1,5 +1,7 @@
 """Selection and sparse sums: every formulation against NumPy, and all against each other."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -63,18 +65,28 @@ def test_the_largest_magnitudes_are_chosen(way, k, seed, n, ties):
     np.testing.assert_array_equal(found, np.sort(magnitudes)[:, -k:])
 
 
-@sweep(
-    sparse._add_by_comparison,
-    sparse._add_by_product,
-    way=[sparse.scatter, sparse._add_by_comparison, sparse._add_by_product],
-)
-@draws.examples(8)
-@given(seed=draws.seeds, blocks=blocks, n=sizes, k=st.sampled_from([1, 5]))
-def test_values_are_added_in_their_places(way, seed, blocks, n, k):
+def assert_values_are_added(way, blocks, n, k, seed=0):
     positions, values = drawn(seed, 1, blocks, n, min(k, n))
     start = np.random.default_rng(seed + 1).normal(size=(blocks, n)).astype(np.float32)
-    ours = way(jnp.asarray(start), jnp.asarray(positions[0]), jnp.asarray(values[0]))
+    ours = jax.jit(way)(start, positions[0], values[0])
     np.testing.assert_allclose(ours, start + dense(positions, values, n)[0], atol=1e-6)
+
+
+WAYS = [sparse.scatter, sparse._add_by_comparison, sparse._add_by_product]
+
+
+@pytest.mark.parametrize("n", [17, 1088])
+@pytest.mark.parametrize("way", WAYS)
+def test_values_are_added_in_their_places(way, n):
+    assert_values_are_added(way, 3, n, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@draws.examples(8)
+@given(seed=draws.seeds, blocks=blocks, n=sizes, k=st.sampled_from([1, 5]))
+def test_any_values_are_added_in_their_places(way, seed, blocks, n, k):
+    assert_values_are_added(way, blocks, n, k, seed)
 
 
 def on_a_tpu(*args, default, tpu=None, **others):
@@ -122,10 +134,7 @@ def mean_by_hand(positions, values, n, largest, mean):
     return total / np.maximum(senders if mean == "senders" else len(values), 1)
 
 
-@sweep(("here", "senders"), ("tpu", "workers"), platform=["here", "tpu"], mean=MEANS)
-@draws.examples(4)
-@given(seed=draws.seeds, n=sizes, workers=st.integers(1, 5))
-def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
+def assert_means_are_of_who_sent(mean, platform, n, workers, seed=0):
     positions, values = drawn(seed, workers, 2, n, min(7, n))
     largest = np.float32(3.0)
     expected = mean_by_hand(positions, values, n, largest, mean)
@@ -137,6 +146,20 @@ def test_means_are_those_of_who_sent(mean, platform, seed, n, workers):
             np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "platform, mean, n, workers", [("here", "senders", 100, 5), ("tpu", "workers", 1088, 3)]
+)
+def test_means_are_those_of_who_sent(platform, mean, n, workers):
+    assert_means_are_of_who_sent(mean, platform, n, workers)
+
+
+@sweep(platform=["here", "tpu"], mean=MEANS)
+@draws.examples(4)
+@given(seed=draws.seeds, n=sizes, workers=st.integers(1, 5))
+def test_means_of_any_workers_are_those_of_who_sent(mean, platform, seed, n, workers):
+    assert_means_are_of_who_sent(mean, platform, n, workers, seed)
+
+
 def drawn_of_bins(seed, workers, blocks, n, k):
     """Values like those of `drawn`, at a place in each bin."""
     rng = np.random.default_rng(seed)
@@ -145,15 +168,21 @@ def drawn_of_bins(seed, workers, blocks, n, k):
     return places, places * k + np.arange(k), rng.normal(size=places.shape).astype(np.float32)
 
 
-@draws.examples(10)
-@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 3, 7, 8, 32]), ties=st.booleans())
-def test_the_largest_of_each_bin_is_chosen(seed, n, k, ties):
+@sweep(
+    (17, 3, True),
+    (100, 7, False),
+    (4096, 32, True),
+    n=[1, 3, 17, 64, 100, 1088, 4096],
+    k=[1, 3, 7, 8, 32],
+    ties=[False, True],
+)
+def test_the_largest_of_each_bin_is_chosen(n, k, ties, seed=0):
     k = min(k, n)
     x = np.random.default_rng(seed).normal(size=(3, n)).astype(np.float32)
     x = np.round(x, 1) if ties else x
     bins = Bins(n, k)
-    by_maximum = bins._largest(jnp.abs(jnp.asarray(x)))
-    for found in (by_maximum, bins.select(jnp.asarray(x))):
+    by_maximum = jax.jit(bins._largest)(np.abs(x))
+    for found in (by_maximum, jax.jit(bins.select)(x)):
         positions = np.asarray(bins.in_block(found))
         for b in range(k):
             taken = np.take_along_axis(x, positions[:, b : b + 1], 1)[:, 0]
@@ -161,20 +190,17 @@ def test_the_largest_of_each_bin_is_chosen(seed, n, k, ties):
             assert (positions[:, b] % k == b).all()
 
 
-@sweep(("here", "workers"), ("tpu", "senders"), platform=["here", "tpu"], mean=MEANS)
-@draws.examples(4)
-@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 7, 8]), workers=st.integers(1, 4))
-def test_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
+def assert_bins_are_averaged(mean, platform, n, k, workers, seed=0):
     places, positions, values = drawn_of_bins(seed, workers, 2, n, min(k, n))
     x = np.random.default_rng(seed).normal(size=(2, n)).astype(np.float32)
-    bins, own = Bins(n, min(k, n)), jnp.asarray(places[0])
+    bins, own = Bins(n, min(k, n)), places[0]
     largest = np.float32(3.0)
     expected = mean_by_hand(positions, values, n, largest, mean)
     with pytest.MonkeyPatch.context() as patch:
         if platform == "tpu":
             patch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-        taken = bins.take(jnp.asarray(x), own)
-        added = bins.add(jnp.asarray(x), own, jnp.asarray(values[0]))
+        taken = jax.jit(bins.take)(x, own)
+        added = jax.jit(bins.add)(x, own, values[0])
         for at_once in (workers, 1):
             ours = averaged(bins, places, values, largest, mean, at_once)
             np.testing.assert_allclose(ours, expected, atol=1e-6)
@@ -182,11 +208,31 @@ def test_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
     np.testing.assert_allclose(added, x + dense(positions[:1], values[:1], n)[0], atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "platform, mean, n, k", [("here", "workers", 100, 7), ("tpu", "senders", 64, 8)]
+)
+def test_bins_are_taken_added_and_averaged(platform, mean, n, k):
+    assert_bins_are_averaged(mean, platform, n, k, workers=4)
+
+
+@sweep(platform=["here", "tpu"], mean=MEANS)
+@draws.examples(4)
+@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 7, 8]), workers=st.integers(1, 4))
+def test_any_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
+    assert_bins_are_averaged(mean, platform, n, k, workers, seed)
+
+
 def trained(steps=3, **compression):
-    compression = demo_optax.Compression(**{"topk": 5, "block_side": 16} | compression)
+    compression = demo_optax.Compression(block_side=16, **compression)
     momentum = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
     tx = optax.chain(momentum, optax.scale_by_learning_rate(0.1))
     return workers.train(tx, range(steps))[0]
+
+
+@functools.cache
+def expected(**compression):
+    """The parameters as this platform finds them, all packets decoded at once."""
+    return trained(**compression)
 
 
 def assert_replicas_are_identical(params):
@@ -198,30 +244,30 @@ def assert_replicas_are_identical(params):
 def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(
     topk, selection, monkeypatch
 ):
-    expected = trained(topk=topk, selection=selection)
+    wanted = expected(topk=topk, selection=selection)
     monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
     ours = trained(topk=topk, selection=selection)
     assert_replicas_are_identical(ours)
-    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-4, atol=1e-6)
 
 
-@sweep(("bins", "here"), selection=["topk", "bins"], platform=["here", "tpu"])
+@sweep(("topk", "here"), selection=["topk", "bins"], platform=["here", "tpu"])
 def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
     selection, platform, monkeypatch
 ):
+    wanted = expected(topk=5, selection=selection)
     if platform == "tpu":
         monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-    expected = trained(selection=selection)
     monkeypatch.setattr(averaging, "_workers_at_once", lambda layout: 3)  # of eight
-    ours = trained(selection=selection)
+    ours = trained(topk=5, selection=selection)
     assert_replicas_are_identical(ours)
-    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-4, atol=1e-6)
 
 
 @sweep(200, topk=[200, 2048])
 def test_memory_does_not_explode_with_the_coefficients(topk):
     """A single worker's positions need not be compared with anybody's."""
     tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=topk))
-    params = jnp.ones((256, 256))
+    params = np.ones((256, 256), np.float32)
     compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * params.size

@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import demo_optax
 import train
 from demo_optax.checkpoint import load_params
+from tests.nano import first_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = [sys.executable, str(ROOT / "examples" / "launch_local.py")]
@@ -26,7 +28,7 @@ def settings(tmp_path):
     return train.Settings(
         text=tmp_path / "text",
         layers=1,
-        width=32,
+        width=64,
         heads=1,
         sequence_length=16,
         batch_size=16,
@@ -47,19 +49,8 @@ def words_of(settings):
     return [word for pair in pairs for word in pair]
 
 
-def first_of(make):
-    """A function that always returns what it made first: what is compiled once does for all."""
-    made = []
-
-    def first(*arguments, **options):
-        made.append(make(*arguments, **options))
-        return made[0]
-
-    return first
-
-
 def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, monkeypatch, capsys):
-    for name in ("demo_scaled", "make_train_step"):
+    for name in ("demo_scaled", "make_train_step", "packet_bytes"):
         monkeypatch.setattr(demo_optax, name, first_of(getattr(demo_optax, name)))
     whole = dataclasses.replace(settings, checkpoint_dir=tmp_path / "whole")
     loss = train.train(whole)
@@ -86,9 +77,7 @@ def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, m
     assert train.train(cut) == loss  # there is nothing left to do
     with pytest.raises(SystemExit, match=r"^error: --checkpoint-dir: .*parameters"):
         train.train(dataclasses.replace(cut, layers=2))
-    with pytest.raises(
-        SystemExit, match=r"batches of 16 x 16, with seed 0,.* with seed 1, of text"
-    ):
+    with pytest.raises(SystemExit, match=r"reads 16 x 16, seed 0, text .*, not 16 x 16, seed 1"):
         train.train(dataclasses.replace(cut, seed=1))
 
 
@@ -124,8 +113,9 @@ def test_two_processes_train_as_one_does(settings, tmp_path):
     [
         (dict(text=pathlib.Path("missing.txt")), "--text: .*missing.txt"),
         (dict(text=ROOT), "--text: .*directory"),
-        (dict(sequence_length=1000), "--text has 13,200 bytes.*a smaller length"),
-        (dict(batch_size=12), "--batch-size 12 cannot be divided among 8 workers.*multiple of 8"),
+        (dict(sequence_length=1000), "--sequence-length 1000 is too long for this text"),
+        (dict(heads=3), "--width 64 must be a multiple of twice the --heads"),
+        (dict(batch_size=12), "--batch-size 12 must be a multiple of the 8 workers"),
         (dict(checkpoint_dir=pathlib.Path(__file__)), "--checkpoint-dir: "),
     ],
 )
@@ -133,6 +123,14 @@ def test_one_line_for_a_mistake(change, told, settings):
     with pytest.raises(SystemExit, match=f"^error: {told}") as ended:
         train.train(dataclasses.replace(settings, **change))
     assert "\n" not in str(ended.value)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(settings, monkeypatch):
+    metrics = SimpleNamespace(exchange=None, loss=np.array([np.nan]))
+    step = lambda params, opt_state, batch: (params, opt_state, metrics)  # noqa: E731
+    monkeypatch.setattr(train.demo_optax, "make_train_step", lambda *_, **__: step)
+    with pytest.raises(SystemExit, match=r"^error: the loss is nan at step 10: "):
+        train.train(settings)
 
 
 def test_the_file_is_short_and_stands_alone():

@@ -22,6 +22,7 @@ from tests.exchange_runs import (
     assert_nothing_pending,
     batch,
     loss,
+    ones,
     optimizer,
     with_pending,
 )  # fmt: skip
@@ -29,10 +30,10 @@ from tests.sweeps import sweep
 
 
 @sweep(
-    ("two-phase", (2, 2, 2)),
-    ("delayed two-phase", (8,)),
+    ("two-phase", (2, 2)),
+    ("delayed two-phase", (2, 2)),
     exchange=KEEPING,
-    sizes=[(8,), (4, 2), (2, 2, 2)],
+    sizes=[(8,), (2, 2), (4, 2), (2, 2, 2)],
 )
 def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
     trained = Trained(optimizer(exchange), *sizes).run([0])
@@ -45,8 +46,7 @@ def test_replicas_stay_identical_and_learn_on_every_mesh(exchange, sizes):
 
 
 @sweep(
-    ("all-gather", "random", 3),
-    ("delayed two-phase", "slicing", 1),
+    ("delayed two-phase", "random", 3),
     exchange=EXCHANGES,
     selection=["topk", "random", "slicing"],
     every=[1, 3],
@@ -97,7 +97,7 @@ def owed(state, inner):
     ]
 
 
-@sweep(((4,), (3,)), meshes=[((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))])
+@sweep(((2, 2), (3, 2)), meshes=[((2, 2), (3, 2)), ((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))])
 def test_other_workers_own_what_was_owed(meshes, tmp_path):
     before, after = meshes
     tx = optimizer("delayed two-phase")
@@ -117,12 +117,12 @@ def test_other_workers_own_what_was_owed(meshes, tmp_path):
 
 
 def test_residuals_go_to_owners_inside_of_a_delay_and_back(tmp_path):
-    trained = Trained(optimizer("two-phase"), 4).run(range(3)).saved(tmp_path / "there")
-    delayed = Trained(optimizer("delayed two-phase"), 4).restored(tmp_path / "there")
+    trained = Trained(optimizer("two-phase"), 2, 2).run(range(3)).saved(tmp_path / "there")
+    delayed = Trained(optimizer("delayed two-phase"), 2, 2).restored(tmp_path / "there")
     delayed.saved(tmp_path / "back")
-    back = Trained(optimizer("two-phase"), 4).restored(tmp_path / "back")
+    back = Trained(optimizer("two-phase"), 2, 2).restored(tmp_path / "back")
     for restored in (delayed, back):
-        chex.assert_trees_all_equal(owed(trained.state, 1), owed(restored.state, 1))
+        chex.assert_trees_all_equal(owed(trained.state, 2), owed(restored.state, 2))
         chex.assert_trees_all_equal(trained.state[0].momentum, restored.state[0].momentum)
 
 
@@ -130,7 +130,7 @@ def test_devices_that_hold_the_same_owe_it_once(tmp_path):
     """Parameters are whole on both devices of each worker."""
     tx = optimizer("two-phase")
 
-    trained = Trained(tx, 4, 2, specs=None).run(range(4)).saved(tmp_path)
+    trained = Trained(tx, 4, 2, specs=None).run(range(2)).saved(tmp_path)
     restored = Trained(tx, 2, 2, specs=None).restored(tmp_path)
     for old, new in zip(owed(trained.state, 1), owed(restored.state, 1), strict=True):
         size = min(old.shape[1], new.shape[1])
@@ -144,10 +144,12 @@ class Net(NamedTuple):
 
 
 def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
-    params = Net(jnp.ones((16, 8)), jnp.ones((8, 8)), [jnp.ones((8, 8))])
+    matrix = np.ones((8, 8), np.float32)
+    params = Net(matrix, matrix, [matrix])
     tx, four, two = optimizer("all-gather"), workers.mesh_of(4), workers.mesh_of(2)
     state = demo_optax.init_opt_state(tx, params, four)
-    filled = jax.tree.map(jnp.ones_like, state[0].momentum)
+    filled = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), state[0].momentum)
+    filled = jax.device_put(filled, jax.tree.map(lambda x: x.sharding, state[0].momentum))
     state = (state[0]._replace(momentum=filled), *state[1:])
     with Checkpointer(tmp_path, tx, four) as checkpointer:
         checkpointer.save(1, params, state, wait=True)
@@ -160,11 +162,11 @@ def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
 
 
 def test_what_is_owed_is_not_lost_silently(tmp_path):
-    Trained(optimizer("two-phase"), 4).run(range(3)).saved(tmp_path)
+    Trained(optimizer("two-phase"), 2, 2).run(range(3)).saved(tmp_path)
     with pytest.raises(ValueError, match=r"restore it with exchange=TwoPhase"):
-        Trained(optimizer("all-gather"), 4).restored(tmp_path)
+        Trained(optimizer("all-gather"), 2, 2).restored(tmp_path)
     with pytest.raises(ValueError, match="restore it with the old"):
-        Trained(optimizer("two-phase", transform="identity"), 4).restored(tmp_path)
+        Trained(optimizer("two-phase", transform="identity"), 2, 2).restored(tmp_path)
 
 
 def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
@@ -202,10 +204,10 @@ CHANGES = {
 
 
 @sweep(
-    ("topk", "exchange", (2, 2)),
+    ("topk", "exchange", (2, 2, 2)),
     selection=["topk", "random"],
     change=CHANGES,
-    sizes=[(4,), (2, 2)],
+    sizes=[(4,), (2, 2), (2, 2, 2)],
 )
 def test_pending_messages_go_back_into_the_momentum(selection, change, sizes, tmp_path):
     factor = {"topk": 1.0, "random": 0.5}[selection]
@@ -240,13 +242,11 @@ def test_a_narrow_momentum_gets_its_message_back(tmp_path):
 
     trained = Trained(tx(EXCHANGES["delayed"]), 4).run([0]).saved(tmp_path)
     restored = Trained(tx(EXCHANGES["all-gather"]), 4).restored(tmp_path)
-    gradients = [
-        jax.grad(loss)({n: jnp.ones(shape) for n, shape in SHAPES.items()}, rows)
-        for rows in np.split(batch(0), 4)
-    ]
+    of_workers = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    gradients = of_workers(ones(), np.stack(np.split(batch(0), 4)))
     assert trained.state[0].momentum["w"].dtype == jnp.bfloat16
     for name in SHAPES:
-        energies = [0.01 * np.sum(np.square(g[name])) for g in gradients]
+        energies = 0.01 * np.sum(np.square(gradients[name]).reshape(4, -1), 1)
         found = np.asarray(restored.state[0].momentum[name], np.float32).reshape(4, -1)
         np.testing.assert_allclose(np.sum(found**2, 1), energies, rtol=2e-2)
 
@@ -277,8 +277,8 @@ def test_a_momentum_of_a_flat_vector_is_not_taken_for_another(exchange, transfor
 
 @sweep("delayed two-phase", exchange=KEEPING)
 def test_a_run_of_one_gather_goes_on_in_another_way(exchange, tmp_path):
-    trained = Trained(optimizer("all-gather"), 4).run(range(3)).saved(tmp_path)
-    restored = Trained(optimizer(exchange), 4).restored(tmp_path)
+    trained = Trained(optimizer("all-gather"), 2, 2).run(range(3)).saved(tmp_path)
+    restored = Trained(optimizer(exchange), 2, 2).restored(tmp_path)
     chex.assert_trees_all_equal(trained.state[0].momentum, restored.state[0].momentum)
     restored.run(range(3, 6))
-    assert int(restored.metrics.exchange.participants) == 4
+    assert int(restored.metrics.exchange.participants) == 2

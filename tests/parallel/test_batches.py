@@ -17,12 +17,15 @@ from tests import model, workers
 from tests.sweeps import sweep
 
 WORKERS, INNER = 4, 2
-TX = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), decay=0.9, axis_name="data")
+SMALL = demo_optax.Compression(4, 6)
+TX = demo_optax.demo_sgd(0.1, SMALL, decay=0.9, axis_name="data")
 MODES = {"manual": "manual", "mapped": "auto"}
 
 
 MESH = workers.mesh_of(WORKERS, INNER, kind=AxisType.Auto)
-train = functools.partial(workers.train, TX, mesh=MESH)
+train = functools.partial(
+    workers.train, TX, mesh=MESH, params=model.one_matrix, loss=model.linear_loss
+)
 
 
 def assert_same(found, expected):
@@ -43,7 +46,7 @@ def test_shared_leaves_reach_every_worker_whole(mode, microbatches, plain):
     def loss(params, batch):
         rows, weights, scale = batch
         assert weights.shape == (3,) and scale.shape == ()
-        return scale * model.loss(params, {"x": rows["x"], "y": rows["y"]}) + 0 * weights.sum()
+        return scale * model.linear_loss(params, rows) + 0 * weights.sum()
 
     found = train(
         range(3),
@@ -59,12 +62,12 @@ def test_shared_leaves_reach_every_worker_whole(mode, microbatches, plain):
 @sweep(("mapped", 2), mode=MODES, microbatches=[1, 2])
 def test_rows_may_stand_behind_another_dimension(mode, microbatches, plain):
     def loss(params, batch):
-        return model.loss(params, jax.tree.map(jnp.transpose, batch))
+        return model.linear_loss(params, jax.tree.map(jnp.transpose, batch))
 
     found = train(
         range(3),
         loss=loss,
-        batch=lambda i: jax.tree.map(jnp.transpose, model.batch(i)),
+        batch=lambda i: jax.tree.map(np.transpose, model.batch(i)),
         batch_specs=P(None, ("data", "fsdp")),
         sharding=MODES[mode],
         microbatches=microbatches,
@@ -87,27 +90,19 @@ def test_devices_of_a_worker_may_share_a_batch_smaller_than_their_number(mode):
 
 @sweep("manual", mode=MODES)
 def test_custom_metrics_see_whole_gradients_of_one_worker(mode):
-    specs = {"hidden": P("fsdp"), "bias": P(), "out": P("fsdp")}
+    specs = {"out": P("fsdp")}
 
     def measure(gradients, updates, params):
         shapes = jax.tree.map(jnp.shape, (gradients, updates, params))
-        assert shapes == (jax.tree.map(jnp.shape, model.init()),) * 3
+        assert shapes == ({"out": (12, 3)},) * 3
         return {"gradient": optax.tree.norm(gradients), "out": updates["out"], "was": params["out"]}
 
-    start, batch = model.init(), model.batch(0)
+    start, batch = model.one_matrix(), model.stacked(model.batch(0), WORKERS)
     options = dict(sharding=MODES[mode], metrics_fn=measure)
     params, _, [metrics] = train(range(1), param_specs=P(), **options)
     *_, [sharded] = train(range(1), param_specs=specs, **options)
-    parts = [
-        jax.tree.map(lambda x, n=n: np.split(np.asarray(x), WORKERS)[n], batch)
-        for n in range(WORKERS)
-    ]
-    norms = [
-        np.sqrt(
-            sum(np.sum(np.square(g)) for g in jax.tree.leaves(jax.grad(model.loss)(start, part)))
-        )
-        for part in parts
-    ]
+    gradients = jax.jit(jax.vmap(jax.grad(model.linear_loss), (None, 0)))(start, batch)
+    norms = [np.linalg.norm(gradient) for gradient in gradients["out"]]
     for found in (metrics.custom, sharded.custom):
         np.testing.assert_allclose(found["gradient"], norms, rtol=1e-5)
         np.testing.assert_array_equal(found["was"], np.stack([start["out"]] * WORKERS))
@@ -133,24 +128,21 @@ def test_an_axis_that_the_mesh_lacks_is_named():
 
 @sweep("sharded", specs=["whole", "sharded"])
 def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
-    specs = {"whole": P(), "sharded": {"hidden": P("fsdp"), "bias": P(), "out": P()}}[specs]
+    specs = {"whole": P(), "sharded": {"out": P("fsdp")}}[specs]
     mesh = MESH
-    params, state = workers.initial(TX, mesh, param_specs=specs)
-    step = workers.step_of(TX, mesh, param_specs=specs)
+    params, state = workers.initial(TX, mesh, model.one_matrix, param_specs=specs)
+    step = workers.step_of(TX, mesh, model.linear_loss, param_specs=specs)
     program = step.lower(params, state, model.batch(0)).compile().as_text()
     _, _, metrics = step(params, state, model.batch(0))
     between = [one for one in hlo.collectives(program) if one.crosses(mesh, "data")]
     counted = demo_optax.packet_bytes(TX, params, "data", mesh, specs)
     assert counted == metrics.packet_bytes == INNER * sum(one.operand_bytes for one in between)
-    compression = demo_optax.Compression(4, 8)
-    assert counted == demo_optax.packet_bytes(
-        compression, params, "data", mesh.abstract_mesh, specs
-    )
+    assert counted == demo_optax.packet_bytes(SMALL, params, "data", mesh.abstract_mesh, specs)
 
 
 @sweep("sharded", specs=["whole", "sharded"])
 def test_meshes_whose_axes_are_of_two_kinds_train_alike(specs):
-    specs = {"whole": P(), "sharded": dict.fromkeys(("hidden", "bias", "out"), P("fsdp"))}[specs]
+    specs = {"whole": P(), "sharded": {"out": P("fsdp")}}[specs]
     auto, explicit = AxisType.Auto, AxisType.Explicit
     losses = []
     for kinds in ((auto, auto), (auto, explicit), (explicit, auto)):
@@ -160,26 +152,33 @@ def test_meshes_whose_axes_are_of_two_kinds_train_alike(specs):
     np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
 
 
+ALONG_TWO_AXES = demo_optax.demo_sgd(0.1, SMALL, axis_name=("a", "b"))
+
+
 @pytest.mark.parametrize("spec", [P("a"), P(("b", "a")), P(("c", "a", "b")), P("a", "b")])
 def test_a_batch_that_modes_would_divide_otherwise_is_refused(spec):
     mesh = workers.mesh_of(2, 2, 2, names=("a", "b", "c"), kind=AxisType.Auto)
-    tx = demo_optax.demo_sgd(0.5, demo_optax.Compression(4, 8), axis_name=("a", "b"))
-    state = demo_optax.init_opt_state(tx, model.init(), mesh, ("a", "b"))
+    state = demo_optax.init_opt_state(ALONG_TWO_AXES, model.one_matrix(), mesh, ("a", "b"))
     for sharding in ("manual", "auto"):
         step = demo_optax.make_train_step(
-            model.loss, tx, mesh, ("a", "b"), batch_specs=spec, sharding=sharding
+            model.linear_loss,
+            ALONG_TWO_AXES,
+            mesh,
+            ("a", "b"),
+            batch_specs=spec,
+            sharding=sharding,
         )
         with pytest.raises(ValueError, match="in this order and before any other"):
-            step(model.init(), state, model.batch(0))
+            step(model.one_matrix(), state, model.batch(0))
 
 
 @sweep(((2, 2), np.asarray), sizes=[(4,), (2, 2)], kind=[np.asarray, jnp.asarray])
 def test_a_batch_of_no_mesh_is_put_on_an_explicit_one(sizes, kind):
     def loss(params, batch):
         rows, weights = batch
-        return jnp.mean(weights) * model.loss(params, rows)
+        return jnp.mean(weights) * model.linear_loss(params, rows)
 
-    params = model.init()
+    params = model.one_matrix()
     batch = jax.tree.map(kind, (model.batch(0), np.linspace(0.5, 1.5, 3, dtype=np.float32)))
 
     def found(axis_type):
@@ -192,7 +191,7 @@ def test_a_batch_of_no_mesh_is_put_on_an_explicit_one(sizes, kind):
 
 def rows_on(shape, names, kind):
     mesh = workers.mesh_of(*shape, names=names, kind=kind)
-    return jax.device_put(jnp.arange(16.0), jax.NamedSharding(mesh, P(names[0])))
+    return jax.device_put(np.arange(16, dtype=np.float32), jax.NamedSharding(mesh, P(names[0])))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])

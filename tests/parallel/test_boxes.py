@@ -13,9 +13,9 @@ from demo_optax._src.arrays import unboxed
 from tests import model, workers
 from tests.sweeps import sweep
 
-SMALL = demo_optax.Compression(4, 8)
+SMALL = demo_optax.Compression(4, 6)
 DEMO = demo_optax.demo_scaled(1e-2, SMALL, axis_name="data")
-PLAIN = model.init()
+PLAIN = model.affine()
 BOXES = {
     "Partitioned": lambda x: nn.Partitioned(x, names=("embed", "mlp")),
     "LogicallyPartitioned": lambda x: nn.LogicallyPartitioned(x, names=("embed", "mlp")),
@@ -97,7 +97,7 @@ USES = {
 
 
 def loss(params, batch):
-    return model.loss(dict(unboxed(params)), batch)
+    return model.affine_loss(dict(unboxed(params)), batch)
 
 
 def trained(tx, params, mesh, **options):
@@ -124,4 +124,4 @@ def test_trees_made_from_boxed_parameters_serve_as_plain_ones(use, kind):
     assert jax.tree.structure(given) == jax.tree.structure(params)
     assert jax.tree.structure(unboxed(state)) == jax.tree.structure(state)
     chex.assert_trees_all_equal(*map(jax.tree.leaves, ((given, state), expected)))
-    assert np.any(unboxed(given)["hidden"] != PLAIN["hidden"])
+    assert np.any(unboxed(given)["out"] != PLAIN["out"])

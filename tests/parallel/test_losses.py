@@ -11,30 +11,37 @@ from jax.sharding import AxisType
 
 import demo_optax
 from tests import model, workers
+from tests.model import linear_loss
+from tests.sweeps import slow
 
 MESH = workers.mesh_of(2, kind=AxisType.Auto)
-DEMO = demo_optax.demo(5e-3, demo_optax.Compression(4, 8), axis_name="data")
+DEMO = demo_optax.demo(5e-3, demo_optax.Compression(4, 6), axis_name="data")
 BATCH = model.batch(0)
+START = model.one_matrix()
+
+
+def initial():
+    return workers.initial(DEMO, MESH, model.one_matrix)
 
 
 def over_its_batch(params):
-    return model.loss(params, BATCH)
+    return linear_loss(params, BATCH)
 
 
 @pytest.mark.parametrize(
     "loss, said",
     [
-        (lambda params: model.loss(params, BATCH), "each worker's own part of the batch"),
-        (lambda params, batch, key: model.loss(params, batch), "random_key=True"),
-        (lambda params, state, batch: (model.loss(params, batch), (state, None)), "stateful=True"),
+        (lambda params: linear_loss(params, BATCH), "each worker's own part of the batch"),
+        (lambda params, batch, key: linear_loss(params, batch), "random_key=True"),
+        (lambda params, state, batch: (linear_loss(params, batch), (state, None)), "stateful=True"),
     ],
     ids=["over its batch", "with a key", "with a state"],
 )
 def test_a_loss_that_takes_other_arguments(loss, said):
-    params, state = workers.initial(DEMO, MESH)
+    params, state = initial()
     step = demo_optax.make_train_step(loss, DEMO, MESH)
     gradients_of = jax.jit(demo_optax.worker_gradients(loss, MESH))
-    for fn, args in (step, (params, state, BATCH)), (gradients_of, (model.init(), BATCH)):
+    for fn, args in (step, (params, state, BATCH)), (gradients_of, (START, BATCH)):
         with pytest.raises(TypeError, match="positional argument") as refused:
             fn(*args)
         assert said in "".join(refused.value.__notes__)
@@ -42,9 +49,9 @@ def test_a_loss_that_takes_other_arguments(loss, said):
 
 def test_an_error_inside_of_a_loss_is_left_alone():
     def loss(params, batch):
-        return len(1) + model.loss(params, batch)
+        return len(1) + linear_loss(params, batch)
 
-    params, state = workers.initial(DEMO, MESH)
+    params, state = initial()
     with pytest.raises(TypeError, match="has no len") as raised:
         demo_optax.make_train_step(loss, DEMO, MESH)(params, state, BATCH)
     assert not any("random_key" in note for note in getattr(raised.value, "__notes__", []))
@@ -52,16 +59,16 @@ def test_an_error_inside_of_a_loss_is_left_alone():
 
 def test_a_loss_may_take_its_arguments_by_any_signature():
     def loss(*args, scale=1.0):
-        return scale * model.loss(*args)
+        return scale * linear_loss(*args)
 
     for fn in (loss, functools.partial(loss, scale=1.0), jax.jit(loss)):
-        found = jax.jit(demo_optax.worker_gradients(fn, MESH))(model.init(), BATCH).loss
-        np.testing.assert_allclose(found.mean(), model.loss(model.init(), BATCH), rtol=1e-5)
+        found = jax.jit(demo_optax.worker_gradients(fn, MESH))(START, BATCH).loss
+        np.testing.assert_allclose(found.mean(), linear_loss(START, BATCH), rtol=1e-5)
 
 
 def test_gradients_without_a_batch():
     with pytest.raises(TypeError, match=r"\(params, batch\[, key\]\).*1 arguments were given"):
-        demo_optax.worker_gradients(over_its_batch, MESH)(model.init())
+        demo_optax.worker_gradients(over_its_batch, MESH)(START)
 
 
 class Model(nnx.Module):
@@ -92,12 +99,9 @@ def test_a_whole_model_with_dropout_is_refused_and_its_parts_are_taken():
     assert found.loss.shape == (2,) and np.isfinite(found.gradient_norm).all()
 
 
-START = model.init()
-
-
 @jax.custom_vjp
 def with_a_derivative(params):
-    return params["bias"].sum()
+    return params["out"].sum()
 
 
 def zero_derivative(_, gradient):
@@ -113,18 +117,18 @@ OF_TYPES = {
 }
 
 
-@pytest.mark.parametrize("name", [*OF_TYPES, "custom_vjp"])
+@pytest.mark.parametrize("name", ["scan", slow("fori_loop"), "while_loop", "cond", "custom_vjp"])
 def test_errors_about_types_that_vary_name_the_settings_that_help(name):
     def loss(params, batch):
         other = OF_TYPES[name](batch["x"]) if name in OF_TYPES else with_a_derivative(params)
-        return model.loss(params, batch) + 0 * other
+        return linear_loss(params, batch) + 0 * other
 
     def gradients(params, batch):
         return demo_optax.local_value_and_grad(loss, "data")(params, batch)[0][None]
 
     def train(**options):
         step = demo_optax.make_train_step(loss, DEMO, MESH, **options)
-        return step(START, demo_optax.init_opt_state(DEMO, START, MESH), BATCH)
+        return step(*initial(), BATCH)
 
     on_devices = jax.shard_map(
         gradients, mesh=MESH, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data")
@@ -144,5 +148,5 @@ def test_other_errors_of_a_loss_get_no_note():
 
     step = workers.step_of(DEMO, MESH, loss)
     with pytest.raises(TypeError, match="of my own") as error:
-        step(START, workers.initial(DEMO, MESH)[1], BATCH)
+        step(START, initial()[1], BATCH)
     assert not [x for x in getattr(error.value, "__notes__", ()) if "check_vma" in x]

@@ -207,18 +207,18 @@ def test_a_train_state_in_a_plain_jit(manual):
 def test_an_nnx_optimizer_in_a_plain_jit():
     class Model(nnx.Module):
         def __init__(self, rngs):
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
-            self.hidden = nnx.Linear(12, 16, kernel_init=init, rngs=rngs)
-            self.out = nnx.Linear(16, 3, rngs=rngs)
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("tensor", None))
+            self.out = nnx.Linear(12, 3, use_bias=False, kernel_init=init, rngs=rngs)
 
         def __call__(self, x):
-            return self.out(jnp.tanh(self.hidden(x)))
+            return self.out(x)
 
     mesh = mesh_of()
+    tx = demo_optax.demo_sgd(0.1, demo_optax.Compression(4, 6), decay=0.9, axis_name="replica")
     with jax.set_mesh(mesh):
         module = Model(nnx.Rngs(0))
         graph, _ = nnx.split(module, nnx.Param)
-        stacked = demo_optax.stack_workers(TX, mesh, "replica")
+        stacked = demo_optax.stack_workers(tx, mesh, "replica")
         optimizer = nnx.Optimizer(module, stacked, wrt=nnx.Param)
 
         def loss(params, batch):

@@ -1,5 +1,6 @@
 """Workers that come late, go, are stopped, differ, or bring other settings."""
 
+import dataclasses
 import functools
 import threading
 import time
@@ -12,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
+from demo_optax._src.swarm import snapshots
 from demo_optax._src.swarm.snapshots import SnapshotTurns
 from demo_optax.swarm import Member, ObjectStore, SwarmError
 from tests import swarms
-from tests.sweeps import sweep
+from tests.sweeps import slow, sweep
 
 DELAYS = sweep(1, delay=[0, 1])
 
@@ -31,14 +33,14 @@ OPEN = []
 
 
 def make(store, number, tx=swarms.DEMO_SCALED, **settings):
-    settings = {"deadline": 0.4, "snapshot_every": 4} | settings
+    settings = {"deadline": 1.0, "snapshot_every": 4} | settings
     OPEN.append(swarms.make_worker(tx, store, number, **settings))
     return OPEN[-1]
 
 
 def slow_batch_of(worker, step):
     """Leaves others the time to catch up."""
-    time.sleep(0.05)
+    time.sleep(0.02)
     return swarms.batch_of(worker, step)
 
 
@@ -86,9 +88,10 @@ def noisy():
 def test_a_newcomer_draws_the_random_numbers_of_the_others(store, delay):
     """The states of links that hold keys go through snapshots, for workers of two shards each."""
     settings = {"delay": delay, "shards": 2, "param_specs": {"w": P(None, "fsdp"), "v": P("fsdp")}}
-    first = make(store, 0, noisy(), **settings)
+    tx = noisy()
+    first = make(store, 0, tx, **settings)
     state, before, _ = swarms.take_steps(first, 7)
-    second = make(store, 1, noisy(), **settings)
+    second = make(store, 1, tx, **settings)
     begun = swarms.begin(second)
     (_, alone, _), (_, joined, metrics) = both(first, second, 16, (state, begun), slow_batch_of)
     by_step = require_equal(before | alone, joined)
@@ -99,8 +102,9 @@ def test_a_newcomer_draws_the_random_numbers_of_the_others(store, delay):
 @sweep("others", mesh=["own", "others"])
 def test_the_mesh_of_the_context_does_not_matter(mesh, store):
     devices = jax.devices()[: 1 if mesh == "own" else 8]
+    tx = demo_optax.demo_scaled(1e-2)  # its own, for which everything is compiled anew
     with jax.set_mesh(jax.make_mesh((len(devices),), ("data",), devices=devices)):
-        _, digests, _ = swarms.take_steps(make(store, 0, delay=1), 6)
+        _, digests, _ = swarms.take_steps(make(store, 0, tx, delay=1), 6)
     assert len(digests) == 7
 
 
@@ -204,13 +208,11 @@ def plain_mean():
 
 def test_messages_are_weighed(store):
     weights = 1.0, 3.0, 0.5
-    workers = [
-        make(store, n, plain_mean(), deadline=20.0, min_workers=3, weight=weight)
-        for n, weight in enumerate(weights)
-    ]
+    settings, tx = {"deadline": 20.0, "min_workers": 3}, plain_mean()
+    workers = [make(store, n, tx, weight=weight, **settings) for n, weight in enumerate(weights)]
     results = swarms.together([functools.partial(swarms.take_steps, x, 1) for x in workers])
-    params = swarms.initial_params()
-    gradients = [jax.grad(swarms.loss_fn)(params, swarms.batch_of(n, 0)) for n in range(3)]
+    params, gradient = swarms.initial_params(), jax.jit(jax.grad(swarms.loss_fn))
+    gradients = [gradient(params, swarms.batch_of(n, 0)) for n in range(3)]
 
     def expected(x, *each):
         mean = sum(w * np.float64(g) for w, g in zip(weights, each, strict=True)) / sum(weights)
@@ -221,73 +223,76 @@ def test_messages_are_weighed(store):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), new_params, wanted)
 
 
-def slowly(worker, step):
-    time.sleep(0.1)
-    return swarms.batch_of(worker, step)
+@pytest.fixture
+def watchful(monkeypatch):
+    """Workers look often for the snapshot that they compare with."""
+    monkeypatch.setattr(snapshots, "POLL_SECONDS", 0.02)
 
 
 @DELAYS
-def test_parameters_that_differ_are_replaced_at_the_next_snapshot(store, delay):
+def test_parameters_that_differ_are_replaced_at_the_next_snapshot(store, delay, watchful):
     settings = {"min_workers": 2, "deadline": 20.0, "delay": delay, "snapshot_every": 20}
     first, second = (make(store, number, **settings) for number in range(2))
     (state, _, _), (other, _, _) = both(first, second, 5)
     params, opt_state = other
     other = jax.tree.map(lambda x: x * 1.001, params), opt_state
     states = state, other
-    (_, of_first, metrics), (_, of_second, of_other) = both(first, second, 60, states, slowly)
+    (_, of_first, metrics), (_, of_second, of_other) = both(
+        first, second, 60, states, slow_batch_of
+    )
     drifts = [x.drift for x in [*metrics, *of_other] if x.drift]
     assert any(x.drift == 0.0 for x in [*metrics, *of_other])
     assert len(drifts) == 1 and 1e-5 < drifts[0] < 2e-3
     assert of_first[6] != of_second[6] and of_first[60] == of_second[60]
 
 
-def with_rate(rate):
-    return demo_optax.demo_scaled(rate)
+FEWER = dataclasses.replace(swarms.DEMO_SCALED.compression, topk=4)
+LIMITED = demo_optax.AllGather(norm_limit=2.0)
 
 
-def with_decay(decay):
-    return demo_optax.demo_scaled(1e-2, decay=decay)
-
-
-def with_topk(topk):
-    return demo_optax.demo(1e-3, Compression(topk=topk))
-
-
-LIMITED = demo_optax.demo_scaled(1e-2, exchange=demo_optax.AllGather(norm_limit=2.0))
+def scaled(**settings):
+    return demo_optax.demo_scaled(**{"learning_rate": 1e-2} | settings)
 
 
 @pytest.mark.parametrize(
-    ("tx", "other", "settings", "message"),
+    ("other", "settings", "message"),
     [
-        (with_rate(1e-2), with_rate(2e-2), {}, "optimizer is"),
-        (with_topk(4), with_topk(8), {}, r"compression is Compression\(topk=4"),
-        (with_rate(1e-2), LIMITED, {}, r"exchange is AllGather.*norm_limit=None\) there"),
-        (with_decay(0.95), with_decay(0.5), {}, "optimizer is"),
-        (with_rate(1e-2), with_rate(1e-2), {"snapshot_every": 7}, "snapshot_every is 100 there"),
-        (with_rate(1e-2), with_rate(1e-2), {"slots": 5}, "slots is 4 there and 5 here"),
-        (with_rate(1e-2), with_rate(1e-2), {"facts": {"--seed": 2}}, "--seed is missing there"),
+        (scaled(learning_rate=2e-2), {}, "optimizer is"),
+        slow(scaled(decay=0.5), {}, "optimizer is"),
+        (scaled(compression=FEWER), {}, r"compression is Compression\(topk=32.*\(topk=4"),
+        (scaled(exchange=LIMITED), {}, r"exchange is AllGather.*norm_limit=None\) there"),
+        (swarms.DEMO_SCALED, {"snapshot_every": 7}, "snapshot_every is 100 there"),
+        (swarms.DEMO_SCALED, {"slots": 5}, "slots is 4 there and 5 here"),
+        (swarms.DEMO_SCALED, {"facts": {"--seed": 2}}, "--seed is missing there"),
     ],
 )
-def test_another_run_in_the_same_place_is_refused(store, tx, other, settings, message):
-    swarms.begin(make(store, 0, tx, snapshot_every=100))
+def test_another_run_in_the_same_place_is_refused(store, other, settings, message):
+    swarms.begin(make(store, 0, snapshot_every=100))
     with pytest.raises(SwarmError, match=message):
         swarms.begin(make(store, 1, other, **{"snapshot_every": 100} | settings))
 
 
+def muon():
+    return demo_optax.decoupled(optax.contrib.muon(1e-2, ns_steps=1), Compression(4))
+
+
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("make_tx", "setting", "message"),
     [
-        (jax.default_prng_impl("rbg"), "jax_default_prng_impl is threefry2x32 there and rbg here"),
-        (jax.default_matmul_precision("highest"), "optimizer is"),
+        (
+            lambda: swarms.DEMO_SCALED,
+            jax.default_prng_impl("rbg"),
+            "jax_default_prng_impl is threefry2x32 there and rbg here",
+        ),
+        (muon, jax.default_matmul_precision("highest"), "optimizer is"),
     ],
 )
-def test_another_setting_of_jax_is_refused_where_it_changes_the_optimizer(store, setting, message):
-    def tx():
-        return demo_optax.decoupled(optax.contrib.muon(1e-2), Compression(4))
-
-    swarms.begin(make(store, 0, tx()))
+def test_another_setting_of_jax_is_refused_where_it_changes_the_optimizer(
+    store, make_tx, setting, message
+):
+    swarms.begin(make(store, 0, make_tx()))
     with setting, pytest.raises(SwarmError, match=message):
-        swarms.begin(make(store, 1, tx()))
+        swarms.begin(make(store, 1, make_tx()))
 
 
 def test_another_batch_and_another_weight_are_welcome(store):
@@ -328,23 +333,23 @@ def test_a_run_that_stopped_at_a_snapshot_goes_on(store, delay):
     assert max(after) == 16
 
 
-def test_a_worker_that_is_not_finite_writes_no_snapshot_and_is_mended_by_another(store):
+def test_a_worker_that_is_not_finite_writes_no_snapshot_and_is_mended_by_another(store, watchful):
     settings = {"min_workers": 2, "deadline": 20.0, "snapshot_every": 10}
     first, second = (make(store, number, **settings) for number in range(2))
     (state, _, _), ((params, opt_state), _, _) = both(first, second, 5)
     broken = jax.tree.map(lambda x: x * np.nan, params), opt_state
-    (_, of_first, _), (_, of_second, _) = both(first, second, 60, (state, broken), slowly)
-    assert of_first[60] == of_second[60]
-    assert np.isfinite(np.frombuffer(of_first[60], np.float32)).all()
+    (_, of_first, _), (_, of_second, _) = both(first, second, 50, (state, broken), slow_batch_of)
+    assert of_first[50] == of_second[50]
+    assert np.isfinite(np.frombuffer(of_first[50], np.float32)).all()
 
 
-def test_a_difference_that_rounding_does_not_explain_is_told_and_not_adopted(store):
+def test_a_difference_that_rounding_does_not_explain_is_told_and_not_adopted(store, watchful):
     settings = {"min_workers": 2, "deadline": 20.0, "snapshot_every": 10}
     first, second = (make(store, number, **settings) for number in range(2))
     said = []
     first.member.tell = second.member.tell = said.append
     (state, _, _), ((params, opt_state), _, _) = both(first, second, 5)
     other = jax.tree.map(lambda x: x * 2, params), opt_state
-    (_, _, metrics), (_, _, of_other) = both(first, second, 30, (state, other), slowly)
+    (_, _, metrics), (_, _, of_other) = both(first, second, 30, (state, other), slow_batch_of)
     assert any("stop the worker that is wrong" in line for line in said)
     assert max(x.drift or 0.0 for x in [*metrics, *of_other]) > 0.1

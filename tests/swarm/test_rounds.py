@@ -15,6 +15,7 @@ import demo_optax
 from demo_optax._src.swarm.rounds import RoundClock
 from demo_optax.swarm import Member, ObjectStore, SwarmError, read_history, status
 from tests import swarms
+from tests.sweeps import sweep
 
 WORKERS, EVERY = 4, 3
 
@@ -32,6 +33,7 @@ OUTER = {
 }
 
 
+@functools.cache
 def rounds(name, axis_name=None, **options):
     inner = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 12), b2=0.95)
     outer = OUTER[name](axis_name=axis_name)
@@ -68,13 +70,13 @@ def in_a_swarm(tx, store, until, **settings):
     return swarms.together([functools.partial(run, worker) for worker in workers])
 
 
-@pytest.mark.parametrize("name", OUTER)
+@sweep("sparseloco", "diloco", name=OUTER)
 def test_parameters_after_each_round_are_those_of_shard_map_to_the_last_bit(name, tmp_path):
-    expected = over_shard_map(name, 12 * EVERY)
-    for digests, seen in in_a_swarm(rounds(name), ObjectStore(str(tmp_path)), 12):
-        assert [digests[n + 1] for n in range(12)] == expected
-        assert [metrics.round_steps for metrics in seen] == 12 * [0, 0, EVERY]
-        assert [metrics.applied for metrics in seen if metrics.members] == list(range(12))
+    expected = over_shard_map(name, 8 * EVERY)
+    for digests, seen in in_a_swarm(rounds(name), ObjectStore(str(tmp_path)), 8):
+        assert [digests[n + 1] for n in range(8)] == expected
+        assert [metrics.round_steps for metrics in seen] == 8 * [0, 0, EVERY]
+        assert [metrics.applied for metrics in seen if metrics.members] == list(range(8))
 
 
 @pytest.mark.parametrize("merge", [None, 0.5])
@@ -152,9 +154,9 @@ def test_one_that_misses_rounds_keeps_what_it_went_and_delivers_it_later(store):
 
 
 def test_rounds_of_some_seconds_end_for_all_and_weigh_by_steps(store):
-    tx, settings = rounds("sparseloco"), dict(delay=1, round_seconds=0.5, weight=10.0)
+    tx, settings = rounds("sparseloco"), dict(delay=1, round_seconds=0.3, weight=10.0)
     first, second = (swarms.make_worker(tx, store, n, **settings) for n in range(2))
-    (_, of_first, _), (_, of_second, _) = both(first, second, 12, seconds=(0.01, 0.06))
+    (_, of_first, _), (_, of_second, _) = both(first, second, 10, seconds=(0.005, 0.06))
     require_equal(of_first, of_second)
     history = read_history(store)
     counted = [m for m in history.manifests if len(m.packets) == 2]

@@ -40,7 +40,7 @@ class Outbox(NamedTuple):
     Example:
       >>> import demo_optax
       >>> tx, params = demo_optax.demo(0.1), jnp.ones((8, 8))
-      >>> outbox, state = tx.send(params, tx.init(params), params)
+      >>> outbox, state = jax.jit(tx.send)(params, tx.init(params), params)
       >>> outbox.packet.dtype, outbox.packet.shape, int(outbox.step)
       (dtype('uint32'), (128,), 0)
     """

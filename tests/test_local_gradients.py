@@ -1,0 +1,129 @@
+"""Gradients must be local: those that were summed are found, and no others are accused."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from tests import model, workers
+from tests.sweeps import sweep
+
+pytestmark = pytest.mark.usefixtures("annotations_unchecked")
+
+DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
+
+
+@pytest.mark.parametrize(
+    "tx", [DEMO, demo_optax.mean_over_workers("data")], ids=["demo", "mean_over_workers"]
+)
+def test_axis_must_be_bound(tx):
+    params = model.init()
+    with pytest.raises(NameError, match=r"'data', which is not bound here") as error:
+        tx.update(params, tx.init(params), params)
+    for name in ("make_train_step", "stack_workers", "worker_gradients"):
+        assert f"demo_optax.{name}" in str(error.value)
+
+
+def summed_gradients(tx, mode):
+    """An update with the gradients that ``jax.grad`` gives inside ``shard_map`` by itself."""
+    params, state = workers.initial(DEMO, workers.mesh_of(8))
+    specs = workers.specs_of(state)
+
+    def step(params, state, batch):
+        gradient = jax.grad(model.loss)(params, batch)
+        if mode != "shard_map":
+            gradient = jax.lax.psum(gradient, "data")
+        return tx.update(gradient, state, params)
+
+    run = workers.spread(step, (P(), specs, P("data")), (P(), specs), 8, mode)
+    return run(params, jax.device_get(state), model.stacked(model.batch(0)))
+
+
+def test_summed_gradients_are_refused_by_their_type():
+    with pytest.raises(ValueError, match=r"gradient\['bias'\] is not local.*local_value_and_grad"):
+        summed_gradients(DEMO, "shard_map")
+
+
+def test_summed_gradients_are_refused_by_the_dense_mean_too():
+    mean = demo_optax.mean_over_workers("data")
+    run = workers.spread(lambda g: mean.update(g, mean.init(g))[0], (P(),), P(), 8, "shard_map")
+    with pytest.raises(ValueError, match=r"is not local.*local_value_and_grad"):
+        run(model.init())
+
+
+@sweep("shard_map unchecked", mode=["vmap", "pmap", "shard_map unchecked"])
+def test_summed_gradients_are_found_out_by_their_packets(mode):
+    _, state = summed_gradients(DEMO, mode)
+    with pytest.raises(ValueError, match=r"all 8 workers have the very same gradient.*not local"):
+        demo_optax.check_metrics(demo_optax.exchange_metrics(state))
+
+
+@sweep(1e-3, clip_norm=[1e-3, None])
+def test_local_gradients_are_not_accused_even_where_clipping_makes_their_norms_equal(clip_norm):
+    """A large batch of steps, since equal norms are a matter of the last bits."""
+    step = demo_optax.make_train_step(
+        model.loss, DEMO, workers.mesh_of(2), "data", clip_norm=clip_norm
+    )
+    params, state = workers.initial(DEMO, workers.mesh_of(2))
+    for i in range(50):
+        params, state, metrics = jax.block_until_ready(step(params, state, model.batch(i)))
+        demo_optax.check_metrics(metrics.exchange)
+
+
+def test_local_gradients_need_their_axis_bound():
+    """Without it they would be summed, and the next message would speak of something else."""
+    gradient = demo_optax.local_value_and_grad(model.loss, "workers")
+    run = workers.spread(gradient, (P(), P("data")), P(), 2, "shard_map")
+    with pytest.raises(
+        NameError, match=r"'workers', which is not bound here \(bound are \('data',"
+    ):
+        run(model.init(), model.stacked(model.batch(0, rows=16), 2))
+
+
+@jax.jit
+def found_identical(gradients):
+    """Whether four workers are told that all of them have the same gradient, ``(4, 16, 16)``.
+
+    What they have is said of gradients as they come: behind the preconditioner all are signs.
+    """
+    tx = demo_optax.demo(1e-3, axis_name="data", precondition=optax.scale_by_sign())
+
+    def worker(gradient):
+        return tx.update(gradient, tx.init(gradient), gradient)[1][0].metrics.identical
+
+    return jax.vmap(worker, axis_name="data")(gradients)
+
+
+def test_local_gradients_are_not_accused_where_their_preconditioned_ones_are_signs():
+    gradients = np.abs(np.random.default_rng(0).normal(size=(4, 16, 16))).astype(np.float32)
+    assert not np.any(found_identical(gradients))
+
+
+def test_local_gradients_are_not_accused_whose_first_rows_are_equal():
+    """As those of a table whose first row no worker's batch has; a weight decay is in the loss."""
+    gradients = np.full((4, 16, 16), 1e-3, np.float32)
+    for worker in range(4):
+        gradients[worker, 1 + worker] += 1.0 + worker
+    assert not np.any(found_identical(gradients))
+
+
+def test_local_gradients_of_equal_norms_are_not_accused():
+    """As those of a logistic regression on words, of which each worker has others."""
+    gradients = np.zeros((4, 256), np.float32)
+    for worker in range(4):
+        gradients[worker, [8 + worker, 16 + worker]] = 0.5, -0.5
+    assert not np.any(found_identical(gradients.reshape(4, 16, 16)))
+
+
+def test_a_gradient_and_its_transpose_are_not_accused():
+    one = np.zeros((16, 16), np.float32)
+    one[3, 7], one[5, 9] = 0.5, -0.25
+    assert not np.any(found_identical(np.stack([one, one.T, one, one.T])))
+
+
+def test_averaged_gradients_are_found_whose_first_rows_are_zeros():
+    gradients = np.zeros((4, 16, 16), np.float32)
+    gradients[:, 3] = 0.5
+    assert np.all(found_identical(gradients))
