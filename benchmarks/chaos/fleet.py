@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 JOINED = re.compile(
-    r"joined before (?:step|round) (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, "
-    r"([\d.]+) s to catch"
+    r"joined before \w+ (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to catch"
 )
 
 
