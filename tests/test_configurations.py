@@ -111,6 +111,11 @@ WORDS = [
     ("--optimizer adamw --transform identity", "--transform identity is for optimizers that send"),
     ("--optimizer diloco --block-side 32", "--block-side 32 is for optimizers that send packets"),
     ("--optimizer sparseloco --transform identity", "sends parts of parameters as they are"),
+    (
+        "--workers None --swarm run --steps 20 --optimizer diloco --transform dct",
+        "--optimizer diloco sends parts of",
+    ),
+    ("--workers None --swarm run --transform random", "--transform random changes the basis"),
     ("--optimizer diloco --exchange two-phase", "--exchange two-phase is for optimizers that"),
     ("--exchange two-phase --topk-back 5000", "--topk-back 5000 is more than a block has"),
     ("--topk-back 64", "--topk-back 64 is for what owners send back"),

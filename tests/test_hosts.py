@@ -211,7 +211,7 @@ def test_a_worker_that_is_stopped_while_it_joins_leaves(start, tmp_path):
     wait_for(lambda: "compiles and joins" in log.read_text(), log, run)
     send(signal.SIGTERM, place, 0)
     assert run.wait(100) == 143, log.read_text()
-    assert "Left before step" in log.read_text() and "Traceback" not in log.read_text()
+    assert "Left. It sent no packet." in log.read_text() and "Traceback" not in log.read_text()
 
 
 @pytest.mark.slow

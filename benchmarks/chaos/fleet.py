@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 JOINED = re.compile(
-    r"joined before step (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to catch"
+    r"joined before \w+ (\d+): ([\d.]+) s to prepare, ([\d.]+) s to compile, ([\d.]+) s to catch"
 )
 
 
 class Join(NamedTuple):
-    """What a process printed when it joined: before which step, and seconds that it took."""
+    """What a process printed when it joined: before which step or round, and seconds it took."""
 
     step: int
     prepare: float

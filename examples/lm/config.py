@@ -127,9 +127,9 @@ class Config:
     """Coding of the values that are sent. By default sign for
     demo-scaled and demo-muon, float32 for demo, and int4 for the others.
     docs/explanation/bytes.md compares them."""
-    transform: TransformName = "dct"
-    """Transform of the blocks. The momentum is stored in its
-    coefficients."""
+    transform: TransformName | None = None
+    """Transform of the blocks, by default dct. The momentum is stored in
+    its coefficients. diloco and sparseloco have none."""
     selection: Selection | None = None
     """Which coefficients are sent. topk: the largest. bins: the largest
     in each of --topk bins. The others follow from the step, so that no
@@ -192,12 +192,13 @@ class Config:
     """Steps between two checkpoints. The last three are kept."""
     log_checksums: bool = False
     """Whether a worker of a swarm logs a checksum of all parameters after
-    each step, to compare with those of others. It takes time."""
+    each exchange, to compare with those of others. It takes time."""
     log_dir: Path | None = None
     """Folder for config.yaml, for steps.jsonl with a line for each step,
     and for TensorBoard. TensorBoard also shows held-out losses and
     samples.
-    Processes other than the first log their own workers in subfolders."""
+    Processes other than the first log their own workers in subfolders.
+    Each worker of a swarm needs a folder of its own."""
     sample_length: CountOrZero = 0
     """Tokens of text that the trained model writes at the end, from nothing
     and after `def `."""

@@ -30,6 +30,7 @@ MERGE = 0.5  # where results come late
 PUBLISHED = demo_optax.Compression(32)
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4")
 ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")
+AS_THEY_ARE = dataclasses.replace(FOUR_BITS, transform="identity")
 WHOLE = demo_optax.Compression(64 * 64, value_coding="int8", transform="identity")
 
 
@@ -127,7 +128,7 @@ def _sparseloco(settings: Settings) -> optax.GradientTransformation:
 def _of_differences(base, settings: Settings, decay: float) -> optax.GradientTransformation:
     return demo_optax.decoupled(
         base,
-        dataclasses.replace(settings.compression, transform="identity"),
+        settings.compression,
         decay=decay,
         gradient_weight=1.0,
         mean="workers",
@@ -143,7 +144,7 @@ RECIPES: dict[OptimizerName, Recipe] = {
     "demo-signum": Recipe(2e-3, 0.95, 0.0, functools.partial(_decoupled, demo_optax.demo_signum)),
     "demo-muon": Recipe(3e-3, 0.95, 0.0, muon_with, ONE_BIT, looks_ahead=True, b2=0.99),
     "diloco": Recipe(7.5e-4, 0.9, 0.1, _adamw, WHOLE, outer=_diloco, b2=0.95, reduces=True),
-    "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, outer=_sparseloco, b2=0.95),
+    "sparseloco": Recipe(3e-3, 0.9, 0.1, _adamw, AS_THEY_ARE, outer=_sparseloco, b2=0.95),
     "adamw": Recipe(3e-3, 0.9, 0.1, _data_parallel_adamw, None, b2=0.95, reduces=True),
 }
 

@@ -50,6 +50,7 @@ from .validation import require_sensible
 
 CACHE = Path.home() / ".cache" / "demo_optax" / "compiled"
 LEAVE_SECONDS = 15.0  # for a worker that leaves to send its progress
+SHOWN_FIRST: dict[str, Any] = dict(loss="-", workers="-", waited=0.0, sent=0.0)  # on the bar
 GO_ON = "Start the same command again to take part again, from where the others are then."
 
 SAME = (
@@ -129,6 +130,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         weight=tokens,
         facts=facts_of(config),
     )
+    unit = member.unit
     grace = LEAVE_SECONDS if overlaps else 0.0
     with worker, leaves_at(signals, member, grace), log_file(config) as log, bar:
         prepared = time.monotonic()
@@ -141,14 +143,14 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             left(worker, signals, lost=0)
         joined = time.monotonic()
         console.print(
-            f"joined before step {worker.number}: {prepared - started:.1f} s to prepare, "
+            f"joined before {unit} {worker.number}: {prepared - started:.1f} s to prepare, "
             f"{worker.seconds_compiling:.1f} s to compile, "
             f"{joined - prepared - worker.seconds_compiling:.1f} s to catch up"
         )
         batches = batches_of(own_order(run, member.worker), worker.number * every * rows)
         evaluate = make_evaluation(run, lambda: None)
         done = worker.number * every
-        task = bar.add_task("", total=config.steps, completed=done, **shown(None, 0.0))
+        task = bar.add_task("", total=config.steps, completed=done, **SHOWN_FIRST)
         sent, members, alone = 0.0, (), 0
         while worker.number < config.steps // every:
             began, number, before = time.monotonic(), worker.number, done
@@ -162,28 +164,29 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             sent += metrics.packet_bytes / 1e6
             seconds = time.monotonic() - began
             checked = digest(params) if config.log_checksums and worker.number > number else None
-            write(log, worker.number, checked, metrics, seconds, run.corpus.bytes_per_token)
-            if every > 1 and worker.number > number:
-                write_line(log, {"round": worker.number - 1, "parameters": checked})
+            loss = metrics.loss / run.corpus.bytes_per_token
+            write(log, worker.number, checked, metrics, seconds, loss)
             alone = min(alone + 1, every - 1) if worker.number == number else 0
             if metrics.members and metrics.members != members:
                 members = metrics.members
-                bar.print(f"step {metrics.step}: {', '.join(members)} took part")
+                bar.print(f"{unit} {metrics.applied}: {', '.join(members)} took part")
             if metrics.members and member.worker not in members:
-                bar.print(f"step {metrics.step}: this worker was late")
+                bar.print(f"{unit} {metrics.applied}: this worker was late")
             if metrics.members and not np.all(metrics.exchange.agreed):
-                bar.print(f"step {metrics.step}: workers applied different packets before")
+                bar.print(f"{unit} {metrics.applied}: workers applied different packets before")
             for name in metrics.late:
-                bar.print(f"step {metrics.step}: went on without {name}, which was late")
+                bar.print(f"{unit} {metrics.applied}: went on without {name}, which was late")
             if metrics.drift:
-                differed = f"differed from the snapshot by {metrics.drift:.1e} of its norm"
-                bar.print(f"step {metrics.step}: parameters {differed}")
+                differed = f"differed from the last snapshot by {metrics.drift:.1e} of its norm"
+                bar.print(f"{unit} {metrics.step}: parameters {differed}")
             if metrics.replayed:
-                bar.print(f"step {metrics.step}: caught up with {metrics.replayed} steps")
-            bar.update(task, completed=done + alone, **shown(metrics, sent, run))
+                now = f"{unit} {worker.number - 1}"
+                bar.print(f"caught up to {now} (replayed: {metrics.replayed})")
+            shown = dict(loss=f"{loss:.3f}", workers=len(members), waited=metrics.waited, sent=sent)
+            bar.update(task, completed=done + alone, **shown)
             if done // config.evaluate_every > before // config.evaluate_every:
                 loss = evaluate(params, EVALUATION_TOKENS)
-                bar.print(f"step {done}: {loss:.3f} nats per byte of held-out text")
+                bar.print(f"step {done}: {loss:.3f} nats per byte of part of the held-out text")
         loss = evaluate(params, LAST_EVALUATION_TOKENS)
         write_line(log, {"held_out": loss, "done": worker.number, "parameters": digest(params)})
     console.print(f"held-out text: {loss:.3f} nats per byte; parameters {digest(params)}")
@@ -193,7 +196,11 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
 
 def facts_of(config: Config) -> dict[str, Any]:
     """What all workers have in common; a tokenizer by its content."""
-    facts = {f"--{x.replace('_', '-')}": getattr(config, x) for x in SAME}
+    values = {x: getattr(config, x) for x in SAME}
+    facts = {
+        f"--{name.replace('_', '-')}": "the default" if value is None else value
+        for name, value in values.items()
+    }
     if config.tokenizer is not None:
         facts["--tokenizer"] = hashlib.sha256(stores.read(config.tokenizer)).hexdigest()[:16]
     return facts
@@ -201,8 +208,12 @@ def facts_of(config: Config) -> dict[str, Any]:
 
 def left(worker: SwarmWorker, signals: Signals, lost: int) -> NoReturn:
     worker.close()
-    lost_too = f" {lost} steps of this round are lost." if lost else ""
-    console.print(f"Left before step {worker.number}.{lost_too} {GO_ON}")
+    member = worker.member
+    sent = "It sent no packet."
+    if member.last_sent is not None:
+        sent = f"Its last packet was sent for {member.unit} {member.last_sent}."
+    lost_too = f" Steps lost: {lost}." if lost else ""
+    console.print(f"Left. {sent}{lost_too} {GO_ON}")
     sys.exit(signals.exit_status)
 
 
@@ -237,13 +248,6 @@ def progress_bar() -> progress.Progress:
         progress.TimeRemainingColumn(),
         console=console,
     )
-
-
-def shown(metrics: SwarmMetrics | None, sent: float, run: Run | None = None) -> dict[str, Any]:
-    if metrics is None or run is None:
-        return dict(loss="-", workers=0, waited=0.0, sent=sent)
-    loss = f"{metrics.loss / run.corpus.bytes_per_token:.3f}"
-    return dict(loss=loss, workers=len(metrics.members), waited=metrics.waited, sent=sent)
 
 
 @contextlib.contextmanager
@@ -287,14 +291,14 @@ def write(
     parameters: str | None,
     metrics: SwarmMetrics,
     seconds: float,
-    bytes_per_token: float,
+    loss: float,
 ) -> None:
-    """A line on a step; with a checksum of the parameters after so many, if it is given."""
+    """A line on a step; the parameters are a checksum after ``done`` exchanges, or None."""
     if log is None:
         return
     exchange = {name: np.asarray(x).item() for name, x in metrics.exchange._asdict().items()}
     line = metrics._asdict() | {
-        "loss": metrics.loss / bytes_per_token,
+        "loss": loss,
         "exchange": exchange,
         "seconds": seconds,
         "done": done,

@@ -258,8 +258,8 @@ def describe(run: Run) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.params))
     workers, each = run.mesh.shape["data"], run.config.fsdp
     console.print(
-        f"{corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out, of "
-        f"{corpus.bytes_per_token:.3g} bytes; vocabulary of {run.tokens.vocabulary:,}"
+        f"{corpus.train.size:,} tokens to train on, {corpus.held_out.size:,} held out; bytes per "
+        f"token: {corpus.bytes_per_token:.3g}; vocabulary of {run.tokens.vocabulary:,}"
     )
     console.print(
         f"{run.config.preset}: {parameters:,} parameters, {workers} workers x {each} "

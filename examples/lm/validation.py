@@ -143,10 +143,10 @@ def _require_agreement(config: Config) -> None:
                 f"packets: {config.optimizer} all-reduces whole gradients. Leave it out, or choose "
                 "another --optimizer."
             )
-    if config.optimizer == "sparseloco" and config.transform != DEFAULT.transform:
+    if config.transform is not None and RECIPES[config.optimizer].outer:
         raise ValueError(
-            f"--transform {config.transform} is for momenta, but --optimizer sparseloco sends "
-            "parts of parameters as they are, without a transform: leave it out."
+            f"--transform {config.transform} is for momenta, but --optimizer {config.optimizer} "
+            "sends parts of parameters as they are, without a transform: leave it out."
         )
     for name in ("topk", "topk_back"):
         number = getattr(config, name) or 0
@@ -226,6 +226,11 @@ def _require_swarm(config: Config) -> None:
         raise ValueError(
             f"--optimizer {config.optimizer} sends no packets: with --swarm choose diloco, "
             "sparseloco, or one whose name begins with demo."
+        )
+    if config.transform == "random":
+        raise ValueError(
+            "--transform random changes the basis of the momentum on each step, but a worker of a "
+            "--swarm that was away skips steps: choose dct or randomized-dct."
         )
     if config.min_workers > config.slots:
         raise ValueError(

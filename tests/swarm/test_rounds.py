@@ -76,6 +76,7 @@ def test_parameters_after_each_round_are_those_of_shard_map_to_the_last_bit(name
     for digests, seen in in_a_swarm(rounds(name), ObjectStore(str(tmp_path)), 8):
         assert [digests[n + 1] for n in range(8)] == expected
         assert [metrics.round_steps for metrics in seen] == 8 * [0, 0, EVERY]
+        assert [metrics.applied for metrics in seen if metrics.members] == list(range(8))
 
 
 @pytest.mark.parametrize("merge", [None, 0.5])
@@ -89,6 +90,7 @@ def test_workers_go_on_while_packets_travel_and_stay_equal(merge, tmp_path):
     for _, seen in results:
         assert seen[-1].loss < seen[0].loss
         assert all(metrics.round_steps in (0, *range(EVERY, 100)) for metrics in seen)
+        assert all(metrics.applied == metrics.step - 1 for metrics in seen if metrics.members)
 
 
 @pytest.fixture
@@ -227,6 +229,7 @@ def test_one_that_leaves_in_peace_sends_what_it_went(delay, store):
     swarms.take_steps(first, 8, state)
     packets = [m.packets for m in read_history(store).manifests if m.step in (number, number + 1)]
     assert fresh and fresh in [x.steps for m in packets for x in m if x.slot == 1]
+    assert second.member.last_sent in (number, number + 1) and second.member.unit == "round"
     first.close()
 
 

@@ -101,6 +101,8 @@ class Member:
             )
         self.store, self.worker, self.slots = store, worker, slots
         self.min_workers, self.tell = min_workers, tell
+        self.unit = "step"  # what the exchanges are called in messages; or "round"
+        self.last_sent: int | None = None  # the number of the exchange that got the last packet
         self._fixed_deadline = deadline
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
@@ -178,6 +180,7 @@ class Member:
         self._packets = {key: packet}
         with self._transferring:
             self.store.put(key, packet)
+        self.last_sent = step
         return own
 
     def _may_send(self, step: int) -> bool:
@@ -234,7 +237,7 @@ class Member:
             try:
                 return self._keep(step, records.decode(Manifest, data), data)
             except Damaged as error:  # then nobody can decide the step anew, or go on
-                log.warning("the manifest of step %d: %s", step, error)
+                log.warning("the manifest of %s %d: %s", self.unit, step, error)
                 return None
 
     def announce(self, step: int) -> None:
@@ -276,8 +279,8 @@ class Member:
         previous, last = self._hashes.get(step - 1, manifest.previous), manifest.packets[-1]
         if (manifest.step, manifest.previous) != (step, previous) or last.slot >= self.slots:
             raise SwarmError(
-                f"the manifest of step {step} does not follow from that of step {step - 1}: two "
-                "runs share this place in the store, or somebody changed it. Use another place."
+                f"the manifest of {self.unit} {step} does not follow from the one before: two runs "
+                "share this place in the store, or somebody changed it. Use another place."
             )
         for packet in manifest.packets:
             if packet.slot == self.slot and packet.incarnation > self.incarnation:
@@ -313,12 +316,13 @@ class Member:
             if now - logged > LOG_EVERY_SECONDS:
                 logged = now
                 names = ", ".join(map(self.name_of, missing))
-                self.tell(
-                    f"step {step}: waits for {names}, {waited:.0f} of at most {self.deadline:.0f} s"
+                what = (
+                    f"waits for {names}, {waited:.0f} of at most {self.deadline:.0f} s"
                     if len(arrived) >= self.min_workers
-                    else f"step {step}: {len(arrived)} of at least {self.min_workers} workers are "
-                    f"here; has waited for more for {waited:.0f} s"
+                    else f"{len(arrived)} of at least {self.min_workers} workers are here; has "
+                    f"waited for more for {waited:.0f} s"
                 )
+                self.tell(f"{self.unit} {step}: {what}")
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest:
@@ -330,7 +334,7 @@ class Member:
 
     def _decided(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""
-        return self._retry(f"the manifest of step {step}", lambda: self.manifest(step))
+        return self._retry(f"the manifest of {self.unit} {step}", lambda: self.manifest(step))
 
     def _folder(self, step: int) -> records.StepFolder:
         return records.read_folder(self.store.names(records.step_key("packets", step)), self.slots)
@@ -369,7 +373,7 @@ class Member:
             members = tuple(self.name_of(packet.member) for packet in manifest.packets)
             return ExchangeResult(manifest, packets, swept, members)
 
-        return self._retry(f"a packet that counts in step {step}", attempt)
+        return self._retry(f"a packet that counts in {self.unit} {step}", attempt)
 
     def _retry(self, what: str, attempt: Callable[[], T | None]) -> T:
         started, pause = time.monotonic(), 0.01

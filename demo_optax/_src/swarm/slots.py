@@ -74,7 +74,7 @@ def _choose(store: Store, worker: str, newest: dict[int, tuple[int, Claim]], slo
         names = ", ".join(newest[slot][1].worker for slot in range(slots))
         raise SwarmError(
             f"all slots={slots} are taken, by {names}. Take the --worker name of one that is gone, "
-            f"wait until it has been gone for {IDLE_STEPS} steps and {IDLE_SECONDS / 60:.0f} "
-            "minutes, or start all of them in a new place with more slots."
+            f"wait until it has been gone for {IDLE_STEPS} steps or rounds and "
+            f"{IDLE_SECONDS / 60:.0f} minutes, or start all of them in a new place with more slots."
         )
     return min(gone, key=lambda slot: newest[slot][1].time)

@@ -68,7 +68,7 @@ def read_index(store: Store, step: int) -> SnapshotIndex | None:
         return None
     index = records.decode(SnapshotIndex, data)
     if index.step != step or not index.file.startswith(f"{folder}/"):
-        raise Damaged(f"the snapshot of step {step} must not say that it is {index.file!r}.")
+        raise Damaged(f"{folder}.json must not name the file {index.file!r}.")
     return index
 
 
@@ -237,4 +237,4 @@ class SnapshotTurns:
         return step, drift, None
 
     def _warn(self, step: int, what: str) -> None:
-        self.member.tell(f"the snapshot of step {step} {what}")
+        self.member.tell(f"the snapshot before {self.member.unit} {step} {what}")

@@ -17,9 +17,10 @@ class SwarmMetrics(NamedTuple):
       loss: float, the loss of this worker.
       gradient_norm: float, the norm of its gradient before clipping.
       exchange: `demo_optax.ExchangeMetrics` of the exchange that the parameters were updated with.
-      members: names of the workers whose packets counted in it; empty in steps that did not change
-        the shared parameters.
-      late: names of the workers that this worker waited for in vain.
+      applied: int, the number of the exchange whose result came in this step, or None if none came.
+        With a delay it is an earlier one than ``step``.
+      members: names of the workers whose packets counted in that exchange; empty if none came.
+      late: names of the workers for which this worker waited in vain in that exchange.
       waited: float, seconds in the exchange; with a delay, those that the gradient did not hide.
       packet_bytes: int, bytes that it sent.
       replayed: int, steps that it caught up with afterwards, or rounds.
@@ -32,6 +33,7 @@ class SwarmMetrics(NamedTuple):
     loss: float
     gradient_norm: float
     exchange: ExchangeMetrics
+    applied: int | None
     members: tuple[str, ...]
     late: tuple[str, ...]
     waited: float

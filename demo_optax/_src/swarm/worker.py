@@ -126,6 +126,7 @@ class SwarmWorker:
         self._has_rounds, self._clock = bool(tx.steps_per_round), None
         if member and tx.steps_per_round:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
+            member.unit = "round"
         self._steps = 0  # that this worker took since it last sent a packet
         self._outbox: Any = None  # the message that was sent and is not applied yet
         self._times_late = 0  # successive exchanges in which this worker's packet did not count
@@ -277,23 +278,21 @@ class SwarmWorker:
                 params, opt_state, replayed = self._go_on(result, params, opt_state)
         else:
             opt_state = self._programs.step_alone(params, opt_state, *sent)
-        return (
-            params,
-            opt_state,
-            SwarmMetrics(
-                step=number,
-                loss=float(to_host(gradients.loss)[0]),
-                gradient_norm=float(norm[0]),
-                exchange=self._exchange,
-                members=result.members if result else (),
-                late=result.late if result else (),
-                waited=waited,
-                packet_bytes=len(packet),
-                replayed=replayed,
-                drift=drift,
-                round_steps=round_steps,
-            ),
+        measured = SwarmMetrics(
+            step=number,
+            loss=float(to_host(gradients.loss)[0]),
+            gradient_norm=float(norm[0]),
+            exchange=self._exchange,
+            applied=result.manifest.step if result else None,
+            members=result.members if result else (),
+            late=result.late if result else (),
+            waited=waited,
+            packet_bytes=len(packet),
+            replayed=replayed,
+            drift=drift,
+            round_steps=round_steps,
         )
+        return params, opt_state, measured
 
     def _look(self) -> str:
         """Tells what has become of this worker's round; without rounds every step ends one.
@@ -367,7 +366,7 @@ class SwarmWorker:
             params, opt_state = self._apply(result, params, opt_state)
             steps += 1
             if steps % LOG_EVERY_STEPS == 0 and self._member is not None:
-                self._member.tell(f"caught up with {steps} steps, to step {self.number}")
+                self._member.tell(f"catches up, now at {self._member.unit} {self.number - 1}")
         if steps and self._clock is not None:
             self._clock.restart()
         return params, opt_state, steps
