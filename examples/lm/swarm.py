@@ -182,8 +182,8 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             if metrics.replayed:
                 now = f"{unit} {worker.number - 1}"
                 bar.print(f"caught up to {now} (replayed: {metrics.replayed})")
-            shown = dict(loss=f"{loss:.3f}", workers=len(members), waited=metrics.waited, sent=sent)
-            bar.update(task, completed=done + alone, **shown)
+            shown: Any = dict(workers=len(members), waited=metrics.waited, sent=sent)
+            bar.update(task, completed=done + alone, loss=f"{loss:.3f}", **shown)
             if done // config.evaluate_every > before // config.evaluate_every:
                 loss = evaluate(params, EVALUATION_TOKENS)
                 bar.print(f"step {done}: {loss:.3f} nats per byte of part of the held-out text")
