@@ -2,9 +2,10 @@
 
 import pytest
 
+from demo_optax._src.swarm import worker
 from tests import swarms
 
 
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
-    monkeypatch.setattr("demo_optax._src.swarm.worker.compile_programs", swarms.compile_once)
+    monkeypatch.setattr(worker, "compile_programs", swarms.compile_once)
