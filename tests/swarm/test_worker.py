@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax._src.swarm import replicated_state
+from demo_optax._src.swarm.programs import require_optimizer
 from demo_optax.swarm import Member, ObjectStore, SwarmWorker
 from tests import swarms
 from tests.sweeps import slow, sweep
@@ -141,3 +142,16 @@ def test_a_loss_may_loop_from_zeros_without_checks_of_types(tmp_path, check_vma)
             assert "check_vma=False" in "".join(error.value.__notes__)
         else:
             swarms.begin(worker)
+
+
+@pytest.mark.parametrize(
+    "exchange, error, message",
+    [
+        (demo_optax.Delayed(demo_optax.AllGather()), ValueError, r"SwarmWorker\(\.\.\., delay=1\)"),
+        (demo_optax.AllGather("data"), ValueError, "leave the axis out"),
+        (demo_optax.TwoPhase("data"), TypeError, "has no halves"),
+    ],
+)
+def test_an_exchange_that_a_swarm_cannot_carry_is_refused_with_advice(exchange, error, message):
+    with pytest.raises(error, match=message):
+        require_optimizer(demo_optax.demo(1e-3, exchange=exchange))
