@@ -8,8 +8,8 @@ COMMA := ,
 
 # The core of the tests, for the oldest versions that pyproject.toml declares and the newest.
 CORE := $(patsubst %,tests/%.py,test_aggregate test_compositions test_conservation test_errors \
-	test_failing_workers test_interface test_local_gradients test_optax_contract test_reference_trajectories \
-	test_replicas test_wire checkpoint/test_elastic compression/test_packet \
+	test_failing_workers test_interface test_local_gradients test_optax_contract \
+	test_reference_trajectories test_replicas test_wire checkpoint/test_elastic compression/test_packet \
 	parallel/test_gradients parallel/test_model_state parallel/test_stacked_gradients \
 	parallel/test_step_as_jitted parallel/test_train_step parallel/test_worker_axis)
 # The newest JAX wants a newer Python than the oldest that we support; where it is found, it is used.

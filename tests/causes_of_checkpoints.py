@@ -167,8 +167,8 @@ def restore_a_float_as_an_integer():
 RAISED = [
     convert_a_leaf_of_another_shape,
     restore_a_float_as_an_integer,
-    lambda: elastic._require_same_fragments(
-        {"states": {"[0]": {"fragments": {"count": 4}}}}, {"states": {"[0]": {}}}
+    lambda: elastic.convert(
+        {}, {"states": {"[0]": {"fragments": {"count": 4}}}}, {}, {"states": {"[0]": {}}}, "data"
     ),
     lambda: residuals_of(None),
     lambda: residuals_of([{"shards": [2]}]),

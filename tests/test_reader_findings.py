@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
@@ -272,3 +273,24 @@ def test_an_optimizer_that_changes_is_traced_again(annotations_unchecked):
     assert step_once() == 0.0
     tx.rate = 2.0
     assert step_once() == -1.0
+
+
+def test_muon_without_an_axis_is_told_to_name_the_workers():
+    tx, params = demo_optax.demo_muon(1e-3), np.ones((16, 8), np.float32)
+    with pytest.raises(ValueError, match=r"demo_muon\(\.\.\., axis_name='data'\)"):
+        demo_optax.init_opt_state(tx, params, workers.mesh_of(2))
+
+
+def test_the_metrics_of_a_dense_optimizer_are_not_checked():
+    demo_optax.check_metrics(None)
+
+
+def test_a_state_in_flaxs_boxes_is_told_by_the_shape_that_it_lacks():
+    tx = demo_optax.demo_muon(1e-3, axis_name="data")
+    linear = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(linear, nnx.Param)
+    step = demo_optax.make_train_step(
+        lambda params, x: nnx.merge(graph, params)(x).sum(), tx, workers.mesh_of(2)
+    )
+    with pytest.raises(ValueError, match=r"has shape \(.*is needed.*init_opt_state"):
+        step(params, tx.init(params), np.ones((4, 8), np.float32))
