@@ -103,8 +103,6 @@ def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
 
 
 class LanguageModel(nnx.Module):
-    """A decoder-only transformer."""
-
     def __init__(self, settings: Settings, rngs: nnx.Rngs):
         width, layers = settings.width, range(settings.layers)
         self.embedding = nnx.Embed(VOCABULARY, width, rngs=rngs)
@@ -154,8 +152,10 @@ def train(settings: Settings) -> float:
     """Returns the final loss on held-out text, in nats per token."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
     train_text, held_out_text = read_text(settings)
+    counts = settings.steps, settings.evaluate_every, settings.checkpoint_every
     rows, length, width = settings.batch_size, settings.sequence_length, settings.width
     for is_wrong, message in (
+        (min(counts) < 1, "--steps, --evaluate-every and --checkpoint-every must be at least 1"),
         (rows % mesh.size, f"--batch-size {rows} must be a multiple of the {mesh.size} workers"),
         (width % (2 * settings.heads), f"--width {width} must be a multiple of twice the --heads"),
         (len(held_out_text) <= length, f"--sequence-length {length} is too long for this text"),
@@ -213,17 +213,14 @@ def train(settings: Settings) -> float:
                 if not np.isfinite(loss):
                     sys.exit(f"error: the loss is {loss} at step {step}: lower --learning-rate.")
             if step % settings.evaluate_every == 0 and not last:
-                console.print(
-                    f"step {step}: {evaluate(params):.3f} nats per token of held-out text"
-                )
+                console.print(f"step {step}: {evaluate(params):.3f} nats per held-out token")
             if checkpointer and (step % settings.checkpoint_every == 0 or last):
                 try:
                     checkpointer.save(step, params, opt_state, (data, batches.get_state()))
                 except OSError as error:  # such as a full disk; the next one may succeed
                     console.print(f"warning: {error}")
-
     loss = evaluate(params)
-    console.print(f"in the end: {loss:.3f} nats per token of held-out text")
+    console.print(f"in the end: {loss:.3f} nats per held-out token")
     return loss
 
 
@@ -243,7 +240,10 @@ def main() -> None:
         where = settings.coordinator, settings.num_processes, settings.process_id
         with mistakes_in("--distributed" if settings.distributed else "--coordinator"):
             jax.distributed.initialize(*where)
-    train(settings)
+    try:
+        train(settings)
+    except KeyboardInterrupt:
+        sys.exit("Stopped. With --checkpoint-dir, the run continues from its last checkpoint.")
 
 
 if __name__ == "__main__":

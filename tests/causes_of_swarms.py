@@ -85,7 +85,8 @@ def leaves_while_it_waits():
 
 
 def no_slot():
-    with store() as place, mock.patch.object(place, "create", return_value=False):
+    tries = mock.patch.object(slots, "CLAIM_TRIES", 3)
+    with tries, store() as place, mock.patch.object(place, "create", return_value=False):
         slots.claim(place, "paris", "nonce", 1)
 
 

@@ -13,8 +13,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Most of the time goes into compiling; what a compiler may reorder, it still may.
 jax.config.update("jax_disable_most_optimizations", True)
 if jax.__version_info__ < (0, 11):  # later ones do not know the flag, and end at its sight
-    # Without fused multiply-adds, which its other way to emit code would leave to chance.
+    # Without fused multiply-adds, which its other way to emit code would leave to chance, and with
+    # a program in one piece, since another test has the other core.
     quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
+    quick += " --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # which programs would carry along
@@ -24,23 +26,18 @@ jax.devices()  # all are there before an example or the trainer asks for its own
 jaxtyped = jaxtyping.jaxtyped
 
 
-def jaxtyped_where_annotated(*, typechecker):
-    """Decorates what has annotations to check, and of what stands in functions, what has arrays.
-
-    These are decorated anew on every call: in some tests that took most of the time.
-    """
+def jaxtyped_where_arrays_are(*, typechecker):
+    """Checks functions whose annotations name arrays; pyright checks the others, in no time."""
     check = jaxtyped(typechecker=typechecker)
 
     def decorate(fn):
-        if not inspect.isfunction(fn):
-            return check(fn)
-        is_nested, annotations = "<locals>" in fn.__qualname__, fn.__annotations__
-        return check(fn) if ("Array" in str(annotations) if is_nested else annotations) else fn
+        is_without = inspect.isfunction(fn) and "Array" not in str(fn.__annotations__)
+        return fn if is_without else check(fn)
 
     return decorate
 
 
-jaxtyping.jaxtyped = jaxtyped_where_annotated
+jaxtyping.jaxtyped = jaxtyped_where_arrays_are
 
 
 def pytest_configure(config):

@@ -34,8 +34,8 @@ def settings(tmp_path):
         batch_size=16,
         steps=12,
         learning_rate=2e-2,
-        evaluate_every=6,
-        checkpoint_every=4,
+        evaluate_every=12,
+        checkpoint_every=6,
     )
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, m
 
     def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) == 6:
+        if len(calls) == 8:
             raise KeyboardInterrupt
         return to_devices(*arguments)
 
@@ -70,7 +70,7 @@ def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         train.train(cut)
     assert train.train(cut) == loss
-    assert "continues after step 4" in capsys.readouterr().out
+    assert "continues after step 6" in capsys.readouterr().out
     for ours, theirs in zip(saved_by(tmp_path / "cut"), saved_by(tmp_path / "whole"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -114,6 +114,7 @@ def test_two_processes_train_as_one_does(settings, tmp_path):
         (dict(text=pathlib.Path("missing.txt")), "--text: .*missing.txt"),
         (dict(text=ROOT), "--text: .*directory"),
         (dict(sequence_length=1000), "--sequence-length 1000 is too long for this text"),
+        (dict(evaluate_every=0), "--steps, --evaluate-every and --checkpoint-every must"),
         (dict(heads=3), "--width 64 must be a multiple of twice the --heads"),
         (dict(batch_size=12), "--batch-size 12 must be a multiple of the 8 workers"),
         (dict(checkpoint_dir=pathlib.Path(__file__)), "--checkpoint-dir: "),

@@ -27,7 +27,7 @@ NUM_DURATIONS = 21  # steps in the median
 STEPS_TO_ANNOUNCE = 2  # that the others may take until they see an announcement
 LOOKING_SHARE = 0.1  # of the time in which a worker waits
 POLL_SECONDS = 0.05  # at most between two looks at a step, but
-POLL_SHARE = 0.01  # of a median round, behind which the exchange is hidden
+POLL_SHARE = 0.02  # of a median round, behind which the exchange is hidden
 LOG_EVERY_SECONDS = 5.0
 PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
 

@@ -10,14 +10,14 @@ from typing import Literal
 
 from demo_optax._src.swarm.member import Member
 
-LONGEST_PAUSE = 2.0  # seconds between two looks at a round
+LOOKS = 20  # at a round that lasts as long as the last one
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 5.0  # seconds between two looks
 
 
 class RoundClock:
     """Tells the first process of a worker what has become of its round.
 
-    A thread looks at the store while the worker trains, often at the beginning of a round and then
-    less and less.
+    A thread looks at the store while the worker trains, some times in each round.
 
     Args:
       member: the worker's place in the swarm.
@@ -27,7 +27,7 @@ class RoundClock:
 
     def __init__(self, member: Member, steps: int, seconds: float | None):
         self._member, self._steps, self._seconds = member, steps, seconds
-        self._began = time.monotonic()
+        self._began, self._length = time.monotonic(), seconds or 0.0
         self._round: int | None = None  # the round to look at
         self._seen: tuple[int, bool, bool] | None = None  # round, is decided, was ended by others
         self._error: Exception | None = None
@@ -58,7 +58,10 @@ class RoundClock:
 
     def restart(self) -> bool:
         """Begins a round; returns whether the others should end theirs when this worker does."""
-        self._round, self._began = None, time.monotonic()
+        now = time.monotonic()
+        if self._round is not None:
+            self._length = self._seconds or now - self._began
+        self._round, self._began = None, now
         return self._seconds is not None
 
     def close(self) -> None:
@@ -76,4 +79,5 @@ class RoundClock:
             self._error = error
 
     def _pause(self) -> float:
-        return min(max((time.monotonic() - self._began) / 20, 0.05), LONGEST_PAUSE)
+        length = max(self._length, time.monotonic() - self._began)
+        return min(max(length / LOOKS, SHORTEST_PAUSE), LONGEST_PAUSE)
