@@ -11,6 +11,7 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
+from tests.sweeps import sweep
 
 SIMULATED = AbstractMesh((8,), ("data",))
 ONES = np.ones(8, np.float32)
@@ -71,7 +72,7 @@ def trained(tx, mesh, *, microbatches=1):
     return (told, *as_numpy((params, metrics.exchange))), metrics.packet_bytes
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sweep("two phases, delayed", "local steps", "adamw", name=OPTIMIZERS)
 def test_simulated_workers_train_as_workers_on_devices(name):
     devices = jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices()[:8])
     tx, microbatches = OPTIMIZERS[name], 2 if "delayed" in name else 1
