@@ -81,7 +81,7 @@ ONE_BIT = demo_optax.Compression(8, 32, value_coding="sign", selection="bins")
 EVERYTHING = demo_optax.Compression(1024, 32)  # no rounding error changes a selection
 
 
-@sweep((20, "both"), steps=[20, 2], layout=["rows", "both"])
+@sweep((20, "both"), (2, "rows"), steps=[20, 2], layout=["rows", "both"])
 def test_shards_train_like_whole_matrices(steps, layout):
     compression = EVERYTHING if steps == 20 else ONE_BIT
     params, _ = trained(layout, steps, compression)

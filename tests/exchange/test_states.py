@@ -30,6 +30,7 @@ from tests.sweeps import sweep
 
 
 @sweep(
+    ("two-phase", (2, 2)),
     ("delayed two-phase", (2, 2)),
     exchange=KEEPING,
     sizes=[(8,), (2, 2), (4, 2), (2, 2, 2)],

@@ -11,7 +11,6 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
-from tests.sweeps import sweep
 
 SIMULATED = AbstractMesh((8,), ("data",))
 ONES = np.ones(8, np.float32)
@@ -72,7 +71,7 @@ def trained(tx, mesh, *, microbatches=1):
     return (told, *as_numpy((params, metrics.exchange))), metrics.packet_bytes
 
 
-@sweep("two phases, delayed", "local steps", "adamw", name=OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_simulated_workers_train_as_workers_on_devices(name):
     devices = jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices()[:8])
     tx, microbatches = OPTIMIZERS[name], 2 if "delayed" in name else 1
