@@ -269,9 +269,10 @@ class Watched(Member):
     def __init__(self):
         pass
 
-    decided, ended = False, False
+    decided, ended, looks = False, False, 0
 
     def manifest(self, step):
+        self.looks += 1
         return object() if self.decided else None
 
     def others_ended(self, step):
@@ -300,6 +301,16 @@ def test_a_round_ends_by_steps_or_by_seconds_or_with_the_others():
     assert until(by_seconds, 1, 1, "decided") == until(by_steps, 1, 1, "decided") == "decided"
     assert by_steps.look(2, 1) == "open"
     by_steps.close(), by_seconds.close()
+
+
+def test_a_long_round_is_looked_at_no_more_often_than_a_short_one():
+    short, long = Watched(), Watched()
+    clocks = RoundClock(short, 3, 0.2), RoundClock(long, 3, 20.0)
+    assert [clock.look(0, 1) for clock in clocks] == ["open", "open"]
+    time.sleep(0.8)
+    assert short.looks >= 4 and long.looks == 0
+    for clock in clocks:
+        clock.close()
 
 
 def test_a_store_that_fails_while_a_round_is_watched_ends_the_worker(monkeypatch):
