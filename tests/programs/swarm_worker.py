@@ -39,9 +39,9 @@ def main(url, name, delay, steps, address=None, process="0", pauses=None):
         member = Member(ObjectStore(url), name, slots=4, min_workers=few, deadline=deadline)
         exchange, seconds = member.exchange, [float(x) for x in (pauses or "0").split(",")]
 
-        def exchange_late(step, packet):
+        def exchange_late(*args):
             time.sleep(seconds.pop(0) if len(seconds) > 1 else seconds[0])
-            return exchange(step, packet)
+            return exchange(*args)
 
         member.exchange = exchange_late
     worker = SwarmWorker(

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.ports import free_port
+from tests.sweeps import slow
 
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "swarm_worker.py"
 
@@ -32,8 +33,7 @@ def run_together(*options):
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", ["0", "1"])
+@pytest.mark.parametrize("delay", [slow("0"), "1"])
 def test_two_workers_of_two_processes_each(tmp_path, delay):
     places = {name: f"127.0.0.1:{free_port()}" for name in ("paris", "saigon")}
     results = run_together(
@@ -44,7 +44,7 @@ def test_two_workers_of_two_processes_each(tmp_path, delay):
         ]
     )
     assert all(x["digests"] == results[0]["digests"] for x in results)
-    assert len(results[0]["digests"]) == 12
+    assert {str(number) for number in range(1, 13)} <= results[0]["digests"].keys()
     assert all(sorted(x["members"]) == ["paris", "saigon"] for x in results)
 
 
