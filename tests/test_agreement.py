@@ -116,7 +116,7 @@ def ends(folder, second, **environment):
                 "saved on process 0, other on process 1",
             ],
         ),
-        slow(["--text", ROOT / "tests"], {}, ["the text, or what"]),
+        slow(["--text", ROOT / "tests"], {}, ["the text, or its tokens"]),
         slow([], {"JAX_DEFAULT_MATMUL_PRECISION": "float32"}, ["the step, before"]),
         slow([], {"JAX_DEFAULT_PRNG_IMPL": "rbg"}, ["jax_default_prng_impl is threefry2x32 on"]),
     ],

@@ -131,7 +131,7 @@ def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
     *_, went_on = train(tx, range(40, 60), mesh=mesh, start=(found.params, found.opt_state))
     went_on = mean_losses(went_on)
     assert np.mean(went_on) < 1.1 * np.mean(losses[20:])
-    assert max(went_on[:5]) < 1.2 * max(losses[30:])
+    assert max(went_on[:5]) < 1.3 * max(losses[30:])
 
 
 def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):
