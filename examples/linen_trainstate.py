@@ -2,9 +2,8 @@
 
     python examples/linen_trainstate.py
 
-`stack_workers` makes DeMo a transformation that `TrainState` holds like any other. The leaves of
-its state that differ between workers have a leading axis of workers. `state_specs` has a spec for
-each leaf.
+`stack_workers` makes DeMo a transformation that `TrainState` holds like any other. Leaves that
+differ between workers have a leading axis of workers, and `state_specs` has a spec for each leaf.
 """
 
 import contextlib

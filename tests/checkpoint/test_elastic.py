@@ -105,13 +105,14 @@ def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
 def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
     before, after = numbers
     tx = OPTIMIZERS["preconditioned demo"]
-    params, state, losses = train(tx, range(40), mesh=workers.mesh_of(before))
+    run = functools.partial(train, tx, params=model.init, loss=model.loss)
+    params, state, losses = run(range(40), mesh=workers.mesh_of(before))
     losses = mean_losses(losses)
     with Checkpointer(tmp_path, tx, workers.mesh_of(before)) as checkpointer:
         checkpointer.save(40, params, state)
     mesh = workers.mesh_of(after)
     with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        found = checkpointer.restore(model.affine())
+        found = checkpointer.restore(model.init())
     chex.assert_trees_all_equal(found.params, params)
 
     def local(state):
@@ -128,10 +129,10 @@ def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
         else:
             assert all((entry == new[0]).all() for entry in new)
 
-    *_, went_on = train(tx, range(40, 60), mesh=mesh, start=(found.params, found.opt_state))
+    *_, went_on = run(range(40, 60), mesh=mesh, start=(found.params, found.opt_state))
     went_on = mean_losses(went_on)
     assert np.mean(went_on) < 1.1 * np.mean(losses[20:])
-    assert max(went_on[:5]) < 1.3 * max(losses[30:])
+    assert max(went_on[:5]) < 1.2 * max(losses[30:])
 
 
 def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):

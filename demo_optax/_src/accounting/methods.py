@@ -285,7 +285,8 @@ def _round_in_swarm(
 
 def _in_swarm(method: Method, code: str) -> Method:
     """Returns a method with the lines and settings that use it in a swarm."""
-    delay = int("delayed" in method.name)
+    _, exchange = method.setting or (None, None)
+    delay = int(isinstance(exchange, Delayed))
     worker = f"worker = SwarmWorker(loss_fn, tx, mesh, member, delay={delay})"
     code = f"from demo_optax.swarm import SwarmWorker\n{code}\n{worker}"
     return dataclasses.replace(method, code=code, flags=f"{IN_SWARM} {method.flags}")
