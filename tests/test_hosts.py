@@ -190,7 +190,7 @@ def test_one_of_a_swarm_is_killed_and_the_others_go_on(start, tmp_path):
 
     def newest_members():
         history = read_history(ObjectStore(str(place)), 1)
-        return history.members(-1) if history.manifests else []
+        return sorted(history.members(-1)) if history.manifests else []
 
     arguments = ["--steps", 400, "--evaluate-every", 1000, "--deadline", 5]
     run = start(3, *arguments, log=log, launch=["--swarm", str(place)])

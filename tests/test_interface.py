@@ -315,14 +315,17 @@ def test_a_vmap_inside_a_shard_map_makes_workers_of_both():
     tx = demo_optax.demo_sgd(1.0, SMALL, axis_name=("a", "v"))
     one = demo_optax.demo_sgd(1.0, SMALL, axis_name="v")
 
-    def own(g):
-        return jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="v")(g[0])[None]
+    def mapped(tx):
+        return jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="v")
 
     spec = jax.sharding.PartitionSpec("a")
-    both = jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(gradient)
-    expected = jax.vmap(lambda g: one.update(g, one.init(g))[0], axis_name="v")(
-        gradient.reshape(6, 16, 8)
-    )
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def own(g):
+        return mapped(tx)(g[0])[None]
+
+    both = jax.jit(own)(gradient)
+    expected = jax.jit(mapped(one))(gradient.reshape(6, 16, 8))
     np.testing.assert_allclose(both.reshape(expected.shape), expected, atol=1e-6)
 
 

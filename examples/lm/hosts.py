@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import NoReturn
 
 import jax
@@ -72,6 +73,18 @@ def leave(line: str) -> NoReturn:
     os._exit(PEER_LOST)
 
 
+def messages_of(error: BaseException | None) -> Iterator[str]:
+    """An error's message, and those of the errors that caused it."""
+    while error is not None:
+        yield str(error)
+        error = error.__cause__
+
+
+def is_of_others(message: str) -> bool:
+    """Whether an error's message says that another process is the reason."""
+    return bool(STATUS.match(message) and OF_OTHERS.search(message))
+
+
 class Watch:
     """Ends this process when others seem to be gone: at an error, or without progress.
 
@@ -117,11 +130,12 @@ class Watch:
         except Exception as error:
             if not self.several:
                 raise
-            if not (STATUS.match(str(error)) and OF_OTHERS.search(str(error))):
+            reason = next(filter(is_of_others, messages_of(error)), None)
+            if reason is None:
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
-            reason = str(error).strip().splitlines()[0]
+            reason = reason.strip().splitlines()[0]
             self._give_up(f"the exchange with the other processes failed ({reason[:200]})")
 
     def _watch(self) -> None:

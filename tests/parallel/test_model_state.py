@@ -114,7 +114,7 @@ def stacked_layers(rngs):
     return Model(rngs)
 
 
-@sweep(("manual", 2), mode=["manual", "the workers alone", "mapped"], microbatches=[1, 2])
+@sweep(("manual", 2), mode=MODES, microbatches=[1, 2])
 def test_keys_of_stacked_layers_differ_between_workers_and_layers(mode, microbatches):
     graph, params, state = nnx.split(stacked_layers(nnx.Rngs(0)), nnx.Param, ...)
     mesh = workers.mesh_of(WORKERS, INNER, kind=AxisType.Auto)
