@@ -324,12 +324,14 @@ RAISED = [
         local_steps(demo_optax.mean_over_workers("data"), DEMO), model.init(), two()
     ),
     lambda: local_steps(ALONE, DEMO).init(model.init()),
-    lambda: local_steps(optax.sgd(0.1), demo_optax.demo_scaled(1.0, look_ahead=1.0)).init(
-        model.init()
+    lambda: local_steps(optax.sgd(0.1), ALONE),
+    lambda: demo_optax.init_opt_state(
+        demo_optax.local_steps(optax.sgd(0.1), demo_optax.mean_over_workers("data"), 2),
+        model.init(),
+        two(),
     ),
-    lambda: demo_optax.local_steps(
-        optax.sgd(0.1), demo_optax.demo_scaled(1.0, look_ahead=1.0), 2, merge=0.5
-    ).init(model.init()),
+    lambda: demo_optax.local_steps(optax.sgd(0.1), LOOKING_AHEAD, 2).init(model.init()),
+    lambda: demo_optax.local_steps(optax.sgd(0.1), LOOKING_AHEAD, 2, merge=0.5).init(model.init()),
     local_steps_of_a_part,
     lambda: in_fragments(optax.sgd(1.0)),
     lambda: in_fragments(DEMO, fragments=3),

@@ -227,7 +227,6 @@ def test_a_worker_that_the_outer_optimizer_excludes_keeps_its_progress():
     "exchange, axis_name",
     [
         (demo_optax.Delayed(demo_optax.AllGather("data")), "data"),
-        (demo_optax.AllGather("rows"), "data"),
         (demo_optax.TwoPhase(), None),
     ],
 )

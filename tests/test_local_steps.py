@@ -203,6 +203,21 @@ def test_a_round_that_was_begun_longer_ends_at_once():
     assert int(state.mini_step) == 0
 
 
+@pytest.mark.parametrize("merge", [None, 0.5])
+def test_progress_that_the_outer_optimizer_refuses_is_kept_whole(merge):
+    refuses = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / 0, g))
+    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", precondition=refuses)
+    outer = demo_optax.decoupled(optax.sgd(1.0), demo_optax.Compression(4, 8), **options)
+    tx = demo_optax.local_steps(optax.sgd(1.0), outer, every=1, merge=merge)
+    params, gradient = jnp.zeros((8, 8)), jnp.full((8, 8), -3.0)
+    updated, after = jax.jit(tx.update)(gradient, tx.init(params), params)
+    outbox, sent = jax.jit(tx.send)(gradient, tx.init(params), params, worker=0)
+    applied, late = jax.jit(tx.apply)(outbox.packets, outbox, sent, params, worker=0)
+    for updates, state in (updated, after), (applied, late):
+        assert not np.asarray(updates).any() and not np.asarray(state.outer[0].momentum).any()
+        np.testing.assert_array_equal(state.displacement, -gradient)
+
+
 def test_inner_steps_may_accumulate():
     inner = demo_optax.multi_steps(optax.sgd(0.1), 2)
     _, state, seen = train(local(dense(), inner=inner, every=4), range(8))

@@ -152,6 +152,9 @@ def test_stacked_gradients_are_taken_ahead_as_well():
     np.testing.assert_allclose(found, local - centres(), rtol=1e-6)
 
 
+DECAYING = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1.0))
+
+
 @pytest.mark.parametrize(
     "outer",
     [
@@ -159,11 +162,28 @@ def test_stacked_gradients_are_taken_ahead_as_well():
         demo_optax.decoupled(optax.sgd(1.0, momentum=0.9), COMPRESSION, look_ahead=1.0),
         demo_optax.decoupled(optax.sign_sgd(1.0), COMPRESSION, look_ahead=1.0),
         optax.chain(demo_optax.decoupled(optax.sign_sgd(1.0), COMPRESSION, look_ahead=1.0)),
+        demo_optax.decoupled(DECAYING, COMPRESSION, look_ahead=1.0),
     ],
 )
 def test_local_steps_refuse_it_before_a_base_that_is_not_linear(outer):
     with pytest.raises(ValueError, match="needs a linear base without a state"):
         demo_optax.local_steps(optax.sgd(0.1), outer, every=2).init(jnp.zeros(SIZE))
+
+
+def test_a_worker_that_follows_a_round_stays_where_its_residual_leads():
+    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", look_ahead=1.0)
+    outer = demo_optax.decoupled(optax.sgd(1.0), COMPRESSION, **options)
+    tx = demo_optax.local_steps(optax.sgd(1.0), outer, every=1)
+    send, apply, params = jax.jit(tx.send), jax.jit(tx.apply), jnp.zeros(SIZE)
+    went = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
+    outbox, state = send(-went, tx.init(params), params, worker=0)
+    empty = tx.empty_outbox(params)
+    for own in outbox, empty:
+        updates, state = apply(own.packets, own, state, params, worker=0)
+        params = optax.apply_updates(params, updates)
+        stands = demo_optax.local_parameters(params, state)
+        np.testing.assert_allclose(stands, went, rtol=1e-5, atol=1e-6)
+    assert np.abs(params - went).max() > 0.1
 
 
 def test_a_worker_comes_back_from_where_its_loss_has_no_gradient():

@@ -116,8 +116,8 @@ def decoupled_momentum(
     )
     momentum = split_momentum(compression, axis_name, exchange, precondition, **options)
 
-    def update_fn(updates, state, params=None, **extra_args) -> Any:
-        return momentum.update(updates, state, params, extra_args)[:2]
+    def update_and_tell(updates, state, params=None, **extra_args) -> Any:
+        return momentum.update(updates, state, params, extra_args)[:3]
 
     def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
         return momentum.send(updates, state, params, worker, extra_args)[:2]
@@ -130,7 +130,7 @@ def decoupled_momentum(
         others: Any = dict(exchange=momentum.exchange, precondition=precondition, **options)
         return decoupled_momentum(compression=compression, **others)
 
-    functions = momentum.init, update_fn, send_fn, apply_fn
+    functions = momentum.init, update_and_tell, send_fn, apply_fn
     settings = compression, momentum.exchange, with_compression
     return SplitTransformation.make(*functions, *settings)
 
@@ -224,9 +224,9 @@ def decoupled(
         zeros = jax.tree.map(jnp.zeros_like, unboxed(params))
         return *state, LookAheadState(axes.as_varying(zeros, momentum.exchange.axis_name))
 
-    def update_fn(updates, state, params=None, **extra_args) -> Any:
+    def update_and_tell(updates, state, params=None, **extra_args) -> Any:
         applied = momentum.update(updates, state[0], params, extra_args)
-        return update_base(applied, state, params, extra_args)
+        return *update_base(applied, state, params, extra_args), applied.took_part
 
     def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
         sent = momentum.send(updates, state[0], params, worker, extra_args)
@@ -267,7 +267,7 @@ def decoupled(
         others: Any = dict(exchange=momentum.exchange, precondition=precondition, **options)
         return decoupled(base, compression, look_ahead=look_ahead, **others)
 
-    functions = init_fn, update_fn, send_fn, apply_fn
+    functions = init_fn, update_and_tell, send_fn, apply_fn
     settings = compression, momentum.exchange, with_compression
     made = SplitTransformation.make(*functions, *settings)
     made.base = base

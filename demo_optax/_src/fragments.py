@@ -67,7 +67,7 @@ class Fragments:
         require_divides(count, every, "every")
         exchange = getattr(outer, "exchange", None)
         kinds = (AllGather, TwoPhase) if axis_name is not None else (AllGather,)
-        if exchange is None or type(exchange) not in kinds or exchange.axis_name != axis_name:
+        if exchange is None or type(exchange) not in kinds:
             given = f"its exchange is {exchange}" if exchange else "this one has no halves"
             raise TypeError(
                 "with fragments, which come late anyway, the outer optimizer must exchange by "
@@ -122,7 +122,8 @@ class Fragments:
         outbox = Outbox(kept.packets, message, kept.factor, step)
         carried = kept.packets if self.outer.exchange.axis_name is None else None
         updates, new = self.outer.apply(carried, outbox, own, cut, **extra_args)
-        is_moved = jax.tree.map(lambda u: jnp.full_like(u, was_sent), updates)
+        was_taken = was_sent & (kept.factor > 0)
+        is_moved = jax.tree.map(lambda u: jnp.where(was_taken, jnp.ones_like(u), 0), updates)
         displacement = jax.tree.map(
             lambda d, g, u, is_moved: jnp.where(is_moved > 0, moved(d, g, u), d),
             state.displacement,

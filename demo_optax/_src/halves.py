@@ -63,6 +63,8 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
       with_compression: ``with_compression(compression)`` returns the same optimizer with another
         compression.
       base: the optimizer that takes the aggregate as its gradient, or None.
+      update_and_tell: ``update`` with a third result, which tells whether this worker's gradient
+        has entered its momentum.
       steps_per_round: the number of steps of `demo_optax.local_steps` in a round; None for an
         optimizer that exchanges on every step.
 
@@ -92,13 +94,14 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     exchange: Exchange
     with_compression: Callable[[Compression], "SplitTransformation"]
     base: optax.GradientTransformation | None = None
+    update_and_tell: Callable
     steps_per_round: int | None
 
     @classmethod
     def make(
         cls,
         init,
-        update,
+        update_and_tell,
         send,
         apply,
         compression,
@@ -117,7 +120,12 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
             outbox, state = jax.tree.map(jnp.asarray, (outbox, state))  # they may come from files
             return apply(packets, outbox, state, params, **options)
 
+        @functools.wraps(update_and_tell)
+        def update(*args, **extra_args):
+            return update_and_tell(*args, **extra_args)[:2]
+
         made = cls(init, update)
+        made.update_and_tell = update_and_tell
         made.send, made.apply, made.empty_outbox = send, apply_to_arrays, empty_outbox
         made.compression, made.exchange = compression, exchange
         made.with_compression = with_compression

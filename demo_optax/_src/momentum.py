@@ -102,7 +102,8 @@ class Applied(NamedTuple):
 
     Attributes:
       updates: T^-1 of the mean message, a tree like the gradient.
-      took_part: whether the worker's gradient of this step is in its momentum.
+      took_part: whether the worker's gradient of this step is in its momentum. It is True as well
+        if the worker only follows the others, without a gradient.
       own: function that returns T^-1 of the momentum and of the message under way, as such a tree.
     """
 
@@ -186,7 +187,8 @@ def apply(
     momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
     # The key differs from that of `send`, which has decided how the stored momentum was rounded.
     key = jax.random.fold_in(_rounding_key(settings, state, worker), 2**31)
-    new = _finish(settings, plan, momenta, rest, state, like, key, outbox.factor > 0)
+    skipped = (outbox.step != EMPTY) & (outbox.factor == 0)
+    new = _finish(settings, plan, momenta, rest, state, like, key, ~skipped)
     applied = new.state._replace(sent=jnp.full_like(state.sent, NEVER))
     return new._replace(
         updates=participation.zero_unless(is_current, new.updates),
@@ -213,7 +215,8 @@ def _accumulate_and_encode(
     exchange, step, given = settings.exchange, state.count, gradient
     weight, sharded = settings.weight_at(step), axes.sharded_axes_in(extra_args)
     participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
-    participates &= participation.settings_are_finite(weight, settings.decay)
+    participates &= jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
+    participates &= jnp.isfinite(settings.decay)
 
     # Precondition: each worker may have a second moment of its own
     precondition = settings.precondition

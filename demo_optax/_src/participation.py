@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from demo_optax._src import axes, checks
 from demo_optax._src.arrays import (
@@ -58,10 +57,6 @@ def decide(
         given = jnp.asarray(extra_args[PARTICIPATES])
         participates &= axes.on_all_devices(given, axis_name, sharded)
     return participates
-
-
-def settings_are_finite(weight: ArrayLike, decay: ArrayLike) -> BoolScalar:
-    return jnp.isfinite(decay) & jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
 
 
 def all_finite(tree: Any) -> BoolScalar:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from demo_optax._src import axes, checks, participation
+from demo_optax._src import axes, checks, participation, round_checks
 from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed, upcast
 from demo_optax._src.axes import AxisName
 from demo_optax._src.decoupled import LookAheadState
@@ -98,7 +98,8 @@ def local_steps(
     nobody else knows of. With ``look_ahead=1.0`` in `decoupled`, around a base that is linear such
     as ``optax.sgd(1.0)``, each round begins at :math:`x` plus what the worker has not delivered,
     and its progress is measured from there. At the end of a run the mean of the workers' own
-    parameters, `local_parameters`, delivers all residuals at once.
+    parameters, `local_parameters`, delivers all residuals at once. A worker that has skipped the
+    last round stands at :math:`x` instead, in case its residual was the reason.
 
     **Weights and schedules.** A round's message has the weight of its gradients, which is the sum
     of the extra argument ``message_weight`` over its steps, such as the tokens trained on. Workers
@@ -131,8 +132,8 @@ def local_steps(
 
     Raises:
       ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges,
-        or holds a decoupled momentum; the gradient is not local; there are no parameters; or
-        ``outer`` cannot be divided into fragments.
+        or holds a decoupled momentum; ``outer`` exchanges over another axis; the gradient is not
+        local; there are no parameters; or ``outer`` cannot be divided into fragments.
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_ and `Streaming DiLoCo
@@ -156,6 +157,7 @@ def local_steps(
     checks.require_unwrapped(inner)
     checks.require_unwrapped(outer)
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
+    round_checks.require_axis(getattr(outer, "exchange", None), axis_name)
     parts: Any = None if fragments is None else Fragments.of(outer, fragments, every, axis_name)
     every //= fragments or 1
 
@@ -177,7 +179,7 @@ def local_steps(
                 "leave out one of the two."
             )
         if nodes(outer_state, LookAheadState):
-            _require_linear(getattr(outer, "base", None), params)
+            round_checks.require_linear(getattr(outer, "base", None), params)
         return LocalStepsState(
             round=jnp.zeros((), jnp.int32),
             mini_step=jnp.zeros((), jnp.int32),
@@ -205,7 +207,7 @@ def local_steps(
         inner_state = participation.with_counts(state.inner, progress)
         local_params = local_parameters(params, state)
         steps, inner_state = inner.update(updates, inner_state, local_params, **extra_args)
-        _require_no_exchange(steps, axis_name)
+        round_checks.require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(
             lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
         )
@@ -248,21 +250,37 @@ def local_steps(
         # The gradient is minus a displacement, rounded if it is narrower.
         return d + g.astype(d.dtype) if merge is None else merge * (d - u.astype(d.dtype))
 
-    def merged(updates, progress, state):
-        """Returns the state after the shared parameters have moved by ``updates``."""
+    def merged(updates, progress, was_taken, state):
+        """Returns the state after the shared parameters have moved by ``updates``.
+
+        A worker whose progress the outer optimizer has not taken keeps all of it.
+        """
         trees = state.displacement, *unboxed((progress, updates))
-        displacement = jax.tree.map(moved, *trees)
+        displacement = choose(was_taken, jax.tree.map(moved, *trees), state.displacement)
         return state._replace(displacement=displacement, round=state.round + 1)
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def outer_update(gradient, state, params, extra_args):
+        """Returns updates, the new state, and whether the outer optimizer took the gradient."""
+        if isinstance(outer, SplitTransformation):
+            return outer.update_and_tell(gradient, state, params, **extra_args)
+        return *outer.update(gradient, state, params, **extra_args), extra_args[PARTICIPATES]
+
+    def update_and_tell(updates, state, params=None, **extra_args):
         ends_round, state = take_step(updates, state, params, extra_args)
 
         def exchange(state):
             gradient, extra, state = end_round(updates, state, params, extra_args)
-            results, new = outer.update(gradient, state.outer, params, **extra)
-            return results, merged(results, gradient, state._replace(outer=new))
+            results, new, was_taken = outer_update(gradient, state.outer, params, extra)
+            round_checks.require_no_other_axis(gradient, results, axis_name)
+            state = merged(results, gradient, was_taken, state._replace(outer=new))
+            return (results, was_taken), state
 
-        return step_or_skip(ends_round, exchange, lambda state: state, state)
+        results, state = step_or_skip(ends_round, exchange, lambda state: state, state)
+        results, was_taken = results
+        return results, state, was_taken
+
+    def update_fn(updates, state, params=None, **extra_args):
+        return update_and_tell(updates, state, params, **extra_args)[:2]
 
     def update_fragment(updates, state, params: Any = None, **extra_args):
         is_due, state = take_step(updates, state, params, extra_args)
@@ -314,12 +332,11 @@ def local_steps(
         (before,), (after,) = (
             nodes(outer, DecoupledMomentumState) for outer in (state.outer, outer_state)
         )
-        new = merged(updates, outbox.progress, state._replace(outer=outer_state))
-        # A worker that sent nothing keeps its progress, and begins the next round with the others.
-        followed = state.displacement, jnp.zeros_like(state.mini_step)
-        sent = new.displacement, state.mini_step
-        displacement, mini_step = choose(outbox.step == EMPTY, followed, sent)
-        new = new._replace(displacement=displacement, mini_step=mini_step)
+        new = state._replace(outer=outer_state)
+        new = merged(updates, outbox.progress, outbox.factor > 0, new)
+        # A worker that sent nothing begins the next round with the others.
+        mini_step = jnp.where(outbox.step == EMPTY, 0, state.mini_step)
+        new = new._replace(mini_step=mini_step)
         return updates, choose(before.count != after.count, new, state)
 
     def with_compression(compression):
@@ -327,32 +344,7 @@ def local_steps(
         return local_steps(inner, other, every, merge=merge, axis_name=axis_name)
 
     settings = split.compression, split.exchange, with_compression, every
-    return SplitTransformation.make(init_fn, update_fn, send_fn, apply_fn, *settings)
-
-
-def _require_linear(base: Any, params) -> None:
-    """Refuses bases of an outer optimizer by which a round cannot begin at the residual."""
-    shapes = jax.eval_shape(lambda x: x, params)
-
-    def steps(gradient):
-        return base.update(gradient, base.init(params), params)[0]
-
-    if base is None:
-        reason: Any = "this outer optimizer is wrapped, so that its base is not known"
-    else:
-        kept = [x.shape for x in jax.tree.leaves(jax.eval_shape(base.init, params)) if x.ndim]
-        reason = f"its state has arrays of the shapes {kept}" if kept else None
-        try:
-            transposed = jax.linear_transpose(steps, shapes)
-            jax.eval_shape(transposed, jax.eval_shape(steps, shapes))
-        except Exception as error:  # JAX has no error of its own for what is not linear
-            reason = error
-    if reason:
-        raise ValueError(
-            "with local steps, look_ahead lets a round begin at what its worker has not delivered, "
-            f"which needs a linear base without a state such as optax.sgd(1.0), but {reason}: give "
-            "outer such a base, or leave out look_ahead."
-        )
+    return SplitTransformation.make(init_fn, update_and_tell, send_fn, apply_fn, *settings)
 
 
 def step_or_skip(is_last: BoolScalar | bool, step, skip, *args):
@@ -374,16 +366,3 @@ def zeros_to_sum(params):
     """Returns zeros, in float32 or wider, to which updates of the parameters are added."""
     checks.real_leaves("parameter", params)
     return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
-
-
-def _require_no_exchange(steps, axis_name: AxisName) -> None:
-    """Refuses inner steps whose VMA types say that they are the same on all workers."""
-    workers = set(axes.names(axis_name))
-    if axes.types_are_tracked(axis_name) and not any(
-        workers <= axes.varying(x) for x in jax.tree.leaves(steps)
-    ):
-        raise ValueError(
-            f"the inner optimizer of local_steps exchanges over {axis_name!r} on every step, so "
-            "that all workers have the same parameters: give inner an ordinary optimizer, such as "
-            "optax.adamw, and let outer exchange."
-        )

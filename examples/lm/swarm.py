@@ -132,7 +132,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
     )
     unit = member.unit
     grace = LEAVE_SECONDS if overlaps else 0.0
-    with worker, leaves_at(signals, member, grace), log_file(config) as log, bar:
+    with worker, leaves_at(signals, member, grace) as left_by_itself, log_file(config) as log, bar:
         prepared = time.monotonic()
         console.print("compiles and joins; the first start on a machine takes longest")
         rows, length = run.batch_shape
@@ -159,6 +159,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                     raise Left
                 params, opt_state, metrics = worker.step(params, opt_state, next(batches))
             except Left:
+                left_by_itself.set()
                 left(worker, signals, worker.leave(params, opt_state))
             done = worker.number * every
             sent += metrics.packet_bytes / 1e6
@@ -251,20 +252,20 @@ def progress_bar() -> progress.Progress:
 
 
 @contextlib.contextmanager
-def leaves_at(signals: Signals, member: Member, grace: float) -> Iterator[None]:
-    """Ends a wait for other workers some seconds after a signal."""
+def leaves_at(signals: Signals, member: Member, grace: float) -> Iterator[threading.Event]:
+    """Ends a wait for other workers some seconds after a signal, unless the event is set."""
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.2):
             if signals.stop_requested():
-                ended.wait(grace)
-                member.leave()
+                if not ended.wait(grace):
+                    member.leave()
                 return
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        yield
+        yield ended
     finally:
         ended.set()
 

@@ -247,6 +247,19 @@ def test_a_slot_is_taken_over_only_from_a_worker_that_is_long_gone(store, monkey
     assert Member(store, "third", slots=2).me == (1, 2)
 
 
+def test_the_slot_of_one_that_left_is_free_at_once(store):
+    first, second = members(store, 2, slots=2, deadline=0.1)
+    everybody([first, second], 0)
+    second.leave(1)
+    for step in 1, 2:
+        with pytest.raises(SwarmError, match="are taken"):  # its packets may be on their way
+            Member(store, "third", slots=2)
+        exchange(first, step)
+    assert Member(store, "third", slots=2).me == (1, 2)
+    Member(store, "third", slots=2).leave(3)  # before its first packet
+    assert Member(store, "fourth", slots=2).me == (1, 4)
+
+
 def test_a_claim_whose_answer_was_lost_is_found_again(store):
     create = store.create
 

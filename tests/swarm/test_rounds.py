@@ -233,6 +233,31 @@ def test_one_that_leaves_in_peace_sends_what_it_went(delay, store):
     first.close()
 
 
+def test_one_that_was_asked_to_leave_before_sends_what_it_went(store):
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0)
+    params, opt_state = swarms.begin(worker)
+    for step in range(2):
+        params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
+    worker.member.leave()
+    assert worker.leave(params, opt_state) == 0 and worker.member.last_sent == 0
+    worker.close()
+
+
+def test_one_that_came_back_leaves_the_packet_of_its_former_life(store):
+    for steps, lost in (2, 0), (1, 1):
+        worker = swarms.make_worker(rounds("sparseloco"), store, 0)
+        params, opt_state = swarms.begin(worker)
+        for step in range(steps):
+            params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
+        assert worker.leave(params, opt_state) == lost
+        worker.close()
+    (name,) = [x for x in store.names("packets/00000000") if x.endswith(".packet")]
+    size = len(store.get(f"packets/00000000/{name}"))
+    other = Member(store, "worker-1", slots=worker.member.slots, deadline=0.2)
+    packet, _ = other.exchange(0, bytes(size)).manifest.packets
+    assert (packet.slot, packet.incarnation, packet.steps) == (0, 1, 2)
+
+
 def test_one_whose_last_result_does_not_come_says_how_many_steps_are_lost(store, monkeypatch):
     monkeypatch.setattr("demo_optax._src.swarm.worker.LEAVE_SECONDS", 0.1)
     worker = swarms.make_worker(rounds("sparseloco"), store, 0, delay=1, min_workers=2)

@@ -154,7 +154,7 @@ class Member:
         if ends_round:
             self.store.put(records.mark_key(step, self.me, "ends"), b"")
         own, self._last_steps = None, steps
-        if self._may_send(step):
+        if self.may_send(step):
             own = self.send(step, packet, steps, tokens)
         previous = self.manifest(step - 1)
         expected = previous.members if previous else frozenset()
@@ -183,7 +183,7 @@ class Member:
         self.last_sent = step
         return own
 
-    def _may_send(self, step: int) -> bool:
+    def may_send(self, step: int) -> bool:
         """Tells whether an earlier process of this worker has left no packet in a step.
 
         That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.

@@ -67,14 +67,23 @@ def _choose(store: Store, worker: str, newest: dict[int, tuple[int, Claim]], slo
     free = [slot for slot in range(slots) if slot not in newest]
     if own or free:
         return (own or free)[0]
-    active = {packet.slot for x in last_manifests(store, IDLE_STEPS) for packet in x.packets}
-    before = time.time() - IDLE_SECONDS
-    gone = [s for s in range(slots) if s not in active and newest[s][1].time < before]
+    manifests = last_manifests(store, IDLE_STEPS)
+    active = {packet.slot for x in manifests for packet in x.packets}
+    at_work = {packet.member for x in manifests[-2:] for packet in x.packets}
+    said, before = {f"slots/{name}" for name in store.names("slots")}, time.time() - IDLE_SECONDS
+
+    def is_gone(slot: int) -> bool:
+        incarnation, claim = newest[slot]
+        if records.left_key((slot, incarnation)) in said:
+            return (slot, incarnation) not in at_work
+        return slot not in active and claim.time < before
+
+    gone = [slot for slot in range(slots) if is_gone(slot)]
     if not gone:
         names = ", ".join(newest[slot][1].worker for slot in range(slots))
         raise SwarmError(
             f"all slots={slots} are taken, by {names}. Take the --worker name of one that is gone, "
-            f"wait until it has been gone for {IDLE_STEPS} steps or rounds and "
+            f"wait until one leaves or has been gone for {IDLE_STEPS} steps or rounds and "
             f"{IDLE_SECONDS / 60:.0f} minutes, or start all of them in a new place with more slots."
         )
     return min(gone, key=lambda slot: newest[slot][1].time)

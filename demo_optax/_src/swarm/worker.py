@@ -13,18 +13,12 @@ from jax.sharding import AxisType, Mesh
 from demo_optax._src import axes, checks, halves, metrics
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.processes import by_lead, is_lead
-from demo_optax._src.swarm import agreement, snapshots
+from demo_optax._src.swarm import agreement, replicated_state, snapshots
 from demo_optax._src.swarm.member import ExchangeResult, Left, Member
 from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import MOST_TOKENS, Manifest, SwarmError
-from demo_optax._src.swarm.replicated_state import (
-    replace_leaves,
-    shared_leaves,
-    to_devices,
-    to_host,
-)
+from demo_optax._src.swarm.replicated_state import replace_leaves, shared_leaves, to_host
 from demo_optax._src.swarm.rounds import RoundClock
-from demo_optax._src.swarm.snapshots import SnapshotTurns
 from demo_optax._src.swarm.under_way import ExchangeUnderWay, SwarmMetrics
 
 LEAVE_SECONDS = 10.0  # for which a worker that leaves waits for the result of its last packet
@@ -122,7 +116,7 @@ class SwarmWorker:
         self._facts |= dict(steps_per_round=tx.steps_per_round, round_seconds=round_seconds)
         self._facts |= facts or {}
         self._under_way = ExchangeUnderWay(member)
-        self._turns = SnapshotTurns(member, snapshot_every) if member else None
+        self._turns = snapshots.SnapshotTurns(member, snapshot_every) if member else None
         self._has_rounds, self._clock = bool(tx.steps_per_round), None
         if member and tx.steps_per_round:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
@@ -133,6 +127,7 @@ class SwarmWorker:
         self._programs: Any = None  # what `begin` compiles
         self._exchange: Any = None  # the metrics of the last exchange
         self._error: BaseException | None = None
+        self._is_leaving = False
 
     @property
     def member(self) -> Member:
@@ -157,7 +152,7 @@ class SwarmWorker:
             started = time.monotonic()
             self._programs = programs = self._compile(params, batch)
             self.seconds_compiling = time.monotonic() - started
-            params = to_devices(params, programs.shardings[0])
+            params = replicated_state.to_devices(params, programs.shardings[0])
             opt_state = programs.init(params)
             facts |= agreement.facts_of_programs(opt_state, programs.shape[-1])
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
@@ -196,10 +191,13 @@ class SwarmWorker:
         """Sends the progress of a round that has not ended, before the worker leaves.
 
         Returns the number of its steps that are lost, which is 0 if the packet could be sent. The
-        others need not wait for it: it counts in the round that they are in.
+        others need not wait for it: it counts in the round that they are in. The residual of a
+        compression that sends few coefficients leaves with the worker. Call this before
+        ``member.leave()``, which ends the wait for a packet under way.
         """
         if self._error is not None or self._programs is None or not self._has_rounds:
             return self._steps
+        self._is_leaving = True
         with self._stops_at_errors(), contextlib.suppress(Left):
             if self._outbox is not None:
                 result = self._result(LEAVE_SECONDS)
@@ -207,7 +205,8 @@ class SwarmWorker:
                     return self._steps
                 params, opt_state, _ = self._go_on(result, params, opt_state)
             params, opt_state, _ = self._catch_up(params, opt_state)
-            if self._steps:
+            # An earlier process of this worker may have left its packet in the same round.
+            if self._steps and by_lead(lambda: self.member.may_send(self.number)):
                 nothing = *self._programs.no_gradient(), self._weight, self._slot
                 _, packet = self._send(params, opt_state, *nothing)
                 sent = self.number, packet, self._steps, self._tokens_of(self._steps)
@@ -340,7 +339,8 @@ class SwarmWorker:
         return opt_state, to_host(self._outbox.packets).tobytes()
 
     def _is_behind(self) -> bool:
-        self.member.end_if_leaving()
+        if not self._is_leaving:
+            self.member.end_if_leaving()
         return self.member.manifest(self.number) is not None
 
     def _apply(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any]:
