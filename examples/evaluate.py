@@ -32,6 +32,7 @@ def main() -> None:
         log_dir=None,
         workers=None if config.swarm else 1,  # a swarm's worker is one already
         fsdp=1,
+        simulate=None,
         coordinator=None,
         num_processes=None,
         process_id=None,

@@ -152,12 +152,12 @@ def train(settings: Settings) -> float:
     """Returns the final loss on held-out text, in nats per token."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
     train_text, held_out_text = read_text(settings)
-    counts = settings.steps, settings.evaluate_every, settings.checkpoint_every
     rows, length, width = settings.batch_size, settings.sequence_length, settings.width
+    counts = rows, length, settings.heads, settings.evaluate_every, settings.checkpoint_every
     for is_wrong, message in (
-        (min(counts) < 1, "--steps, --evaluate-every and --checkpoint-every must be at least 1"),
+        (min(*counts, settings.steps) < 1, "--steps and all other numbers must be at least 1"),
         (rows % mesh.size, f"--batch-size {rows} must be a multiple of the {mesh.size} workers"),
-        (width % (2 * settings.heads), f"--width {width} must be a multiple of twice the --heads"),
+        (width % (2 * settings.heads or 1), f"--width {width} is no multiple of twice the --heads"),
         (len(held_out_text) <= length, f"--sequence-length {length} is too long for this text"),
     ):
         if is_wrong:
@@ -190,9 +190,9 @@ def train(settings: Settings) -> float:
     data = f"{rows} x {length}, seed {settings.seed}, text {zlib.crc32(train_text.data):08x}"
     with mistakes_in("--checkpoint-dir"):
         checkpoints = Checkpointer(folder, tx, mesh) if folder else contextlib.nullcontext()
-    with checkpoints as checkpointer, bar:
+    with checkpoints as saver, bar:
         with mistakes_in("--checkpoint-dir"):
-            found = checkpointer and checkpointer.restore(params, (data, batches.get_state()))
+            found = saver and saver.restore(params, (data, batches.get_state()))
             if found and found.extra[0] != data:
                 raise ValueError(f"{folder} reads {found.extra[0]}, not {data}: use another folder")
         if found:
@@ -214,9 +214,9 @@ def train(settings: Settings) -> float:
                     sys.exit(f"error: the loss is {loss} at step {step}: lower --learning-rate.")
             if step % settings.evaluate_every == 0 and not last:
                 console.print(f"step {step}: {evaluate(params):.3f} nats per held-out token")
-            if checkpointer and (step % settings.checkpoint_every == 0 or last):
+            if saver and (step % settings.checkpoint_every == 0 or last):
                 try:
-                    checkpointer.save(step, params, opt_state, (data, batches.get_state()))
+                    saver.save(step, params, opt_state, (data, batches.get_state()), wait=last)
                 except OSError as error:  # such as a full disk; the next one may succeed
                     console.print(f"warning: {error}")
     loss = evaluate(params)
@@ -235,9 +235,9 @@ def mistakes_in(flag: str):
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
-    jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
-    if settings.distributed or settings.coordinator:  # before any other use of JAX
-        where = settings.coordinator, settings.num_processes, settings.process_id
+    jax.config.update("jax_num_cpu_devices", max(settings.cpu_devices, 1))
+    where = settings.coordinator, settings.num_processes, settings.process_id
+    if settings.distributed or any(x is not None for x in where):  # before any other use of JAX
         with mistakes_in("--distributed" if settings.distributed else "--coordinator"):
             jax.distributed.initialize(*where)
     try:

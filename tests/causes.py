@@ -351,6 +351,10 @@ RAISED = [
     exchange_in_a_while_loop,
     lambda: quantities.bandwidth("fast"),
     lambda: quantities.bandwidth("1GB"),
+    lambda: quantities.count("1.5"),
+    lambda: demo_optax.accounting.choose(
+        10**8, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024, upload=1e7
+    ),
     a_place_without_a_swarm,
     owners_of_one_all_gather,
     *causes_of_checkpoints.RAISED,

@@ -110,6 +110,10 @@ def lose_file(place, index):
     place.put(f"{index.file}/000000", b"something else")
 
 
+def lose_part(place, index):
+    place.delete([f"{index.file}/000000"])
+
+
 def other_step(place, index):
     place.put("snapshots/00000008.json", records.encode(index._replace(step=9, file=NINE)))
     snapshots.read_index(place, 8)
@@ -217,6 +221,7 @@ RAISED = [
     no_slot,
     slots_taken,
     lambda: snapshot(lose_file),
+    lambda: snapshot(lose_part),
     lambda: snapshot(other_step),
     lambda: snapshot(lambda place, index: index._replace(digest=HASH)),
     lambda: snapshot(lambda *_: None, [np.ones(4, np.float32)] * 3),

@@ -316,10 +316,29 @@ def test_a_swarm_gets_what_it_can_carry(bandwidth, options, row, name):
     assert not re.search("dense|two phases", choice.reasons[0])
 
 
+def test_a_worker_of_a_swarm_writes_its_packet_before_it_reads_those_of_others():
+    for workers, upload in (1, None), (2, None), (8, "10Mbit"):
+        options = dict(upload=bits(upload)) if upload else {}
+        for candidate in by_swarm("100Mbit", workers=workers, **options).candidates:
+            time, steps = candidate.time, candidate.method.local_steps
+            writing = 8 * time.packet / (1e7 if upload else 1e8)
+            reading = 8 * time.packet * (workers - 1) / 1e8
+            np.testing.assert_allclose(time.transfer, (writing + reading) / steps)
+
+
+def test_snapshots_that_are_due_too_often_are_told():
+    (told,) = [x for x in by_swarm("10Mbit").warnings if x.startswith("A snapshot")]
+    seconds = 32 * PARAMETERS / 1e7
+    assert f"takes {seconds:,.0f} s to write" in told
+    every, rounds = map(int, re.search(r"every (\d+), or .*=(\d+)", told).groups())
+    assert every == 30 * rounds and every * by_swarm("10Mbit").chosen.time.step >= 4 * seconds
+    assert "snapshot" not in " ".join(by_swarm("10Gbit").warnings)
+
+
 def test_the_latency_of_a_swarm_is_that_of_four_requests():
     waiting = {
         workers: [c.time.waiting for c in by_swarm("1Gbit", workers=workers).candidates[::6]]
-        for workers in (2, 8, 64)
+        for workers in (1, 2, 8, 64)
     }
     for found in waiting.values():
         np.testing.assert_allclose(found, [4 * 0.04, 4 * 0.04 / 30])
@@ -329,7 +348,7 @@ def test_rounds_of_a_swarm_travel_during_the_next_round():
     fast, slow = (by_swarm(link).candidates[-1] for link in ("100Mbit", "1Mbit"))
     assert fast.time.step == 1.0 > fast.exchange > 0
     assert slow.time.step == slow.exchange > 2.0
-    rounds = by_swarm("1Mbit").warnings[-1]
+    rounds = " ".join(by_swarm("1Mbit").warnings)
     assert f"for about {math.ceil(30 * slow.exchange)} steps, and no run has" in rounds
     assert "A round lasts" not in " ".join(by_swarm("20Mbit").warnings)
 

@@ -155,6 +155,9 @@ def test_quantities_are_read_kindly(parse, texts, value):
     [
         ("count", "many", "'many' is no number: give a number and a unit .* as in 300M"),
         ("count", "-3", "'-3' is no number"),
+        ("count", "1.5", "'1.5' is not a whole number"),
+        ("count", "1,00", "'1,00' is no number"),
+        ("duration", "0,5s", "'0,5s' is no time"),
         ("bandwidth", "100", "'100' is no bandwidth: give a number and a unit .* as in 100Mbit"),
         (
             "bandwidth",

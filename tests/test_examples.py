@@ -42,6 +42,7 @@ def test_a_configuration_written_and_read_is_the_same(tmp_path):
         tokenizer="gs://bucket/tokenizer.json",
         dtype="bfloat16",
         remat=True,
+        norm_limit=None,
         learning_rate=1.25e-3,
         checkpoint_dir="gs://bucket/run",
     )
@@ -135,6 +136,23 @@ def test_a_store_without_the_text():
         data.read(["memory://nothing/here"])
     with pytest.raises(ValueError, match=r"--text s4://bucket cannot be read.*s4"):
         data.read(["s4://bucket"])
+
+
+def test_files_that_are_no_text_are_told(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    (tmp_path / "b.bin").write_bytes(b"\xff" * 1234)
+    text = data.read([str(tmp_path)])
+    assert set("".join(text.train + text.held_out)) == set("some text\n")
+    assert "1 files of 1,234 bytes are no UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_large_file_is_not_held_out_whole(tmp_path):
+    held_out = next(name for name in map("{}.txt".format, range(999)) if data._hash(name) < 0.05)
+    kept = next(name for name in map("{}.txt".format, range(999)) if data._hash(name) > 0.05)
+    (tmp_path / held_out).write_text("much of it" * 900)
+    (tmp_path / kept).write_text("little" * 10)
+    sizes = [sum(map(len, part)) for part in data.read([str(tmp_path)])]
+    assert sizes[1] / sum(sizes) == pytest.approx(0.05, abs=0.01)
 
 
 def test_of_a_single_file_the_end_is_held_out(tmp_path):

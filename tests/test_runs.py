@@ -23,7 +23,7 @@ import evaluate
 import linen_trainstate
 import vision_flax
 from lm import config as configuration
-from lm import data, report, train, utilization
+from lm import data, logs, report, train, utilization
 from lm.recipes import RECIPES
 from lm.setup import batches_of, make_evaluation, prepare
 from tests.nano import NANO, ROOT, first_of, words_of
@@ -170,6 +170,38 @@ def test_no_checkpoint_of_replicas_that_differ(workers, tmp_path):
         train.train(run._replace(train_step=damaging_step))
     saved = sorted(path.name for path in (tmp_path / "saved").iterdir())
     assert saved == (["2"] if workers == 2 else ["2", "4", "6"])
+
+
+@pytest.mark.parametrize("what", ["loss", "parameters"])
+def test_no_checkpoint_of_a_run_that_has_diverged(what, tmp_path, capsys):
+    saved = tmp_path / "saved"
+    run = prepared(
+        dataclasses.replace(THREE, checkpoint_dir=str(saved), checkpoint_every=2, evaluate_every=99)
+    )
+    steps = itertools.count(1)
+
+    def diverging_step(params, opt_state, batch):
+        params, opt_state, metrics = run.train_step(params, opt_state, batch)
+        if next(steps) > 2 and what == "loss":
+            metrics = metrics._replace(loss=metrics.loss * np.nan)
+        elif what == "parameters":
+            params = jax.tree.map(lambda x: x * jnp.inf, params) if next(steps) > 4 else params
+        return params, opt_state, metrics
+
+    with pytest.raises(SystemExit) as ended:
+        train.train(run._replace(train_step=diverging_step))
+    assert ended.value.code == 1 and [path.name for path in saved.iterdir()] == ["2"]
+    assert "after step 4, which is not saved. Lower --learning-rate." in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs a full device")
+def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path, capsys):
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    files = logs.Files(tmp_path, 0)
+    step = logs.Step(1, 2.0, 0.1, 10.0, None, 4, {0: 1.0}, {})
+    files.step(step), files.step(step)
+    files.close()
+    assert capsys.readouterr().err.count("warning: the log ends at step 1: ") == 1
 
 
 def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):

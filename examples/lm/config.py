@@ -219,9 +219,11 @@ class Config:
     def write(self, path: Path) -> None:
         """Writes a YAML file for ``--config``, without the settings of this process alone."""
         own = ("config", "coordinator", "num_processes", "process_id", "worker")
-        settings = dataclasses.asdict(self).items()
+        unset = {field.name for field in dataclasses.fields(self) if field.default is None}
         plain = {
-            name: _plain(value) for name, value in settings if value is not None and name not in own
+            name: _plain(value)
+            for name, value in dataclasses.asdict(self).items()
+            if name not in own and not (value is None and name in unset)
         }
         path.write_text(yaml.safe_dump(plain, sort_keys=False))
 

@@ -4,6 +4,7 @@ A document is a file, a record of an ArrayRecord file, or a row of a Hugging Fac
 """
 
 import hashlib
+import sys
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from . import stores
 from .tokens import Tokens
 
 HELD_OUT = 0.05  # share of the documents
+LEAST_HELD_OUT, MOST_HELD_OUT = 0.01, 0.2  # shares of the text; else its end is held out
 
 
 class Text(NamedTuple):
@@ -46,8 +48,8 @@ def read(places: Sequence[str] = ()) -> Text:
     A place is a path or a URL; what a URL names is copied to a temporary folder and read there.
 
     Whole documents are held out, chosen by a hash of their name, which is a file's path or the
-    number of a record or row: the choice is the same on every machine. Where that leaves one side
-    empty, as with a single file, the end of the whole text is held out instead.
+    number of a record or row: the choice is the same on every machine. Where that holds out too
+    much or too little, as with a single file, the end of the whole text is held out instead.
 
     Raises:
       ValueError: a place does not exist, cannot be read, or holds no text.
@@ -64,7 +66,8 @@ def read(places: Sequence[str] = ()) -> Text:
         [content for name, content in named if _hash(name) >= HELD_OUT],
         [content for name, content in named if _hash(name) < HELD_OUT],
     )
-    if text.train and text.held_out:
+    sizes = [sum(map(len, part)) for part in text]
+    if LEAST_HELD_OUT <= sizes[1] / sum(sizes) <= MOST_HELD_OUT:
         return text
     whole = "\n".join(content for _, content in named)
     cut = int(len(whole) * (1 - HELD_OUT))
@@ -108,6 +111,7 @@ def documents(path: Path) -> Iterable[tuple[str, str]]:
 
 def _files(root: Path, pattern: str, without: set[str]) -> Iterator[tuple[str, str]]:
     inside = root.rglob(pattern) if root.is_dir() else [root]
+    left_out: list[Path] = []
     for path in sorted(inside):
         name = path.relative_to(root if root.is_dir() else root.parent)
         hidden = any(part.startswith(".") for part in name.parts)
@@ -115,9 +119,18 @@ def _files(root: Path, pattern: str, without: set[str]) -> Iterator[tuple[str, s
             try:
                 content = path.read_bytes().decode()
             except UnicodeDecodeError:
-                continue
-            if content and "\0" not in content:
+                content = "\0"
+            if "\0" in content:
+                left_out.append(path)
+            elif content:
                 yield name.as_posix(), content
+    if left_out and pattern == "*":
+        size = sum(path.stat().st_size for path in left_out)
+        print(
+            f"warning: {len(left_out)} files of {size:,} bytes are no UTF-8 text and are left out, "
+            f"such as {left_out[0]}",
+            file=sys.stderr,
+        )
 
 
 def _hash(name: str) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,7 +79,14 @@ class Files:
 
     def step(self, step: Step) -> None:
         if self.lines and self.board:
-            print(json.dumps(step._asdict()), file=self.lines)
+            try:
+                print(json.dumps(step._asdict()), file=self.lines)
+            except OSError as error:  # such as a full disk, which must not end the training
+                print(f"warning: the log ends at step {step.number}: {error}", file=sys.stderr)
+                with contextlib.suppress(OSError):
+                    self.lines.close()
+                self.lines = None
+                return
             for name, value in step.scalars().items():
                 self.board.add_scalar(name, value, step.number)
 
@@ -91,8 +100,9 @@ class Files:
                 self.board.add_text(f"sample/{i}", f"```\n{text}\n```", number)
 
     def close(self) -> None:
-        if self.lines and self.board:
+        if self.lines:
             self.lines.close()
+        if self.board:
             self.board.close()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -79,8 +80,12 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
                 evaluating = last or number % config.evaluate_every == 0
                 if apart or saving or evaluating:
                     params, opt_state = checked((params, opt_state), mesh)
+                    require_finite("norm of the parameters", norm(params), number, config)
+                    require_finite("loss of every worker", mean(metrics.loss), number, config)
                 if evaluating:
-                    log.evaluation(evaluate(params, EVALUATION_TOKENS))
+                    loss = evaluate(params, EVALUATION_TOKENS)
+                    require_finite("held-out loss", loss, number, config)
+                    log.evaluation(loss)
                 if checkpointer and saving:
                     with watch.paused():
                         read = windows + (number - start) * config.batch_size
@@ -240,6 +245,24 @@ def order(run: Run, windows: int) -> dict[str, int]:
 def agreed(metrics: demo_optax.TrainMetrics) -> bool:
     """Whether all workers had got the same packets on the step before."""
     return metrics.exchange is None or bool(metrics.exchange.agreed)
+
+
+def norm(params: nnx.State) -> float:
+    return float(jax.jit(optax.tree.norm)(params))
+
+
+@jax.jit
+def mean(losses: jax.Array) -> jax.Array:
+    """Of those that are finite; NaN where none is."""
+    return jnp.nanmean(jnp.where(jnp.isfinite(losses), losses, jnp.nan))
+
+
+def require_finite(what: str, value: jax.Array | float, number: int, config: Config) -> None:
+    """Ends a run that has diverged, before it would replace its checkpoints."""
+    if not math.isfinite(value := float(value)):
+        line = f"error: the {what} is {value} after step {number}, which is not saved."
+        console.print(f"{line} Lower --learning-rate. {how_to_go_on(config)}", soft_wrap=True)
+        sys.exit(1)
 
 
 def checked(state, mesh: Mesh | AbstractMesh):

@@ -9,6 +9,7 @@ from demo_optax._src.accounting.methods import MEASUREMENTS, Method
 from demo_optax._src.accounting.traffic import StepTime, step_times
 from demo_optax._src.exchange import Delayed
 
+REQUESTS = 4  # in a row, of a swarm's step: write a packet, look, read packets, write the manifest
 LOSSES = Path(__file__).with_name("losses.json")
 """The losses behind `MEASUREMENTS`, which ``python -m benchmarks.quality write`` writes."""
 
@@ -109,10 +110,7 @@ def evaluate(
     compute_time: float,
     dtype: str,
 ) -> StepTime:
-    """Returns the bytes and seconds of a method's step; the arguments are those of `step_times`.
-
-    In a swarm the packets of a round travel during the next one.
-    """
+    """Returns the bytes and seconds of a method's step; the arguments are those of `step_times`."""
     times = step_times(
         params,
         {} if method.setting is None else {method.name: method.setting},
@@ -124,9 +122,33 @@ def evaluate(
         method.fragments,
     )
     dense = f"{'AdamW' if method.local_steps == 1 else 'DiLoCo'}, {dtype}"
-    if method.setting is None:
-        return times[dense]
-    time = times[method.name]
-    if method.local_steps > 1 and isinstance(method.setting[1], Delayed):
-        time = time._replace(step=max(compute_time, time.transfer + time.waiting))
-    return time
+    return times[dense if method.setting is None else method.name]
+
+
+def evaluate_in_swarm(
+    method: Method,
+    params: Any,
+    workers: int,
+    bandwidth: float,
+    upload: float,
+    latency: float,
+    compute_time: float,
+) -> StepTime:
+    """Returns the bytes and seconds of a method's step whose packets travel through a store.
+
+    A worker writes its own packet, and then reads those of the others. Those of a round travel
+    during the next one.
+    """
+    assert method.setting is not None
+    setting, steps = {method.name: method.setting}, method.local_steps
+    time = step_times(params, setting, workers, bandwidth, local_steps=steps)[method.name]
+    transfer = 8 * time.packet * (1 / upload + (workers - 1) / bandwidth) / steps
+    waiting = REQUESTS * latency / steps
+    exchange, spare = transfer + waiting, compute_time - waiting
+    overlaps = isinstance(method.setting[1], Delayed)
+    return time._replace(
+        transfer=transfer,
+        waiting=waiting,
+        step=max(compute_time, exchange) if overlaps else compute_time + exchange,
+        hiding_bandwidth=bandwidth * transfer / spare if spare > 0 else math.inf,
+    )

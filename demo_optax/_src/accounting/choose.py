@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src import checks
-from demo_optax._src.accounting.candidates import Candidate, evaluate, measured_loss
+from demo_optax._src.accounting.candidates import (
+    Candidate,
+    evaluate,
+    evaluate_in_swarm,
+    measured_loss,
+)
 from demo_optax._src.accounting.methods import Method, methods, methods_in_swarm
 from demo_optax._src.accounting.rules import (
     LARGEST_STEP,
@@ -20,11 +25,10 @@ from demo_optax._src.accounting.rules import (
     swarm_warnings,
     warnings,
 )
-from demo_optax._src.accounting.traffic import dense_bytes
+from demo_optax._src.accounting.traffic import StepTime, dense_bytes
 
 BACKS = 512, 256, 128  # coefficients that owners send back of each block
 FEW_WORKERS = 16  # for whom the fewest are enough
-REQUESTS = 4  # in a row, of a swarm's step: write a packet, look, read packets, write the manifest
 TUNED_RATE, TUNED_WIDTH = 3e-3, 128
 
 
@@ -63,6 +67,7 @@ def choose(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     little_memory: bool = False,
     swarm: bool = False,
+    upload: float | None = None,
 ) -> Choice:
     """Chooses an optimizer and an exchange by the seconds of a step, and rounds by their losses.
 
@@ -81,7 +86,9 @@ def choose(
       little_memory: avoid `demo_optax.demo_muon`, which keeps four float32 numbers for each
         parameter. `demo_optax.demo_scaled` keeps two, and three with a look-ahead.
       swarm: compare what a swarm can carry. ``latency`` is then that of a request to the store, and
-        ``bandwidth`` that of each worker's link to it.
+        ``bandwidth`` that at which each worker reads from it.
+      upload: bits per second at which each worker writes to the store of a swarm, by default as
+        many as it reads.
 
     Raises:
       TypeError, ValueError: an argument is out of range.
@@ -99,20 +106,31 @@ def choose(
     checks.in_interval("latency", latency, "[0, inf)")
     checks.in_interval("compute_time", compute_time, "(0, inf)")
     checks.one_of("dtype", dtype, ("bfloat16", "float32"))
+    if upload is not None:
+        checks.in_interval("upload", upload, "(0, inf)")
+        if not swarm:
+            raise ValueError(
+                f"upload={upload} is for a swarm. Elsewhere workers send and receive at once: give "
+                "bandwidth the lower of the two, and leave out upload."
+            )
+    upload = upload or bandwidth
     if isinstance(params, (int, float, np.number)):
         checks.static_integer("params", params, at_least=1)
         params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
     extra = 5 * width / batch_tokens
 
-    if swarm:
-        latency *= REQUESTS / max(workers - 1, 1)  # whatever the number of workers
+    def time_of(method: Method) -> StepTime:
+        compute = compute_time * (1 + extra * method.orthogonal)
+        if swarm:
+            link = workers, bandwidth, upload, latency
+            return evaluate_in_swarm(method, params, *link, compute)
+        return evaluate(method, params, workers, bandwidth, latency, compute, dtype)
 
     def candidates(methods: Sequence[Method]) -> tuple[Candidate, ...]:
-        link = params, workers, bandwidth, latency
         return tuple(
             Candidate(
                 method,
-                evaluate(method, *link, compute_time * (1 + extra * method.orthogonal), dtype),
+                time_of(method),
                 measured_loss(method, workers),
                 method.rate * TUNED_RATE * TUNED_WIDTH / width,
             )
@@ -131,7 +149,13 @@ def choose(
         orthogonal, why = chooses_muon(row, extra, little_memory)
         chosen = next(c for c in _of_row(row, found) if c.method.orthogonal is orthogonal)
     size = dense_bytes(params, 1)
-    said = warnings(chosen, size, workers) + (swarm_warnings(chosen, compute_time) if swarm else [])
+    said = warnings(chosen, size, workers)
+    if chosen.method.setting is None and chosen.method.flags and dtype == "bfloat16":
+        said.append("The trainer's parameters are float32: for its times give dtype float32.")
+    if row == "E" and little_memory:
+        said.append("Memory is short, and rounds keep as many numbers as demo_muon, or one more.")
+    if swarm:
+        said += swarm_warnings(chosen, compute_time, size, upload)
     return Choice(found, chosen, (reason, why), tuple(said))
 
 

@@ -8,6 +8,7 @@ from demo_optax._src.accounting.candidates import Candidate, read_limits
 LARGEST_ALL_REDUCE = 1 / 4  # of the compute of a step
 LARGEST_ALL_GATHER = 1 / 5
 LARGEST_STEP = 2.0
+SNAPSHOT_EVERY = 100  # steps, by default
 LARGEST_ORTHOGONAL_STEP = {"A": 1 / 5, "B": 1 / 5, "C": 1 / 2, "D": 1 / 2}
 
 
@@ -87,14 +88,24 @@ def warnings(chosen: Candidate, params: int, workers: int) -> list[str]:
     return found
 
 
-def swarm_warnings(chosen: Candidate, compute: float) -> list[str]:
-    """Returns sentences about the time that packets take through a store."""
+def swarm_warnings(chosen: Candidate, compute: float, params: int, upload: float) -> list[str]:
+    """Returns sentences about the time that packets and snapshots take through a store."""
     steps = math.ceil(chosen.method.local_steps * chosen.exchange / compute)
     found = ["The seconds are computed, for a store as fast as the link of every worker."]
     if chosen.method.row == "E" and steps > chosen.method.local_steps:
         found.append(
             f"A round lasts until its packets are there: for about {steps} steps, and no run has "
             "measured the loss of such rounds."
+        )
+    leaves = 2 if chosen.method.name.startswith("DiLoCo") else 1
+    seconds = 32 * params * leaves / upload
+    # Half of the time is for packets, and half of the rest for a worker that reads it to join.
+    rounds = math.ceil(4 * seconds / chosen.time.step / chosen.method.local_steps)
+    if (every := rounds * chosen.method.local_steps) > SNAPSHOT_EVERY:
+        found.append(
+            f"A snapshot takes {seconds:,.0f} s to write, and more beside the packets, but one is "
+            f"due every {SNAPSHOT_EVERY} steps: give all workers --snapshot-every {every}, or "
+            f"SwarmWorker snapshot_every={rounds}."
         )
     return found
 

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compares what a swarm can carry, over a link to its store",
     )
     parser.add_argument(
+        "--upload",
+        type=bandwidth,
+        default=None,
+        help="with --swarm, at which a worker writes, if it reads at another bandwidth",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
@@ -70,8 +76,9 @@ def run(args: argparse.Namespace) -> None:
         print("The trainer, examples/train_lm.py, has no settings for it.")
     else:
         print(
-            "    python examples/train_lm.py "
-            f"{chosen.method.flags} --learning-rate {chosen.learning_rate:.3g}"
+            "With the trainer, beside your --preset, --batch-size and --sequence-length:\n\n"
+            f"    python examples/train_lm.py {chosen.method.flags} "
+            f"--learning-rate {chosen.learning_rate:.3g}"
         )
     for warning in choice.warnings:
         print(f"\nWarning: {warning}", end="")

@@ -49,12 +49,16 @@ def count(text: str) -> int:
       (1300000000, 65536, 319946752)
     """
     number, unit = _parse("number", text)
-    return round(number * COUNTS[unit.lower()])
+    value = round(number * COUNTS[unit.lower()], 3)  # 1.1e3 * 1e6 is not whole otherwise
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: give one.")
+    return int(value)
 
 
 def _parse(kind: str, text: str) -> tuple[float, str]:
     unit, units, example = UNITS[kind]
-    found = re.fullmatch(rf"(\d[\d_,]*(?:\.\d+)?(?:e\d+)?) ?{unit}", text.strip())
+    whole = r"(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)"
+    found = re.fullmatch(rf"({whole}(?:\.\d+)?(?:e\d+)?) ?{unit}", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no {kind}: give a number and a unit ({units}), as in {example}."

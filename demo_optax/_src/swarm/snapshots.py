@@ -88,6 +88,11 @@ def read(
         parts = in_parallel(store.get, keys)
     else:
         parts = [(before_part(), store.get(key))[1] for key in keys]
+    if None in parts:
+        raise Damaged(
+            f"{index.file!r} has vanished while it was read, which happens if newer snapshots come "
+            "faster than this worker reads one: give all workers a larger --snapshot-every"
+        )
     data = b"".join(part or b"" for part in parts)
     if records.sha256(data) != index.sha256:
         raise Damaged(f"{index.file!r} must hold the bytes of its hash")
