@@ -335,6 +335,16 @@ def test_snapshots_that_are_due_too_often_are_told():
     assert "snapshot" not in " ".join(by_swarm("10Gbit").warnings)
 
 
+def test_what_a_candidate_does_not_show_is_told():
+    for dtype in "bfloat16", "float32":
+        choice = choose("3600Gbit", 8, tokens=2000, dtype=dtype)
+        assert choice.chosen.method.name == "AdamW, all-reduce"
+        assert ("give dtype float32" in " ".join(choice.warnings)) == (dtype == "bfloat16")
+    for little_memory in True, False:
+        choice = choose("10Mbit", 16, latency=0.02, little_memory=little_memory)
+        assert ("Memory is short" in " ".join(choice.warnings)) == little_memory
+
+
 def test_the_latency_of_a_swarm_is_that_of_four_requests():
     waiting = {
         workers: [c.time.waiting for c in by_swarm("1Gbit", workers=workers).candidates[::6]]

@@ -153,7 +153,7 @@ def choose(
     if chosen.method.setting is None and chosen.method.flags and dtype == "bfloat16":
         said.append("The trainer's parameters are float32: for its times give dtype float32.")
     if row == "E" and little_memory:
-        said.append("Memory is short, and rounds keep as many numbers as demo_muon, or one more.")
+        said.append("Memory is short, but rounds keep at least as many numbers as demo_muon.")
     if swarm:
         said += swarm_warnings(chosen, compute_time, size, upload)
     return Choice(found, chosen, (reason, why), tuple(said))
