@@ -111,7 +111,7 @@ def documents(path: Path) -> Iterable[tuple[str, str]]:
 
 def _files(root: Path, pattern: str, without: set[str]) -> Iterator[tuple[str, str]]:
     inside = root.rglob(pattern) if root.is_dir() else [root]
-    left_out: list[Path] = []
+    left_out, has_text = [], False
     for path in sorted(inside):
         name = path.relative_to(root if root.is_dir() else root.parent)
         hidden = any(part.startswith(".") for part in name.parts)
@@ -123,8 +123,9 @@ def _files(root: Path, pattern: str, without: set[str]) -> Iterator[tuple[str, s
             if "\0" in content:
                 left_out.append(path)
             elif content:
+                has_text = True
                 yield name.as_posix(), content
-    if left_out and pattern == "*":
+    if left_out and has_text and pattern == "*":
         size = sum(path.stat().st_size for path in left_out)
         print(
             f"warning: {len(left_out)} files of {size:,} bytes are no UTF-8 text and are left out, "
