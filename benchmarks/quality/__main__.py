@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("studies", nargs="*", help="all by default")
     parser.add_argument("--only", nargs="+", default=["*"], help="patterns of the methods' names")
     parser.add_argument("--seeds", type=int, help="how many of each study's, all by default")
-    parser.add_argument("--jobs", type=int, default=len(CORES), help="runs at once, a core each")
+    parser.add_argument("--jobs", type=int, default=len(CORES), help="runs at the same time")
     given = parser.parse_args()
     studies = read()
     chosen = [studies[name] for name in given.studies or studies]
@@ -60,17 +60,17 @@ def train(
     jobs: int = len(CORES),
 ) -> None:
     """Every method's first seed comes before the others' seeds."""
-    cores: Queue[int] = Queue()
-    for core in CORES[:jobs]:
-        cores.put(core)
+    cores: Queue[str] = Queue()
+    for first in range(min(jobs, len(CORES))):
+        cores.put(",".join(map(str, CORES[first::jobs])))
     keeping = threading.Lock()
 
     def work(study: Study, job: Job) -> None:
-        core = cores.get()
+        own = cores.get()
         try:
-            result = run(job, core)
+            result = run(job, own)
         finally:
-            cores.put(core)
+            cores.put(own)
         if result is not None:
             with keeping:
                 study.append(result)
@@ -92,7 +92,7 @@ def train(
             raise
 
 
-def run(job: Job, core: int) -> Result | None:
+def run(job: Job, cores: str) -> Result | None:
     """Trains in a process of its own; None where that failed, which is told."""
     cache = Path(tempfile.gettempdir()) / "demo_optax-quality-cache"
     environment = {
@@ -100,7 +100,7 @@ def run(job: Job, core: int) -> Result | None:
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         **os.environ,
     }
-    words = [sys.executable, "-m", f"{__package__}.train_one", str(core), json.dumps(job._asdict())]
+    words = [sys.executable, "-m", f"{__package__}.train_one", cores, json.dumps(job._asdict())]
     ended = subprocess.run(
         words, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )

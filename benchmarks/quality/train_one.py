@@ -1,8 +1,8 @@
 """Trains one run of a study in a process of its own: a job as JSON in, a result as JSON out.
 
-    python -m benchmarks.quality.train_one CORE JOB
+    python -m benchmarks.quality.train_one CORES JOB
 
-It keeps to one core, so that as many can run at the same time as there are cores.
+It keeps to its cores, as in 0,1, so that several can run at the same time.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    os.sched_setaffinity(0, {int(sys.argv[1])})
+    os.sched_setaffinity(0, set(map(int, sys.argv[1].split(","))))
     print(json.dumps(result_of(json.loads(sys.argv[2]))))
 
 
