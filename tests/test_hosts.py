@@ -16,6 +16,7 @@ import pytest
 
 from demo_optax import checkpoint
 from demo_optax.swarm import ObjectStore, read_history
+from lm import hosts
 from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -77,6 +78,14 @@ def send(which, folder, number):
 def parameters(folder):
     """The parameters that were saved last, as a flat vector."""
     return np.concatenate([x.ravel() for x in jax.tree.leaves(checkpoint.load_params(folder))])
+
+
+def test_a_lost_process_is_found_behind_the_error_that_it_caused():
+    lost = ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer")
+    for cause, found in (lost, [str(lost)]), (ValueError("RESOURCE_EXHAUSTED: memory"), []):
+        error = OSError("the first process could not list run")
+        error.__cause__ = cause
+        assert list(filter(hosts.is_of_others, hosts.messages_of(error))) == found
 
 
 @pytest.mark.slow
