@@ -20,6 +20,8 @@ WORKERS = 5
 PARAMS = {"w": np.zeros((16, 8), np.float32), "b": np.zeros(16, np.float32)}
 EVERYTHING = demo_optax.Compression(topk=64, block_side=8, transform="identity")
 
+EXCHANGES = [kind("data", norm_limit=1.5) for kind in (demo_optax.AllGather, demo_optax.TwoPhase)]
+
 
 def momentum(compression=EVERYTHING, norm_limit=None, **options):
     exchange = demo_optax.AllGather("data", norm_limit=norm_limit)
@@ -128,6 +130,33 @@ def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
         kept = state.momentum[n].reshape(WORKERS, -1)
         np.testing.assert_allclose(np.sort(kept), np.sort(rests), rtol=2e-5, atol=1e-6)
     assert state.metrics.participants == WORKERS
+
+
+@sweep(EXCHANGES[0], EXCHANGES[1], exchange=EXCHANGES)
+def test_a_message_of_more_weight_may_be_longer_in_proportion_up_to_the_limit(exchange):
+    tx = demo_optax.decoupled_momentum(0.5, EVERYTHING, gradient_weight=1.0, exchange=exchange)
+    weights = np.array([1.0, 1.2, 1.0, 4.0, 0.5], np.float32)
+    of_one = gradients(0, [1.0])
+    gradient = jax.tree.map(lambda g: np.multiply.outer(weights, g[0]), of_one)
+
+    def update(gradient, state, weight):
+        return tx.update(gradient, state, message_weight=weight)
+
+    state = demo_optax.init_opt_state(tx, PARAMS, workers.mesh_of(WORKERS))
+    specs = workers.specs_of(state)
+    each = workers.spread(
+        update, (P("data"), specs, P("data")), (P("data"), specs), WORKERS, "vmap"
+    )
+    updates, state = each(gradient, jax.tree.map(np.asarray, state), weights)
+    counted = np.minimum(weights, 1.5)
+    taken = np.array([1.0, 1.0, 1.0, 1.5 * 1.5 / 4.0, 1.0])
+    mean = np.average(weights * taken, weights=counted)
+    for n, g in of_one.items():
+        for update in updates[n]:
+            np.testing.assert_allclose(update, mean * g[0], rtol=1e-5, atol=1e-6)
+        kept = np.linalg.norm(state.momentum[n].reshape(WORKERS, -1), axis=1)
+        expected = (1 - taken) * weights * np.linalg.norm(g)
+        np.testing.assert_allclose(kept, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_of_two_workers_the_smaller_sets_the_limit():

@@ -20,7 +20,6 @@ from demo_optax._src.accounting.rules import (
     LARGEST_STEP,
     choose_round,
     choose_row,
-    choose_row_in_swarm,
     chooses_muon,
     swarm_warnings,
     warnings,
@@ -139,7 +138,7 @@ def choose(
 
     if swarm:
         found = candidates(methods_in_swarm())
-        row, reason = choose_row_in_swarm(_of_row("B", found)[0].exchange, compute_time)
+        row, reason = choose_row({"B": _of_row("B", found)[0].exchange}, compute_time)
     else:
         backs = BACKS if workers > FEW_WORKERS else BACKS[-1:]
         found, row, reason = _choose_back([candidates(methods(n)) for n in backs], compute_time)

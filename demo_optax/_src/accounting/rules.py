@@ -13,33 +13,27 @@ LARGEST_ORTHOGONAL_STEP = {"A": 1 / 5, "B": 1 / 5, "C": 1 / 2, "D": 1 / 2}
 
 
 def choose_row(exchange: Mapping[str, float], compute: float) -> tuple[str, str]:
-    """Returns the first row whose exchange the compute can bear; the rows have their seconds."""
-    reduced, gathered, owned = (exchange[row] for row in "ABD")
-    dense = f"A dense all-reduce takes {reduced:.3g} s"
-    if reduced <= LARGEST_ALL_REDUCE * compute:
-        return "A", f"{dense}, at most a quarter of the compute."
-    packets = f"One all-gather of packets takes {gathered:.3g} s"
+    """Returns the first row whose exchange the compute can bear; the rows have their seconds.
+
+    A swarm has no all-reduce and no two phases, rows A and D.
+    """
+    gathered, owned, said = exchange["B"], exchange.get("D", math.inf), ""
+    if "A" in exchange:
+        said = f"A dense all-reduce takes {exchange['A']:.3g} s"
+        if exchange["A"] <= LARGEST_ALL_REDUCE * compute:
+            return "A", f"{said}, at most a quarter of the compute."
+        said += ". "
+    said += f"The packets of a step take {gathered:.3g} s"
     if gathered <= LARGEST_ALL_GATHER * compute:
-        return "B", f"{dense}. {packets}, at most a fifth of the compute."
+        return "B", f"{said}, at most a fifth of the compute."
     if gathered <= compute:
-        return "C", f"{packets}, more than a fifth of the compute, which can hide it."
-    both = f"{packets}, and two phases {owned:.3g} s"
+        return "C", f"{said}, more than a fifth of the compute, which can hide it."
+    if "D" in exchange:
+        said += f", and those of two phases {owned:.3g} s"
     if min(gathered, owned) <= LARGEST_STEP * compute:
         row = "C" if gathered <= owned else "D"
-        return row, f"{both}. With a delay a step takes at most twice the compute."
-    return "E", f"{both}. Even with a delay a step would take more than twice the compute."
-
-
-def choose_row_in_swarm(exchange: float, compute: float) -> tuple[str, str]:
-    """Returns the row for packets that take ``exchange`` seconds through a store."""
-    packets = f"The packets of a step take {exchange:.3g} s"
-    if exchange <= LARGEST_ALL_GATHER * compute:
-        return "B", f"{packets}, at most a fifth of the compute."
-    if exchange <= compute:
-        return "C", f"{packets}, more than a fifth of the compute, which can hide it."
-    if exchange <= LARGEST_STEP * compute:
-        return "C", f"{packets}. With a delay a step takes at most twice the compute."
-    return "E", f"{packets}. Even with a delay a step would take more than twice the compute."
+        return row, f"{said}. With a delay a step takes at most twice the compute."
+    return "E", f"{said}. Even with a delay a step would take more than twice the compute."
 
 
 def chooses_muon(row: str, extra: float, little_memory: bool) -> tuple[bool, str]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 from demo_optax._src import axes
-from demo_optax._src.arrays import FloatScalar, Positions, clamp_to_float32
+from demo_optax._src.arrays import Positions, clamp_to_float32
 from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import (
     Header,
@@ -195,29 +195,35 @@ def clip_factor(
     return jnp.where(norms > cap, cap / norms, 1.0)
 
 
-def limits(
+def medians_and_weights(
     headers: Header, intact: Bool[Array, "packets"], limit: float | None
-) -> tuple[FloatScalar, Float32[Array, "packets"], Float32[Array, "packets"]]:
-    """Returns a cap on the norm of messages, that of each message, and its weight in the mean.
+) -> tuple[Float32[Array, "2"], Float32[Array, "packets"]]:
+    """Returns the medians of norms and weights, and the weight of each message in the mean.
 
-    They follow from the headers. The cap is a multiple of the median norm, or the largest float32
-    if ``limit`` is None. Weights are capped in the same way and divided by the largest. A message
-    of more weight than the median may be longer in proportion, as that of a round of many local
-    steps is. The median of an even number of packets is the lower one in the middle, and a wrong
+    They follow from the headers. Weights are capped at ``limit`` times their median and divided by
+    the largest. The median of an even number of packets is the lower one in the middle, and a wrong
     number in one packet moves it by at most one place.
     """
-    norms, weights = jnp.sqrt(headers.message_energy), jnp.where(intact, headers.weight, 0.0)
-    largest, medians = jnp.finfo(jnp.float32).max, []
-    for numbers in (norms, weights):
+    medians, weights = [], jnp.where(intact, headers.weight, 0.0)
+    for numbers in (jnp.sqrt(headers.message_energy), weights):
         numbers = jnp.sort(jnp.where(intact & (numbers > 0), numbers, jnp.inf))
         middle = jnp.maximum(jnp.sum(jnp.isfinite(numbers)) - 1, 0) // 2
         medians.append(numbers[middle])
+    if limit is not None:
+        weights = jnp.minimum(weights, limit * medians[1])
+    return jnp.stack(medians), weights / _safe_divisor(jnp.max(weights))
+
+
+def caps(
+    medians: Float32[Array, "*owners 2"], weights: Float32[Array, "..."], limit: float | None
+) -> Float32[Array, "..."]:
+    """Returns the largest norms of messages of these weights.
+
+    It is ``limit`` times the median norm. A message of more weight than the median may be longer in
+    proportion, as that of a round of many local steps is.
+    """
+    largest = jnp.finfo(jnp.float32).max
     if limit is None:
-        cap, caps = jnp.asarray(largest, jnp.float32), jnp.full_like(weights, largest)
-        largest_weight = largest
-    else:
-        cap, largest_weight = (jnp.minimum(limit * median, largest) for median in medians)
-        ratios = jnp.minimum(weights, largest_weight) / medians[1]
-        caps = jnp.minimum(cap * jnp.maximum(ratios, 1.0), largest)
-    weights = jnp.minimum(weights, largest_weight)
-    return cap, caps, weights / _safe_divisor(jnp.max(weights))
+        return jnp.full_like(weights, largest)
+    ratios = jnp.clip(weights / medians[..., 1], 1.0, limit)
+    return jnp.minimum(limit * medians[..., 0] * ratios, largest)

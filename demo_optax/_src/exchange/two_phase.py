@@ -37,9 +37,10 @@ from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import (
     Shared,
     average,
+    caps,
     clip_factor,
     decode_accepted,
-    limits,
+    medians_and_weights,
 )
 from demo_optax._src.exchange.protocol import (
     Aggregate,
@@ -77,8 +78,7 @@ class TwoPhase:
       topk_back: number of coefficients of each block that an owner sends back, four times ``topk``
         by default. With shared positions the same coefficients come back.
       value_coding_back: coding of the values that it sends back, by default the compression's.
-      norm_limit: largest norm of a worker's message, as in `AllGather`, except that a message of
-        more than the median weight is scaled down to the same norm. It applies in the first
+      norm_limit: largest norm of a worker's message, as in `AllGather`. It applies in the first
         phase only, where each owner decides alone on its share of the blocks.
       residual_decay: factor of the residual on each step, in [0, 1]. With 1 nothing is ever lost,
         but the owner's results are older, and the loss was higher in our runs.
@@ -144,10 +144,10 @@ class TwoPhase:
         headers, _, intact = parse_headers(
             layout, packets, Origin(step, worker_ids * workers + own_id)
         )
-        cap, _, weights = limits(headers, intact, self.norm_limit)
+        medians, weights = medians_and_weights(headers, intact, self.norm_limit)
+        largest = caps(medians, headers.weight, self.norm_limit)
         positions = _for_owner(shared_positions(plan.sections, step), workers, own_id)
-        caps = jnp.full_like(weights, cap)
-        means, clip_factors = average(layout, packets, intact, positions, caps, weights, mean)
+        means, clip_factors = average(layout, packets, intact, positions, largest, weights, mean)
 
         # It adds its residual, then selects and encodes like a worker
         residual = self._residual(plan, state, step)
@@ -163,7 +163,8 @@ class TwoPhase:
         own_headers, _, _ = parse_headers(
             layout, outbox.packets, Origin(step, own_id * workers + worker_ids)
         )
-        extra = jnp.append(to_words(cap), pack_bits((clip_factors > 0).astype(jnp.uint32), 1))
+        is_accepted = pack_bits((clip_factors > 0).astype(jnp.uint32), 1)
+        extra = jnp.concatenate([to_words(medians), is_accepted])
         header = jax.tree.map(lambda x: x[0], own_headers)
         origin = Origin(step, own_id[None])
         (packet,) = build(result_layout, header, coded, result, jnp.array(True), origin, extra)
@@ -172,13 +173,14 @@ class TwoPhase:
         results = decode_accepted(result_layout, packets, intact)
 
         # Find out which owner accepted which packets, and the accepted fractions
-        by_owner = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 1:])
+        by_owner = jax.vmap(functools.partial(unpack_bits, bits=1, count=workers))(extra[:, 2:])
         by_owner = (by_owner > 0) & results.accepted[:, None]
         # A worker is accepted if some owner accepted its packet and its own result is accepted
         accepted = by_owner.any(axis=0) & results.accepted
         any_accepted = accepted.any()
-        caps = jax.lax.bitcast_convert_type(extra[:, 0], jnp.float32)
-        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
+        medians = jax.lax.bitcast_convert_type(extra[:, :2], jnp.float32)
+        largest = caps(medians, own_headers.weight, self.norm_limit)
+        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), largest)
         subtraction_factors = outbox.factor * jnp.where(
             by_owner[:, own_id] & any_accepted, clipped, 0.0
         )
@@ -239,10 +241,11 @@ class TwoPhase:
     def _result_layout(self, plan: Plan, workers: int) -> PacketLayout:
         """Returns the layout of an owner's result.
 
-        The header is followed by the cap on norms and by one bit for each worker that tells whether
-        the owner accepted its packet.
+        The header is followed by the medians of norms and weights, from which each worker knows the
+        cap on its own message, and by one bit for each worker that tells whether the owner accepted
+        its packet.
         """
-        return PacketLayout(tuple(self._result_sections(plan)), 1 + words_of(workers, 1)).per_owner(
+        return PacketLayout(tuple(self._result_sections(plan)), 2 + words_of(workers, 1)).per_owner(
             workers
         )
 
