@@ -131,16 +131,17 @@ def average(
 def _mean_of_few(section: Section, shared, positions, values, weights, mean: Mean) -> SparseSum:
     selector, total_weight = section.selector, jnp.sum(weights)
     if not selector.sends_positions:
-        return _of_values(selector, shared, jnp.sum(values, axis=0), total_weight)
+        total = jnp.sum(values, axis=0)
+        return SparseSum(shared[None], _ratio(total, total_weight)[None], selector)
     divisor = total_weight
     if mean == "senders" and len(values) > 1:
         divisor = selector.sender_weight_sums(positions, weights[:, None, None])
-    return SparseSum(positions, values / _safe_divisor(divisor), selector)
+    return SparseSum(positions, _ratio(values, divisor), selector)
 
 
-def _safe_divisor(divisor: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Replaces a divisor of 0, which means that no worker sent anything, by 1."""
-    return jnp.where(divisor > 0, divisor, 1.0)
+def _ratio(total: Float32[Array, "..."], weight: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Divides by a weight, or by 1 if it is 0 because no worker sent anything."""
+    return total / jnp.where(weight > 0, weight, 1.0)
 
 
 def _zeros(section: Section) -> tuple[Array, Array]:
@@ -163,15 +164,11 @@ def _mean_of_sums(
     section: Section, shared, total, sender_weights, total_weight, mean: Mean
 ) -> SparseSum:
     if not section.selector.sends_positions:
-        return _of_values(section.selector, shared, total, total_weight)
+        return SparseSum(shared[None], _ratio(total, total_weight)[None], section.selector)
     divisor = sender_weights if mean == "senders" else total_weight
     no_positions = jnp.zeros((1, section.num_blocks, 0), jnp.int32)
-    dense = (total / _safe_divisor(divisor))[None]
+    dense = _ratio(total, divisor)[None]
     return SparseSum(no_positions, dense, AllCoefficients(section.selector.n))
-
-
-def _of_values(selector, shared: Positions, total, divisor) -> SparseSum:
-    return SparseSum(shared[None], (total / _safe_divisor(divisor))[None], selector)
 
 
 def _workers_at_once(layout: PacketLayout) -> int:
@@ -211,7 +208,7 @@ def medians_and_weights(
         medians.append(numbers[middle])
     if limit is not None:
         weights = jnp.minimum(weights, limit * medians[1])
-    return jnp.stack(medians), weights / _safe_divisor(jnp.max(weights))
+    return jnp.stack(medians), _ratio(weights, jnp.max(weights))
 
 
 def caps(
