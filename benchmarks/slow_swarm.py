@@ -9,8 +9,7 @@ Limits are lifted and set in turn, since machines are faster at one time than at
 ``--throttled`` one of the workers gets a third of the time, by SIGSTOP and SIGCONT in turn. A line
 says the mean seconds of a step, snapshots included; the share of the time in which workers
 computed, which is the median step inside a round times the number of steps, by the time; and the
-steps that counted. Times say something on idle cores only. It needs the group `chaos` (`make
-chaos`).
+steps that counted. Times are right on idle cores only. It needs the group `chaos` (`make chaos`).
 """
 
 import argparse
@@ -68,8 +67,8 @@ def links(options: argparse.Namespace, server: Served) -> tuple[list, Callable]:
 
 
 def measure(options: argparse.Namespace, run: str) -> Iterator[dict]:
-    words = f"{RUNS[run]} --preset small --batch-size 4 --snapshot-every 90 --steps {STEPS}"
-    words += f" --evaluate-every {STEPS} --min-workers {options.workers} --swarm"
+    words = f"{RUNS[run]} --preset small --batch-size {options.batch_size} --snapshot-every 90"
+    words += f" --steps {STEPS} --evaluate-every {STEPS} --min-workers {options.workers} --swarm"
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = pathlib.Path(temporary)
         server = stack.enter_context(served("s3", folder, 0))
@@ -129,6 +128,7 @@ def main() -> None:
     add("--bandwidth", type=float, default=10.0, help="Mbit a second in each direction")
     add("--latency", type=float, default=0.1, help="seconds before each answer")
     add("--workers", type=int, default=4, help="processes")
+    add("--batch-size", type=int, default=4, help="sequences a step of each worker")
     add("--seconds", type=float, default=90.0, help="of each turn, once all have taken a step")
     add("--turns", type=int, default=4, help="turns with limits, and as many without")
     add("--throttled", action="store_true", help="one worker gets a third of the time")
