@@ -1,7 +1,7 @@
 """Trains as a swarm while workers and store are broken at random: `make chaos`.
 
     python -m benchmarks.chaos --store s3
-    python -m benchmarks.chaos --every 60 --steps 600 --preset tiny      a worker killed each minute
+    python -m benchmarks.chaos --every 60 --steps 1200 --preset tiny     a worker killed each minute
 
 It prints each fault as it happens, and a report; the exit status is 1 where anything was lost: a
 worker that ended by itself, a step after which parameters differed, or a hang.
@@ -9,6 +9,7 @@ worker that ended by itself, a step after which parameters differed, or a hang.
 
 import argparse
 import functools
+import itertools
 import os
 import pathlib
 import random
@@ -157,11 +158,12 @@ class Chaos:
 
 
 def seconds_until_joined(workers: list[Worker]) -> list[float]:
-    """From each start of a process to the end of its first step that counted."""
+    """From each later start of a worker to the end of its first step that counted."""
     seconds = []
     for worker in workers:
         times = [step["time"] for step in worker.steps() if worker.name in step["members"]]
-        for start, following in zip(worker.starts, [*worker.starts[1:], float("inf")], strict=True):
+        starts = [*worker.starts[1:], float("inf")]
+        for start, following in itertools.pairwise(starts):
             first = next((at for at in times if start < at < following), None)
             seconds += [first - start] if first is not None else []
     return seconds
@@ -181,15 +183,13 @@ def report(chaos: Chaos, history: History, console: Console) -> bool:
     rows = {
         "store": f"{options.store}, {options.optimizer}",
         "faults": f"{sum(chaos.counts.values())}: {kinds_seen}",
-        "steps": f"{counted} of {trained} that were trained counted, in {exchanges}",
+        "steps": f"{trained} that workers logged, {counted} that counted, in {exchanges}",
         "exchanges compared, and different": f"{compared}, {len(differing)}",
         "lost, and why": f"{len(chaos.errors)} {'; '.join(chaos.errors)}",
         "hangs": str(chaos.hangs),
         "goodput": f"{goodput:.1%} of {options.workers} workers' time",
         "seconds of an exchange": spread(history._replace(manifests=during).seconds()),
-        "seconds until a start takes part": spread(
-            seconds_until_joined(chaos.workers)[options.workers :]
-        ),
+        "seconds until a start takes part": spread(seconds_until_joined(chaos.workers)),
         "of which imports and data, compiling, catching up": "; ".join(
             spread(seconds) for seconds in list(zip(*joins, strict=True))[1:]
         ),
