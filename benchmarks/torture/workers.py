@@ -38,7 +38,7 @@ def norms(tree) -> np.ndarray:
 
 
 def aggregate_bound(limit: float, momentum, gradient, weight: float) -> float:
-    """The largest norm that an aggregate may have, whatever two of five workers send.
+    """The largest norm that an aggregate may have, whatever two of five send with weight 1.
 
     A message is clipped to ``limit`` medians of the norms that are told, and a minority moves
     the median only among those of honest workers. An honest message is a part of a momentum, whose

@@ -136,8 +136,9 @@ def test_messages_are_clipped_at_a_multiple_of_the_median(mode, alpha, mean):
 def test_a_message_of_more_weight_may_be_longer_in_proportion_up_to_the_limit(exchange):
     tx = demo_optax.decoupled_momentum(0.5, EVERYTHING, gradient_weight=1.0, exchange=exchange)
     weights = np.array([1.0, 1.2, 1.0, 4.0, 0.5], np.float32)
+    sizes = np.array([1.0, 1.2, 1.0, 4.0, 1.4], np.float32)
     of_one = gradients(0, [1.0])
-    gradient = jax.tree.map(lambda g: np.multiply.outer(weights, g[0]), of_one)
+    gradient = jax.tree.map(lambda g: np.multiply.outer(sizes, g[0]), of_one)
 
     def update(gradient, state, weight):
         return tx.update(gradient, state, message_weight=weight)
@@ -149,13 +150,13 @@ def test_a_message_of_more_weight_may_be_longer_in_proportion_up_to_the_limit(ex
     )
     updates, state = each(gradient, jax.tree.map(np.asarray, state), weights)
     counted = np.minimum(weights, 1.5)
-    taken = np.array([1.0, 1.0, 1.0, 1.5 * 1.5 / 4.0, 1.0])
-    mean = np.average(weights * taken, weights=counted)
+    taken = np.array([1.0, 1.0, 1.0, 1.2 * 1.5 * 1.5 / 4.0, 1.0])
+    mean = np.average(sizes * taken, weights=counted)
     for n, g in of_one.items():
         for update in updates[n]:
             np.testing.assert_allclose(update, mean * g[0], rtol=1e-5, atol=1e-6)
         kept = np.linalg.norm(state.momentum[n].reshape(WORKERS, -1), axis=1)
-        expected = (1 - taken) * weights * np.linalg.norm(g)
+        expected = (1 - taken) * sizes * np.linalg.norm(g)
         np.testing.assert_allclose(kept, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -216,6 +217,11 @@ def test_a_limit_that_is_not_reached_changes_no_bit():
 def test_limits_that_cannot_be_are_refused(limit):
     with pytest.raises((ValueError, TypeError), match="norm_limit"):
         demo_optax.AllGather("data", norm_limit=limit)
+
+
+@pytest.mark.parametrize("exchange", [demo_optax.AllGather, demo_optax.TwoPhase])
+def test_a_limit_from_numpy_widens_nothing(exchange):
+    assert type(exchange("data", norm_limit=np.float64(2.0)).norm_limit) is float
 
 
 @pytest.mark.parametrize("limit", [-1e30, -1.0, 0.0, 1.0, np.inf])

@@ -34,8 +34,9 @@ class AllGather:
         tuple of names for workers along several axes; None for a single worker.
       norm_limit: largest norm of a worker's message, as a multiple of the median norm of all
         messages, or None for no limit. A message whose weight is above the median may be longer in
-        proportion. The excess stays in the worker's momentum. The limit bounds the effect of a
-        broken worker, and holds for each shard of sharded parameters.
+        proportion, by a factor of at most ``norm_limit``. The excess stays in the worker's
+        momentum. The limit bounds the effect of a broken worker, and holds for each shard of
+        sharded parameters.
 
     Example:
       >>> import demo_optax

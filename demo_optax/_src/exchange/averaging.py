@@ -217,7 +217,7 @@ def caps(
     """Returns the largest norms of messages of these weights.
 
     It is ``limit`` times the median norm. A message of more weight than the median may be longer in
-    proportion, as that of a round of many local steps is.
+    proportion, by a factor of at most ``limit``, as that of a round of many local steps is.
     """
     largest = jnp.finfo(jnp.float32).max
     if limit is None:

@@ -105,6 +105,7 @@ class TwoPhase:
             checks.one_of("value_coding_back", self.value_coding_back, VALUE_CODINGS)
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
+            object.__setattr__(self, "norm_limit", float(self.norm_limit))
 
     def packets_per_worker(self) -> int:
         """Returns the number of workers, since each of them owns a share of the blocks."""
