@@ -4,8 +4,11 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
+
+from benchmarks.chaos.__main__ import seconds_until_joined
 
 ROOT = pathlib.Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -39,6 +42,17 @@ def test_each_script_says_how_it_is_used(script):
     command = [sys.executable, BENCHMARKS / f"{script}.py", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert f"benchmarks/{script}.py" in shown
+
+
+def test_a_start_of_a_worker_that_comes_back_lasts_until_its_first_step_that_counts():
+    def worker(name, starts, times, members):
+        steps = [{"time": x, "members": members} for x in times]
+        return types.SimpleNamespace(name=name, starts=starts, steps=lambda: steps)
+
+    killed = worker("a", [0.0, 100.0, 200.0], [34.0, 90.0, 110.0, 120.0, 205.0], ["a", "b"])
+    never = worker("b", [0.0, 50.0], [34.0], ["a", "b"])
+    alone = worker("c", [0.0, 50.0], [60.0], ["a", "b"])
+    assert seconds_until_joined([killed, never, alone]) == [10.0, 5.0]
 
 
 def test_studies_with_kept_results_leave_the_folder():

@@ -73,8 +73,8 @@ def test_receivers_that_differ_silently_are_noticed(worse):
 
 @pytest.mark.slow
 def test_messages_without_a_limit_are_noticed(worse):
-    plain = all_gather.caps
-    worse(all_gather, "caps", lambda *args: 1e30 * plain(*args))
+    plain = all_gather.norm_caps
+    worse(all_gather, "norm_caps", lambda *args: 1e30 * plain(*args))
     lost = [one.lost for one in byzantine.run(len(byzantine.SETTINGS), 0) if one.lost]
     assert len(lost) == 2 and all("demo_sgd" in reason for reason in lost)
 

@@ -162,8 +162,7 @@ def seconds_until_joined(workers: list[Worker]) -> list[float]:
     seconds = []
     for worker in workers:
         times = [step["time"] for step in worker.steps() if worker.name in step["members"]]
-        starts = [*worker.starts[1:], float("inf")]
-        for start, following in itertools.pairwise(starts):
+        for start, following in itertools.pairwise([*worker.starts[1:], float("inf")]):
             first = next((at for at in times if start < at < following), None)
             seconds += [first - start] if first is not None else []
     return seconds

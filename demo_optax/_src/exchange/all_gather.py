@@ -11,7 +11,7 @@ from demo_optax._src.compression import Plan
 from demo_optax._src.compression.packet import Origin, PacketLayout, Packets, parse_headers
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange import collectives
-from demo_optax._src.exchange.averaging import average, caps, medians_and_weights
+from demo_optax._src.exchange.averaging import average, medians_and_weights, norm_caps
 from demo_optax._src.exchange.protocol import (
     Aggregate,
     Exchange,
@@ -93,9 +93,9 @@ class AllGather:
         layout, ids = self.layout(plan), jnp.arange(len(packets), dtype=jnp.int32)
         headers, _, intact = parse_headers(layout, packets, Origin(outbox.step, ids))
         medians, weights = medians_and_weights(headers, intact, self.norm_limit)
-        largest = caps(medians, headers.weight, self.norm_limit)
+        caps = norm_caps(medians, headers.weight, self.norm_limit)
         shared = shared_positions(plan.sections, outbox.step)
-        means, fractions = average(layout, packets, intact, shared, largest, weights, mean)
+        means, fractions = average(layout, packets, intact, shared, caps, weights, mean)
         accepted = fractions > 0
         checksums = jnp.where(accepted, packets[:, 0], 0)
         factor = outbox.factor * fractions[worker]

@@ -211,7 +211,7 @@ def medians_and_weights(
     return jnp.stack(medians), _ratio(weights, jnp.max(weights))
 
 
-def caps(
+def norm_caps(
     medians: Float32[Array, "*owners 2"], weights: Float32[Array, "..."], limit: float | None
 ) -> Float32[Array, "..."]:
     """Returns the largest norms of messages of these weights.

@@ -37,10 +37,10 @@ from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import (
     Shared,
     average,
-    caps,
     clip_factor,
     decode_accepted,
     medians_and_weights,
+    norm_caps,
 )
 from demo_optax._src.exchange.protocol import (
     Aggregate,
@@ -146,9 +146,9 @@ class TwoPhase:
             layout, packets, Origin(step, worker_ids * workers + own_id)
         )
         medians, weights = medians_and_weights(headers, intact, self.norm_limit)
-        largest = caps(medians, headers.weight, self.norm_limit)
+        caps = norm_caps(medians, headers.weight, self.norm_limit)
         positions = _for_owner(shared_positions(plan.sections, step), workers, own_id)
-        means, clip_factors = average(layout, packets, intact, positions, largest, weights, mean)
+        means, clip_factors = average(layout, packets, intact, positions, caps, weights, mean)
 
         # It adds its residual, then selects and encodes like a worker
         residual = self._residual(plan, state, step)
@@ -180,8 +180,8 @@ class TwoPhase:
         accepted = by_owner.any(axis=0) & results.accepted
         any_accepted = accepted.any()
         medians = jax.lax.bitcast_convert_type(extra[:, :2], jnp.float32)
-        largest = caps(medians, own_headers.weight, self.norm_limit)
-        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), largest)
+        caps = norm_caps(medians, own_headers.weight, self.norm_limit)
+        clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
         subtraction_factors = outbox.factor * jnp.where(
             by_owner[:, own_id] & any_accepted, clipped, 0.0
         )
