@@ -3,7 +3,6 @@
 import email
 import pathlib
 import re
-import statistics
 import subprocess
 import sys
 import tomllib
@@ -43,10 +42,12 @@ def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
     assert set(extras) == {"cuda", "tpu", "flax", "checkpoint", "swarm", "examples"}
 
 
-def test_import_takes_less_than_a_third_of_a_second_beyond_jax_and_optax():
-    timed = "import time, jax, optax; t = time.perf_counter(); import demo_optax; {}"
-    shown = timed.format("print(time.perf_counter() - t)")
-    assert statistics.median(float(run("-c", shown)) for _ in range(3)) < 0.3
+def test_import_takes_less_than_a_third_of_what_jax_and_optax_take():
+    """In processor time of one process each, since a busy machine slows both alike."""
+    clock, imports = "t.append(time.process_time())", ("import time; t = []", "import jax, optax")
+    timed = "; ".join((imports[0], clock, imports[1], clock, "import demo_optax", clock))
+    shown = f"{timed}; print((t[2] - t[1]) / (t[1] - t[0]))"
+    assert min(float(run("-c", shown)) for _ in range(3)) < 1 / 3
 
 
 def test_import_brings_nothing_that_is_optional():

@@ -59,15 +59,15 @@ def test_manifests_are_a_chain(store):
 
 
 def test_who_is_late_is_waited_for_once_and_then_counts_again(store):
-    first, second = members(store, 2, deadline=0.5, min_workers=1)
+    first, second = members(store, 2, deadline=2, min_workers=1)
     everybody([first, second], 0)
     began = time.monotonic()
     alone = exchange(first, 1)
-    assert 0.5 <= time.monotonic() - began < 3
+    assert time.monotonic() - began >= 2
     assert alone.late == ("worker-1",) and list(alone.packets) == [0]
     began = time.monotonic()
     assert exchange(first, 2).late == ()
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 2
 
     missed = exchange(second, 1)
     assert missed.own is None and missed.packets == alone.packets
@@ -82,7 +82,7 @@ def test_who_leaves_is_not_waited_for(store):
     second.leave(1)
     began = time.monotonic()
     result = exchange(first, 1)
-    assert time.monotonic() - began < 5 and result.late == ()
+    assert time.monotonic() - began < 15 and result.late == ()
 
 
 def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(store):
@@ -94,7 +94,7 @@ def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(sto
     began = time.monotonic()
     assert sorted(exchange(first, 1).packets) == [0, 1]
     exchange(first, 2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 def test_a_wait_ends_when_the_worker_leaves(store):
@@ -198,7 +198,7 @@ def test_who_leaves_while_it_replays_is_not_waited_for(store):
         everybody([first, second], step)
     second.leave(2)
     began = time.monotonic()
-    assert exchange(first, 6).late == () and time.monotonic() - began < 5
+    assert exchange(first, 6).late == () and time.monotonic() - began < 15
 
 
 def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
