@@ -42,7 +42,6 @@ def small(settings=None, **methods):
     body = {
         "settings": {"preset": "nano", "steps": 4} | (settings or {}),
         "seeds": [3, 4],
-        "baseline": "a",
         "methods": methods,
     }
     return study._study("small", body)
@@ -66,8 +65,8 @@ def test_a_method_has_the_rate_of_its_study_where_it_gives_none():
 
 
 def test_differences_are_paired_by_seed(monkeypatch):
-    each = small(a={"learning_rate": 1.0}, b={"learning_rate": 2.0})
-    losses = {("a", 3): 1.0, ("a", 4): 2.0, ("b", 3): 1.5, ("b", 4): 2.1}
+    each = small(AdamW={"learning_rate": 1.0}, b={"learning_rate": 2.0})
+    losses = {("AdamW", 3): 1.0, ("AdamW", 4): 2.0, ("b", 3): 1.5, ("b", 4): 2.1}
     jobs = [each.job(method, seed) for method in each.methods.values() for seed in (3, 4)]
     results = {job.key: result(job, losses[job.method, job.seed]) for job in jobs}
     monkeypatch.setattr(study.Study, "results", lambda self: results)
@@ -88,7 +87,6 @@ def test_runs_beside_each_other_are_kept_and_not_repeated(monkeypatch, tmp_path)
     body = {
         "settings": {"preset": "nano", "steps": 4, "evaluate_every": 2, "learning_rate": 0.01},
         "seeds": [0],
-        "baseline": "AdamW",
         "methods": {
             "AdamW": {"optimizer": "adamw"},
             "DeMo": {"topk": 4},

@@ -69,29 +69,6 @@ def test_what_is_better_now_is_in_the_tables():
     }
 
 
-TRIED = {
-    "DiLoCo, H = 10": "DiLoCo, H = 10",
-    "outer rate 0.7, momentum 0.6": "DiLoCo, H = 30, outer 0.7, 0.6",
-    "Muon inside, outer momentum 0.6": "MuLoCo, H = 30, outer 0.7, 0.6",
-    "Muon inside, outer momentum 0.9": "MuLoCo, H = 30, outer 0.7, 0.9",
-    "SparseLoCo, k = 64": "SparseLoCo, H = 30",
-    "k = 256": "SparseLoCo, H = 30, k = 256",
-    "k = 512, b1 0.95": "SparseLoCo, H = 30, k = 512, b1 0.95",
-    "Muon inside, 64 of the DCT": "MuLoCo, H = 30, 64 of the DCT, int2",
-}
-
-
-def test_what_was_tried_with_local_steps_is_in_the_tables():
-    text = (ROOT / "docs/explanation/quality_studies.md").read_text()
-    table = text.split("Local steps miss what we aimed at")[1].split("\n\n")[1]
-    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-    said = {label: value for row in cells for label, value in (row[:2], row[2:])}
-    rows = {row.method.name: row for row in tables.rows(STUDIES["local"])}
-    assert said == {
-        label: rows[method].difference_first.written("+.3f") for label, method in TRIED.items()
-    }
-
-
 SIZES = ("tiny_short", "small_short", "medium")
 
 

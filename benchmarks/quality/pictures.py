@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.tools.pages import ROOT
 
-from .study import Study
+from .study import BASELINE, Study
 from .tables import Mean, Row, rows
 
 FOLDER = ROOT / "docs"
@@ -103,7 +103,7 @@ def _spread(heights: list[float], least: float) -> list[float]:
 def _label(axes: Axes, study: Study) -> None:
     axes.axhline(0.0, color="grey", linewidth=0.5)
     axes.set(xscale="log", xlabel="bytes per step that a worker hands over")
-    axes.set_ylabel(f"held-out loss minus that of {study.baseline}, nats per byte")
+    axes.set_ylabel(f"held-out loss minus that of {BASELINE}, nats per byte")
 
 
 def _write(axes: Axes, text: str, place, offset, style: dict[str, Any], **options) -> None:

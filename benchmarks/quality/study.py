@@ -11,6 +11,8 @@ import yaml
 
 FOLDER = Path(__file__).parent
 STUDIES = FOLDER / "studies.yaml"
+BASELINE = "AdamW"  # of each study, from which differences are taken
+SEEDS = (0, 1, 2)  # of a study that names no others
 KINDS = "kinds"  # of methods, for studies to refer to
 
 
@@ -85,11 +87,10 @@ class Method:
 
 @dataclass(frozen=True)
 class Study:
-    """Methods that are compared with each other, each on the same seeds."""
+    """Methods that are compared with `BASELINE`, each on the same seeds."""
 
     name: str
     seeds: tuple[int, ...]
-    baseline: str
     methods: Mapping[str, Method]
 
     @property
@@ -130,7 +131,7 @@ def read(path: Path = STUDIES) -> dict[str, Study]:
 
 def _study(name: str, body: dict[str, Any]) -> Study:
     methods = {each: _method(each, body["settings"] | own) for each, own in body["methods"].items()}
-    return Study(name, tuple(body["seeds"]), body["baseline"], methods)
+    return Study(name, tuple(body.get("seeds", SEEDS)), methods)
 
 
 def _method(name: str, settings: dict[str, Any]) -> Method:

@@ -16,7 +16,7 @@ from benchmarks.tools import pages
 from demo_optax._src.accounting.methods import MEASUREMENTS
 from lm.model import PRESETS, PresetName, build
 
-from .study import Method, Result, Study
+from .study import BASELINE, Method, Result, Study
 
 PAGES = ("docs/explanation/quality.md",)
 KIND = "study"
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 def rows(study: Study) -> list[Row]:
     """A row for each method that has a result, in the order of the file."""
     results = study.results()
-    baseline = study.of_method(study.methods[study.baseline], results)
+    baseline = study.of_method(study.methods[BASELINE], results)
     found = [(method, study.of_method(method, results)) for method in study.methods.values()]
     return [_row(study, method, done, baseline) for method, done in found if done]
 
@@ -88,7 +88,7 @@ def _row(
     def difference(seeds) -> Mean | None:
         common = sorted(losses.keys() & baseline.keys() & set(seeds))
         apart = [losses[seed] - baseline[seed].comparable_loss for seed in common]
-        return mean(apart) if common and method.name != study.baseline else None
+        return mean(apart) if common and method.name != BASELINE else None
 
     sent = next(iter(found.values())).bytes_per_step
     differences = difference(study.seeds), difference(study.seeds[:1])
@@ -105,7 +105,7 @@ def of_study(study: Study, patterns: Sequence[str] = ("*",)) -> str:
         if not fnmatch.filter(study.methods, pattern):
             raise ValueError(f"no method of the study {study.name!r} has a name like {pattern!r}.")
     lines = [
-        f"|  | bytes per step | times fewer | learning rate | loss | minus {study.baseline} "
+        f"|  | bytes per step | times fewer | learning rate | loss | minus {BASELINE} "
         f"| 95% interval | seeds | minus, seed {study.seeds[0]} |",
         "|" + "---|" * 9,
     ]
@@ -142,7 +142,7 @@ def losses(studies: Mapping[str, Study]) -> str:
     made = {(study.name, row.method.name): row for study in studies.values() for row in rows(study)}
 
     def loss(study: str, method: str) -> dict[str, str | float | None]:
-        row, baseline = made[study, method], studies[study].methods[studies[study].baseline]
+        row, baseline = made[study, method], studies[study].methods[BASELINE]
         difference, settings = row.difference or Mean(0.0, None), row.method.settings
         counts = dict(seeds=len(row.seeds), workers=settings.get("workers", 8))
         size = dict(parameters=dense_gradient(settings["preset"]) // 4, steps=settings["steps"])

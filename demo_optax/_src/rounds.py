@@ -74,8 +74,9 @@ def local_steps(
     .. math::
         y_i \leftarrow x + u + w\,(s_i + d_i - u)
 
-    In our runs an exchange that took a third of a round cost 0.04 in loss without ``merge``, and
-    0.005 with ``merge=0.5``. Leave ``merge`` out if results come at once.
+    This pays where results take most of a round. In our runs a result that came one step late cost
+    nothing without ``merge``, and 0.018 in loss with ``merge=0.5``. When it came a third of a round
+    late, it cost 0.013 and 0.028, and when it came a whole round late, 0.115 and 0.057.
 
     **Fragments.** With ``fragments`` :math:`= P` a worker sends its progress in :math:`P` parts,
     one after each :math:`H / P` steps, as in Streaming DiLoCo: every :math:`P`-th block of the

@@ -320,17 +320,19 @@ def test_a_round_ends_by_steps_or_by_seconds_or_with_the_others():
     time.sleep(0.6)
     assert by_seconds.look(0, 1) == "over" and by_seconds.restart() and not by_steps.restart()
     assert by_seconds.look(1, 1) == "open"
+    long = RoundClock(member, 3, 10.0)
+    assert long.look(1, 1) == "open"
     member.ended = True
-    assert until(by_seconds, 1, 1, "over", 0.3) == "over" and by_steps.look(1, 1) == "open"
+    assert until(long, 1, 1, "over") == "over" and by_steps.look(1, 1) == "open"
     member.decided = True
     assert until(by_seconds, 1, 1, "decided") == until(by_steps, 1, 1, "decided") == "decided"
     assert by_steps.look(2, 1) == "open"
-    by_steps.close(), by_seconds.close()
+    by_steps.close(), by_seconds.close(), long.close()
 
 
 def test_a_long_round_is_looked_at_no_more_often_than_a_short_one():
     short, long = Watched(), Watched()
-    clocks = RoundClock(short, 3, 0.2), RoundClock(long, 3, 20.0)
+    clocks = RoundClock(short, 3, 0.2), RoundClock(long, 3, 200.0)
     assert [clock.look(0, 1) for clock in clocks] == ["open", "open"]
     time.sleep(0.8)
     assert short.looks >= 4 and long.looks == 0

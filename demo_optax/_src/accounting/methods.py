@@ -45,9 +45,9 @@ MEASUREMENTS = {
     "DiLoCo, all-reduce": [Measurement("local", "DiLoCo, H = 30")],
     "DiLoCo int8, all-gather": [Measurement("local", "DiLoCo, H = 30", "float32")],
     "DiLoCo int8, two phases": [Measurement("local", "DiLoCo, H = 30", "float32, all-reduce")],
-    "DiLoCo int8, fragments": [Measurement("rounds", "DiLoCo, int8, 30 fragments, half merged")],
+    "DiLoCo int8, fragments": [Measurement("rounds", "DiLoCo, int8, 30 fragments")],
     "DiLoCo int8, fragments in two phases": [
-        Measurement("rounds", "DiLoCo, int8, 30 fragments, half merged", "all-gather")
+        Measurement("rounds", "DiLoCo, int8, 30 fragments", "all-gather")
     ],
     "SparseLoCo k=512, all-gather": [Measurement("local", "SparseLoCo, H = 30, k = 512")],
     "SparseLoCo k=512, two phases": [
@@ -172,8 +172,8 @@ NESTEROV = "optax.sgd(0.7, momentum=0.9, nesterov=True)"
 INNER = f"inner = {ADAMW}"
 STEPS = f'tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, axis_name="data")'
 STEPS_IN_FRAGMENTS = f"""\
-parts = dict(fragments={LOCAL_STEPS}, merge=0.5)
-tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, **parts, axis_name="data")"""
+rounds = dict(every={LOCAL_STEPS}, fragments={LOCAL_STEPS}, axis_name="data")
+tx = demo_optax.local_steps(inner, outer, **rounds)"""
 ROUNDS = f"""\
 sent = {{sent}}
 exchange = {{exchange}}
@@ -189,7 +189,7 @@ sent = {{sent}}
 feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
 outer = demo_optax.decoupled({{base}}, sent, **feedback)
 {INNER}
-tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, merge=0.5)"""
+tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS})"""
 IN_SWARM = "--swarm s3://bucket/run --worker paris"
 
 
