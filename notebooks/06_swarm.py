@@ -229,8 +229,8 @@ folder.cleanup()
 # goes on with its next steps while its packet travels, so it never waits for the others.
 #
 # Here a round has ten steps, as in SparseLoCo, and Oslo needs four times as long for a step as the
-# other two. So Paris and Rome take most of the next round before they get the result of the last one.
-# With `merge=0.5` a worker then moves half of the way to the shared parameters.
+# other two. So the result of a round reaches Paris and Rome only at the end of their next one. With
+# `merge=0.5` they then move half of the way to the shared parameters.
 
 # %%
 EVERY, ROUNDS, PAUSES = 10, 20, {"paris": 0.03, "rome": 0.03, "oslo": 0.12}

@@ -24,7 +24,7 @@ import linen_trainstate
 import vision_flax
 from lm import config as configuration
 from lm import data, logs, report, train, utilization
-from lm.recipes import RECIPES
+from lm.recipes import RECIPES, make
 from lm.setup import batches_of, make_evaluation, prepare
 from tests.nano import NANO, ROOT, first_of, words_of
 from tests.sweeps import sweep
@@ -63,6 +63,28 @@ def events_of(folder):
         found |= {(value.tag, event.step) for value in event.summary.value}
         content = content[16 + size :]
     return found
+
+
+@pytest.mark.parametrize(
+    ("given", "merge"),
+    [
+        ({}, None),
+        ({"fragments": 2}, None),
+        ({"merge": 0.25}, 0.25),
+        ({"swarm": "never/opened", "worker": "paris", "workers": None}, 0.5),
+    ],
+    ids=str,
+)
+def test_a_worker_mixes_where_it_is_told_to_or_in_a_swarm(given, merge):
+    found = []
+
+    def recorded(name, settings, local_steps):
+        found.append(settings.merge)
+        return make(name, settings, local_steps)
+
+    config = dataclasses.replace(NANO, optimizer="diloco", local_steps=2, **given)
+    prepare(config, make_optimizer=recorded)
+    assert found == [merge]
 
 
 @pytest.mark.slow

@@ -74,9 +74,10 @@ def local_steps(
     .. math::
         y_i \leftarrow x + u + w\,(s_i + d_i - u)
 
-    This pays where results take most of a round. In our runs a result that came one step late cost
-    nothing without ``merge``, and 0.018 in loss with ``merge=0.5``. When it came a third of a round
-    late, it cost 0.013 and 0.028, and when it came a whole round late, 0.115 and 0.057.
+    This pays where results come late. In our runs of DiLoCo with rounds of 30 steps, results that
+    came one step late cost nothing in loss without ``merge``, and 0.018 with ``merge=0.5`` (three
+    seeds). Results that came 10 steps late cost 0.014 and 0.028, and a whole round late 0.115 and
+    0.057 (one seed). With the sparse messages of SparseLoCo 10 steps cost 0.034 and 0.011.
 
     **Fragments.** With ``fragments`` :math:`= P` a worker sends its progress in :math:`P` parts,
     one after each :math:`H / P` steps, as in Streaming DiLoCo: every :math:`P`-th block of the

@@ -89,8 +89,8 @@ class Config:
     merge: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Part of the way from the shared parameters that a worker keeps when
     the result of a round comes, for diloco and sparseloco. By default it
-    keeps what it went since it sent its packet. 0.5 is better where the
-    result takes most of a round."""
+    keeps what it went since it sent its packet, and in a swarm with
+    --delay 1 half of the way."""
     fragments: Count | None = None
     """Parts in which diloco and sparseloco exchange the progress of a round,
     one after another; a divisor of --local-steps. With as many as those,

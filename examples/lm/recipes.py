@@ -26,6 +26,7 @@ OptimizerName = Literal[
 
 LOCAL_STEPS = 20
 LOOK_AHEAD = {0: 1.0, 1: 1.5}  # by the delay
+MERGE = 0.5  # where results come up to a round late
 PUBLISHED = demo_optax.Compression(32)
 FOUR_BITS = demo_optax.Compression(32, value_coding="int4")
 ONE_BIT = demo_optax.Compression(32, value_coding="sign", selection="bins")

@@ -21,7 +21,7 @@ from . import agreement, data, hosts, recipes, stores
 from . import tokens as coding
 from .config import Config
 from .model import PRESETS, Preset, build, cross_entropy
-from .recipes import LOOK_AHEAD, RECIPES, OptimizerName, Settings
+from .recipes import LOOK_AHEAD, MERGE, RECIPES, OptimizerName, Settings
 from .report import console
 from .validation import require_divisible, require_enough, require_sensible
 
@@ -92,6 +92,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         return cross_entropy(model(tokens_BxT[:, :-1].astype(jnp.int32)), tokens_BxT[:, 1:])
 
     recipe = RECIPES[config.optimizer]
+    comes_late = config.swarm and delay(config)
     settings = Settings(
         learning_rate=schedule(
             peak_rate(config, preset.width), config.warmup_steps or WARMUP_STEPS, config.steps
@@ -103,7 +104,7 @@ def prepare(config: Config, make_optimizer: MakeOptimizer = recipes.make) -> Run
         b2=default(config.b2, recipe.b2 or 0.0),
         look_ahead=default(config.look_ahead, recipe.looks_ahead * LOOK_AHEAD[delay(config)])
         or None,
-        merge=config.merge,
+        merge=MERGE if comes_late and config.merge is None else config.merge,
         matrices=functools.partial(jax.tree.map_with_path, dimension_numbers),
         fragments=config.fragments,
     )

@@ -63,7 +63,7 @@ def test_who_is_late_is_waited_for_once_and_then_counts_again(store):
     everybody([first, second], 0)
     began = time.monotonic()
     alone = exchange(first, 1)
-    assert time.monotonic() - began >= 2
+    assert 2 <= time.monotonic() - began < 4
     assert alone.late == ("worker-1",) and list(alone.packets) == [0]
     began = time.monotonic()
     assert exchange(first, 2).late == ()

@@ -189,7 +189,7 @@ sent = {{sent}}
 feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
 outer = demo_optax.decoupled({{base}}, sent, **feedback)
 {INNER}
-tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS})"""
+tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, merge=0.5)"""
 IN_SWARM = "--swarm s3://bucket/run --worker paris"
 
 
