@@ -216,7 +216,8 @@ def exchange_in_a_while_loop():
         pass_on = functools.partial(jax.lax.ppermute, axis_name="data", perm=[(0, 0)])
         return jax.lax.while_loop(lambda x: x[0] < 1, pass_on, gradient)
 
-    demo_optax.packet_bytes(optax.stateless(update), jnp.zeros(3))
+    tx = optax.chain(optax.stateless(update), demo_optax.mean_over_workers("data"))
+    demo_optax.packet_bytes(tx, jnp.zeros(3))
 
 
 def a_place_without_a_swarm():

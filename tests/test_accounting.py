@@ -88,6 +88,39 @@ def test_any_chain_can_be_asked():
     assert demo_optax.packet_bytes(halves, params) == sum(only)
 
 
+WITHOUT_AXIS = {
+    "demo": lambda axis=None: demo_optax.demo(1e-3, Compression(topk=8), axis_name=axis),
+    "rounds": lambda axis=None: demo_optax.local_steps(
+        optax.adam(1e-3), WITHOUT_AXIS["demo"](axis), 5, axis_name=axis
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_AXIS)
+def test_the_bytes_of_an_optimizer_without_an_axis_are_those_of_its_packet(name):
+    make, params = WITHOUT_AXIS[name], shapes(w=(64, 64), b=(64,))
+    words = jax.eval_shape(make().empty_outbox, params).packet.shape
+    assert demo_optax.packet_bytes(make(), params) == 4 * words[0] > 20
+    mesh = AbstractMesh((2, 2), ("data", "fsdp"))
+    on_shards = params, "data", mesh, {"w": P("fsdp"), "b": P("fsdp")}
+    of_a_collective = demo_optax.packet_bytes(make("data"), *on_shards)
+    assert demo_optax.packet_bytes(make(), *on_shards) == of_a_collective
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(1.0),
+        optax.chain(optax.clip_by_global_norm(1.0), demo_optax.demo(1e-3)),
+        demo_optax.local_steps(optax.sgd(1.0), demo_optax.demo(1e-3), 4, fragments=2),
+    ],
+    ids=["sgd", "chain", "fragments"],
+)
+def test_what_exchanges_over_no_axis_has_no_bytes(tx):
+    with pytest.raises(ValueError, match="must exchange over that axis"):
+        demo_optax.packet_bytes(tx, shapes(w=(8, 8)))
+
+
 def operand():
     return jax.lax.axis_index("data").astype(jnp.uint32) * jnp.ones(1024, jnp.uint32)
 

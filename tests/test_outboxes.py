@@ -51,6 +51,22 @@ def test_an_outbox_counts_once(base):
     assert not any(map(np.any, jax.tree.leaves(updates)))
 
 
+def test_the_packets_of_several_outboxes_are_a_stack_and_those_of_shapes_are_shapes():
+    tx, params = split("demo"), initial()
+    one = jax.eval_shape(tx.empty_outbox, params)
+    (words,) = one.packet.shape
+    assert one.packet == jax.ShapeDtypeStruct((words,), jnp.uint32)
+    each, _ = jax.vmap(lambda seed: sent(tx, seed, seed))(jnp.arange(3))
+    assert each.packet.shape == (3, words)
+    np.testing.assert_array_equal(each.packet[2], sent(tx, 2, 2)[0].packet)
+
+
+def test_an_outbox_for_several_owners_has_no_packet_of_its_own():
+    of_owners = sent(split("demo"))[0]._replace(packets=np.zeros((4, 128), np.uint32))
+    with pytest.raises(ValueError, match="holds 4 packets"):
+        _ = of_owners.packet
+
+
 def test_a_message_under_way_needs_its_own_outbox():
     tx, params = split("demo"), initial()
     init, _, apply = halves_of(tx)

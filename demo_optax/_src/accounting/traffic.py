@@ -18,6 +18,7 @@ from demo_optax._src.decoupled import decoupled_momentum
 from demo_optax._src.exchange import AllGather, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
+from demo_optax._src.halves import SplitTransformation, require_halves
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import find_layout
 
@@ -57,13 +58,15 @@ def packet_bytes(
 
     With local steps this is the last update of a round, or that of a fragment. Any optax chain will
     do, since its update is only traced and nothing is computed. The bytes are those of the operands
-    of all collectives, on every pass of a scan and in the largest branch of a condition.
+    of all collectives, on every pass of a scan and in the largest branch of a condition. For an
+    optimizer without an axis, as in a swarm, they are those of ``outbox.packet``, which another
+    transport carries.
 
     Args:
       tx_or_compression: an optax transformation that is not yet wrapped by `stack_workers`, or a
         compression alone.
       params: arrays or shapes of the parameters.
-      axis_name: the axis over which the transformation exchanges.
+      axis_name: the workers' axis; None for a single worker.
       mesh: the mesh, if workers have several devices.
       param_specs: PartitionSpecs or NamedShardings of the parameters inside a worker. Each device
         sends a packet of its own shards; devices with the same shards send parts of one packet.
@@ -76,7 +79,9 @@ def packet_bytes(
       worker (``axis_name=None``).
 
     Raises:
-      ValueError: a collective is in a ``while`` loop, whose number of passes is unknown.
+      ValueError: the optimizer does not exchange over ``axis_name``, and has no ``send`` and
+        ``apply``; or a collective is in a ``while`` loop, whose number of passes is unknown.
+      TypeError: the exchange of an optimizer without an axis cannot be carried by a transport.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -92,6 +97,10 @@ def packet_bytes(
             "the mesh says how many devices there are: give mesh as well."
         )
     params = checks.shapes_of("parameter", params)
+    is_worker = axis_name is not None
+    if is_worker and isinstance(tx, SplitTransformation) and tx.exchange.axis_name is None:
+        require_halves(tx.exchange)
+        tx, exchange = tx.compression, AllGather(axis_name)
     if isinstance(tx, Compression):
         exchange = exchange or AllGather(axis_name)
         if exchange.axis_name is None:
@@ -100,32 +109,17 @@ def packet_bytes(
             return _traffic(tx, params, workers, exchange).sent
         tx = decoupled_momentum(compression=tx, exchange=exchange)
 
-    if mesh is not None:
-        sent = find_layout(tx, params, mesh, axis_name, param_specs).sent
-        devices = mesh.size // shards.num_workers(mesh, axis_name)
-    else:
-        sent, devices = _traced(optax.with_extra_args_support(tx), params, axis_name, workers), 1
+    if mesh is None:
+        names = axes.names(axis_name) or ("",)  # which no optimizer exchanges over
+        mesh = AbstractMesh((workers, *[1] * (len(names) - 1)), names)
+    sent = find_layout(tx, params, mesh, axis_name or (), param_specs).sent
     if sent is None:
         raise ValueError(
             "the optimizer exchanges in a jax.lax.while_loop(...), whose passes nobody knows: "
             "its bytes cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop from one Python "
             "integer to another."
         )
-    return sent * devices
-
-
-def _traced(tx, params, axis_name: AxisName, workers: int) -> int | None:
-    """Returns the bytes of an update, traced with ``workers`` along the first axis, or None."""
-
-    def update():
-        values = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-        gradient = axes.as_varying(values, axis_name)
-        tx.update(gradient, tx.init(values), values, **axes.TRACING_ARGUMENTS)
-
-    names = axes.names(axis_name)
-    sizes = (workers, *[1] * len(names))[: len(names)]
-    program, _ = axes.trace_worker(update, AbstractMesh(sizes, names) if names else None)
-    return axes.bytes_handed_over(program, axis_name)
+    return sent * mesh.size // shards.num_workers(mesh, axis_name or ())
 
 
 def received_bytes(

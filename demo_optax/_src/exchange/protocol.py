@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, UInt32
+from jaxtyping import Array, Float32
 
 from demo_optax._src.arrays import Coefficients, FloatScalar, IntScalar
 from demo_optax._src.axes import AxisName
@@ -52,10 +52,21 @@ class Outbox(NamedTuple):
     progress: Any = ()
 
     @property
-    def packet(self) -> UInt32[Array, "words"]:
-        """The only packet of an exchange without owners."""
-        (packet,) = self.packets
-        return packet
+    def packet(self) -> Any:
+        """The only packet of an exchange without owners, uint32 ``(words,)``.
+
+        It is ``(workers, words)`` if ``send`` was mapped over workers, and a shape if it was
+        evaluated by ``jax.eval_shape``.
+        """
+        *stacked, packets, words = self.packets.shape
+        if packets != 1:
+            raise ValueError(
+                f"the outbox holds {packets} packets, one for each owner, and no single one: use "
+                "outbox.packets."
+            )
+        if isinstance(self.packets, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((*stacked, words), self.packets.dtype)
+        return self.packets.reshape(*stacked, words)
 
 
 @functools.partial(
