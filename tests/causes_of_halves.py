@@ -42,5 +42,7 @@ RAISED = [
     lambda: apply(packets=np.zeros((2, 3), np.uint32)),
     lambda: apply(packets=np.repeat(sent()[0].packets, 2, axis=0)),
     lambda: apply(worker=3),
+    lambda: ALONE._replace(update=OTHER.update),
+    lambda: sent()[0]._replace(packets=np.zeros((2, 4), np.uint32)).packet,
     lambda: demo_optax.demo(1e-3, exchange=demo_optax.TwoPhase()).send(PARAMS, ALONE.init(PARAMS)),
 ]

@@ -41,6 +41,17 @@ def test_eight_workers_over_files_train_as_with_shard_map(name, tmp_path):
             assert_bit_equal(worker.state[0].metrics, state[0].metrics)
 
 
+@pytest.mark.parametrize("look_ahead", [None, 1.0])
+def test_copies_of_an_optimizer_keep_its_halves(look_ahead):
+    tx = demo_optax.demo_muon(1e-2, look_ahead=look_ahead)
+    other = demo_optax.demo(1e-2)
+    as_a_tree = jax.tree.map(lambda function: function, tx)  # which holders that are trees do
+    for copy in (as_a_tree, tx._replace(init=other.init), optax.with_extra_args_support(tx)):
+        assert vars(copy) == vars(tx)
+    with pytest.raises(TypeError, match=r"would leave send.* behind"):
+        tx._replace(update=other.update)
+
+
 PLAIN = demo_optax.decoupled_momentum(0.0, SMALL, gradient_weight=1.0)
 
 

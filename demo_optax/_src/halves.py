@@ -97,6 +97,21 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     update_and_tell: Callable
     steps_per_round: int | None
 
+    def __new__(cls, init, update):
+        """Gives a pair the halves that belong to its update, also where JAX copies it as a tree."""
+        made = super().__new__(cls, init, update)
+        vars(made).update(getattr(update, "halves", {}))
+        return made
+
+    def _replace(self, **fields):  # type: ignore[override]
+        if "update" in fields:
+            raise TypeError(
+                "_replace(update=...) would leave send() and apply() behind, which are the halves "
+                "of this optimizer's own update: make optax.GradientTransformationExtraArgs(init, "
+                "update) instead, which has none, or wrap the optimizer with optax.chain."
+            )
+        return type(self)(**self._asdict() | fields)
+
     @classmethod
     def make(
         cls,
@@ -130,6 +145,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
         made.compression, made.exchange = compression, exchange
         made.with_compression = with_compression
         made.steps_per_round = steps_per_round
+        vars(update)["halves"] = vars(made)
         return made
 
 
@@ -184,13 +200,16 @@ def split_momentum(
     def init(params) -> Any:  # optax's type for states has no static nodes
         checks.floating_leaves(params)
 
-        def zeros(param):
-            shape = momentum_format.geometry(param.shape).stored_shape
-            return axes.varying_like(jnp.zeros(shape, settings.momentum_dtype), param)
-
+        zeros = jax.tree.map(
+            lambda x: axes.varying_like(
+                jnp.zeros(momentum_format.geometry(x.shape).stored_shape, settings.momentum_dtype),
+                x,
+            ),
+            unboxed(params),
+        )
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),
-            momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
+            momentum=axes.as_varying(zeros, axis_name),
             precondition=axes.as_varying(precondition.init(params), axis_name),
             metrics=metrics.init_metrics(),
             exchange=exchange.init(plan_of(params)),
