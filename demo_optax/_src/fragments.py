@@ -90,8 +90,8 @@ class Fragments:
                 "demo_optax.decoupled(optax.sgd(0.7), ...), or leave out fragments."
             )
         sections = self._sections(params)
-        ordered = {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in sections.items()}
-        fragment = {name: x[:, 0] for name, x in sections.items()}
+        ordered = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), sections)
+        fragment = jax.tree.map(lambda x: x[:, 0], sections)
         state = self._with_exchange(self.outer.init(ordered), fragment)
         _require_rows(state, jax.eval_shape(self.outer.init, fragment), self.count)
         progress = jax.tree.map(jnp.zeros_like, fragment)
@@ -133,7 +133,7 @@ class Fragments:
             ],
         )
         return self._spread(updates, like, number), state._replace(
-            round=state.round + was_sent,
+            round=state.round + was_sent.astype(jnp.int32),
             displacement=displacement,
             outer=self._with_state_of(state.outer, new, number),
         )
@@ -159,7 +159,7 @@ class Fragments:
     def _delayed(self) -> Delayed:
         return Delayed(self.outer.exchange)
 
-    def _plan_of_packets(self, fragment: Fragment) -> Plan:
+    def _plan_of_packets(self, fragment) -> Plan:
         shapes = tuple(x.shape for x in jax.tree.leaves(fragment))
         return make_plan(self.outer.compression, shapes, axes.platform())
 
@@ -168,8 +168,14 @@ class Fragments:
     def _plan(self, tree) -> Plan:
         return make_plan(self.blocks, tuple(x.shape for x in jax.tree.leaves(tree)))
 
-    def _sections(self, tree) -> dict[str, Float[Array, "_rows count *_sides"]]:
+    def _sections(self, tree) -> Any:
+        """Returns the blocks of each section, ``(rows, count, *sides)``, by their sides.
+
+        A tree without arrays stays as it is, such as the placeholder of ``optax.tree.map_params``.
+        """
         plan, tensors = self._plan(tree), jax.tree.leaves(tree)
+        if not tensors:
+            return tree
         blocks: list[list[Any]] = [[] for _ in plan.sections]
         for part in plan.parts:
             coefficients = part.forward(tensors[slice(*part.tensors)], jnp.int32(0))
@@ -187,18 +193,18 @@ class Fragments:
         blocks = jnp.pad(blocks, [(0, -len(blocks) % self.count), *[(0, 0) for _ in sides]])
         return blocks.reshape(-1, self.count, *sides)
 
-    def _cut(self, tree, number: IntScalar) -> Fragment:
-        sections = self._sections(tree)
-        return {
-            name: jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
-            for name, x in sections.items()
-        }
+    def _cut(self, tree, number: IntScalar) -> Any:
+        def own(x):
+            return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+
+        return jax.tree.map(own, self._sections(tree))
 
     def _spread(self, fragment: Fragment, like, number: IntScalar):
         """Returns a tree like ``like`` that is zero outside of the fragment."""
         plan, rows = self._plan(like), []
         for sides, section in zip(plan.sides, plan.sections, strict=True):
-            is_own = jnp.arange(self.count).reshape(1, -1, *[1] * len(sides)) == number
+            each = jnp.arange(self.count, dtype=jnp.int32)
+            is_own = each.reshape(1, -1, *[1] * len(sides)) == number
             # A select, unlike an update of a slice, becomes a part of what uses the result.
             blocks = jnp.where(is_own, fragment[_name(sides)][:, None], 0)
             blocks = blocks.reshape(-1, *sides)[: section.num_blocks]
@@ -211,7 +217,7 @@ class Fragments:
 
     # --- the state of the outer optimizer, and that of one fragment
 
-    def _with_exchange(self, state, fragment: Fragment):
+    def _with_exchange(self, state, fragment):
         """Gives an initial state the state of the exchange of each fragment, one behind the other.
 
         Owners divide the blocks of each fragment, so that it is not that of all blocks together.

@@ -253,6 +253,19 @@ def test_names_that_look_alike_and_leaves_without_elements_stay_apart(tmp_path):
     chex.assert_trees_all_equal(checkpoint.load_params(tmp_path, params), params)
 
 
+def test_owners_of_no_blocks_restore_on_other_workers(tmp_path):
+    by_owners = demo_optax.demo(0.1, SMALL, exchange=demo_optax.TwoPhase("data"))
+    tx = optax.partition({"some": by_owners, "none": by_owners}, {"w": "some"})
+    params = {"w": np.ones((6, 6), np.float32)}
+    for number in (2, 4):
+        with Checkpointer(tmp_path, tx, workers.mesh_of(number)) as checkpointer:
+            if number == 2:
+                state = demo_optax.init_opt_state(tx, params, workers.mesh_of(number))
+                checkpointer.save(1, params, state)
+            else:
+                chex.assert_trees_all_equal(checkpointer.restore(params).params, params)
+
+
 def test_who_only_reads_leaves_a_save_that_is_under_way_alone(tmp_path):
     mesh = workers.mesh_of(2)
     params, state = initial(SGD, mesh)

@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax._src.parallel import shards
 from tests import model, workers
 from tests.sweeps import sweep
 
@@ -98,6 +99,37 @@ def test_map_params_finds_the_momentum_in_a_stacked_state():
     state = demo_optax.init_opt_state(tx, model.one_matrix(), workers.mesh_of(8))
     specs = optax.tree.map_params(tx, lambda _: LOCAL, state, transform_non_params=lambda _: SHARED)
     assert specs == specs_of(tx)
+
+
+def in_rounds(**options):
+    outer = demo_optax.decoupled(optax.sgd(1.0), SMALL, axis_name="data")
+    return demo_optax.local_steps(optax.adamw(1e-3), outer, 4, axis_name="data", **options)
+
+
+HELD = {"w": True, "b": False}
+MAPPED = {
+    "mask": lambda: demo_optax.demo_scaled(1e-2, weight_decay=0.1, mask=HELD, axis_name="data"),
+    "masked": lambda: optax.chain(
+        optax.masked(MOMENTUM, HELD), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+    ),
+    "partition": lambda: optax.partition(
+        {True: MOMENTUM, False: demo_optax.demo_scaled(1e-2, axis_name="data")}, HELD
+    ),
+    "two phases": lambda: demo_optax.demo(1e-2, SMALL, exchange=demo_optax.TwoPhase("data")),
+    "rounds": in_rounds,
+    "fragments": lambda: in_rounds(fragments=2),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_map_params_maps_whatever_is_stacked(name):
+    tx = demo_optax.stack_workers(MAPPED[name](), workers.mesh_of(2))
+    state = jax.eval_shape(tx.init, {"w": jnp.ones((6, 6)), "b": jnp.ones(6)})
+    found = optax.tree.map_params(tx, lambda _: "parameter", state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    nodes = jax.tree.leaves(found, is_leaf=shards.is_momentum)
+    momenta = [node.momentum for node in filter(shards.is_momentum, nodes)]
+    assert set(jax.tree.leaves(momenta)) == {"parameter"}
 
 
 @sweep("shard_map", mode=["vmap", "shard_map"])

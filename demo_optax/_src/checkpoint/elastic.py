@@ -121,7 +121,7 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
         now = description["states"].get(path, {"kept": {}})
         for key, leaf in before["kept"].items():
             target = now["kept"].get(key)
-            if key in _UNDER_WAY or not (x := np.asarray(state[leaf["name"]])).any():
+            if key in _UNDER_WAY or not (x := np.asarray(state.get(leaf["name"], 0))).any():
                 continue
             # A delayed residual is in the basis of the previous step.
             transforms = [leaf["coordinates"]["transform"] for leaf in before["momenta"]]

@@ -58,10 +58,11 @@ class TwoPhaseState(NamedTuple):
     """State of an owner of a share of the blocks.
 
     For each section the residual holds the part of the mean that the owner has not sent yet,
-    ``(blocks / workers, n)``.
+    ``(blocks / workers, n)``. Without any section it is one empty array, for which
+    ``optax.tree.map_params`` finds the residuals of a real state.
     """
 
-    residual: tuple[Coefficients, ...]
+    residual: tuple[Coefficients, ...] | Coefficients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,8 @@ class TwoPhase:
         zeros = [
             jnp.zeros((s.num_blocks, s.selector.n), jnp.float32) for s in self.layout(plan).sections
         ]
-        return TwoPhaseState(axes.as_varying(tuple(zeros), self.axis_name))
+        residual = tuple(zeros) or jnp.zeros((0, 0))
+        return TwoPhaseState(axes.as_varying(residual, self.axis_name))
 
     def exchange(
         self,
@@ -204,6 +206,7 @@ class TwoPhase:
                         result_layout.sections, totals, *result, residual, strict=True
                     )
                 )
+                or state.residual
             ),
             metrics=summarise(
                 headers, accepted, jnp.where(results.accepted, packets[:, 0], 0), previous_metrics

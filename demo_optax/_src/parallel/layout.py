@@ -243,6 +243,8 @@ def _trace_update(init, update, parts, specs, mesh, axis_name: AxisName):
     _, types = axes.trace_worker(lambda: jax.eval_shape(init, values()), abstract)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
     new_axes, extra_args = jax.tree.map(axes.varying, types), {}
+    if not jax.tree.leaves(parts):  # as with the placeholders of optax.tree.map_params
+        return jax.make_jaxpr(tuple)(), shapes, new_axes, parts
     while True:
         run = functools.partial(trace, state_axes := new_axes, extra_args)
         try:

@@ -32,7 +32,9 @@ from demo_optax._src.participation import PARTICIPATES
 class Stacked(optax.GradientTransformationExtraArgs):
     """Marks a transformation that `stack_workers` made."""
 
-    state_shardings: Callable
+    @property
+    def state_shardings(self) -> Callable:
+        return self.update.state_shardings  # type: ignore[attr-defined]  # in copies, too
 
     def __iter__(self):
         raise TypeError(
@@ -112,9 +114,8 @@ def stack_workers(
     def shardings_of(params):
         return shards.shardings(mesh, layout_for(params).state)
 
-    stacked = Stacked(init_fn, update_fn)
-    stacked.state_shardings = shardings_of
-    return stacked
+    vars(update_fn)["state_shardings"] = shardings_of
+    return Stacked(init_fn, update_fn)
 
 
 def update_stacked(layout: StateLayout, gradients, state, params, extra_args, stacked_args=None):
