@@ -240,7 +240,6 @@ def test_at_least_one_checkpoint_is_kept(tmp_path):
     selection=["topk", "random", "striding"],
 )
 def test_no_dtype_is_promoted_silently(coding, selection):
-    """optax itself does where it corrects biases, so this is a test and not the suite's setting."""
     compression = demo_optax.Compression(4, 8, coding, selection=selection)
     tx = optax.chain(
         demo_optax.decoupled_momentum(
@@ -251,6 +250,35 @@ def test_no_dtype_is_promoted_silently(coding, selection):
     with jax.numpy_dtype_promotion("strict"):
         params, *_ = train_line(tx)
     assert np.isfinite(params["w"]).all()
+
+
+NESTEROV = optax.sgd(1e-2, momentum=0.9, nesterov=True)
+ON_DATA: dict = dict(axis_name="data")
+OUTER = functools.partial(demo_optax.decoupled, NESTEROV, SMALL, gradient_weight=1.0)
+EVERY_KIND = {
+    "demo_scaled": lambda: demo_optax.demo_scaled(1e-2, SMALL, **ON_DATA),
+    "demo_muon": lambda: demo_optax.demo_muon(1e-2, SMALL, look_ahead=1.0, **ON_DATA),
+    "demo_adamw": lambda: demo_optax.demo_adamw(1e-2, SMALL, **ON_DATA),
+    "two phases": lambda: demo_optax.demo(
+        1e-2, SMALL, exchange=demo_optax.Delayed(demo_optax.TwoPhase("data"))
+    ),
+    "dense rounds": lambda: demo_optax.local_steps(
+        NESTEROV, optax.chain(demo_optax.mean_over_workers("data"), NESTEROV), 2, **ON_DATA
+    ),
+    "rounds": lambda: demo_optax.local_steps(NESTEROV, OUTER(**ON_DATA), 2, merge=0.5, **ON_DATA),
+    "fragments": lambda: demo_optax.local_steps(
+        NESTEROV, OUTER(**ON_DATA), 4, fragments=2, **ON_DATA
+    ),
+    "multi_steps": lambda: demo_optax.multi_steps(demo_optax.demo_scaled(1e-2, **ON_DATA), 2),
+}
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_every_optimizer_is_traced_under_strict_promotion(name, x64):
+    """The suite cannot be, since optax's own corrections of biases and many schedules promote."""
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(x64):
+        assert demo_optax.packet_bytes(EVERY_KIND[name](), model.one_matrix()) > 0
 
 
 @sweep(

@@ -157,7 +157,8 @@ class Form(NamedTuple):
         def one(x):
             flat = x.reshape(math.prod(rows), math.prod(columns))
             flat = upcast(flat) if flat.dtype == jnp.float16 else flat  # its sums overflow
-            return in_dtype_of(muon.update(flat, muon.init(flat))[0].reshape(x.shape), x)
+            with jax.numpy_dtype_promotion("standard"):  # which optax's correction of a bias needs
+                return in_dtype_of(muon.update(flat, muon.init(flat))[0].reshape(x.shape), x)
 
         return jax.lax.map(one, whole) if whole.size else whole
 

@@ -16,6 +16,7 @@ from demo_optax._src.arrays import (
     WordScalar,
     clamp_to_float32,
     energy,
+    in_dtype_of,
     unboxed,
 )
 from demo_optax._src.compression.bits import checksum, hashes, to_words
@@ -91,7 +92,7 @@ def header_of(
 
     def energy_left(factor):
         pairs = zip(selected.values, message.values, strict=True)
-        return energy([chosen - factor * decoded for chosen, decoded in pairs])
+        return energy([chosen - in_dtype_of(factor * decoded, chosen) for chosen, decoded in pairs])
 
     momentum = clamp_to_float32(jnp.sum(jnp.stack(energies)))
     chosen = clamp_to_float32(energy(selected.values))

@@ -386,7 +386,8 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
     def update_fn(updates, state, params=None):
         del params
-        new, state = tx.update(jax.tree.map(upcast, updates), state)
+        with jax.numpy_dtype_promotion("standard"):  # which optax's correction of a bias needs
+            new, state = tx.update(jax.tree.map(upcast, updates), state)
         return jax.tree.map(in_dtype_of, new, updates), state
 
     return optax.GradientTransformation(

@@ -99,7 +99,8 @@ def choose_state(condition: BoolScalar, state: Any, otherwise: Any) -> Any:
                 other.hyperparams,
             )
             return x._replace(inner_state=inner, hyperparams=given)
-        return in_dtype_of(jnp.where(condition, x, reusable(axes.varying_like(other, x))), x)
+        other = in_dtype_of(reusable(axes.varying_like(other, x)), x)
+        return jnp.where(condition, x, other)
 
     return jax.tree.map(chosen, state, otherwise, is_leaf=lambda x: _is_count(x) or _is_injected(x))
 

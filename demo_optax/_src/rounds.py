@@ -204,7 +204,7 @@ def local_steps(
         sharded = axes.sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
         under_way = [one.sent >= 0 for one in nodes(state.outer, DecoupledMomentumState)]
-        rounds = state.round + jnp.array([False, *under_way]).any()
+        rounds = state.round + jnp.array([False, *under_way]).any().astype(jnp.int32)
         progress = rounds * every + jnp.minimum(state.mini_step, every - 1)
         inner_state = participation.with_counts(state.inner, progress)
         local_params = local_parameters(params, state)

@@ -97,7 +97,7 @@ def _add_by_comparison(
     blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]
 ) -> Dense:
     # The blocks come last, as in the layout in which a TPU's products leave the coefficients.
-    place = jnp.arange(blocks.shape[1])[:, None]
+    place = jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None]
     total = blocks.T
     for position, value in zip(positions.T, values.T, strict=True):
         total += jnp.where(position[None] == place, value[None], 0)
@@ -113,7 +113,8 @@ def _add_by_product(
     columns, rows = 1 << shift, -(-n >> shift)
 
     def one_hot(places: BlockPositions, size: int) -> Float[Array, "blocks {size} k"]:
-        return (places[:, None] == jnp.arange(size)[None, :, None]).astype(blocks.dtype)
+        each = jnp.arange(size, dtype=jnp.int32)[None, :, None]
+        return (places[:, None] == each).astype(blocks.dtype)
 
     row, column = one_hot(positions >> shift, rows), one_hot(positions & (columns - 1), columns)
     dense = product("brj,bcj->brc", values[:, None] * row, column, exact=True)

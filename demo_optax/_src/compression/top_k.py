@@ -151,7 +151,7 @@ def _bitmap(ones: Int[Array, "blocks k"], size: int) -> UInt32[Array, "blocks wo
         bits = jnp.zeros((len(ones), -(-size // 32) * 32), jnp.uint32)
         bits = bits.at[jnp.arange(len(ones))[:, None], ones].set(1, unique_indices=True)
         return pack_bits(bits, 1).reshape(len(ones), -1)
-    words = jnp.arange(-(-size // 32))[None, None]
+    words = jnp.arange(-(-size // 32), dtype=jnp.int32)[None, None]
     bits = jnp.uint32(1) << (ones % 32).astype(jnp.uint32)
     in_word = ones[:, :, None] // 32 == words
     return jnp.sum(jnp.where(in_word, bits[:, :, None], jnp.uint32(0)), 1, jnp.uint32)
@@ -170,7 +170,7 @@ def _positions_of_ones(
         positions = jnp.zeros((blocks, k), jnp.int32)
         positions = positions.at[jnp.arange(blocks)[:, None], slot].set(places, mode="drop")
         return positions, jnp.all(rank[:, -1] == k - 1)
-    words = jnp.arange(bitmap.shape[1])[None, None]
+    words = jnp.arange(bitmap.shape[1], dtype=jnp.int32)[None, None]
     counts = jax.lax.population_count(bitmap).astype(jnp.int32)
     through = jnp.cumsum(counts, axis=1)
     rank = jnp.arange(k, dtype=jnp.int32)[None]
