@@ -165,6 +165,7 @@ def restore_a_float_as_an_integer():
 
 
 RAISED = [
+    lambda: reading.require_storable("extra", {"['x']": np.zeros(2, jnp.uint4)}),
     convert_a_leaf_of_another_shape,
     restore_a_float_as_an_integer,
     lambda: elastic.convert(

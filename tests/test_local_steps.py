@@ -195,6 +195,13 @@ def test_replicas_are_bit_identical_after_200_steps_of_eight_workers(name):
     assert 200 % 3 and len({np.asarray(x).tobytes() for x in own["hidden"]}) == 8
 
 
+def test_parameters_of_ones_own_need_no_transfer():
+    params, state = workers.initial(BOTH["sparseloco"], EIGHT)
+    params = jax.device_put(params, jax.NamedSharding(EIGHT, P()))
+    with jax.transfer_guard("disallow"):
+        demo_optax.local_parameters(params, state)
+
+
 def test_a_round_that_was_begun_longer_ends_at_once():
     params, state, seen = train(local(dense(), every=6), range(5))
     assert not any(bool(metrics.exchanged) for metrics in seen)

@@ -119,7 +119,7 @@ def _displacement(state: LocalStepsState | LookAheadState):
     """Returns the displacement of a state, with that of an outer optimizer that looks ahead."""
     outer = state.outer if isinstance(state, LocalStepsState) else ()
     ahead = [x.displacement for x in nodes(outer, LookAheadState)]
-    return jax.tree.map(lambda *each: sum(each), state.displacement, *ahead)
+    return jax.tree.map(lambda x, *more: sum(more, x), state.displacement, *ahead)
 
 
 def has_exchanged(opt_state) -> BoolScalar:

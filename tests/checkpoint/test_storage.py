@@ -44,6 +44,21 @@ def test_a_save_that_fails_is_an_error_in_a_line_and_the_next_one_is_tried(tmp_p
     assert is_run(restored(tmp_path / "run", step=3), 2)
 
 
+def test_a_guard_of_transfers_leaves_checkpoints_alone(tmp_path):
+    """It stands around a training loop, to find transfers that nobody meant."""
+    like = jax.eval_shape(model.init)
+    with jax.transfer_guard("disallow"):
+        with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
+            saves(checkpointer, 1, wait=True)
+            found = checkpointer.restore(like, EXTRA)
+        with Checkpointer(tmp_path / "run", TX, workers.mesh_of(4)) as checkpointer:
+            on_others = checkpointer.restore(like, EXTRA)
+        read = checkpoint.load_params(tmp_path / "run", like)
+    assert is_run(found, 2)
+    for params in (on_others.params, read):
+        jax.tree.map(np.testing.assert_array_equal, params, found.params)
+
+
 def test_a_failed_save_that_still_removes_its_files_stops_no_other(tmp_path, monkeypatch):
     """TensorStore's writes go on after Orbax gave up, and take their lock files away."""
     (tmp_path / "run" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
@@ -162,9 +177,12 @@ def test_an_extra_of_any_kind_comes_back_as_it_was(name, tmp_path):
 
 
 NOT_STORED = [object(), print, Decimal(1), {1}, np.array(["a"]), np.array([None])]
+NOT_STORED += [np.ones(2, jnp.uint4), jnp.ones(2, "float8_e4m3")]
 
 
-@pytest.mark.parametrize("leaf", NOT_STORED, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "leaf", NOT_STORED, ids=lambda x: str(getattr(x, "dtype", type(x).__name__))
+)
 def test_what_cannot_be_stored_is_named_before_anything_is_written(leaf, tmp_path):
     with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
         with pytest.raises(TypeError, match=r"extra\['data'\]\[1\] is .*cannot be stored"):

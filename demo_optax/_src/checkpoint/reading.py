@@ -21,6 +21,7 @@ from demo_optax._src.parallel.processes import by_lead
 from demo_optax._src.parallel.shards import no_context_mesh
 
 try:
+    import tensorstore
     from etils import epath
     from orbax.checkpoint import v1 as orbax
     from orbax.checkpoint.utils import TMP_DIR_SUFFIX
@@ -68,6 +69,21 @@ def listed_steps(directory: str) -> list[int]:
     folder = epath.Path(directory)
     names = [x.name for x in folder.iterdir() if x.is_dir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d*", name))
+
+
+def require_storable(part: str, leaves: dict) -> None:
+    """Refuses dtypes that JAX knows and the files do not, such as ``uint4``."""
+    arrays = {name: x for name, x in leaves.items() if not isinstance(x, str)}
+    for name, x in arrays.items():
+        try:
+            tensorstore.dtype(x.dtype)
+        except ValueError:
+            where = name.removeprefix("['tree']")
+            raise TypeError(
+                f"{part}{where} is of dtype {x.dtype}, which cannot be stored: give it in a dtype "
+                "that holds its values, such as x.astype('uint8') or x.astype('bfloat16'). A "
+                "restore returns the dtypes of the tree that it is given."
+            ) from None
 
 
 def on_first(what: str, fn: Callable[[], T]) -> T:

@@ -164,6 +164,8 @@ class Checkpointer:
                 "extra": {"step": step, "tree": extra},
             }
             leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
+            for part, named in leaves.items():
+                reading.require_storable(part, named)
             leaves["extra"] = jax.device_get(leaves["extra"])
             reasons.append(self._finish())
             latest = self.latest

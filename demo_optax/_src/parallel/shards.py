@@ -31,8 +31,11 @@ from demo_optax._src.momentum import DecoupledMomentumState
 
 @contextlib.contextmanager
 def no_context_mesh() -> Iterator[None]:
-    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices, also as a decorator."""
-    with jax.set_mesh(Mesh(np.empty((), object), ())):
+    """Leaves the mesh of ``jax.set_mesh``, for arrays on other devices, also as a decorator.
+
+    It leaves ``jax.transfer_guard`` too, since what is done outside of steps moves arrays anyway.
+    """
+    with jax.set_mesh(Mesh(np.empty((), object), ())), jax.transfer_guard("allow"):
         yield
 
 
