@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,6 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax._src.compression import make_plan
+from demo_optax._src.compression.packet import Origin, parse_headers
 from demo_optax._src.swarm import replicated_state
 from demo_optax._src.swarm.programs import require_optimizer
 from demo_optax.swarm import Member, ObjectStore, SwarmWorker
@@ -155,3 +158,18 @@ def test_a_loss_may_loop_from_zeros_without_checks_of_types(tmp_path, check_vma)
 def test_an_exchange_that_a_swarm_cannot_carry_is_refused_with_advice(exchange, error, message):
     with pytest.raises(error, match=message):
         require_optimizer(demo_optax.demo(1e-3, exchange=exchange))
+
+
+def test_a_packet_is_sealed_with_its_workers_slot(tmp_path):
+    store = ObjectStore(str(tmp_path))
+    Member(store, "worker-1", slots=4)  # which takes slot 0
+    with swarms.make_worker(swarms.DEMO_SCALED, store, 0, deadline=0.1) as worker:
+        params, opt_state = swarms.begin(worker)
+        worker.step(params, opt_state, swarms.batch_of(0, 0))
+    (name,) = [x for x in store.names("packets/00000000") if x.endswith(".packet")]
+    packet = np.frombuffer(store.get(f"packets/00000000/{name}"), np.uint32)
+    compression, shapes = swarms.DEMO_SCALED.compression, map(np.shape, jax.tree.leaves(params))
+    layout = swarms.DEMO_SCALED.exchange.layout(make_plan(compression, tuple(shapes)))
+    rows = Origin(jnp.int32(0), jnp.arange(3, dtype=jnp.int32))
+    *_, intact = jax.jit(parse_headers, static_argnums=0)(layout, np.stack([packet] * 3), rows)
+    assert worker.member.slot == 1 and intact.tolist() == [False, True, False]
