@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import sys
 import threading
 import time
@@ -197,17 +198,35 @@ def test_large_packets_are_not_read_ahead(store):
     assert [late.receive(step).packets for step in range(1, 4)] == [x.packets for x in rounds[1:]]
 
 
-def test_a_packet_larger_than_those_of_the_run_counts_for_nobody(store):
+def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.member.PART", 8)
     first, second = members(store, 2, deadline=0.3)
     first.expect(len(b"0 in 0"))
-    other = records.PacketRef(*second.me, records.sha256(b"longer than 6 bytes"))
+    large = records.PacketRef(*second.me, records.sha256(b"longer than 12 bytes"))
     for step in range(2):
-        store.put(records.packet_key(step, other), b"longer than 6 bytes")
+        store.put(records.packet_key(step, large), b"longer than 12 bytes")
     assert list(exchange(first, 0).packets) == [0]
     previous = records.sha256(store.get(records.step_key("manifests", 0)))
-    listed = Manifest(1, (other,), previous, 0.0)  # by a worker that has larger ones itself
-    store.put(records.step_key("manifests", 1), records.encode(listed))
-    assert first.receive(1).packets == {1: b""}
+    store.put(records.step_key("manifests", 1), records.encode(Manifest(1, (large,), previous, 0)))
+    with pytest.raises(SwarmError, match="a packet that counts in step 1 cannot be read"):
+        first.receive(1)
+
+
+def test_a_packet_that_was_emptied_is_an_error_and_not_one_that_counts_for_nobody(store):
+    (first,) = members(store, 1)
+    exchange(first, 0)
+    (name,) = store.names("packets/00000000")
+    store.put(f"packets/00000000/{name}", b"")
+    with pytest.raises(SwarmError, match="a packet that counts in step 0 cannot be read"):
+        Member(store, "late", slots=8).receive(0)
+
+
+def test_a_manifest_that_is_too_large_is_left_out(store, tmp_path):
+    (member,) = members(store, 1)
+    for step in range(3):
+        exchange(member, step)
+    os.truncate(tmp_path / "manifests" / "00000001", 10**12)
+    assert [x.step for x in slots.last_manifests(store)] == [0, 2]
 
 
 def test_the_memory_of_slots_is_told(store):

@@ -17,7 +17,7 @@ from demo_optax._src import checks
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, PacketRef, SwarmError
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.store import ObjectStore, Store, in_parallel, log
+from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
 SHORTEST_DEADLINE = 2.0
@@ -146,9 +146,12 @@ class Member:
         return self._leaving.is_set()
 
     def expect(self, packet_bytes: int) -> None:
-        """Says how many bytes a packet of this run has: nothing larger is read as one."""
+        """Says how many bytes a packet of this run has: nothing much larger is read as one.
+
+        What is a little larger comes from a worker with other settings, and counts for nobody.
+        """
         if isinstance(self.store, ObjectStore):
-            self.store.packet_bytes = packet_bytes
+            self.store.packet_bytes = max(PART, 2 * packet_bytes)
         self._most_ahead = min(self.slots, AHEAD_BYTES // packet_bytes)
         size = packet_bytes / 1e6
         self.tell(
@@ -362,35 +365,28 @@ class Member:
         return records.read_folder(self.store.names(records.step_key("packets", step)), self.slots)
 
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
-        """Reads the packets that are not there yet, and keeps those of the right hash and size.
-
-        One that is larger than the run's packets is kept as empty where a manifest lists it, so
-        that it counts for nobody.
-        """
+        """Reads the packets that are not there yet, and keeps those of the right hash and size."""
         hashes = {records.packet_key(step, packet): packet.sha256 for packet in packets}
         missing = hashes.keys() - self._packets.keys()
         with self._transferring if missing else contextlib.nullcontext():
             found = self._read_all(missing)
         for key, data in found.items():
-            is_right = records.sha256(data) == hashes[key] and size in (None, len(data))
-            if is_right or (size is None and not data):
+            if records.sha256(data) == hashes[key] and size in (None, len(data)):
                 self._packets[key] = data
 
     def _read_all(self, keys: Collection[str]) -> dict[str, bytes]:
-        """Reads the objects that exist."""
-        objects = zip(keys, in_parallel(self._get_at_most, keys), strict=True)
+        """Reads the objects that exist and are not too large."""
+
+        def read(key: str) -> bytes | None:
+            with contextlib.suppress(Damaged):
+                return self._get(key)
+
+        objects = zip(keys, in_parallel(read, keys), strict=True)
         return {key: data for key, data in objects if data is not None}
 
     def _get(self, key: str) -> bytes | None:
         ahead = self._prefetched.pop(key, None)
         return self.store.get(key) if ahead is None else ahead
-
-    def _get_at_most(self, key: str) -> bytes | None:
-        """Reads an object, or returns no bytes of one that is too large, which fit no hash."""
-        try:
-            return self._get(key)
-        except Damaged:
-            return b""
 
     def _fetch(self, manifest: Manifest) -> ExchangeResult:
         """Reads all packets that count; a worker may miss one only if it was swept."""

@@ -80,7 +80,7 @@ _PATTERNS = {  # of the JSON of each field
     "step": _COUNT,
     "packets": rf"\[{_PACKET}(, {_PACKET})*\]",
     "previous": f'""|{_HASH}',
-    "time": r"\d{1,16}(\.\d+)?(e-\d+)?",
+    "time": r"\d{1,11}(\.\d+)?(e-\d+)?",  # to the year 5138
     "worker": _TEXT,
     "nonce": _TEXT,
     "file": r'"snapshots/\d{8,10}/[0-9a-f]{32}"',

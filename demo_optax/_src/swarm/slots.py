@@ -56,12 +56,13 @@ def read_claim(store: Store, member: MemberId) -> Claim:
 
 def last_manifests(store: Store, number: int | None = None) -> list[Manifest]:
     """Returns all readable manifests in order, or those of the last ``number`` steps."""
-    steps = records.steps_of(store.names("manifests"))[-(number or 0) :]
-    manifests = []
-    for data in in_parallel(store.get, [records.step_key("manifests", step) for step in steps]):
+
+    def read(step: int) -> Manifest | None:
         with contextlib.suppress(Damaged):
-            manifests.append(records.decode(Manifest, data))
-    return manifests
+            return records.decode(Manifest, store.get(records.step_key("manifests", step)))
+
+    steps = records.steps_of(store.names("manifests"))[-(number or 0) :]
+    return [manifest for manifest in in_parallel(read, steps) if manifest is not None]
 
 
 def _choose(store: Store, worker: str, newest: dict[int, tuple[int, Claim]], slots: int) -> int:

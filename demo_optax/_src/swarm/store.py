@@ -85,7 +85,7 @@ class ObjectStore(Store):
 
     Attributes:
       packet_bytes: the most bytes that a packet may have, or None for any number. A `SwarmWorker`
-        sets it to the size of its own packets.
+        sets it, since it knows how large its own packets are.
 
     Raises:
       StoreError: the store does not work, or was used before this process was forked.
