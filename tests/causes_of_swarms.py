@@ -119,7 +119,7 @@ def other_step(place, index):
     snapshots.read_index(place, 8)
 
 
-NINE = "snapshots/00000009/x.npz"
+NINE = f"snapshots/00000009/{HASH[:32]}"
 
 
 def no_snapshot_can_be_read():
@@ -137,6 +137,19 @@ def store_without_permission():
     denied = PermissionDeniedError("Error performing PUT run.json: 403 Forbidden")
     with store() as place, mock.patch("obstore.put", side_effect=denied):
         place.put("run.json", b"{}")
+
+
+def object_that_is_too_large():
+    with store() as place:
+        place.put("run.json", b" " * 4_000_001)
+        place.get("run.json")
+
+
+def store_after_a_fork():
+    with store() as place:
+        place.names("slots")
+        with mock.patch("os.getpid", return_value=0):
+            place.names("slots")
 
 
 def raised_by_the_first_process():
@@ -225,11 +238,13 @@ RAISED = [
     lambda: snapshot(other_step),
     lambda: snapshot(lambda place, index: index._replace(digest=HASH)),
     lambda: snapshot(lambda *_: None, [np.ones(4, np.float32)] * 3),
-    lambda: snapshot(lambda *_: None, [np.ones(5, np.float32), np.ones((2, 2), np.float32)]),
+    lambda: snapshot(lambda place, index: index._replace(parts=2)),
     no_snapshot_can_be_read,
     lambda: ObjectStore("nonsense://bucket/run"),
     store_that_fails,
     store_without_permission,
+    object_that_is_too_large,
+    store_after_a_fork,
     raised_by_the_first_process,
     lambda: with_worker(lambda made: made.step({}, (), ())),
     lambda: with_worker(steps_after_an_error),

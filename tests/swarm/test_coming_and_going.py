@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import Compression
-from demo_optax._src.swarm import snapshots
+from demo_optax._src.swarm import records, snapshots
 from demo_optax._src.swarm.snapshots import SnapshotTurns
 from demo_optax.swarm import Member, ObjectStore, SwarmError
 from tests import swarms
@@ -271,6 +271,52 @@ def test_another_run_in_the_same_place_is_refused(store, other, settings, messag
     swarms.begin(make(store, 0, snapshot_every=100))
     with pytest.raises(SwarmError, match=message):
         swarms.begin(make(store, 1, other, **{"snapshot_every": 100} | settings))
+
+
+def forge(store, step):
+    """Writes the index of a snapshot whose file is not there."""
+    file = f"snapshots/{step:08d}/{'0' * 32}"
+    index = records.SnapshotIndex(step, file, 1, "0" * 64, "0" * 64)
+    store.create(f"snapshots/{step:08d}.json", records.encode(index))
+
+
+def test_forged_snapshots_neither_take_the_place_of_intact_ones_nor_sweep_them(store):
+    said, first = [], make(store, 0)
+    first.member.tell = said.append
+    state, _, _ = swarms.take_steps(first, 3)
+    forge(store, 99_999_999)
+    forge(store, 8)
+    (params, _), _, _ = swarms.take_steps(first, 10, state)
+    first.close()
+    assert any("before step 8 was not written, since another one" in line for line in said)
+    second = make(store, 1)
+    joined, _ = swarms.begin(second)
+    assert second.number == 10 and swarms.digest(joined) == swarms.digest(params)
+
+
+def test_a_lost_packet_with_nothing_but_forged_snapshots_after_it_ends_the_newcomer(store):
+    swarms.take_steps(make(store, 0, snapshot_every=100), 3)
+    store.delete([f"packets/00000001/{x}" for x in store.names("packets/00000001")])
+    forge(store, 50)
+    store.put("snapshots/00000060.json", b"{}")
+    with pytest.raises(SwarmError, match=r"no snapshot can be read: snapshots/00000060.json"):
+        swarms.begin(make(store, 1, snapshot_every=100))
+
+
+def test_snapshots_are_compared_whatever_else_stands_in_the_store(store, watchful):
+    said, leaves = [], [np.ones(4, np.float32)]
+    turns = SnapshotTurns(Member(store, "paris", tell=said.append), 4)
+    manifest = records.Manifest(0, (records.PacketRef(7, 1, "0" * 64),), "", 0.0)
+    forge(store, 4)
+    forge(store, 99_999_999)
+    turns.take(4, leaves, 1, manifest)
+    assert turns._compared.result(timeout=10) is None and turns.comparison() is None
+    assert "the snapshot before step 4 was not compared: 'snapshots/00000004/" in said[0]
+    turns.take(8, leaves, 1, manifest)
+    time.sleep(0.1)  # in which it looks for it
+    snapshots.write(store, 8, leaves)
+    assert turns._compared.result(timeout=10) == (8, 0.0, None)
+    turns.close()
 
 
 def muon():

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import sys
 import threading
 import time
@@ -163,20 +164,81 @@ def test_a_worker_that_comes_back_has_its_slot_and_a_new_incarnation(store):
         exchange(before, 1)
 
 
-def test_steps_are_read_ahead_many_at_once(store):
+def test_steps_are_read_ahead_and_no_more_packets_at_once_than_there_are_slots(store):
     first, second = members(store, 2, min_workers=2)
     rounds = [everybody([first, second], step)[0] for step in range(10)]
     late = Member(store, "third", slots=8)
-    names = [late.name_of(x.me) for x in (first, second)]
+    names, held = [late.name_of(x.me) for x in (first, second)], []
     late.read_ahead(2, 5)
-    with mock.patch.object(store, "get", side_effect=AssertionError):
-        results = [late.receive(step) for step in range(2, 7)]
-    assert [x.packets for x in results] == [x.packets for x in rounds[2:7]]
-    assert all(list(x.members) == names for x in results)
+    with mock.patch.object(store, "get", wraps=store.get) as get:
+        for step in range(2, 7):
+            result = late.receive(step)
+            assert result.packets == rounds[step].packets and list(result.members) == names
+            asked = [call.args[0] for call in get.call_args_list]
+            assert all(key.endswith(".packet") for key in asked)
+            held.append(len(asked) - 2 * (step - 2))  # with those of this step
+    assert held == [8, 6, 4, 2, 2]
     assert late.receive(7).packets == rounds[7].packets
     assert store.names("packets/00000010") == []
     late.read_ahead(7, 5)
     assert store.names("packets/00000012") == ["002.000001.here"]
+
+
+def test_large_packets_are_not_read_ahead(store):
+    (first,) = members(store, 1)
+    rounds = [exchange(first, step) for step in range(4)]
+    late = Member(store, "second", slots=8)
+    late.expect(60_000_000)
+    late.read_ahead(0, 4)
+    with mock.patch.object(store, "get", wraps=store.get) as get:
+        assert late.receive(0).packets == rounds[0].packets
+    assert sum(call.args[0].endswith(".packet") for call in get.call_args_list) == 1
+    late.expect(200_000_000)
+    late.read_ahead(1, 3)
+    assert [late.receive(step).packets for step in range(1, 4)] == [x.packets for x in rounds[1:]]
+
+
+def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.member.PART", 8)
+    first, second = members(store, 2, deadline=0.3)
+    first.expect(len(b"0 in 0"))
+    large = records.PacketRef(*second.me, records.sha256(b"longer than 12 bytes"))
+    for step in range(2):
+        store.put(records.packet_key(step, large), b"longer than 12 bytes")
+    assert list(exchange(first, 0).packets) == [0]
+    previous = records.sha256(store.get(records.step_key("manifests", 0)))
+    store.put(records.step_key("manifests", 1), records.encode(Manifest(1, (large,), previous, 0)))
+    with pytest.raises(SwarmError, match="a packet that counts in step 1 cannot be read"):
+        first.receive(1)
+
+
+def test_a_packet_that_was_emptied_is_an_error_and_not_one_that_counts_for_nobody(store):
+    (first,) = members(store, 1)
+    exchange(first, 0)
+    (name,) = store.names("packets/00000000")
+    store.put(f"packets/00000000/{name}", b"")
+    with pytest.raises(SwarmError, match="a packet that counts in step 0 cannot be read"):
+        Member(store, "late", slots=8).receive(0)
+
+
+def test_a_manifest_that_is_too_large_is_left_out(store, tmp_path):
+    (member,) = members(store, 1)
+    for step in range(3):
+        exchange(member, step)
+    os.truncate(tmp_path / "manifests" / "00000001", 10**12)
+    assert [x.step for x in slots.last_manifests(store)] == [0, 2]
+
+
+def test_the_memory_of_slots_is_told(store):
+    said = []
+    Member(store, "paris", slots=4, tell=said.append).expect(2_500_000)
+    assert "4 slots take 10.0 MB" in said[0] and "2.5 MB each" in said[0]
+
+
+@pytest.mark.parametrize("junk", ["000/9999999999", "000/notes", "x"])
+def test_names_that_no_worker_writes_take_no_slot(store, junk):
+    store.put(f"slots/{junk}", b"{}")
+    assert Member(store, "paris").me == (0, 1)
 
 
 def test_an_announcement_holds_for_a_step_that_is_about_to_be_decided(store):

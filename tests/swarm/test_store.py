@@ -4,6 +4,9 @@ import concurrent.futures
 import itertools
 import os
 import random
+import re
+import subprocess
+import sys
 from unittest import mock
 
 import obstore
@@ -15,7 +18,7 @@ from obstore.exceptions import (
     PreconditionError,
 )
 
-from demo_optax.swarm import ObjectStore, Store, StoreError
+from demo_optax.swarm import ObjectStore, Store, StoreError, SwarmError
 
 
 @pytest.fixture
@@ -39,8 +42,67 @@ def test_a_folder_is_a_store(store):
 def test_large_objects_are_read_in_parts(store, monkeypatch, size):
     monkeypatch.setattr("demo_optax._src.swarm.store.PART", 8)
     data = random.Random(0).randbytes(size)
-    store.put("x", data)
-    assert store.get("x") == data
+    store.put("x.packet", data)
+    assert store.get("x.packet") == data
+
+
+def test_objects_larger_than_a_run_can_have_are_not_read(store, tmp_path):
+    for name in "000001", "a.packet":
+        store.put(f"x/{name}", b"")
+        os.truncate(tmp_path / "x" / name, 10**12)  # bytes, none of which takes room on a disk
+    with pytest.raises(SwarmError, match=r"x/000001 in .* has 1,000,000,000,000 bytes"):
+        store.get("x/000001")
+    store.packet_bytes = 8
+    with pytest.raises(SwarmError, match=r"x/a.packet in .* writes more than 8 there"):
+        store.get("x/a.packet")
+    store.put("x/b.packet", b"12345678")
+    assert store.get("x/b.packet") == b"12345678"
+
+
+def test_a_folder_keeps_no_empty_folders(store, tmp_path):
+    store.put("a/b/1", b"one")
+    store.put("a/b/2", b"two")
+    store.delete(["a/b/1"])
+    assert store.names("a") == ["b/2"]
+    store.delete(["a/b/2"])
+    assert list(tmp_path.iterdir()) == []
+    store.put("a/b/1", b"again")
+    assert store.get("a/b/1") == b"again"
+
+
+FORKED = """
+import os, signal, sys
+from demo_optax._src.swarm.store import in_parallel
+from demo_optax.swarm import ObjectStore
+
+store = ObjectStore(sys.argv[1], patience=5.0)
+
+def in_a_fork(use):
+    if (process := os.fork()) == 0:
+        signal.alarm(60)
+        try:
+            print(use(), flush=True)
+        except OSError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(process, 0)
+
+in_a_fork(lambda: store.create("first", b""))
+in_parallel(store.get, ["first"])
+in_a_fork(lambda: in_parallel(str.upper, "ab"))
+in_a_fork(lambda: store.get("first"))
+in_a_fork(lambda: ObjectStore(sys.argv[1] + "/new").names("x"))
+"""
+
+
+def test_after_a_fork_a_store_that_was_used_is_an_error_and_waits_for_nobody(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    before, threads, same, another = run.stdout.splitlines()
+    assert (before, threads) == ("True", "['A', 'B']")
+    for line, what in (same, "read first"), (another, "list x"):
+        assert re.match(rf"cannot {what} in .* was forked from it.*spawn", line)
 
 
 def test_a_url_and_a_path_are_the_same_place(tmp_path):

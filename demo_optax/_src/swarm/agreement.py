@@ -48,7 +48,7 @@ def compare(store: Store, facts: Mapping[str, Any]) -> None:
       SwarmError: something differs.
     """
     if (run := store.get("run.json")) is not None:
-        there = records.parse(run)
+        there = records.parse(run, key="run.json")
         own = {name: str(value) for name, value in facts.items()}
         _require_equal({name: there[name] for name in own.keys() & there.keys()}, own)
 
@@ -68,7 +68,7 @@ def require(store: Store, facts: Mapping[str, Any], fingerprint: dict[str, str])
         (f"programs/{key}.json", fingerprint),
     ):
         store.create(name, json.dumps(own).encode())
-        _require_equal(records.parse(store.get(name)), own)
+        _require_equal(records.parse(store.get(name), key=name), own)
 
 
 def _require_equal(run: Mapping[str, Any], own: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from demo_optax._src import checks
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, PacketRef, SwarmError
 from demo_optax._src.swarm.slots import claim, read_claim
-from demo_optax._src.swarm.store import Store, in_parallel, log
+from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
 SHORTEST_DEADLINE = 2.0
@@ -30,6 +30,7 @@ POLL_SECONDS = 0.05  # at most between two looks at a step, but
 POLL_SHARE = 0.02  # of a median round, behind which the exchange is hidden
 LOG_EVERY_SECONDS = 5.0
 PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
+AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 
 T = TypeVar("T")
 
@@ -112,6 +113,8 @@ class Member:
         self._hashes: dict[int, str] = {}  # of these manifests
         self._packets: dict[str, bytes] = {}  # of the current step
         self._prefetched: dict[str, bytes] = {}
+        self._ahead: list[str] = []  # packets to read next, in order,
+        self._most_ahead = slots  # and how many of them at once
         self._names: dict[MemberId, str] = {}
         self._leaving = threading.Event()
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
@@ -141,6 +144,20 @@ class Member:
     def leaving(self) -> bool:
         """Whether `leave` was called."""
         return self._leaving.is_set()
+
+    def expect(self, packet_bytes: int) -> None:
+        """Says how many bytes a packet of this run has: nothing much larger is read as one.
+
+        What is a little larger comes from a worker with other settings, and counts for nobody.
+        """
+        if isinstance(self.store, ObjectStore):
+            self.store.packet_bytes = max(PART, 2 * packet_bytes)
+        self._most_ahead = min(self.slots, AHEAD_BYTES // packet_bytes)
+        size = packet_bytes / 1e6
+        self.tell(
+            f"the packets of {self.slots} slots take {self.slots * size:,.1f} MB of the devices' "
+            f"memory, {size:,.1f} MB each; the host holds only those that are there"
+        )
 
     def exchange(
         self, step: int, packet: bytes, steps: int = 1, tokens: int = 1, ends_round: bool = False
@@ -211,10 +228,17 @@ class Member:
         """Returns what the others exchanged in a step that is decided."""
         self._packets = {}
         self._last_time = None  # otherwise the next duration would contain the catching up
-        return self._fetch(self._decided(step))
+        manifest = self._decided(step)
+        while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
+            now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
+            self._prefetched |= self._read_all(now)
+        return self._fetch(manifest)
 
     def read_ahead(self, first: int, steps: int) -> None:
-        """Reads what was exchanged in the next steps, many objects at once, for `receive`."""
+        """Reads the manifests of the next steps at once, and lets `receive` read packets ahead.
+
+        It reads no more of these at once than there are slots, and at most 100 MB.
+        """
         manifests = [records.step_key("manifests", first + n) for n in range(steps)]
         self._prefetched = self._read_all(manifests)
         if len(self._prefetched) < steps:  # so that a replay ends even if it is not faster
@@ -224,18 +248,19 @@ class Member:
             with contextlib.suppress(Damaged):
                 manifest = records.decode(Manifest, data)
                 packets += [records.packet_key(manifest.step, x) for x in manifest.packets]
-        self._prefetched |= self._read_all(packets)
+        self._ahead = packets if self._most_ahead else []
 
     def manifest(self, step: int) -> Manifest | None:
         """Returns which packets count in a step, or None if it is not decided."""
         with self._lock:
             if step in self._manifests:
                 return self._manifests[step]
-            data = self._get(records.step_key("manifests", step))
-            if data is None:
-                return None
+            key = records.step_key("manifests", step)
             try:
-                return self._keep(step, records.decode(Manifest, data), data)
+                data = self._get(key)
+                if data is None:
+                    return None
+                return self._keep(step, records.decode(Manifest, data, key), data)
             except Damaged as error:  # then nobody can decide the step anew, or go on
                 log.warning("the manifest of %s %d: %s", self.unit, step, error)
                 return None
@@ -350,12 +375,18 @@ class Member:
                 self._packets[key] = data
 
     def _read_all(self, keys: Collection[str]) -> dict[str, bytes]:
-        """Reads the objects that exist."""
-        objects = zip(keys, in_parallel(self._get, keys), strict=True)
+        """Reads the objects that exist and are not too large."""
+
+        def read(key: str) -> bytes | None:
+            with contextlib.suppress(Damaged):
+                return self._get(key)
+
+        objects = zip(keys, in_parallel(read, keys), strict=True)
         return {key: data for key, data in objects if data is not None}
 
     def _get(self, key: str) -> bytes | None:
-        return self._prefetched.pop(key, None) or self.store.get(key)
+        ahead = self._prefetched.pop(key, None)
+        return self.store.get(key) if ahead is None else ahead
 
     def _fetch(self, manifest: Manifest) -> ExchangeResult:
         """Reads all packets that count; a worker may miss one only if it was swept."""

@@ -49,6 +49,11 @@ class Programs(NamedTuple):
     fingerprint: dict[str, str]  # the kind of device, and the SHA-256 of the text of send and apply
     batch: Any  # shapes and dtypes of a batch
 
+    @property
+    def packet_bytes(self) -> int:
+        """The bytes of a worker's packet, in which are those of all its shards."""
+        return 4 * self.shape[0] * self.shape[-1]
+
 
 def compile_programs(
     loss_fn, tx, mesh: Mesh, axis_name: axes.AxisName, params, batch, slots: int, options: dict

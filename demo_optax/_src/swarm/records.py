@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
-FORMAT = 3  # of the store's objects and of packets; all workers of a run have the same
+FORMAT = 4  # of the store's objects and of packets; all workers of a run have the same
 
 MOST_TOKENS = 10**16 - 1  # of a packet
 
@@ -80,10 +80,10 @@ _PATTERNS = {  # of the JSON of each field
     "step": _COUNT,
     "packets": rf"\[{_PACKET}(, {_PACKET})*\]",
     "previous": f'""|{_HASH}',
-    "time": r"\d{1,16}(\.\d+)?(e-\d+)?",
+    "time": r"\d{1,11}(\.\d+)?(e-\d+)?",  # to the year 5138
     "worker": _TEXT,
     "nonce": _TEXT,
-    "file": _TEXT,
+    "file": r'"snapshots/\d{8,10}/[0-9a-f]{32}"',
     "parts": _COUNT,
     "sha256": _HASH,
     "digest": _HASH,
@@ -94,23 +94,24 @@ def encode(record: Manifest | Claim | SnapshotIndex) -> bytes:
     return json.dumps(record._asdict()).encode()
 
 
-def decode(kind: type[R], data: bytes | None) -> R:
-    """Decodes a record; raises `Damaged` where it is missing or not valid."""
-    values = parse(data, kind._fields)
+def decode(kind: type[R], data: bytes | None, key: str = "an object") -> R:
+    """Decodes a record; raises `Damaged`, with its key, where it is missing or not valid."""
+    values = parse(data, kind._fields, key)
     if kind is Manifest:
         values["packets"] = tuple(PacketRef(*x) for x in values["packets"])
     return kind(**{name: values[name] for name in kind._fields})
 
 
-def parse(data: bytes | None, fields: Iterable[str] = ()) -> dict[str, Any]:
+def parse(data: bytes | None, fields: Iterable[str] = (), key: str = "an object") -> dict[str, Any]:
     """Parses a JSON object; raises `Damaged` where it is missing, or a field is not valid."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(data or b"")
+        json.dumps(values, ensure_ascii=False).encode()  # no text has half of a surrogate pair
         if isinstance(values, dict) and all(_is_valid(x, values.get(x)) for x in fields):
             return values
     raise Damaged(
-        f"{(data or b'')[:80]!r} in the store was not written by a worker of this version: use a "
-        "place of its own for each run."
+        f"{key} in the store holds {(data or b'')[:80]!r}, which no worker of this version wrote: "
+        "use a place of its own for each run."
     )
 
 
@@ -163,7 +164,7 @@ class StepFolder(NamedTuple):
 
 
 _NAME = re.compile(
-    r"(\d{3,})\.(\d{6,})\.(?:(here|left|ends)|([0-9a-f]{64})\.(\d{1,10})\.(\d{1,16})\.packet)"
+    r"(\d{3,10})\.(\d{6,10})\.(?:(here|left|ends)|([0-9a-f]{64})\.(\d{1,10})\.(\d{1,16})\.packet)"
 )
 
 

@@ -1,6 +1,7 @@
 """The slots of a swarm: which worker owns which, and how a process claims one."""
 
 import contextlib
+import re
 import time
 
 from demo_optax._src.swarm import records
@@ -11,6 +12,8 @@ IDLE_STEPS = 100  # a slot may be taken over if its owner took part in none of t
 IDLE_SECONDS = 600.0  # and claimed it longer ago than this
 CLAIM_TRIES = 100
 POLL_SECONDS = 0.02
+
+_CLAIM = re.compile("([0-9]{3,9})/([0-9]{6,9})")  # the next incarnation has a valid number, too
 
 
 def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
@@ -36,10 +39,9 @@ def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
 def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:
     """Returns the latest incarnation and claim of every slot that was ever claimed."""
     newest: dict[int, int] = {}
-    for name in store.names("slots"):
-        slot, _, incarnation = name.partition("/")
-        if slot.isdecimal() and incarnation.isdecimal():
-            newest[int(slot)] = max(int(incarnation), newest.get(int(slot), 0))
+    for match in filter(None, map(_CLAIM.fullmatch, store.names("slots"))):
+        slot, incarnation = map(int, match.groups())
+        newest[slot] = max(incarnation, newest.get(slot, 0))
     claims = in_parallel(lambda member: read_claim(store, member), newest.items())
     pairs = zip(newest.items(), claims, strict=True)
     return {slot: (incarnation, claim) for (slot, incarnation), claim in pairs}
@@ -54,12 +56,13 @@ def read_claim(store: Store, member: MemberId) -> Claim:
 
 def last_manifests(store: Store, number: int | None = None) -> list[Manifest]:
     """Returns all readable manifests in order, or those of the last ``number`` steps."""
-    steps = records.steps_of(store.names("manifests"))[-(number or 0) :]
-    manifests = []
-    for data in in_parallel(store.get, [records.step_key("manifests", step) for step in steps]):
+
+    def read(step: int) -> Manifest | None:
         with contextlib.suppress(Damaged):
-            manifests.append(records.decode(Manifest, data))
-    return manifests
+            return records.decode(Manifest, store.get(records.step_key("manifests", step)))
+
+    steps = records.steps_of(store.names("manifests"))[-(number or 0) :]
+    return [manifest for manifest in in_parallel(read, steps) if manifest is not None]
 
 
 def _choose(store: Store, worker: str, newest: dict[int, tuple[int, Claim]], slots: int) -> int:

@@ -1,16 +1,16 @@
 """Snapshots of the state that all workers share, from which new workers start.
 
-A snapshot is a file in NumPy's format, divided into objects of a few megabytes, so that packets
-need not wait long for a slow link. Orbax writes a checkpoint with all processes of a job, but a
-single process writes a snapshot, in a thread, while the others train.
+A snapshot holds the bytes of the arrays, one after another and without a header: whoever reads it
+has the same model, which says what they are. It is divided into objects of a few megabytes, so that
+packets need not wait long for a slow link. Orbax writes a checkpoint with all processes of a job,
+but a single process writes a snapshot, in a thread, while the others train.
 """
 
 import hashlib
-import io
+import itertools
 import math
 import time
 import uuid
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -20,13 +20,11 @@ import numpy as np
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.member import Member
 from demo_optax._src.swarm.records import Damaged, Manifest, SnapshotIndex, SwarmError
-from demo_optax._src.swarm.store import Store, in_parallel
+from demo_optax._src.swarm.store import PART, Store, in_parallel
 
 Leaves = list[np.ndarray]
 
 NUM_KEPT = 2
-PART_BYTES = 4_000_000
-HEADER_BYTES = 1_000  # at most, of each array in the file
 READ_TRIES = 5
 LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 POLL_SECONDS = 0.25
@@ -43,17 +41,17 @@ def digest(leaves: Leaves) -> str:
 
 def write(
     store: Store, step: int, leaves: Leaves, before_part: Callable[[], object] = lambda: None
-) -> None:
-    """Writes a snapshot; the first one that is complete stands."""
-    contents = io.BytesIO()
-    np.savez(contents, *map(_as_bytes, leaves))
-    folder, data = records.step_key("snapshots", step), contents.getvalue()
-    file, starts = f"{folder}/{uuid.uuid4().hex}.npz", range(0, len(data), PART_BYTES)
+) -> bool:
+    """Writes a snapshot; the first one of a step stands. Returns whether it is this one."""
+    data = b"".join(_as_bytes(x).data for x in leaves)
+    folder = records.step_key("snapshots", step)
+    file, starts = f"{folder}/{uuid.uuid4().hex}", range(0, len(data), PART)
     index = SnapshotIndex(step, file, len(starts), records.sha256(data), digest(leaves))
     for number, start in enumerate(starts):
         before_part()
-        store.put(_part_key(file, number), data[start : start + PART_BYTES])
-    store.create(f"{folder}.json", records.encode(index))
+        store.put(_part_key(file, number), data[start : start + PART])
+    key, written = f"{folder}.json", records.encode(index)
+    return store.create(key, written) or store.get(key) == written  # the answer may be lost
 
 
 def _part_key(file: str, number: int) -> str:
@@ -66,7 +64,7 @@ def read_index(store: Store, step: int) -> SnapshotIndex | None:
     data = store.get(f"{folder}.json")
     if data is None:
         return None
-    index = records.decode(SnapshotIndex, data)
+    index = records.decode(SnapshotIndex, data, f"{folder}.json")
     if index.step != step or not index.file.startswith(f"{folder}/"):
         raise Damaged(f"{folder}.json must not name the file {index.file!r}.")
     return index
@@ -82,8 +80,11 @@ def read(
 
     The parts are read together, or one after another if there is something to do ``before_part``.
     """
-    most = sum(x.nbytes + HEADER_BYTES for x in like) // PART_BYTES + 1  # whatever the index says
-    keys = [_part_key(index.file, number) for number in range(min(index.parts, most))]
+    other = f"{index.file!r} is of another model or dtype: use those of the run"
+    size = sum(x.nbytes for x in like)
+    if index.parts != math.ceil(size / PART):
+        raise Damaged(other)
+    keys = [_part_key(index.file, number) for number in range(index.parts)]
     if before_part is None:
         parts = in_parallel(store.get, keys)
     else:
@@ -96,29 +97,34 @@ def read(
     data = b"".join(part or b"" for part in parts)
     if records.sha256(data) != index.sha256:
         raise Damaged(f"{index.file!r} must hold the bytes of its hash")
-    try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            leaves = [file[f"arr_{n}"].view(x.dtype).reshape(x.shape) for n, x in enumerate(like)]
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-        raise Damaged(f"{index.file!r} cannot be read ({error}): use the run's model") from error
+    if len(data) != size:
+        raise Damaged(other)
+    flat, ends = np.frombuffer(data, np.uint8), itertools.accumulate(x.nbytes for x in like)
+    leaves = [  # copies, which are aligned
+        flat[end - x.nbytes : end].copy().view(x.dtype).reshape(x.shape)
+        for x, end in zip(like, ends, strict=True)
+    ]
     if digest(leaves) != index.digest:
-        raise Damaged(f"{index.file!r} is of another model or dtype: use those of the run")
+        raise Damaged(other)
     return leaves
 
 
-def read_newest(store: Store, own: Leaves) -> tuple[int, Leaves]:
-    """Returns the step and the arrays of the newest snapshot; writes the first one of a run."""
+def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[int, Leaves]:
+    """Returns the step and the arrays of the newest snapshot; writes the first one of a run.
+
+    Snapshots before the step ``first`` are of no use to the worker.
+    """
     if not steps_of(store):
         write(store, 0, own)
     failures: list[str] = []
     for _ in range(READ_TRIES):  # a snapshot that is swept meanwhile has a successor
-        for step in reversed(steps_of(store)):
+        for step in reversed([step for step in steps_of(store) if step >= first]):
             try:
                 if (index := read_index(store, step)) is not None:
                     return step, read(store, index, like=own)
             except Damaged as error:
                 failures.append(str(error))
-    reasons = "; ".join(dict.fromkeys(failures)) or "all of them vanished"
+    reasons = "; ".join(dict.fromkeys(failures)) or f"none of step {first} or later is there"
     raise SwarmError(
         f"no snapshot can be read: {reasons}. Make sure that model and optimizer are those of the "
         "run, or start a new run in another place."
@@ -130,14 +136,17 @@ def steps_of(store: Store) -> list[int]:
     return records.steps_of(x for x in store.names("snapshots") if x.endswith(".json"))
 
 
-def sweep(store: Store) -> None:
-    """Deletes the packets and snapshots that no new worker needs."""
-    kept = steps_of(store)[-NUM_KEPT:]
+def sweep(store: Store, step: int) -> None:
+    """Deletes the packets and snapshots that no new worker needs.
+
+    The caller has written the snapshot of this step, and can tell nothing of later ones.
+    """
+    kept = [x for x in steps_of(store) if x <= step][-NUM_KEPT:]
     if len(kept) < NUM_KEPT:
         return
     for folder in "packets", "snapshots":
         steps = {name: records.step_of(name) for name in store.names(folder)}
-        old = [name for name, step in steps.items() if step is not None and step < kept[0]]
+        old = [name for name, of in steps.items() if of is not None and of < kept[0]]
         # An index is deleted before its file, so that whoever reads an index finds the file.
         old.sort(key=lambda name: not name.endswith(".json"))
         store.delete([f"{folder}/{name}" for name in old])
@@ -159,7 +168,7 @@ def relative_difference(own: Leaves, other: Leaves) -> float:
 
 
 def _as_bytes(x: np.ndarray) -> np.ndarray:
-    """Returns an array's memory, since NumPy's format has no bfloat16."""
+    """Returns an array's memory; NumPy's buffers know no bfloat16."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
@@ -176,6 +185,7 @@ class SnapshotTurns:
         self._written: Future[None] | None = None
         self._compared: Future[Comparison | None] | None = None
         self._awaited = -1  # the step whose snapshot is awaited
+        self._last = 0  # the last step that had a turn
 
     def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
         """Writes a snapshot of the arrays before a step, or compares them with its writer's.
@@ -183,7 +193,7 @@ class SnapshotTurns:
         The members of the manifest, which all workers know, take turns. A worker that still writes
         an earlier snapshot, or whose parameters are not finite, writes none.
         """
-        members = [packet.member for packet in manifest.packets]
+        members, self._last = [packet.member for packet in manifest.packets], step
         if members[step // self.every % len(members)] != self.member.me:
             if self._compared is None:
                 self._awaited = step
@@ -209,8 +219,11 @@ class SnapshotTurns:
 
     def _write(self, step: int, shared: Leaves) -> None:
         try:
-            write(self.member.store, step, shared, before_part=self.member.wait_for_transfers)
-            sweep(self.member.store)
+            store, wait = self.member.store, self.member.wait_for_transfers
+            if write(store, step, shared, before_part=wait):
+                sweep(store, step)
+            else:
+                self._warn(step, "was not written, since another one stands in its place")
         except (OSError, Damaged) as error:  # another worker writes the next one
             self._warn(step, f"was not written: {error}")
 
@@ -219,7 +232,7 @@ class SnapshotTurns:
         store, own_digest = self.member.store, digest(own)
         try:
             while (index := read_index(store, step)) is None and self._awaited == step:
-                if any(later > step for later in steps_of(store)):
+                if any(step < later <= self._last for later in steps_of(store)):
                     return None  # its writer was gone, or skipped it
                 time.sleep(POLL_SECONDS)
             if index is None or self._awaited != step:

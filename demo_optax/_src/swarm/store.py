@@ -5,6 +5,7 @@ Objects are written once and never change, so readers may keep them.
 
 import functools
 import logging
+import os
 import pathlib
 import time
 import urllib.parse
@@ -12,6 +13,8 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from demo_optax._src.swarm.records import Damaged
 
 try:
     import obstore
@@ -24,15 +27,13 @@ except ImportError as error:
 K = TypeVar("K")
 T = TypeVar("T")
 
-_requests = ThreadPoolExecutor(16, "requests")
-
 log = logging.getLogger("demo_optax.swarm")
 
 NO_RETRIES = {"retry_config": {"max_retries": 0}}  # of obstore: this module retries by itself
 MISSING = exceptions.NotFoundError, FileNotFoundError
 EXISTING = exceptions.AlreadyExistsError, exceptions.PreconditionError
 # obstore ends each request after 30 seconds, so that large objects need several.
-PART = 4_000_000  # bytes that a request reads
+PART = 4_000_000  # bytes that a request reads; only packets may have more
 MAX_UPLOADS = 2  # parts of 5 MB that are written in parallel
 
 
@@ -69,7 +70,11 @@ class ObjectStore(Store):
     """A `Store` on S3, GCS, Azure or a local folder.
 
     Failed requests are sent again after growing pauses, until they have failed for ``patience``
-    seconds. Large objects are read and written in parts.
+    seconds. Packets may be large, and are read and written in parts. Other objects of a swarm have
+    at most 4 MB, and a larger one is not read, whoever wrote it.
+
+    After a fork the store works only in the process that used it first. Start processes that use a
+    store of their own by ``spawn`` or ``forkserver``.
 
     Args:
       url: ``file:///folder``, ``s3://bucket/run``, ``gs://bucket/run``, ``az://container/run``, or
@@ -77,6 +82,14 @@ class ObjectStore(Store):
       patience: seconds for which a failing request is tried again.
       options: options of the store, such as endpoint, region and keys; see obstore's ``from_url``.
         What they leave out comes from the environment.
+
+    Attributes:
+      packet_bytes: the most bytes that a packet may have, or None for any number. A `SwarmWorker`
+        sets it, since it knows how large its own packets are.
+
+    Raises:
+      StoreError: the store does not work, or was used before this process was forked.
+      SwarmError: an object has more bytes than it may have.
 
     Example:
       >>> import tempfile
@@ -93,10 +106,11 @@ class ObjectStore(Store):
         self, url: str, *, patience: float = 60.0, options: Mapping[str, Any] | None = None
     ):
         self.url, self.patience = str(url), patience
+        self.packet_bytes: int | None = None
         try:
             if folder := folder_of(self.url):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._store = from_url(folder.as_uri())
+                self._store = from_url(folder.as_uri(), automatic_cleanup=True)
             else:
                 open_any: Callable[..., Any] = from_url  # its overloads want each store's options
                 self._store = open_any(self.url, **(NO_RETRIES | dict(options or {})))
@@ -120,11 +134,13 @@ class ObjectStore(Store):
 
     def get(self, key: str) -> bytes | None:
         what, data = f"read {key}", bytearray()
+        most = self.packet_bytes if key.endswith(".packet") else PART
 
         def read_first() -> int:
             answer = obstore.get(self._store, key)
             size = answer.meta["size"]
-            data[:] = bytes(answer.bytes()) if size <= PART else b""
+            is_small = size <= PART and (most is None or size <= most)
+            data[:] = bytes(answer.bytes()) if is_small else b""
             return size
 
         def read_next() -> bool:
@@ -133,6 +149,11 @@ class ObjectStore(Store):
             return True
 
         size = self._persist(what, read_first, missing_ok=True)
+        if size is not None and most is not None and size > most:
+            raise Damaged(
+                f"{key} in {self.url} has {size:,} bytes, and no worker of this run writes more "
+                f"than {most:,} there: use a place of its own for each run."
+            )
         while size is not None and len(data) < size:
             if not self._persist(what, read_next, missing_ok=True):
                 return None
@@ -155,6 +176,13 @@ class ObjectStore(Store):
         A lost answer does no harm: the next try finds what was created meanwhile, and whoever
         creates an object reads what stands.
         """
+        if (first := _first_process()) != os.getpid():
+            raise StoreError(
+                f"cannot {what} in {self.url}: process {first} had used a store before this one, "
+                f"{os.getpid()}, was forked from it, and the threads of the store are not here. "
+                'Start processes by multiprocessing.get_context("spawn"), or use stores only after '
+                "the fork."
+            )
         first_failure, pause = None, 0.05
         while True:
             try:
@@ -195,6 +223,18 @@ def _is_denied(error: Exception) -> bool:
     return is_denied or "Permission denied (os error 13)" in str(error)
 
 
+@functools.cache
+def _first_process() -> int:
+    """Returns the process that sent the first request: obstore's threads do not survive a fork."""
+    return os.getpid()
+
+
+@functools.cache
+def _requests(process: int) -> ThreadPoolExecutor:
+    """Returns the threads of a process, since a forked one has none of its parent's."""
+    return ThreadPoolExecutor(16, "requests")
+
+
 def in_parallel(fn: Callable[[K], T], keys: Iterable[K]) -> list[T]:
     """Maps a function over keys, many at the same time."""
-    return list(_requests.map(fn, keys))
+    return list(_requests(os.getpid()).map(fn, keys))

@@ -156,6 +156,7 @@ class SwarmWorker:
             opt_state = programs.init(params)
             facts |= agreement.facts_of_programs(opt_state, programs.shape[-1])
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
+            by_lead(lambda: self.member.expect(programs.packet_bytes))
             params, opt_state, _ = self._catch_up(*self._jump(params, opt_state))
             self._announce()
             if self._clock is not None:
@@ -354,7 +355,9 @@ class SwarmWorker:
         outbox, self._outbox = self._outbox or self._programs.empty_outbox, None
         applied = self._programs.apply(params, opt_state, outbox, packets, self._slot)
         params, opt_state, self._exchange = applied
-        return self._jump(params, opt_state) if result.swept else (params, opt_state)
+        if result.swept:  # what was missed stands in later snapshots only
+            return self._jump(params, opt_state, self.number)
+        return params, opt_state
 
     def _catch_up(self, params, opt_state) -> tuple[Any, Any, int]:
         """Applies what the others exchanged, until a step that is not decided yet."""
@@ -371,10 +374,10 @@ class SwarmWorker:
             self._clock.restart()
         return params, opt_state, steps
 
-    def _jump(self, params, opt_state) -> tuple[Any, Any]:
+    def _jump(self, params, opt_state, first: int = 0) -> tuple[Any, Any]:
         """Takes over the newest snapshot; the first worker of a run writes one."""
         own = list(map(to_host, shared_leaves(params, opt_state)))
-        self.number, leaves = by_lead(lambda: snapshots.read_newest(self.member.store, own))
+        self.number, leaves = by_lead(lambda: snapshots.read_newest(self.member.store, own, first))
         return replace_leaves(self._programs.shardings, params, opt_state, leaves)
 
     def _take_snapshot(self, params, opt_state, manifest: Manifest) -> None:
