@@ -256,6 +256,7 @@ RAISED = [
     lambda: ALONE.init({"steps": jnp.arange(3)}),
     lambda: ALONE.init({"name": "text"}),
     lambda: demo_optax.mean_over_workers("data").init({"w": 1j * jnp.ones(3)}),
+    lambda: ALONE.init({"_overwrite_with_gradient": {"scale": jnp.ones(1)}}),
     lambda: ALONE.update([jnp.ones(3)], ALONE.init(jnp.ones(3))),
     lambda: ALONE.update(jnp.ones((24, 8)), ALONE.init(jnp.ones((16, 8)))),
     stacked_state_inside,

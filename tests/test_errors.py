@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax._src import matrices
-from tests import model, raising, workers
+from tests import causes_of_swarms, model, raising, swarms, workers
 from tests.sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("annotations_unchecked")
@@ -199,6 +199,39 @@ FROZEN = optax.partition({"x": DEMO, "y": optax.set_to_zero()}, {"w": "y", "v": 
 def test_no_function_takes_complex_parameters(fn):
     with pytest.raises(TypeError, match=r"\['w'\] has the complex dtype complex64.*two parameters"):
         fn()
+
+
+def in_a_swarm(params):
+    with causes_of_swarms.store() as place, swarms.make_worker(ALONE, place, 0) as worker:
+        worker.begin(params, model.batch(0))
+
+
+SIMULATED_GRADIENTS = demo_optax.worker_gradients(model.loss, SIMULATED)
+OF_SCALES = {
+    **{name: ENTRIES[name] for name in list(ENTRIES)[:9]},
+    "simulated workers": lambda params: SIMULATED_GRADIENTS(params, model.batch(0)),
+    "stacked gradients": lambda params: demo_optax.stack_workers(DEMO, SIMULATED).update(
+        jax.tree.map(lambda p: jnp.stack([p, p]), params),
+        demo_optax.init_opt_state(DEMO, REAL, SIMULATED),
+        params,
+    ),
+    "a gradient of one's own": lambda params: jax.vmap(
+        lambda batch: demo_optax.local_value_and_grad(model.loss, "data")(params, batch),
+        axis_name="data",
+    )(model.stacked(model.batch(0), 2)),
+    "a gradient that is averaged": lambda params: OPTIMIZERS["mean_over_workers"].update(
+        params, optax.EmptyState()
+    ),
+    "a swarm": in_a_swarm,
+}
+
+
+@pytest.mark.parametrize("entry", OF_SCALES)
+def test_variables_whose_gradient_is_their_next_value_are_not_trained(entry):
+    scales = {"scale": jnp.ones(1)}
+    with pytest.raises(ValueError, match=r"\['scale'\] belongs to Flax's .*by stateful=True"):
+        OF_SCALES[entry]({**model.init(), "_overwrite_with_gradient": scales})
+    assert demo_optax.init_model_state({"_overwrite_with_gradient": scales}, SIMULATED)
 
 
 def test_numbers_are_injected_and_a_compression_is_left_alone():

@@ -128,9 +128,24 @@ def floating_leaves(params) -> None:
             )
 
 
+_OVERWRITTEN = "_overwrite_with_gradient"  # Flax's name of a collection, as of FP8's scales
+
+
 def real_leaves(what: str, tree) -> None:
-    """Refuses complex numbers, whose imaginary parts would be lost in norms and sums."""
+    """Refuses leaves whose gradients cannot be exchanged.
+
+    They are complex numbers, whose imaginary parts would be lost in norms and sums, and the
+    variables of Flax whose gradients are no directions but their next values.
+    """
     for path, leaf in jax.tree.leaves_with_path(tree):
+        if _OVERWRITTEN in jax.tree_util.keystr(path):
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} belongs to Flax's collection "
+                f"{_OVERWRITTEN!r} (such as the scales of FP8), whose gradient is its next value, "
+                "so that it cannot be trained with the parameters: pass variables['params'] alone, "
+                "and the collection as a model state, by stateful=True. docs/how_to/loop.md shows "
+                "the loss."
+            )
         if np.iscomplexobj(leaf):
             raise TypeError(
                 f"{what}{jax.tree_util.keystr(path)} has the complex dtype "

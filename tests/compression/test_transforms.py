@@ -1,13 +1,17 @@
 """Blocks and their transforms against SciPy and NumPy in float64."""
 
 import dataclasses
+import functools
+import re
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
+from demo_optax._src.compression.transforms import random_basis
 from tests import draws, oracles
 from tests.sweeps import sweep
 
@@ -121,3 +125,11 @@ def test_random_basis_is_another_on_each_step_and_loses_nothing():
         stored.append(np.asarray(state.momentum[0]) / np.linalg.norm(total))
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert np.abs(stored[one] - stored[other]).max() > 0.05
+
+
+def test_bases_of_workers_under_vmap_are_made_one_after_another():
+    keys, basis_of = jax.random.split(jax.random.key(0), 3), functools.partial(random_basis, n=8)
+    program = jax.make_jaxpr(jax.vmap(basis_of))(keys)
+    assert set(re.findall(r":f32\[([\d,]+)\] = qr\[", str(program))) == {"8,8"}
+    for key, basis in zip(keys, jax.vmap(basis_of)(keys), strict=True):
+        np.testing.assert_array_equal(basis, basis_of(key))

@@ -4,8 +4,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 import demo_optax
@@ -152,3 +155,38 @@ def test_a_state_without_workers_is_refused():
     opt_state = demo_optax.init_opt_state(TX, PARAMS, mesh)
     with pytest.raises(ValueError, match=r"make them with demo_optax.init_model_state"):
         step(PARAMS, opt_state, STATE, model.batch(0))
+
+
+def test_fp8_scales_as_a_model_state_are_those_of_flax():
+    layer = linen.Dense(3, dot_general_cls=Fp8DirectDotGeneralOp)
+    x, mesh = (
+        jax.random.normal(jax.random.key(0), (4, 16)),
+        jax.sharding.AbstractMesh((1,), ("data",)),
+    )
+    variables = layer.init(jax.random.key(1), x)
+    tx = optax.sgd(0.1)
+    expected = TrainState.create(apply_fn=layer.apply, params=variables, tx=tx)
+
+    def loss_at(variables, x):
+        return jnp.mean(jnp.square(layer.apply(variables, x) - 1))
+
+    def loss_with_scales(params, scales, x):
+        at = {"params": jax.lax.stop_gradient(params), OVERWRITE_WITH_GRADIENT: scales}
+        loss, gradient = jax.value_and_grad(loss_at)(at, x)
+        difference = optax.tree.sub(params, at["params"])
+        linear = optax.tree.vdot(gradient["params"], difference)
+        return loss + linear, (gradient[OVERWRITE_WITH_GRADIENT], None)
+
+    tx = optax.chain(demo_optax.mean_over_workers("data"), tx)
+    step = demo_optax.make_train_step(loss_with_scales, tx, mesh, stateful=True)
+    params = variables["params"]
+    opt_state = demo_optax.init_opt_state(tx, params, mesh)
+    scales = demo_optax.init_model_state(variables[OVERWRITE_WITH_GRADIENT], mesh)
+    for batch in (x, 2 * x):
+        params, opt_state, scales, metrics = step(params, opt_state, scales, batch)
+        loss, gradient = jax.value_and_grad(loss_at)(expected.params, batch)
+        expected = expected.apply_gradients(grads=gradient)
+        np.testing.assert_allclose(metrics.loss, [loss], 1e-6)
+    chex.assert_trees_all_close(params, expected.params["params"], rtol=1e-6)
+    scales = jax.tree.map(lambda x: x[0], scales)
+    chex.assert_trees_all_close(scales, expected.params[OVERWRITE_WITH_GRADIENT], rtol=1e-6)

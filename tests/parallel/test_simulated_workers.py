@@ -1,5 +1,7 @@
 """Workers simulated on one device train as workers on a device each do."""
 
+import tempfile
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,9 +105,67 @@ def test_a_run_goes_on_from_simulated_workers_to_devices_and_back(tmp_path):
 
 
 def test_replicas_of_simulated_workers_cannot_differ():
-    params = jax.device_put(ONES, jax.devices()[0])
+    carried = ONES, demo_optax.init_opt_state(OPTIMIZERS["demo"], ONES, SIMULATED)
+    assert demo_optax.check_replicas(carried, SIMULATED) == ()
+    assert demo_optax.repair_replicas(carried, SIMULATED)[0] is ONES
+
+
+STACKED = demo_optax.stack_workers(OPTIMIZERS["demo"], SIMULATED)
+
+
+def squares(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+STEP = demo_optax.make_train_step(squares, OPTIMIZERS["demo"], SIMULATED)
+GRADIENTS = demo_optax.worker_gradients(squares, SIMULATED)
+
+
+def stacked_step(params, opt_state, batch):
+    found = GRADIENTS(params, batch, opt_state=opt_state)
+    updates, opt_state = STACKED.update(found.gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def after_a_step(params):
+    params, opt_state, _ = STEP(params, STACKED.init(params), normal(0, (8, 24)))
+    return params, opt_state
+
+
+def restored(params):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpointer(folder, OPTIMIZERS["demo"], SIMULATED) as checkpointer,
+    ):
+        checkpointer.save(0, params, STACKED.init(params))
+        found = checkpointer.restore(params)
+    return found.params, found.opt_state
+
+
+@pytest.mark.parametrize(
+    "begin, take_step",
+    [
+        (lambda params: (params, STACKED.init(params)), lambda *args: STEP(*args)[:2]),
+        (lambda params: (params, STACKED.init(params)), stacked_step),
+        (after_a_step, lambda *args: STEP(*args)[:2]),
+        (restored, stacked_step),
+    ],
+    ids=["from init", "stacked gradients", "after a step", "restored"],
+)
+@pytest.mark.parametrize("device", [None, jax.local_devices()[0]], ids=["anywhere", "on a device"])
+def test_a_jitted_loop_around_simulated_workers_compiles_once(begin, take_step, device):
+    loop = jax.jit(lambda *args: take_step(*args))
+    carried = begin(jax.device_put({"w": jnp.ones((24, 40))}, device))
+    for number in range(3):
+        carried = loop(*carried, normal(number, (8, 24)))
+    assert loop._cache_size() == 1
+
+
+def test_the_first_step_of_simulated_workers_copies_the_parameters_and_takes_the_state():
+    params = {"w": jnp.ones((24, 40))}
     opt_state = demo_optax.init_opt_state(OPTIMIZERS["demo"], params, SIMULATED)
-    assert demo_optax.check_replicas(opt_state, SIMULATED) == ()
+    STEP(params, opt_state, normal(0, (8, 24)))
+    assert opt_state[0].momentum["w"].is_deleted() and not params["w"].is_deleted()
 
 
 def test_further_axes_of_a_simulated_mesh_are_refused():

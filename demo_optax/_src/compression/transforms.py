@@ -55,7 +55,13 @@ def dct_basis(n: int) -> Float[np.ndarray, "{n} {n}"]:
 
 @jax.threefry_partitionable(True)
 def random_basis(key: PRNGKeyArray, n: int) -> Float32[Array, "{n} {n}"]:
-    return jax.random.orthogonal(jax.random.fold_in(key, n), n, dtype=jnp.float32)
+    # Under jax.vmap one matrix is made after another, since several batched QR decompositions of
+    # one program wait for each other on a CPU of few cores.
+    @jax.custom_batching.sequential_vmap
+    def orthogonal(key: PRNGKeyArray) -> Float32[Array, "_n _n"]:
+        return jax.random.orthogonal(key, n, dtype=jnp.float32)
+
+    return orthogonal(jax.random.fold_in(key, n))
 
 
 TransformName = Literal["dct", "randomized-dct", "random", "identity"]

@@ -72,7 +72,8 @@ def check_replicas(
     must call this together, and all get the same answer.
 
     Args:
-      tree: arrays on the mesh of any dtype, such as ``(params, opt_state)``.
+      tree: arrays on the mesh of any dtype, such as ``(params, opt_state)``. Those of simulated
+        workers may lie anywhere, since there is one copy of them and no difference.
       mesh: the workers' mesh; it may have further axes, inside each replica.
       axis_name: the workers' axis, or axes.
 
@@ -90,7 +91,6 @@ def check_replicas(
       >>> check_replicas(params, mesh)
       ()
     """
-    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     return tuple(drift for each in differences for drift in _drifts(each, mesh, axis_name))
 
@@ -118,13 +118,12 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
       >>> repair_replicas(params, mesh)["w"] is params["w"]
       True
     """
-    mesh = shards.with_devices(mesh)
     differences = _differences(tree, mesh, axis_name)
     _require_majorities(differences, mesh, axis_name)
     leaves, structure = jax.tree.flatten(tree)
     for difference in differences:
         first = np.argmax(difference.in_majority, axis=1)
-        source = np.zeros(mesh.devices.shape, bool)
+        source = np.zeros(mesh.axis_sizes, bool)
         source.flat[difference.holders[np.arange(len(first)), first]] = True
         leaf = leaves[difference.number]
         with shards.no_context_mesh():
@@ -136,6 +135,8 @@ def repair_replicas(tree, mesh: Mesh | AbstractMesh, axis_name: AxisName = "data
 
 def _differences(tree, mesh, axis_name) -> list[_Difference]:
     shards.num_workers(mesh, axis_name)
+    if shards.is_simulated(mesh, axis_name):  # they share the only copy
+        return []
     leaves = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
     specs = [_spec(name, x, mesh) for name, x in leaves]
     holders = [_holders(mesh, spec) for spec in specs]

@@ -75,8 +75,9 @@ def stacked_specs(specs, axis_name: AxisName):
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs):
-    concrete = with_devices(mesh)
-    return jax.tree.map(lambda spec: NamedSharding(concrete, spec), specs)
+    """Returns a NamedSharding for each spec; simulated workers divide nothing."""
+    concrete, simulated = with_devices(mesh), isinstance(mesh, AbstractMesh)
+    return jax.tree.map(lambda spec: NamedSharding(concrete, P() if simulated else spec), specs)
 
 
 def counts(shape: tuple[int, ...], spec: P, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
@@ -129,18 +130,19 @@ def copies(params, mesh: Mesh | AbstractMesh, axis_name: AxisName, specs):
     return constrain_sharding(copied, mesh, stacked_specs(specs, axis_name))
 
 
-def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
+def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=(), kept: Any = True):
     """Places each leaf as its spec says, or the spec of a prefix.
 
     An array that already has the sharding is returned. Otherwise an array to be ``donated`` is
-    copied, since its buffer may be one that the caller keeps. An array that occurs twice in a
-    donated tree, or in the donated trees ``beside``, is copied too.
+    copied, since its buffer may be one that the caller keeps, unless ``kept``, a prefix of the
+    tree, says that it is not. An array that occurs twice in a donated tree, or in the donated trees
+    ``beside``, is copied too. Traced values of simulated workers stay where they are.
     """
     seen = set(map(id, jax.tree.leaves(beside)))
 
-    def place(x, wanted):
+    def place(x, wanted, kept):
         if isinstance(x, Tracer):
-            return jax.device_put(x, wanted)
+            return x if isinstance(mesh, AbstractMesh) else jax.device_put(x, wanted)
         is_taken = id(x) in seen
         if donated:
             seen.add(id(x))
@@ -156,11 +158,12 @@ def put(mesh: Mesh | AbstractMesh, tree, specs, *, donated: bool, beside=()):
             return x
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
-        elif donated or is_taken:
+        elif (donated and kept) or is_taken:
             x = jnp.copy(x)
         return jax.device_put(x, wanted)
 
-    return jax.tree.map(place, tree, shardings(mesh, jax.tree.broadcast(specs, tree)))
+    wanted = shardings(mesh, jax.tree.broadcast(specs, tree))
+    return jax.tree.map(place, tree, wanted, jax.tree.broadcast(kept, tree))
 
 
 def share_threads(mesh: Mesh | AbstractMesh) -> bool:

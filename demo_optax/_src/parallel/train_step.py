@@ -270,7 +270,9 @@ def make_train_step(
             worker_axis.require_stacked(state, workers, "model state", "init_model_state")
             layout = layout_for(params, opt_state)
             specs = layout.params, layout.state, P(axis_name)
-            carried = shards.put(mesh, carried, specs, donated=donate)
+            # A new state of simulated workers lies anywhere, and is consumed there.
+            kept = True, not simulated, not simulated
+            carried = shards.put(mesh, carried, specs, donated=donate, kept=kept)
             accepted = shards.signature(mesh, carried), layout
         leaf_batch_specs = specs_of_batch(batch)
         if not simulated:

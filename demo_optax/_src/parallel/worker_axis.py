@@ -233,7 +233,7 @@ def init_opt_state(
     Returns:
       ``tx.init(params)``, where each leaf that differs between workers has a leading axis with
       an entry for each of them, sharded as `state_specs` says. Momenta are those of each device's
-      shard of its parameter.
+      shard of its parameter. The state of simulated workers lies where their parameters do.
 
     Raises:
       ValueError: ``tx`` does not exchange over ``axis_name``; the mesh has no such axis; a
@@ -259,14 +259,20 @@ def init_opt_state(
 
 def init_stacked(tx, layout: StateLayout, params):
     mesh, specs = layout.mesh, unboxed(layout.params)
+    given, made = shards.shardings(mesh, (specs, layout.state))
+    if isinstance(mesh, AbstractMesh):
+        # The state is as little bound to a device as the parameters are, so that a jitted loop
+        # returns both as it was given them, and compiles once.
+        given = made = None
     tx = boxed_inside(tx, layout.params)
 
     def init(params):
         return stack_entries(tx.init(params), layout)
 
-    placed = jax.device_put(unboxed(params), shards.shardings(mesh, specs))
     on_workers = shards.map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
-    return jax.jit(on_workers, out_shardings=shards.shardings(mesh, layout.state))(placed)
+    # All parameters are kept, so that a state of zeros is bound to a device if they are.
+    made_on_workers = jax.jit(on_workers, out_shardings=made, keep_unused=True)
+    return made_on_workers(jax.device_put(unboxed(params), given))
 
 
 def _require_outermost(updates) -> None:
@@ -314,7 +320,8 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
 
     checks.shapes_of("state", state)
     stacked = jax.tree.map(stack, state)
-    return jax.device_put(stacked, shards.shardings(mesh, P(axis_name)))
+    placed = shards.shardings(mesh, P(axis_name))
+    return stacked if isinstance(mesh, AbstractMesh) else jax.device_put(stacked, placed)
 
 
 _MAKE_GRADIENTS = (

@@ -64,6 +64,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
             )
         local = list(args)
         for i in differentiated:
+            checks.real_leaves(f"argument {i}", local[i])
             local[i] = axes.as_varying(local[i], axis_name)
         try:
             return value_and_grad(*local, **kwds)
