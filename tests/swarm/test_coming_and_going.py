@@ -319,6 +319,22 @@ def test_snapshots_are_compared_whatever_else_stands_in_the_store(store, watchfu
     turns.close()
 
 
+@pytest.mark.parametrize("wrong", ["parameters", "state"])
+def test_a_large_residual_hides_no_difference_from_a_snapshot(store, wrong):
+    said, step = [], 4
+    params, state = np.ones(4, np.float32), [np.full(4, 1e4, np.float32), np.ones(2, np.float32)]
+    theirs = (
+        [1.5 * params, *state] if wrong == "parameters" else [params, *(1.5 * x for x in state)]
+    )
+    snapshots.write(store, step, theirs)
+    turns = SnapshotTurns(Member(store, "paris", tell=said.append), step)
+    manifest = records.Manifest(0, (records.PacketRef(7, 1, "0" * 64),), "", 0.0)
+    turns.take(step, [params, *state], 1, manifest)
+    assert turns._compared.result(timeout=10) == (step, pytest.approx(1 / 3), None)
+    assert "differs from this worker's parameters by 0.33" in said[0]
+    turns.close()
+
+
 def muon():
     return demo_optax.decoupled(optax.contrib.muon(1e-2, ns_steps=1), Compression(4))
 

@@ -264,7 +264,63 @@ def test_one_whose_last_result_does_not_come_says_how_many_steps_are_lost(store,
     params, opt_state = swarms.begin(worker)
     for step in range(EVERY + 2):
         params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
-    assert worker.leave(params, opt_state) == 2
+    assert worker.leave(params, opt_state) == EVERY + 2  # the packet under way may be lost as well
+    worker.close()
+
+
+def late(worker, monkeypatch) -> None:
+    """Lets another member decide each step before this worker's packet is there."""
+    slots = worker.member.slots
+    other, send = (
+        Member(worker.member.store, "other", slots=slots, deadline=0.1),
+        worker.member.send,
+    )
+
+    def send_too_late(step, packet, *counts):
+        other.exchange(step, bytes(len(packet)))
+        return send(step, packet, *counts)
+
+    monkeypatch.setattr(worker.member, "send", send_too_late)
+
+
+def test_one_whose_message_came_too_late_sends_it_again_when_it_leaves(store, monkeypatch):
+    said, worker = [], swarms.make_worker(rounds("sparseloco"), store, 0)
+    params, opt_state = swarms.begin(worker)
+    with monkeypatch.context() as patched:
+        late(worker, patched)
+        for step in range(EVERY):
+            params, opt_state, metrics = worker.step(params, opt_state, swarms.batch_of(0, step))
+    assert metrics.round_steps == EVERY and "worker-0" not in metrics.members
+    worker.member.tell = said.append
+    assert worker.leave(params, opt_state) == 0
+    assert worker.member.last_sent == 1 and float(worker._outbox.factor) == 1.0
+    assert any(np.asarray(values).any() for values in worker._outbox.message.values)
+    worker.close()
+    other = Member(store, "another", slots=worker.member.slots, deadline=0.1)
+    packets = other.exchange(1, bytes(worker._programs.packet_bytes)).manifest.packets
+    assert EVERY in [packet.steps for packet in packets if packet.slot == worker.member.slot]
+    assert "of its outer momentum, by norm: a packet holds no more" in said[0]
+
+
+def test_one_whose_last_packet_comes_too_late_says_that_its_steps_are_lost(store, monkeypatch):
+    worker = swarms.make_worker(rounds("diloco"), store, 0)
+    params, opt_state = swarms.begin(worker)
+    for step in range(2):
+        params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
+    late(worker, monkeypatch)
+    assert worker.leave(params, opt_state) == 2 and worker.member.last_sent == 0
+    worker.close()
+
+
+def test_a_snapshot_is_taken_over_in_rounds_without_a_wait(store, monkeypatch):
+    worker = swarms.make_worker(rounds("diloco"), store, 0, delay=1, min_workers=2)
+    params, opt_state = swarms.begin(worker)
+    asked = []
+    monkeypatch.setattr(worker._turns, "comparison", lambda: asked.append(worker._outbox))
+    for step in range(EVERY + 3):
+        params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
+    assert asked == [None] * EVERY  # none once its packet waits for a second worker
+    worker.member.leave()
     worker.close()
 
 

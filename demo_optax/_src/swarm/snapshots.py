@@ -197,7 +197,7 @@ class SnapshotTurns:
         if members[step // self.every % len(members)] != self.member.me:
             if self._compared is None:
                 self._awaited = step
-                self._compared = self._threads.submit(self._compare, step, shared)
+                self._compared = self._threads.submit(self._compare, step, shared, num_params)
         elif self._written and not self._written.done():
             self._warn(step, "was not written, since an earlier one is still being written")
         elif not is_finite(shared[:num_params]):
@@ -227,7 +227,7 @@ class SnapshotTurns:
         except (OSError, Damaged) as error:  # another worker writes the next one
             self._warn(step, f"was not written: {error}")
 
-    def _compare(self, step: int, own: Leaves) -> Comparison | None:
+    def _compare(self, step: int, own: Leaves, num_params: int) -> Comparison | None:
         """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
         store, own_digest = self.member.store, digest(own)
         try:
@@ -243,7 +243,9 @@ class SnapshotTurns:
         except (OSError, Damaged) as error:
             self._warn(step, f"was not compared: {error}")
             return None
-        drift = relative_difference(own, leaves)
+        # Parameters and state by themselves, since a residual may have a far larger norm.
+        parts = slice(num_params), slice(num_params, None)
+        drift = float(np.max([relative_difference(own[part], leaves[part]) for part in parts]))
         is_own_broken = not math.isfinite(drift) and is_finite(leaves)
         if drift < LARGEST_DRIFT or is_own_broken:
             return step, drift, leaves

@@ -24,8 +24,9 @@ class SwarmMetrics(NamedTuple):
       waited: float, seconds in the exchange; with a delay, those that the gradient did not hide.
       packet_bytes: int, bytes that it sent.
       replayed: int, steps that it caught up with afterwards, or rounds.
-      drift: float, the norm by which its parameters and shared state differed from the last
-        snapshot, relative to that of the snapshot; None in steps without a comparison.
+      drift: float, the norm by which its parameters differed from the last snapshot, relative to
+        that of the snapshot, or the same of the shared state if that is larger; None in steps
+        without a comparison.
       round_steps: int, the steps in the round that this step ended, else 0; 1 without rounds.
     """
 

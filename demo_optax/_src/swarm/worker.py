@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from demo_optax._src import axes, checks, halves, metrics
+from demo_optax._src.local_state import nodes
+from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.processes import by_lead, is_lead
 from demo_optax._src.swarm import agreement, replicated_state, snapshots
@@ -22,6 +24,7 @@ from demo_optax._src.swarm.rounds import RoundClock
 from demo_optax._src.swarm.under_way import ExchangeUnderWay, SwarmMetrics
 
 LEAVE_SECONDS = 10.0  # for which a worker that leaves waits for the result of its last packet
+DECISION_SECONDS = 1.0  # for which it then waits for a decision that others may be taking
 LOG_EVERY_STEPS = 200  # of catching up
 READ_AT_ONCE = 16  # steps, after it has caught up with as many
 
@@ -122,6 +125,8 @@ class SwarmWorker:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
             member.unit = "round"
         self._steps = 0  # that this worker took since it last sent a packet
+        self._sent_steps = 0  # that its last packet holds
+        self._returned_steps = 0  # whose message came too late, and is in the outer momentum again
         self._outbox: Any = None  # the message that was sent and is not applied yet
         self._times_late = 0  # successive exchanges in which this worker's packet did not count
         self._programs: Any = None  # what `begin` compiles
@@ -191,10 +196,12 @@ class SwarmWorker:
     def leave(self, params, opt_state) -> int:
         """Sends the progress of a round that has not ended, before the worker leaves.
 
-        Returns the number of its steps that are lost, which is 0 if the packet could be sent. The
-        others need not wait for it: it counts in the round that they are in. The residual of a
-        compression that sends few coefficients leaves with the worker. Call this before
-        ``member.leave()``, which ends the wait for a packet under way.
+        Returns the number of its steps that are lost: those of a packet that came too late, or
+        whose result did not come in time. It is 0 if the packet could be sent before the others
+        decided. They need not wait for it, since it counts in the round that they are in. A message
+        that came too late before is sent again. What one packet cannot hold of the outer momentum
+        leaves with the worker, which tells its share. Call this before ``member.leave()``, which
+        ends the wait for a packet under way.
         """
         if self._error is not None or self._programs is None or not self._has_rounds:
             return self._steps
@@ -203,17 +210,43 @@ class SwarmWorker:
             if self._outbox is not None:
                 result = self._result(LEAVE_SECONDS)
                 if result is None:
-                    return self._steps
+                    return self._steps + self._sent_steps
                 params, opt_state, _ = self._go_on(result, params, opt_state)
             params, opt_state, _ = self._catch_up(params, opt_state)
+            steps = self._steps + self._returned_steps
             # An earlier process of this worker may have left its packet in the same round.
-            if self._steps and by_lead(lambda: self.member.may_send(self.number)):
+            if steps and by_lead(lambda: self.member.may_send(self.number)):
+                if not self._steps:  # a round without steps would have no weight
+                    weight = np.float32(self._returned_steps * self._weight[0])
+                    opt_state = opt_state._replace(weight=weight)
                 nothing = *self._programs.no_gradient(), self._weight, self._slot
-                _, packet = self._send(params, opt_state, *nothing)
-                sent = self.number, packet, self._steps, self._tokens_of(self._steps)
+                opt_state, packet = self._send(params, opt_state, *nothing)
+                sent = self.number, packet, steps, self._tokens_of(steps)
                 by_lead(lambda: self.member.send(*sent))
-                self._steps = 0
-        return self._steps
+                self._tell_rest(opt_state)
+                if by_lead(self._counts_unless_decided):
+                    self._steps = self._returned_steps = 0
+        return self._steps + self._returned_steps
+
+    def _counts_unless_decided(self) -> bool:
+        """Tells whether the last packet counts, as far as others have decided on it by now."""
+        until = time.monotonic() + DECISION_SECONDS
+        while (manifest := self.member.manifest(self.number)) is None and time.monotonic() < until:
+            time.sleep(DECISION_SECONDS / 10)
+        return manifest is None or self.member.me in manifest.members
+
+    def _tell_rest(self, opt_state) -> None:
+        """Tells the share of the outer momentum that its last packet does not hold."""
+        (momentum,) = nodes(opt_state, DecoupledMomentumState)
+        rest, sent = (
+            np.hypot.reduce([float(np.linalg.norm(to_host(x))) for x in jax.tree.leaves(tree)])
+            for tree in (momentum.momentum, self._outbox.message.values)
+        )
+        share = rest / np.hypot(rest, sent) if rest else 0.0
+        if share >= 0.01 and self._member is not None:
+            self._member.tell(
+                f"leaves with {share:.0%} of its outer momentum, by norm: a packet holds no more"
+            )
 
     def close(self) -> None:
         """Tells the others not to wait for this worker, and finishes what it writes."""
@@ -247,7 +280,9 @@ class SwarmWorker:
             raise
 
     def _step(self, params, opt_state, batch) -> tuple[Any, Any, SwarmMetrics]:
-        params, opt_state, drift = self._adopt(params, opt_state)
+        drift = None
+        if not self._has_rounds:
+            params, opt_state, drift = self._adopt(params, opt_state)
         while True:
             gradients = self._programs.gradients(params, opt_state, batch)
             norm = to_host(gradients.gradient_norm)
@@ -260,6 +295,8 @@ class SwarmWorker:
         self._steps += 1
         if result is not None:
             params, opt_state, replayed = self._go_on(result, params, opt_state)
+        if self._has_rounds and self._outbox is None:  # so that it waits for no exchange
+            params, opt_state, drift = self._adopt(params, opt_state)
         look = self._look()
         if look == "decided":
             params, opt_state, replayed = self._go_on(None, params, opt_state)
@@ -267,7 +304,8 @@ class SwarmWorker:
         number, sent = self.number, (gradients.gradients, norm, self._weight, self._slot)
         if look == "over":
             opt_state, packet = self._send(params, opt_state, *sent)
-            round_steps, self._steps = self._steps, 0
+            round_steps = self._sent_steps = self._steps
+            self._steps = 0
             marks_end = self._clock.restart() if self._clock is not None else False
             tokens = self._tokens_of(round_steps)
             self._under_way.begin(number, packet, round_steps, tokens, marks_end)
@@ -347,6 +385,9 @@ class SwarmWorker:
     def _apply(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any]:
         """Applies the packets; goes on to the next exchange, or to a snapshot if some are swept."""
         self.number += 1
+        if self._outbox is not None:
+            is_late = result.own is None
+            self._returned_steps = self._returned_steps + self._sent_steps if is_late else 0
         num_shards, slots, words = self._programs.shape
         packets = np.zeros((num_shards, slots, words), np.uint32)
         for slot, data in result.packets.items():
