@@ -82,6 +82,13 @@ class Checkpointer:
         checks.require_unwrapped(tx)
         checks.static_integer("keep", keep, at_least=1)
         shards.num_workers(mesh, axis_name or ())  # refuses unknown axes
+        exchange = getattr(tx, "exchange", None)
+        if axis_name and exchange is not None and exchange.axis_name is None:
+            raise ValueError(
+                f"axis_name is {axis_name!r}, but the optimizer exchanges over no axis. For a "
+                "worker with a transport of its own give Checkpointer axis_name=None, and for "
+                f"workers along {axis_name!r} give the optimizer axis_name={axis_name!r}."
+            )
         self._tx, self._where = tx, (mesh, axis_name, param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
         self._damaged: set[int] = set()
