@@ -211,6 +211,72 @@ def test_schedules_that_are_injected_follow_the_rounds_too():
     assert float(state.inner.hyperparams["learning_rate"]) == pytest.approx(0.5)
 
 
+@functools.cache
+def rounds_of(every, fragments):
+    """The first state of one worker whose rate tells the step, and its compiled update."""
+    inner, sent = optax.sgd(lambda step: RATE * step), outer(64, "float32", 1.0)
+    tx = demo_optax.local_steps(inner, sent, every, fragments=fragments)
+    return jax.jit(tx.init)(START), jax.jit(tx.update)
+
+
+def steps_by_schedule(update, state, number):
+    """Each update's step by the schedule, whether it ended a round, and the last state."""
+    seen = []
+    for _ in range(number):
+        _, state = update(full(1.0), state, START)
+        count = optax.tree.get(state.inner, "ScaleByScheduleState").count
+        seen.append((int(count) - 1, int(state.mini_step) == 0))
+    return *zip(*seen, strict=True), state
+
+
+@pytest.mark.parametrize("fragments", [None, 2])
+@pytest.mark.parametrize("at", [8, 11])
+def test_schedules_go_on_when_rounds_get_longer_or_shorter(fragments, at):
+    first, update = rounds_of(4, fragments)
+    _, _, state = steps_by_schedule(update, first, at)
+    for every in (2, 6):
+        steps, ended, _ = steps_by_schedule(rounds_of(every, fragments)[1], state, 12)
+        assert steps == tuple(range(at, at + 12))
+        before, length = (n // (fragments or 1) for n in (4, every))
+        end = at // before * before + before - 1  # of the round that was begun
+        due = [step >= end and (step - end) % length == 0 for step in steps]
+        assert ended == tuple(due) or (length == 1 and all(ended))
+
+
+@pytest.mark.parametrize("given", ["as of any optimizer", "and of local steps"])
+def test_who_joins_with_the_shared_state_takes_the_others_steps(given):
+    """Rounds of 2 steps, of which the others have taken four."""
+    inner = optax.sgd(lambda step: RATE * step)
+    tx = demo_optax.local_steps(inner, outer(64, "float32", 1.0), EVERY)
+    (init, send, apply), x = halves_of(tx), START
+    old = init(x)
+
+    def step(state, worker):
+        outbox, state = send(full(1.0), state, x, worker=worker)
+        return outbox, int(optax.tree.get(state.inner, "ScaleByScheduleState").count), state
+
+    for number in range(2 * EVERY * 2):
+        outbox, _, old = step(old, 0)
+        if number % EVERY == EVERY - 1:
+            _, old = apply(outbox.packets, outbox, old, x, worker=0)
+    new = init(x)
+    (theirs, *base), (ours, *_) = old.outer, new.outer
+    new = new._replace(outer=(ours._replace(count=theirs.count, metrics=theirs.metrics), *base))
+    if given == "and of local steps":
+        shared = dict(round=old.round, first_step=old.first_step, last_step=old.last_step)
+        new = new._replace(**shared)
+    for number in range(2 * EVERY):  # the first round it trains with the others
+        (box, count, old), (other, same, new) = step(old, 0), step(new, 1)
+        assert count == same == 2 * EVERY * 2 + number + 1
+        if number % EVERY == EVERY - 1:
+            packets = np.concatenate([box.packets, other.packets])
+            updates, old = apply(packets, box, old, x, worker=0)
+            same, new = apply(packets, other, new, x, worker=1)
+            np.testing.assert_array_equal(updates, same)
+            for name in ("round", "first_step", "last_step"):
+                assert int(getattr(old, name)) == int(getattr(new, name))
+
+
 def test_a_long_round_counts_whole_beside_a_short_one_and_a_loud_one_does_not():
     """With a limit of 10, weights are at most 10 medians, and norms grow with the weights."""
     compression = demo_optax.Compression(64, 8, transform="identity")

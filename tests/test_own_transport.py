@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import demo_optax
 import own_transport
+from demo_optax.checkpoint import Checkpointer
 from tests import workers
 from tests.sweeps import slow
 
@@ -68,6 +70,32 @@ def test_over_pipes(of_one_job):
         served.result()
     for _, params in found:
         chex.assert_trees_all_equal(params, of_one_job)
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_worker_is_saved_between_the_halves(every, tmp_path):
+    compression = demo_optax.Compression(topk=4, block_side=8)
+    tx = demo_optax.decoupled(optax.sgd(1.0), compression, look_ahead=1.0)
+    tx = tx if every is None else demo_optax.local_steps(optax.adam(0.1), tx, every)
+    send, apply = jax.jit(tx.send), jax.jit(tx.apply)
+    params, mesh = {"w": jnp.ones((8, 16))}, workers.mesh_of(1)
+    state = tx.init(params)
+    for _ in range(every or 1):
+        outbox, state = send({"w": jnp.eye(8, 16)}, state, params, worker=0)
+    with Checkpointer(tmp_path, tx, mesh, axis_name=None) as checkpointer:
+        checkpointer.save(1, params, state, extra=outbox)
+    with Checkpointer(tmp_path, tx, mesh, axis_name=None) as checkpointer:
+        found = checkpointer.restore(params, extra=tx.empty_outbox(params))
+    chex.assert_trees_all_equal((found.opt_state, found.extra), (state, outbox))
+    again = apply(outbox.packets, found.extra, found.opt_state, found.params, worker=0)
+    chex.assert_trees_all_equal(again, apply(outbox.packets, outbox, state, params, worker=0))
+
+
+def test_a_checkpointer_over_workers_that_the_optimizer_does_not_know_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="with a transport of its own give Checkpointer axis_name=None"
+    ):
+        Checkpointer(tmp_path, demo_optax.demo_muon(1e-2), workers.mesh_of(2))
 
 
 @pytest.mark.parametrize("kind", ["threads", slow("processes")])

@@ -333,6 +333,34 @@ def test_with_local_steps_a_round_sends_one_packet(tmp_path):
     assert len(whole.log.sent_shares) == 2 and all(whole.log.sent_shares)
 
 
+@pytest.mark.parametrize(
+    "steps, local_steps, refused", [(12, 4, False), (12, 3, True), (3, 1, True)]
+)
+def test_rounds_may_be_longer_after_a_restart(steps, local_steps, refused, tmp_path, capsys):
+    """The round that was begun ends after step 4, as it would have."""
+    config = dataclasses.replace(
+        NANO,
+        optimizer="diloco",
+        local_steps=2,
+        workers=None,
+        simulate=1,
+        checkpoint_dir=str(tmp_path),
+    )
+    run = prepare(config)
+    state = demo_optax.init_opt_state(run.tx, run.params, run.mesh)
+    state = state._replace(first_step=jnp.int32(2), last_step=jnp.int32(3), mini_step=jnp.int32(0))
+    with train.open_checkpoints(run) as checkpointer:
+        checkpointer.save(2, run.params, state, train.order(run, 0))
+    other = prepare(dataclasses.replace(config, steps=steps, local_steps=local_steps))
+    with train.open_checkpoints(other) as checkpointer:
+        if not refused:
+            assert train.begin(other, checkpointer)[0] == 2
+            return
+        with pytest.raises(SystemExit):
+            train.begin(other, checkpointer)
+        assert "the next exchange is after step 4" in capsys.readouterr().err
+
+
 def test_layers_that_are_stacked_are_not_divided():
     run = prepare(dataclasses.replace(NANO, scan_layers=True, fsdp=2))
     specs = {str(spec) for spec in jax.tree.leaves(run.param_specs)}

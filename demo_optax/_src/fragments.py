@@ -48,10 +48,12 @@ class PendingFragment(NamedTuple):
     Attributes:
       outbox: the worker's packet and the message in it, as `demo_optax.Delayed` keeps them.
       progress: the gradient that the message was made of.
+      blocks: static, the compression that tells the blocks.
     """
 
     outbox: DelayedState
     progress: Fragment
+    blocks: Compression
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Fragments:
         return state, PendingFragment(
             outbox=self._delayed.init(self._plan_of_packets(fragment))._replace(inner=()),
             progress=axes.as_varying(progress, self.outer.exchange.axis_name),
+            blocks=self.blocks,
         )
 
     def deliver(
@@ -128,11 +131,11 @@ class Fragments:
             lambda d, g, u, is_moved: jnp.where(is_moved > 0, moved(d, g, u), d),
             state.displacement,
             *[
-                self._spread(x, state.displacement, number)
+                spread(self.blocks, self.count, x, state.displacement, number)
                 for x in (state.pending.progress, updates, is_moved)
             ],
         )
-        return self._spread(updates, like, number), state._replace(
+        return spread(self.blocks, self.count, updates, like, number), state._replace(
             round=state.round + was_sent.astype(jnp.int32),
             displacement=displacement,
             outer=self._with_state_of(state.outer, new, number),
@@ -148,7 +151,7 @@ class Fragments:
         kept = self._delayed.keep(self._plan_of_packets(progress), outbox, ())
         return state._replace(
             outer=self._with_state_of(state.outer, new, number),
-            pending=PendingFragment(kept, progress),
+            pending=PendingFragment(kept, progress, self.blocks),
         )
 
     def next_number(self, state: LocalStepsState) -> IntScalar:
@@ -165,17 +168,15 @@ class Fragments:
 
     # --- tensors, sections of their blocks, and one fragment of these
 
-    def _plan(self, tree) -> Plan:
-        return make_plan(self.blocks, tuple(x.shape for x in jax.tree.leaves(tree)))
-
     def _sections(self, tree) -> Any:
         """Returns the blocks of each section, ``(rows, count, *sides)``, by their sides.
 
         A tree without arrays stays as it is, such as the placeholder of ``optax.tree.map_params``.
         """
-        plan, tensors = self._plan(tree), jax.tree.leaves(tree)
+        tensors = jax.tree.leaves(tree)
         if not tensors:
             return tree
+        plan = make_plan(self.blocks, tuple(x.shape for x in tensors))
         blocks: list[list[Any]] = [[] for _ in plan.sections]
         for part in plan.parts:
             coefficients = part.forward(tensors[slice(*part.tensors)], jnp.int32(0))
@@ -198,22 +199,6 @@ class Fragments:
             return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
 
         return jax.tree.map(own, self._sections(tree))
-
-    def _spread(self, fragment: Fragment, like, number: IntScalar):
-        """Returns a tree like ``like`` that is zero outside of the fragment."""
-        plan, rows = self._plan(like), []
-        for sides, section in zip(plan.sides, plan.sections, strict=True):
-            each = jnp.arange(self.count, dtype=jnp.int32)
-            is_own = each.reshape(1, -1, *[1] * len(sides)) == number
-            # A select, unlike an update of a slice, becomes a part of what uses the result.
-            blocks = jnp.where(is_own, fragment[_name(sides)][:, None], 0)
-            blocks = blocks.reshape(-1, *sides)[: section.num_blocks]
-            rows.append(transforms.forward(blocks, sides, None).reshape(len(blocks), -1))
-        tensors: list[Any] = []
-        for part, own in zip(plan.parts, plan.split_rows(rows), strict=True):
-            tensors += part.inverse(own, jnp.int32(0))
-        leaves, structure = jax.tree.flatten(like)
-        return structure.unflatten(map(in_dtype_of, tensors, leaves))
 
     # --- the state of the outer optimizer, and that of one fragment
 
@@ -261,6 +246,23 @@ class Fragments:
             return structure.unflatten(leaves)._replace(metrics=new.metrics, sent=new.sent)
 
         return jax.tree.map(node, state, own, is_leaf=_is_momentum)
+
+
+def spread(blocks: Compression, count: int, fragment: Fragment, like, number: IntScalar):
+    """Returns a tree like ``like`` that is zero outside of one of ``count`` fragments."""
+    leaves, structure = jax.tree.flatten(like)
+    plan, rows = make_plan(blocks, tuple(x.shape for x in leaves)), []
+    for sides, section in zip(plan.sides, plan.sections, strict=True):
+        each = jnp.arange(count, dtype=jnp.int32)
+        is_own = each.reshape(1, -1, *[1] * len(sides)) == number
+        # A select, unlike an update of a slice, becomes a part of what uses the result.
+        own = jnp.where(is_own, fragment[_name(sides)][:, None], 0)
+        own = own.reshape(-1, *sides)[: section.num_blocks]
+        rows.append(transforms.forward(own, sides, None).reshape(len(own), -1))
+    tensors: list[Any] = []
+    for part, own in zip(plan.parts, plan.split_rows(rows), strict=True):
+        tensors += part.inverse(own, jnp.int32(0))
+    return structure.unflatten(map(in_dtype_of, tensors, leaves))
 
 
 def require_divides(fragments: Any, steps: int, name: str) -> None:

@@ -18,6 +18,9 @@ class LocalStepsState(NamedTuple):
     Attributes:
       round: int32 scalar, the number of rounds, or of fragments, whose result was applied; the same
         on all workers.
+      first_step, last_step: int32 scalars, the steps of the run that this round, or the steps up to
+        the next fragment, begins and ends with; the same on all workers. They are those of the
+        schedules of the inner optimizer, and a new ``every`` holds from the next round on.
       mini_step: int32 scalar, the number of inner steps so far in this round, or since the last
         fragment was sent. In a job with an axis of workers it is the same on all of them.
       weight: float32 scalar, or a vector with an entry for each fragment: the sum of the
@@ -38,6 +41,8 @@ class LocalStepsState(NamedTuple):
     """
 
     round: IntScalar
+    first_step: IntScalar
+    last_step: IntScalar
     mini_step: IntScalar
     weight: Float32[Array, "..."]
     displacement: optax.Updates

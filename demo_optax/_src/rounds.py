@@ -184,6 +184,8 @@ def local_steps(
             round_checks.require_linear(getattr(outer, "base", None), params)
         return LocalStepsState(
             round=jnp.zeros((), jnp.int32),
+            first_step=jnp.zeros((), jnp.int32),
+            last_step=jnp.full((), every - 1, jnp.int32),
             mini_step=jnp.zeros((), jnp.int32),
             weight=axes.as_varying(jnp.zeros(parts.count if parts else (), jnp.float32), axis_name),
             displacement=axes.as_varying(zeros_to_sum(unboxed(params)), axis_name),
@@ -191,6 +193,20 @@ def local_steps(
             outer=outer_state,
             pending=pending,
         )
+
+    def at_round(state, round):
+        """Returns the state at a round, or at the later one that the outer optimizer has reached.
+
+        Each of the rounds between has ``every`` steps.
+        """
+        momenta = nodes(state.outer, DecoupledMomentumState)
+        reached = jnp.array(
+            [round, *[one.count + (one.sent >= 0).astype(jnp.int32) for one in momenta]]
+        ).max()
+        ahead = reached - state.round
+        last = state.last_step + ahead * every
+        first = jnp.where(ahead > 0, last - (every - 1), state.first_step)
+        return state._replace(round=reached, first_step=first, last_step=last)
 
     def take_step(updates, state, params, extra_args):
         """Takes an inner step; returns whether it ends the round, and the new state."""
@@ -200,13 +216,12 @@ def local_steps(
                 "but params is None: call update(gradient, state, params)."
             )
         checks.require_local_gradient(updates, axis_name)
-        ends_round = extra_args.pop(ENDS_ROUND, state.mini_step >= every - 1)
+        now = state if parts else at_round(state, state.round)
+        step = now.first_step + state.mini_step
+        ends_round = extra_args.pop(ENDS_ROUND, step >= now.last_step)
         sharded = axes.sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
-        under_way = [one.sent >= 0 for one in nodes(state.outer, DecoupledMomentumState)]
-        rounds = state.round + jnp.array([False, *under_way]).any().astype(jnp.int32)
-        progress = rounds * every + jnp.minimum(state.mini_step, every - 1)
-        inner_state = participation.with_counts(state.inner, progress)
+        inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
         steps, inner_state = inner.update(updates, inner_state, local_params, **extra_args)
         round_checks.require_no_exchange(steps, axis_name)
@@ -259,7 +274,7 @@ def local_steps(
         """
         trees = state.displacement, *unboxed((progress, updates))
         displacement = choose(was_taken, jax.tree.map(moved, *trees), state.displacement)
-        return state._replace(displacement=displacement, round=state.round + 1)
+        return at_round(state._replace(displacement=displacement), state.round + 1)
 
     def outer_update(gradient, state, params, extra_args):
         """Returns updates, the new state, and whether the outer optimizer took the gradient."""
@@ -292,7 +307,9 @@ def local_steps(
             shared = optax.apply_updates(params, results)
             number, weights = parts.next_number(state), state.weight
             state = state._replace(weight=weights[number])
+            first = state.first_step + state.mini_step
             gradient, extra, state = end_round(updates, state, shared, extra_args)
+            state = state._replace(first_step=first, last_step=first + every - 1)
             weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
             return results, parts.send(gradient, state._replace(weight=weights), shared, extra)
 

@@ -227,9 +227,25 @@ def begin(
                 f"{found.extra}. Now: {order(run, read)}."
             )
             read = 0
+        require_whole_rounds(run.config, found.step, found.opt_state)
         return found.step, read, found.params, found.opt_state
     opt_state = demo_optax.init_opt_state(run.tx, run.params, run.mesh, param_specs=run.param_specs)
     return 0, 0, run.params, opt_state
+
+
+def require_whole_rounds(config: Config, step: int, opt_state: optax.OptState) -> None:
+    """Refuses --local-steps by which the run would end inside a round, going on from a step."""
+    if not isinstance(opt_state, demo_optax.LocalStepsState) or step >= config.steps:
+        return
+    every = steps_of_a_round(config.optimizer, config.local_steps) // (config.fragments or 1)
+    following = int(opt_state.last_step) + 1
+    if config.steps < following or following % every:
+        refuse(
+            f"in {config.checkpoint_dir} the next exchange is after step {following}, and the "
+            f"others would follow {every} steps apart, so that --steps {config.steps} end inside a "
+            f"round. Give at least {following} --steps, and the --local-steps of before or others "
+            f"that divide {following}."
+        )
 
 
 def order(run: Run, windows: int) -> dict[str, int]:

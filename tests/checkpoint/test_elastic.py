@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -133,6 +133,73 @@ def test_other_numbers_of_workers_keep_the_mean(numbers, tmp_path):
     went_on = mean_losses(went_on)
     assert np.mean(went_on) < 1.1 * np.mean(losses[20:])
     assert max(went_on[:5]) < 1.2 * max(losses[30:])
+
+
+def everything_at_last(exchange, topk=48, **options):
+    """Sends 48 of 64 coefficients, and the others later: momenta that never decay."""
+    sent = demo_optax.Compression(topk, 8, "float32", transform="identity")
+    options = dict(decay=1.0, gradient_weight=1.0, mean="workers", exchange=exchange) | options
+    return demo_optax.decoupled(optax.sgd(1.0), sent, **options)
+
+
+def rounds_of(exchange, fragments=None, topk=48, **options):
+    outer = everything_at_last(exchange, topk, **options)
+    return demo_optax.local_steps(
+        optax.sgd(1.0), outer, every=4, fragments=fragments, axis_name="data"
+    )
+
+
+GATHER = demo_optax.AllGather("data")
+OWNERS = demo_optax.TwoPhase("data", topk_back=32, value_coding_back="float32", residual_decay=1.0)
+LATE, LATE_OWNERS = map(demo_optax.Delayed, (GATHER, OWNERS))
+INEXACT = {  # the optimizer, the workers before and after, and the optimizer that goes on
+    "all-gather": (everything_at_last(GATHER), 4, 3, None),
+    "another topk": (everything_at_last(GATHER), 2, 2, everything_at_last(GATHER, 40)),
+    "late": (everything_at_last(LATE), 2, 4, None),
+    "late no more": (everything_at_last(LATE), 2, 2, everything_at_last(GATHER)),
+    "late owners": (everything_at_last(LATE_OWNERS), 4, 2, None),
+    "owners from now on": (everything_at_last(GATHER), 2, 2, everything_at_last(OWNERS)),
+    "rounds": (rounds_of(GATHER), 4, 3, None),
+    "late rounds": (rounds_of(LATE), 2, 4, None),
+    "rounds of owners": (rounds_of(OWNERS), 2, 3, None),
+    "rounds from the residual": (rounds_of(GATHER, look_ahead=1.0), 4, 2, None),
+    "fragments": (rounds_of(GATHER, 2), 4, 3, None),
+    "fragments of another topk": (rounds_of(GATHER, 2), 2, 2, rounds_of(GATHER, 2, 40)),
+    "a fragment on each step": (rounds_of(GATHER, 4), 2, 4, None),
+    "one fragment": (rounds_of(GATHER, 1), 4, 2, None),
+    "fragments of owners": (rounds_of(OWNERS, 4), 4, 2, None),
+    "fragments, owners from now on": (rounds_of(GATHER, 2), 2, 2, rounds_of(OWNERS, 2)),
+}
+
+
+@sweep("late rounds", "rounds from the residual", "fragments", "fragments of owners", name=INEXACT)
+def test_what_was_under_way_is_delivered_once_after_every_restore(name, tmp_path):
+    """Gradients are whole numbers until the restore, and zeros afterwards."""
+    tx, before, after, goes_on = INEXACT[name]
+    random = np.random.default_rng(0)
+    params = {"w": jnp.zeros((16, 24))}
+
+    def loss(params, batch):
+        return jnp.sum(params["w"] * batch[0])
+
+    def run(tx, workers, params, state, batches):
+        step = demo_optax.make_train_step(loss, tx, AbstractMesh((workers,), ("data",)))
+        for batch in batches:
+            params, state, _ = step(params, state, batch)
+        return params, state
+
+    batches = random.integers(-8, 9, (7, before, 16, 24)).astype(np.float32)
+    mesh = AbstractMesh((before,), ("data",))
+    state = demo_optax.init_opt_state(tx, params, mesh)
+    saved = run(tx, before, params, state, batches)
+    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
+        checkpointer.save(7, *saved)
+    tx = goes_on or tx
+    with Checkpointer(tmp_path, tx, AbstractMesh((after,), ("data",))) as checkpointer:
+        found = checkpointer.restore(params)
+    nothing = np.zeros((24, after, 16, 24), np.float32)
+    ended, _ = run(tx, after, found.params, found.opt_state, nothing)
+    np.testing.assert_allclose(ended["w"], -batches.mean(axis=1).sum(axis=0), atol=1e-4)
 
 
 def test_random_keys_in_the_state_survive_another_number_of_workers(tmp_path):

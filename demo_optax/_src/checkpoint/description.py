@@ -18,7 +18,7 @@ from demo_optax._src.fragments import PendingFragment
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 11
+FORMAT = 12
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
 
@@ -34,8 +34,9 @@ def describe(layout: StateLayout, opt_state) -> dict:
     * ``kept``: for each leaf of the exchange's state, its shape and the ``[axis, size]`` inside a
       worker along which every device has its own;
     * ``pending``: the compression of a message under way, or None without a delay.
-    * ``fragments``: with fragments of local steps, of which one is under way, their number and the
-      name of the leaf that tells how many were applied.
+    * ``fragments``: with fragments of local steps, of which one is under way, their number, the
+      name of the leaf that tells how many were applied, the compression that tells the blocks, and
+      the leaves of the ``progress`` that was sent, by section, and of the ``displacement``.
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
@@ -44,6 +45,10 @@ def describe(layout: StateLayout, opt_state) -> dict:
     def kept_by_exchange(name: str, path, x) -> dict[str, Any]:
         own = [inner.index(axis) for axis in axes_of(spec_at[path]) if axis in inner]
         return {"name": name, "shape": x.shape, "axes": [(axis, sizes[axis]) for axis in own]}
+
+    def leaves_of(tree, *path) -> list[dict[str, Any]]:
+        leaves = jax.tree.leaves_with_path(tree)
+        return [{"name": keystr((*path, *inside)), "shape": x.shape} for inside, x in leaves]
 
     def is_local(x) -> bool:
         return isinstance(getattr(x, "pending", None), PendingFragment)
@@ -72,16 +77,23 @@ def describe(layout: StateLayout, opt_state) -> dict:
         under_way, fragments = node.exchange, {}
         for at, local in in_fragments:
             if path[: len(at)] == at:
-                under_way = local.pending.outbox
-                applied = keystr((*at, GetAttrKey("round")))
-                fragments = {"fragments": {"count": local.weight.shape[-1], "applied": applied}}
+                under_way, progress = local.pending.outbox, local.pending.progress
+                place = *at, GetAttrKey("pending"), GetAttrKey("progress")
+                own: dict[str, Any] = {
+                    "count": local.weight.shape[-1],
+                    "applied": keystr((*at, GetAttrKey("round"))),
+                    "blocks": dataclasses.asdict(local.pending.blocks),
+                    "progress": dict(zip(progress, leaves_of(progress, *place), strict=True)),
+                    "displacement": leaves_of(local.displacement, *at, GetAttrKey("displacement")),
+                }
+                fragments = {"fragments": own}
                 for inside, x in jax.tree.leaves_with_path(under_way):
                     place = *at, GetAttrKey("pending"), GetAttrKey("outbox"), *inside
                     kept[keystr(inside)] = kept_by_exchange(keystr(place), place, x)
         is_delayed = isinstance(under_way, DelayedState)
         pending = dataclasses.asdict(under_way.compression) if is_delayed else None
         states[keystr(path)] = {"momenta": momenta, "kept": kept, "pending": pending} | fragments
-    workers = shards.num_workers(mesh, layout.axis_name)
+    workers = shards.num_workers(mesh, layout.axis_name or ())
     described = {"format": FORMAT, "workers": workers, "states": states}
     return json.loads(json.dumps(described, default=int))
 

@@ -16,6 +16,7 @@ from demo_optax._src.compression.settings import MomentumFormat
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange.delayed import message_of
 from demo_optax._src.exchange.protocol import Subtraction
+from demo_optax._src.fragments import spread
 
 _UNDER_WAY = ".packets", ".factor", ".positions", ".values"
 
@@ -57,7 +58,8 @@ def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisNa
 def put_back_pending(state: dict, saved: dict) -> dict:
     """Returns the momenta of delayed exchanges with the messages under way added back.
 
-    With fragments, a message belongs to the rows of its fragment.
+    With fragments, a message belongs to the rows of its fragment, and its progress leaves the
+    displacement, as it does when a result comes.
     """
     result: dict[str, np.ndarray] = {}
     for path, described in saved["states"].items():
@@ -92,7 +94,28 @@ def put_back_pending(state: dict, saved: dict) -> dict:
                     old = state[name][tuple(shard)]
                     result.setdefault(name, state[name].astype(widest(old.dtype)))
                     result[name][tuple(shard)] = old + np.asarray(x)
+        if fragments:
+            result |= _without_progress(state, fragments, fragment)
     return result
+
+
+def _without_progress(state: dict, fragments: dict, number: int) -> dict:
+    """Returns displacements without the progress of a fragment under way, and zeros for that."""
+    places = [leaf for leaf in fragments["displacement"] if 0 not in leaf["shape"]]
+    displacement = [np.asarray(state[leaf["name"]]) for leaf in places]
+    progress = {
+        section: np.asarray(state[leaf["name"]]) for section, leaf in fragments["progress"].items()
+    }
+    blocks, count = Compression(**fragments["blocks"]), fragments["count"]
+    gradient = jax.vmap(lambda x, like: spread(blocks, count, x, like, jnp.int32(number)))(
+        progress, displacement
+    )
+    moved = [d + np.asarray(g) for d, g in zip(displacement, gradient, strict=True)]
+    left = dict(zip((leaf["name"] for leaf in places), moved, strict=True))
+    return left | {
+        leaf["name"]: np.zeros_like(progress[section])
+        for section, leaf in fragments["progress"].items()
+    }
 
 
 def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> np.ndarray:

@@ -53,7 +53,7 @@ class Checkpointer:
         ``gs://...``. All hosts must see it.
       tx: the run's optimizer, not wrapped by `demo_optax.stack_workers`.
       mesh: the workers' mesh.
-      axis_name: the workers' axis or axes.
+      axis_name: the workers' axis or axes, or None for a worker with a transport of its own.
       param_specs: PartitionSpecs of the parameters inside a worker.
       keep: number of the latest checkpoints to keep, at least one.
 
@@ -81,7 +81,14 @@ class Checkpointer:
     ):
         checks.require_unwrapped(tx)
         checks.static_integer("keep", keep, at_least=1)
-        shards.num_workers(mesh, axis_name)  # refuses unknown axes
+        shards.num_workers(mesh, axis_name or ())  # refuses unknown axes
+        exchange = getattr(tx, "exchange", None)
+        if axis_name and exchange is not None and exchange.axis_name is None:
+            raise ValueError(
+                f"axis_name is {axis_name!r}, but the optimizer exchanges over no axis. For a "
+                "worker with a transport of its own give Checkpointer axis_name=None, and for "
+                f"workers along {axis_name!r} give the optimizer axis_name={axis_name!r}."
+            )
         self._tx, self._where = tx, (mesh, axis_name, param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
         self._damaged: set[int] = set()
@@ -275,7 +282,9 @@ class Checkpointer:
         mesh, axis_name, _ = self._where
         saved = reading.description_of(self._directory, step)
         placement = layout.find_layout(self._tx, params, *self._where)
-        state = jax.eval_shape(worker_axis.stack_workers(self._tx, *self._where).init, params)
+        state = jax.eval_shape(
+            lambda x: worker_axis.init_opt_state(self._tx, x, *self._where), params
+        )
         meaning = description.describe(placement, state)
         params, state = (
             jax.tree.map(description.with_sharding, tree, shards.shardings(mesh, specs))
