@@ -3,8 +3,8 @@
     python -m benchmarks.chaos --store s3
     python -m benchmarks.chaos --every 60 --steps 1200 --preset tiny     a worker killed each minute
 
-It prints each fault as it happens, and a report; the exit status is 1 where anything was lost: a
-worker that ended by itself, a step after which parameters differed, or a hang.
+It prints each fault as it happens, and a report. The exit status is 1 where anything was lost (a
+worker that ended by itself, a step after which parameters differed, a hang) or settings are wrong.
 """
 
 import argparse
@@ -142,7 +142,10 @@ class Chaos:
             raise TimeoutError(f"{', '.join(late)} did not join within {LONGEST_JOIN:.0f} s")
         for worker in self.workers:
             if not worker.alive and not (finished and worker.held_out() is not None):
+                if worker.wait(0) == 2:  # the trainer refuses its settings, and always would
+                    sys.exit(worker.last_words())
                 self.errors.append(f"{worker.name} ended by itself: {worker.last_words()}")
+                self.console.print(self.errors[-1], markup=False)
                 worker.start()
 
     def end(self) -> None:
@@ -150,8 +153,7 @@ class Chaos:
             worker.send(signal.SIGCONT)
             worker.send(signal.SIGTERM)
         for worker in self.workers:
-            status = worker.wait(60)
-            if status not in (0, 143) and worker.held_out() is None:
+            if (status := worker.wait(60)) not in (0, 143) and worker.held_out() is None:
                 self.errors.append(f"{worker.name} at SIGTERM: {status}, {worker.last_words()}")
                 worker.send(signal.SIGKILL)
                 worker.wait(10)

@@ -74,10 +74,8 @@ class Worker:
             self.process.send_signal(number)
 
     def wait(self, seconds: float) -> int | None:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(seconds) if self.process else None
-        except subprocess.TimeoutExpired:
-            return None
 
     def last_words(self) -> str:
         """The end of what the last process printed."""

@@ -151,7 +151,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         evaluate = make_evaluation(run, lambda: None)
         done = worker.number * every
         task = bar.add_task("", total=config.steps, completed=done, **SHOWN_FIRST)
-        sent, members, alone = 0.0, (), 0
+        sent, members, skipped, alone = 0.0, (), (), 0
         while worker.number < config.steps // every:
             began, number, before = time.monotonic(), worker.number, done
             try:
@@ -171,8 +171,13 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             if metrics.members and metrics.members != members:
                 members = metrics.members
                 bar.print(f"{unit} {metrics.applied}: {', '.join(members)} took part")
-            if metrics.members and member.worker not in members:
+            if metrics.members and member.worker not in members + metrics.skipped:
                 bar.print(f"{unit} {metrics.applied}: this worker was late")
+            if metrics.applied is not None and metrics.skipped != skipped:
+                skipped = metrics.skipped
+                for name in skipped:
+                    why = f"{name} skipped it, since its gradient was not finite"
+                    bar.print(f"{unit} {metrics.applied}: {why}", markup=False)
             if metrics.members and not np.all(metrics.exchange.agreed):
                 bar.print(f"{unit} {metrics.applied}: workers applied different packets before")
             for name in metrics.late:

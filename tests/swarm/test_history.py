@@ -85,11 +85,37 @@ def test_goodput_of_unequal_workers_is_by_the_speed_of_each(store):
     assert read_history(store).goodput() == 1.0
 
 
+def test_a_worker_with_nothing_finite_is_there_but_counts_for_nothing(store, capsys):
+    for member in (OSLO, PARIS):
+        store.put(records.claim_key(member), records.encode(Claim(NAMES[member], "", 0.0)))
+    for step, of_paris in enumerate([0, 4, 0, 0]):  # NaN, then a round, then NaN for good
+        packets = (
+            PacketRef(*OSLO, "0" * 64, 4, 1.0),
+            PacketRef(*PARIS, "0" * 64, of_paris, of_paris / 4),
+        )
+        manifest = Manifest(step, packets, "", 1000.0 + step)
+        store.put(records.step_key("manifests", step), records.encode(manifest))
+    history = read_history(store)
+    assert [history.members(n) for n in range(4)] == [["oslo"], ["oslo", "paris"], *[["oslo"]] * 2]
+    assert history.taken() == {"oslo": [4, 4, 4, 4], "paris": [0, 4, 0, 0]}
+    assert history.tokens_per_second() == (2 + 1 + 1) / 3
+    assert history.goodput() == pytest.approx((3 + 1) / 6)
+    lines = status(history).splitlines()
+    assert lines[1:3] == ["members: oslo", "skipped it, since nothing was finite: paris"]
+    assert "missing" not in status(history) and "1.33 tokens a second" in lines[-1]
+    main(["swarm", store.url])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["worker", "counted", "late", "skipped", "steps"] in shown
+    assert ["oslo", "4", "0", "0", "16"] in shown and ["paris", "1", "0", "3", "4"] in shown
+    assert ["0", "4", "skipped"] in shown and ["1", "4", "4"] in shown
+
+
 def test_the_command_prints_the_steps_of_every_worker_in_rounds(store, capsys, tmp_path):
     write(store, TAKEN)
     main(["swarm", store.url])
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["worker", "counted", "late", "steps"] in shown and ["oslo", "7", "1", "60"] in shown
+    assert ["worker", "counted", "late", "skipped", "steps"] in shown
+    assert ["oslo", "7", "1", "0", "60"] in shown
     assert ["round", "oslo", "paris", "rome"] in shown
     assert ["4", "late", "10", "away"] in shown and ["7", "5", "away", "10"] in shown
 

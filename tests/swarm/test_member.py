@@ -98,6 +98,35 @@ def test_one_that_left_in_the_middle_of_a_step_is_not_waited_for_in_the_next(sto
     assert time.monotonic() - began < 15
 
 
+def test_a_deadline_is_unknown_in_the_first_four_steps(store):
+    (member,) = members(store, 1, deadline=None)
+    for step in range(4):
+        assert member.deadline == 60.0
+        exchange(member, step)
+    assert member.deadline == 2.0
+
+
+@pytest.mark.parametrize(
+    ("of_rounds", "deadline"),
+    [(dict(steps=1), 30.0), (dict(steps=1, ends_round=True), 5.0), (dict(steps=4), 5.0)],
+)
+def test_the_deadline_of_rounds_is_half_a_round_however_few_steps_the_last_has(
+    of_rounds, deadline, store
+):
+    (member,) = members(store, 1, deadline=None)
+    member.exchange(0, b"a packet", **of_rounds)
+    member.exchange(1, b"a packet", steps=1)
+    member._durations.extend([10.0] * 4)
+    assert member.deadline == deadline
+
+
+@pytest.mark.parametrize("wrong", [dict(steps=-1), dict(tokens=-0.5), dict(tokens=float("nan"))])
+def test_a_packet_of_no_valid_number_of_steps_or_tokens_is_refused(wrong, store):
+    (member,) = members(store, 1)
+    with pytest.raises(ValueError, match=r"must (be at least 0|lie in \[0, inf\)), not"):
+        member.exchange(0, b"a packet", **wrong)
+
+
 def test_a_wait_ends_when_the_worker_leaves(store):
     (member,) = members(store, 1, min_workers=2)
     threading.Timer(0.3, member.leave).start()

@@ -17,14 +17,15 @@ from demo_optax.swarm import ObjectStore
 HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)
 COUNTS = st.integers(0, 2**31 - 1)
 TIMES = st.floats(0, 10**11, exclude_max=True)
+# The least weight of a worker is the smallest normal number in float32.
+TOKENS = st.one_of(st.integers(0, 2**53), st.floats(2.0**-126, 1e30)).map(records.tokens_of)
 
 
 @st.composite
 def manifests(draw):
     slots = sorted(draw(st.sets(st.integers(0, 500), min_size=1, max_size=8)))
     packets = tuple(
-        PacketRef(slot, draw(COUNTS), draw(HASHES), draw(COUNTS), draw(st.integers(0, 2**53)))
-        for slot in slots
+        PacketRef(slot, draw(COUNTS), draw(HASHES), draw(COUNTS), draw(TOKENS)) for slot in slots
     )
     return Manifest(draw(COUNTS), packets, draw(st.one_of(st.just(""), HASHES)), draw(TIMES))
 
@@ -32,6 +33,22 @@ def manifests(draw):
 @hypothesis.given(manifests())
 def test_a_manifest_is_read_as_it_was_written(manifest):
     assert records.decode(Manifest, records.encode(manifest)) == manifest
+
+
+@hypothesis.given(COUNTS, HASHES, COUNTS, TOKENS)
+def test_the_name_of_a_packet_says_how_much_is_in_it(step, digest, steps, tokens):
+    packet = PacketRef(3, 2, digest, steps, tokens)
+    *_, name = records.packet_key(step, packet).split("/")
+    assert records.read_folder([name]).packets == {3: packet}
+
+
+@pytest.mark.parametrize(
+    ("weight", "text"),
+    [(4096.0, "4096"), (0.25, "0.25"), (3 * 0.1, "0.3"), (2.5e-7, "2.5e-07"), (1e30, "9" * 16)],
+)
+def test_tokens_are_written_with_few_digits(weight, text):
+    key = records.packet_key(0, PacketRef(0, 1, "0" * 64, 1, records.tokens_of(weight)))
+    assert key.endswith(f".1.{text}.packet")
 
 
 @hypothesis.given(st.text(), st.text(), TIMES)

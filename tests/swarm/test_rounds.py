@@ -174,6 +174,28 @@ def test_rounds_of_some_seconds_end_for_all_and_weigh_by_steps(store):
     first.close(), second.close()
 
 
+@pytest.mark.parametrize(
+    ("of_rounds", "broken", "counted"),
+    [(True, {1, 3, 4, 5}, [2, 0, 3]), (False, {1}, [1, 0, 1])],
+    ids=["rounds", "every step"],
+)
+def test_only_steps_with_a_finite_gradient_are_said_to_count(of_rounds, broken, counted, store):
+    def batches(worker, step):
+        x, y = swarms.batch_of(worker, step)
+        return (x * np.nan, y) if step in broken else (x, y)
+
+    tx = rounds("sparseloco") if of_rounds else swarms.DEMO_SCALED
+    with swarms.make_worker(tx, store, 0, weight=0.25) as worker:
+        _, _, seen = swarms.take_steps(worker, 3, batches=batches)
+    history, results = read_history(store), [x for x in seen if x.applied is not None]
+    assert history.taken() == {"worker-0": counted}
+    assert [x.tokens for m in history.manifests for x in m.packets] == [n / 4 for n in counted]
+    assert [x.members for x in results] == [("worker-0",) if n else () for n in counted]
+    assert [x.skipped for x in results] == [() if n else ("worker-0",) for n in counted]
+    assert [int(x.exchange.participants) for x in results] == [int(n > 0) for n in counted]
+    assert not any(x.late for x in results) and "skipped" not in status(history)
+
+
 def linear(params, batch):
     """A loss whose gradient is the batch."""
     return sum(jnp.sum(params[n] * batch[n][0]) for n in params)

@@ -37,25 +37,31 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print_steps(history) -> None:
-    unit, taken = history.unit, history.taken()
-    has_rounds = unit == "round"
+    unit, has_rounds = history.unit, history.unit == "round"
+    skipped = [history.skipped(index) for index in range(len(history.manifests))]
+    cells = {
+        name: [
+            "skipped" if name in names else {0: "late", None: "away"}.get(n, n)
+            for n, names in zip(steps, skipped, strict=True)
+        ]
+        for name, steps in history.taken().items()
+    }
+    counted = {name: [n for n in row if isinstance(n, int)] for name, row in cells.items()}
     print()
     print_table(
-        f"{unit.capitalize()}s in which each worker counted, and was late"
-        + (", and its steps that counted" if has_rounds else ""),
-        ("worker", "counted", "late", *["steps"] * has_rounds),
+        f"{unit.capitalize()}s in which each worker counted, was late, and had nothing finite"
+        + ("; its steps that counted" if has_rounds else ""),
+        ("worker", "counted", "late", "skipped", *["steps"] * has_rounds),
         *[
-            (name, sum(map(bool, steps)), steps.count(0), *[sum(filter(None, steps))] * has_rounds)
-            for name, steps in taken.items()
+            (name, len(steps), cells[name].count("late"), cells[name].count("skipped"))
+            + (sum(steps),) * has_rounds
+            for name, steps in counted.items()
         ],
     )
     if has_rounds:
         numbers = [manifest.step for manifest in history.manifests]
         print_table(
             f"Steps of each worker in the last {len(numbers[-ROUNDS:])} rounds",
-            ("round", *taken),
-            *[
-                (number, *[{0: "late", None: "away"}.get(n, n) for n in steps])
-                for number, *steps in list(zip(numbers, *taken.values(), strict=True))[-ROUNDS:]
-            ],
+            ("round", *cells),
+            *list(zip(numbers, *cells.values(), strict=True))[-ROUNDS:],
         )

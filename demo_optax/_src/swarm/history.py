@@ -32,7 +32,11 @@ class History(NamedTuple):
 
     def members(self, number: int) -> list[str]:
         """Returns the names of the workers whose packets counted in one of these steps."""
-        return [self.names[x.member] for x in self.manifests[number].packets]
+        return [self.names[x.member] for x in self.manifests[number].packets if x.steps]
+
+    def skipped(self, number: int) -> list[str]:
+        """Returns the names of the others that sent one, which had nothing finite to send."""
+        return [self.names[x.member] for x in self.manifests[number].packets if not x.steps]
 
     @property
     def unit(self) -> str:
@@ -42,8 +46,8 @@ class History(NamedTuple):
     def taken(self) -> dict[str, list[int | None]]:
         """Returns how many steps of each worker counted in each exchange.
 
-        The number is 0 where the worker was late: its process counted before and afterwards. It is
-        None where it was away.
+        The number is 0 where the worker `skipped` the exchange, or was late: its process took part
+        before and afterwards. It is None where it was away.
         """
         taken: dict[str, list[int | None]] = {
             name: [None] * len(self.manifests) for name in sorted(set(self.names.values()))
@@ -59,7 +63,7 @@ class History(NamedTuple):
         return taken
 
     def ends(self) -> dict[MemberId, int]:
-        """Returns the place in ``manifests`` where each worker's process counted last."""
+        """Returns the place in ``manifests`` where each worker's process took part last."""
         return {x.member: n for n, manifest in enumerate(self.manifests) for x in manifest.packets}
 
     def seconds(self) -> list[float]:
@@ -128,12 +132,15 @@ def status(history: History) -> str:
     if not history.manifests:
         return f"no step yet; joined: {', '.join(history.names.values()) or 'nobody'}"
     end, durations, unit = history.manifests[-1], history.seconds(), history.unit
-    members, left, missing = _fates(history)
+    present, left, missing = _fates(history)
+    skipped = [name for name in present if name in history.skipped(-1)]
+    members = [name for name in present if name not in skipped]
     decided = datetime.datetime.fromtimestamp(end.time, datetime.UTC)
     lines = [
         f"{unit} {end.step}, decided at {decided:%Y-%m-%d %H:%M:%S} UTC, "
         f"{time.time() - end.time:.0f} s ago",
         f"members: {', '.join(members) or 'nobody'}",
+        *([f"skipped it, since nothing was finite: {', '.join(skipped)}"] if skipped else []),
         *([f"left: {_after(unit, left)}"] if left else []),
         *([f"missing: {_after(unit, missing)}"] if missing else []),
         f"snapshots before {unit}s: {', '.join(map(str, history.snapshots)) or 'none'}",
@@ -141,16 +148,17 @@ def status(history: History) -> str:
     if durations:
         seconds, has_rounds = f"{statistics.median(durations):.3f} s each", unit == "round"
         each = f" and {history.seconds_per_step():.3f} s a step (medians)" if has_rounds else ""
+        tokens = history.tokens_per_second()
         lines.append(
             f"last {len(history.manifests)} {unit}s: {seconds}{each or ' (median)'}, "
-            f"{history.tokens_per_second():,.0f} tokens a second counted"
+            f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} tokens a second counted"
             + ("" if has_rounds else f", goodput {history.goodput():.0%}")
         )
     return "\n".join(lines)
 
 
 def _fates(history: History) -> tuple[list[str], dict[str, int], dict[str, int]]:
-    """Returns the members, and who left and who is missing, each with the last step or round."""
+    """Returns who is there, and who left and who is missing, each with the last step or round."""
     ends = sorted(history.ends().items(), key=lambda pair: pair[1])
     newest = {history.names[member]: (member, index) for member, index in ends}
     last = history.manifests[-1].members - history.left

@@ -46,6 +46,7 @@ class ExchangeResult(NamedTuple):
     packets: dict[int, bytes]  # those that count, by slot; only this worker's own if swept
     swept: bool  # whether packets are gone from the store, because later snapshots replace them
     members: tuple[str, ...]  # names of the workers whose packets count
+    skipped: tuple[str, ...] = ()  # names of the others in the manifest, who had nothing finite
     late: tuple[str, ...] = ()  # names of the workers that were waited for in vain
     own: int | None = None  # this worker's slot, if its packet counts
     waited: float = 0.0  # seconds that this worker spent in the exchange
@@ -107,7 +108,6 @@ class Member:
         self._fixed_deadline = deadline
         self._durations: collections.deque[float] = collections.deque(maxlen=NUM_DURATIONS)
         self._last_time: float | None = None
-        self._last_steps = 1  # of the last packet
         self._has_sent = False
         self._manifests: dict[int, Manifest] = {}  # the last ones
         self._hashes: dict[int, str] = {}  # of these manifests
@@ -128,7 +128,7 @@ class Member:
             return self._fixed_deadline
         if len(self._durations) < 3:
             return FIRST_DEADLINE
-        share = DEADLINE_STEPS if self._last_steps == 1 else DEADLINE_ROUNDS
+        share = DEADLINE_ROUNDS if self.unit == "round" else DEADLINE_STEPS
         return max(share * statistics.median(self._durations), SHORTEST_DEADLINE)
 
     @property
@@ -160,17 +160,20 @@ class Member:
         )
 
     def exchange(
-        self, step: int, packet: bytes, steps: int = 1, tokens: int = 1, ends_round: bool = False
+        self, step: int, packet: bytes, steps: int = 1, tokens: float = 1, ends_round: bool = False
     ) -> ExchangeResult:
         """Sends a packet, and returns once it is decided which packets count.
 
-        The numbers of steps and tokens that the packet results from enter the manifest. With
-        ``ends_round`` it asks the others to end their round too.
+        The numbers of steps and tokens that the packet results from enter the manifest. A packet of
+        0 steps, which everybody rejects, does not count. With ``ends_round`` the packet is of a
+        round, as it is if it is of several steps, and the others are asked to end theirs too.
         """
         started = time.monotonic()
         if ends_round:
             self.store.put(records.mark_key(step, self.me, "ends"), b"")
-        own, self._last_steps = None, steps
+        if ends_round or steps > 1:
+            self.unit = "round"
+        own = None
         if self.may_send(step):
             own = self.send(step, packet, steps, tokens)
         previous = self.manifest(step - 1)
@@ -190,9 +193,11 @@ class Member:
             waited=now - started,
         )
 
-    def send(self, step: int, packet: bytes, steps: int = 1, tokens: int = 1) -> PacketRef:
+    def send(self, step: int, packet: bytes, steps: int = 1, tokens: float = 1) -> PacketRef:
         """Sends a packet, without waiting for a decision."""
-        own = PacketRef(*self.me, records.sha256(packet), steps, tokens)
+        checks.static_integer("steps", steps, at_least=0)
+        checks.in_interval("tokens", tokens, "[0, inf)")
+        own = PacketRef(*self.me, records.sha256(packet), int(steps), records.tokens_of(tokens))
         key = records.packet_key(step, own)
         self._packets = {key: packet}
         with self._transferring:
@@ -401,8 +406,10 @@ class Member:
                 indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]
                 if sum(later > step for later in records.steps_of(indices)) < 2:
                     return None
-            members = tuple(self.name_of(packet.member) for packet in manifest.packets)
-            return ExchangeResult(manifest, packets, swept, members)
+            names = [(self.name_of(packet.member), packet.steps) for packet in manifest.packets]
+            members = tuple(name for name, counted in names if counted)
+            skipped = tuple(name for name, counted in names if not counted)
+            return ExchangeResult(manifest, packets, swept, members, skipped)
 
         return self._retry(f"a packet that counts in {self.unit} {step}", attempt)
 

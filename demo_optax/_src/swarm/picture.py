@@ -11,7 +11,7 @@ NARROWEST = 0.025  # share of the picture that has room for a number of steps
 
 
 def draw(history: History, path: str) -> None:
-    """Draws the life of a run: one row per worker, coloured where its packets counted or were late.
+    """Draws the life of a run: one row per worker, coloured where its packets counted or did not.
 
     With rounds a place is darker the more steps the worker took, and has their number if there is
     room. Signs show where a process left, and where it is missing although it did not say so.
@@ -61,7 +61,7 @@ def draw(history: History, path: str) -> None:
     above.set_xlabel(history.unit)
     signs = [
         Patch(color=COUNTED, label="counted" + ", darker for more steps" * has_rounds),
-        Patch(color=LATE, label="late"),
+        Patch(color=LATE, label="late or skipped"),
         Line2D([], [], color=LEFT, marker=">", **sign, label="left"),
         Line2D([], [], color=MISSING, marker="X", **sign, label="missing"),
     ]

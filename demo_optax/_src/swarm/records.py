@@ -32,8 +32,8 @@ class PacketRef(NamedTuple):
     slot: int
     incarnation: int
     sha256: str
-    steps: int = 1  # that the worker took; several with rounds of local steps
-    tokens: int = 1  # the weight of the message, rounded
+    steps: int = 1  # that count; several with rounds, 0 if none had a finite gradient
+    tokens: float = 1  # the weight of the message
 
     @property
     def member(self) -> MemberId:
@@ -74,7 +74,7 @@ class SnapshotIndex(NamedTuple):
 R = TypeVar("R", bound=Manifest | Claim | SnapshotIndex)
 
 _COUNT, _TEXT, _HASH = r"\d{1,10}", '".*"', '"[0-9a-f]{64}"'
-_TOKENS = r"\d{1,16}"
+_TOKENS = r"\d{1,16}(?:\.\d{1,20})?(?:e-\d{1,2})?"  # as `packet_key` writes them
 _PACKET = rf"\[{_COUNT}, {_COUNT}, {_HASH}, {_COUNT}, {_TOKENS}\]"
 _PATTERNS = {  # of the JSON of each field
     "step": _COUNT,
@@ -149,8 +149,14 @@ def mark_key(step: int, member: MemberId, mark: str) -> str:
     return f"{step_key('packets', step)}/{member[0]:03d}.{member[1]:06d}.{mark}"
 
 
+def tokens_of(weight: float) -> float:
+    """Returns a weight as a number that names and manifests hold, with 12 digits."""
+    tokens = min(float(f"{weight:.12g}"), MOST_TOKENS)
+    return int(tokens) if tokens == int(tokens) else tokens
+
+
 def packet_key(step: int, packet: PacketRef) -> str:
-    name = f"{packet.sha256}.{packet.steps}.{packet.tokens}.packet"
+    name = f"{packet.sha256}.{packet.steps}.{json.dumps(packet.tokens)}.packet"
     return mark_key(step, packet.member, name)
 
 
@@ -164,7 +170,8 @@ class StepFolder(NamedTuple):
 
 
 _NAME = re.compile(
-    r"(\d{3,10})\.(\d{6,10})\.(?:(here|left|ends)|([0-9a-f]{64})\.(\d{1,10})\.(\d{1,16})\.packet)"
+    r"(\d{3,10})\.(\d{6,10})\.(?:(here|left|ends)|([0-9a-f]{64})\.(\d{1,10})"
+    rf"\.({_TOKENS})\.packet)"
 )
 
 
@@ -180,7 +187,7 @@ def read_folder(names: Iterable[str], slots: int | None = None) -> StepFolder:
         if mark:
             marks[mark].add(member)
         else:
-            packets[member[0]] = PacketRef(*member, digest, int(steps), int(tokens))
+            packets[member[0]] = PacketRef(*member, digest, int(steps), tokens_of(float(tokens)))
     return StepFolder(packets, *map(frozenset, marks.values()))
 
 

@@ -20,6 +20,7 @@ class SwarmMetrics(NamedTuple):
       applied: int, the number of the exchange whose result came in this step, or None if none came.
         With a delay it is an earlier one than ``step``.
       members: names of the workers whose packets counted in that exchange; empty if none came.
+      skipped: names of the workers that had nothing finite to send in that exchange.
       late: names of the workers for which this worker waited in vain in that exchange.
       waited: float, seconds in the exchange; with a delay, those that the gradient did not hide.
       packet_bytes: int, bytes that it sent.
@@ -36,6 +37,7 @@ class SwarmMetrics(NamedTuple):
     exchange: ExchangeMetrics
     applied: int | None
     members: tuple[str, ...]
+    skipped: tuple[str, ...]
     late: tuple[str, ...]
     waited: float
     packet_bytes: int
@@ -54,7 +56,7 @@ class ExchangeUnderWay:
         self._member, self._thread = member, ThreadPoolExecutor(1, "exchange")
         self._pending: Future[ExchangeResult] | None = None
 
-    def begin(self, step: int, packet: bytes, steps: int, tokens: int, ends_round: bool) -> None:
+    def begin(self, step: int, packet: bytes, steps: int, tokens: float, ends_round: bool) -> None:
         """Sends a packet that these steps and tokens went into (see `Member.exchange`)."""
         if self._member is not None:
             args = step, packet, steps, tokens, ends_round

@@ -18,7 +18,7 @@ from demo_optax._src.parallel.processes import by_lead, is_lead
 from demo_optax._src.swarm import agreement, replicated_state, snapshots
 from demo_optax._src.swarm.member import ExchangeResult, Left, Member
 from demo_optax._src.swarm.programs import compile_programs, require_optimizer
-from demo_optax._src.swarm.records import MOST_TOKENS, Manifest, SwarmError
+from demo_optax._src.swarm.records import Manifest, SwarmError
 from demo_optax._src.swarm.replicated_state import replace_leaves, shared_leaves, to_host
 from demo_optax._src.swarm.rounds import RoundClock
 from demo_optax._src.swarm.under_way import ExchangeUnderWay, SwarmMetrics
@@ -110,6 +110,7 @@ class SwarmWorker:
         self.delay, self.every, self.number = bool(delay), snapshot_every, 0
         self._tx, self.seconds_compiling = tx, 0.0
         self._slot, self._weight = np.array(slot, np.int32), np.array([weight], np.float32)
+        self._tokens_per_step = float(weight)
         options: dict[str, Any] = dict(microbatches=microbatches, clip_norm=clip_norm)
         options |= dict(param_specs=param_specs, batch_specs=batch_specs, check_vma=check_vma)
         self._compile = lambda params, batch: compile_programs(
@@ -125,7 +126,8 @@ class SwarmWorker:
             self._clock = RoundClock(member, tx.steps_per_round, round_seconds)
             member.unit = "round"
         self._steps = 0  # that this worker took since it last sent a packet
-        self._sent_steps = 0  # that its last packet holds
+        self._finite_steps = 0  # those of them whose gradient was finite
+        self._sent_steps = 0  # those of them that its last packet holds
         self._returned_steps = 0  # whose message came too late, and is in the outer momentum again
         self._outbox: Any = None  # the message that was sent and is not applied yet
         self._times_late = 0  # successive exchanges in which this worker's packet did not count
@@ -213,18 +215,18 @@ class SwarmWorker:
                     return self._steps + self._sent_steps
                 params, opt_state, _ = self._go_on(result, params, opt_state)
             params, opt_state, _ = self._catch_up(params, opt_state)
-            steps = self._steps + self._returned_steps
             # An earlier process of this worker may have left its packet in the same round.
-            if steps and by_lead(lambda: self.member.may_send(self.number)):
+            has_steps = self._steps + self._returned_steps
+            if has_steps and by_lead(lambda: self.member.may_send(self.number)):
                 if not self._steps:  # a round without steps would have no weight
                     weight = np.float32(self._returned_steps * self._weight[0])
                     opt_state = opt_state._replace(weight=weight)
                 nothing = *self._programs.no_gradient(), self._weight, self._slot
-                opt_state, packet = self._send(params, opt_state, *nothing)
-                sent = self.number, packet, steps, self._tokens_of(steps)
-                by_lead(lambda: self.member.send(*sent))
+                self._finite_steps += self._returned_steps
+                opt_state, packet, steps, tokens = self._send(params, opt_state, *nothing)
+                by_lead(lambda: self.member.send(self.number, packet, steps, tokens))
                 self._tell_rest(opt_state)
-                if by_lead(self._counts_unless_decided):
+                if steps and by_lead(self._counts_unless_decided):
                     self._steps = self._returned_steps = 0
         return self._steps + self._returned_steps
 
@@ -293,6 +295,7 @@ class SwarmWorker:
             params, opt_state, _ = self._go_on(result, params, opt_state)  # others are far ahead
         waited, packet, replayed, round_steps = time.monotonic() - ready, b"", 0, 0
         self._steps += 1
+        self._finite_steps += bool(np.isfinite(norm[0]))
         if result is not None:
             params, opt_state, replayed = self._go_on(result, params, opt_state)
         if self._has_rounds and self._outbox is None:  # so that it waits for no exchange
@@ -303,12 +306,10 @@ class SwarmWorker:
             look = self._look()
         number, sent = self.number, (gradients.gradients, norm, self._weight, self._slot)
         if look == "over":
-            opt_state, packet = self._send(params, opt_state, *sent)
-            round_steps = self._sent_steps = self._steps
-            self._steps = 0
+            opt_state, packet, steps, tokens = self._send(params, opt_state, *sent)
+            self._sent_steps, round_steps, self._steps = steps, self._steps, 0
             marks_end = self._clock.restart() if self._clock is not None else False
-            tokens = self._tokens_of(round_steps)
-            self._under_way.begin(number, packet, round_steps, tokens, marks_end)
+            self._under_way.begin(number, packet, steps, tokens, marks_end)
             if not self.delay:
                 result = self._result()
                 assert result is not None
@@ -323,6 +324,7 @@ class SwarmWorker:
             exchange=self._exchange,
             applied=result.manifest.step if result else None,
             members=result.members if result else (),
+            skipped=result.skipped if result else (),
             late=result.late if result else (),
             waited=waited,
             packet_bytes=len(packet),
@@ -343,9 +345,6 @@ class SwarmWorker:
             return "open"
         number, steps = self.number, self._steps
         return by_lead(lambda: self._clock.look(number, steps) if self._clock else "open")
-
-    def _tokens_of(self, steps: int) -> int:
-        return min(round(float(self._weight[0]) * steps), MOST_TOKENS)
 
     def _result(self, timeout: float | None = None) -> ExchangeResult | None:
         """Returns the result of the exchange under way, if there is one and it comes in time."""
@@ -372,10 +371,13 @@ class SwarmWorker:
     def _announce(self) -> None:
         by_lead(lambda: self.member.announce(self.number))
 
-    def _send(self, params, opt_state, *sent) -> tuple[Any, bytes]:
-        """Returns the state without the message, and the packet that holds the message."""
+    def _send(self, params, opt_state, *sent) -> tuple[Any, bytes, int, float]:
+        """Returns the state without the message, its packet, and the steps and tokens in it."""
         self._outbox, opt_state = self._programs.send(params, opt_state, *sent)
-        return opt_state, to_host(self._outbox.packets).tobytes()
+        is_rejected, finite_steps = to_host(self._outbox.factor) == 0, self._finite_steps
+        self._finite_steps, steps = 0, 0 if is_rejected else finite_steps
+        packet = to_host(self._outbox.packets).tobytes()
+        return opt_state, packet, steps, steps * self._tokens_per_step
 
     def _is_behind(self) -> bool:
         if not self._is_leaving:
