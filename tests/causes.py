@@ -104,7 +104,7 @@ def batch_of_one_process():
 def batch_on_more_devices():
     four = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     batch = jax.device_put(jnp.ones(8), jax.NamedSharding(four, P("data")))
-    jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), two()))(1.0, batch)
+    jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), two()))(1.0, batch, opt_state=())
 
 
 def state_unlike_any_parameter():
