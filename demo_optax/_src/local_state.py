@@ -102,7 +102,7 @@ def local_parameters(params, opt_state):
     return structure.unflatten([moved(x, d) for x, d in pairs])
 
 
-def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, ...], Array]:
+def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
     """Returns the displacement of each parameter, with that of an outer optimizer that looks ahead.
 
     The states are recognized by the names of their fields, because ``nnx.State`` and restored
