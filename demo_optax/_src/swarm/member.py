@@ -92,8 +92,11 @@ class Member:
         checks.static_integer("min_workers", min_workers, at_least=1)
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
-        if not worker or not isinstance(worker, str):
-            raise ValueError(f"worker must be a name of this worker alone, not {worker!r}.")
+        if not worker or not isinstance(worker, str) or not worker.isprintable():
+            raise ValueError(
+                "worker must be a name of this worker alone, of characters that can be printed, "
+                f"not {worker!r}."
+            )
         if min_workers > slots:
             raise ValueError(
                 f"min_workers={min_workers} can never come together in slots={slots}: give more "
