@@ -116,6 +116,7 @@ WORDS = [
         "--optimizer diloco sends parts of",
     ),
     ("--workers None --swarm run --transform random", "--transform random changes the basis"),
+    ("--workers None --swarm run --worker a\x1bb", "--worker 'a\\x1bb' has characters that"),
     ("--optimizer diloco --exchange two-phase", "--exchange two-phase is for optimizers that"),
     ("--exchange two-phase --topk-back 5000", "--topk-back 5000 is more than a block has"),
     ("--topk-back 64", "--topk-back 64 is for what owners send back"),

@@ -232,6 +232,10 @@ def _require_swarm(config: Config) -> None:
             "--transform random changes the basis of the momentum on each step, but a worker of a "
             "--swarm that was away skips steps: choose dct or randomized-dct."
         )
+    if not (config.worker or "").isprintable():
+        raise ValueError(
+            f"--worker {config.worker!r} has characters that cannot be printed: give another name."
+        )
     if config.min_workers > config.slots:
         raise ValueError(
             f"--min-workers {config.min_workers} can never come together in --slots "
