@@ -226,9 +226,6 @@ def a_place_without_a_swarm():
     args.run(args)
 
 
-DELAYED = demo_optax.Delayed(demo_optax.AllGather())
-
-
 def displacement_without_paths():
     state = nnx.to_flat_state(nnx.State({"displacement": jnp.ones(3)}))
     demo_optax.local_parameters(model.init(), state)
@@ -359,7 +356,12 @@ RAISED = [
     # accounting
     lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.accounting.step_times(
-        model.init(), (demo_optax.Compression(), DELAYED), 2, 1e9, local_steps=4, fragments=2
+        model.init(),
+        (demo_optax.Compression(), demo_optax.Delayed(demo_optax.AllGather())),
+        2,
+        1e9,
+        local_steps=4,
+        fragments=2,
     ),
     lambda: demo_optax.worker_gradients(model.loss, two())(model.init(), model.batch(0)),
     lambda: demo_optax.local_parameters(model.init(), {"state": object()}),

@@ -1,15 +1,14 @@
 """Restoring on other workers or with another exchange, so that momenta keep their mean."""
 
 import math
+from collections.abc import Collection
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._src import axes
 from demo_optax._src.arrays import widest
-from demo_optax._src.axes import AxisName, axes_of
 from demo_optax._src.checkpoint.description import by_path, from_paths, names_kept
 from demo_optax._src.compression import Compression, make_plan
 from demo_optax._src.compression.settings import MomentumFormat
@@ -21,11 +20,12 @@ from demo_optax._src.fragments import spread
 _UNDER_WAY = ".packets", ".factor", ".positions", ".values"
 
 
-def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisName):
+def convert(state: dict, saved: dict, like, description: dict, stacked: Collection[str]):
     """Converts a state that other workers or settings saved into the one that a mesh needs.
 
     ``state`` holds NumPy arrays by their paths, as ``saved`` describes them. ``like`` is a tree of
-    shapes, dtypes and shardings, as described by ``description``.
+    shapes, dtypes and shardings, as described by ``description``. The leaves ``stacked`` have an
+    axis of workers, which the shardings of simulated workers do not name.
     """
     _require_same_fragments(saved, description)
     wanted = by_path(like)
@@ -35,14 +35,13 @@ def convert(state: dict, saved: dict, like, description: dict, axis_name: AxisNa
         {x["name"]: x for one in described["states"].values() for x in one["momenta"]}
         for described in (saved, description)
     )
-    worker_axes, in_exchange = set(axes.names(axis_name)), names_kept(description)
+    in_exchange = names_kept(description)
     result = {}
     for name, target in wanted.items():
         x = np.asarray(state[name])
         if name in before and name in now:
             _require_same_blocks(name, before[name], now[name])
-        differs = worker_axes & set(axes_of(target.sharding.spec))
-        if differs and x.ndim > 0 and name not in in_exchange:
+        if name in stacked and x.ndim > 0 and name not in in_exchange:
             x = redistribute(x, description["workers"])
         if x.shape != target.shape:
             raise ValueError(

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from demo_optax._src import checks
-from demo_optax._src.axes import AxisName
+from demo_optax._src.axes import AxisName, axes_of, names
 from demo_optax._src.checkpoint import description, reading
 from demo_optax._src.checkpoint.digests import digests, seal
 from demo_optax._src.checkpoint.elastic import convert
@@ -287,6 +287,13 @@ class Checkpointer:
             lambda x: worker_axis.init_opt_state(self._tx, x, *self._where), params
         )
         meaning = description.describe(placement, state)
+        in_axes = jax.tree.map(
+            lambda x, spec: description.with_sharding(
+                x, NamedSharding(shards.with_devices(mesh), spec)
+            ),
+            state,
+            placement.state,
+        )
         params, state = (
             jax.tree.map(description.with_sharding, tree, shards.shardings(mesh, specs))
             for tree, specs in ((params, placement.params), (state, placement.state))
@@ -302,7 +309,13 @@ class Checkpointer:
         found = reading.load(self._directory, step, held, trees)
         opt_state = found["opt_state"]
         if not exact:
-            opt_state = convert(opt_state, saved, state, meaning, axis_name)
+            workers = set(names(axis_name))
+            stacked = {
+                name
+                for name, x in description.by_path(in_axes).items()
+                if workers & set(axes_of(x.sharding.spec))
+            }
+            opt_state = convert(opt_state, saved, state, meaning, stacked)
         return Checkpoint(step, found["params"], opt_state, found["extra"]["tree"])
 
 
