@@ -65,7 +65,8 @@ def main(config: Config) -> float:
             log_probability = jax.nn.log_softmax(state.apply_fn({"params": params}, images))
             return -jnp.mean(jnp.sum(right * log_probability, axis=-1))
 
-        # Not jax.value_and_grad, which would sum over the workers.
+        # Not jax.value_and_grad, which would sum over the workers. With an optimizer that looks
+        # ahead, not at state.params but at its demo_optax.local_parameters.
         loss, grads = demo_optax.local_value_and_grad(loss_fn, "data")(state.params)
         return state.apply_gradients(grads=grads), loss[None]
 

@@ -88,7 +88,8 @@ def train(exchange: Transport, worker: int, steps: int) -> tuple[list[float], di
     state, losses = tx.init(params), []
     send, apply = jax.jit(tx.send), jax.jit(tx.apply)
     for step in range(steps):
-        loss, gradient = loss_and_gradient(params, *batch(worker, step))
+        point = demo_optax.local_parameters(params, state)  # not params, if tx looks ahead
+        loss, gradient = loss_and_gradient(point, *batch(worker, step))
         outbox, state = send(gradient, state, params, worker=worker)
         packets = exchange(step, np.asarray(outbox.packet))
         updates, state = apply(packets, outbox, state, params, worker=worker)

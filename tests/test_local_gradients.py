@@ -82,6 +82,19 @@ def test_local_gradients_need_their_axis_bound():
         run(model.init(), model.stacked(model.batch(0, rows=16), 2))
 
 
+@pytest.mark.parametrize("reduce", [jax.lax.pmean, jax.lax.psum])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_that_all_workers_share_is_refused_in_a_loop_of_ones_own(reduce, has_aux):
+    def loss(x):
+        mean = reduce(x.mean(), "data")
+        return (mean, x) if has_aux else mean
+
+    gradient = demo_optax.local_value_and_grad(loss, "data", has_aux=has_aux)
+    run = jax.shard_map(gradient, mesh=workers.mesh_of(2), in_specs=P(), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"same on all workers of 'data'.*Leave out pmean"):
+        jax.eval_shape(run, np.ones(3, np.float32))
+
+
 @jax.jit
 def found_identical(gradients):
     """Whether four workers are told that all of them have the same gradient, ``(4, 16, 16)``.

@@ -307,6 +307,7 @@ UNREADABLE = {
     "flat": lambda state: traverse_util.flatten_dict(serialization.to_state_dict(state)),
     "joined": lambda state: traverse_util.flatten_dict(serialization.to_state_dict(state), sep="."),
     "nnx.FlatState": lambda state: nnx.to_flat_state(nnx.state(Holder(state))),
+    "leaves": jax.tree.leaves,
     "part": lambda state: jax.tree.leaves(state, is_leaf=is_look_ahead)[-1],
     "object": lambda state: types.SimpleNamespace(opt_state=state),
 }

@@ -150,6 +150,9 @@ def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, 
             for name in wanted
         ):
             raise ValueError(f"opt_state has a displacement {'/'.join(path)}{_UNREADABLE}")
+    has_names = any(name.isidentifier() for path in leaves for name in path)
+    if leaves and isinstance(opt_state, list) and not has_names:
+        raise ValueError(f"opt_state is a list and may hold a displacement{_UNREADABLE}")
     nameless = any(
         isinstance(key, FlattenedIndexKey)
         for path, _ in jax.tree.leaves_with_path(opt_state)

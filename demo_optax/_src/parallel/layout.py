@@ -318,10 +318,10 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
         if leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf)):
             return P(*front)  # a counter or a random key is the same on all shards of a worker
         raise ValueError(
-            f"the optimizer state{keystr(path)} of shape {leaf.shape} differs "
-            f"between the shards of a worker, over {sorted(over)}, but "
-            "cannot be sharded like a parameter. Leave its parameter whole (param_specs=P()), or "
-            "use an optimizer whose state has the shapes of the parameters."
+            f"leaf{keystr(path)} of the optimizer state, of shape {leaf.shape}, differs between "
+            f"the shards of a worker, over {sorted(over)}, but cannot be sharded "
+            "like a parameter. Leave its parameter whole (param_specs=P()), or use an "
+            "optimizer whose state has the shapes of the parameters."
         )
 
     return jax.tree.map_with_path(spec_of, state_axes, worker_state_shapes)

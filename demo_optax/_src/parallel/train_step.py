@@ -306,7 +306,7 @@ def require_not_donated(*trees) -> None:
     for path, x in jax.tree.leaves_with_path(trees):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
             raise RuntimeError(
-                f"an array of the step's arguments{jax.tree_util.keystr(path[1:])}, of shape "
+                f"leaf{jax.tree_util.keystr(path[1:])} of the step's arguments, of shape "
                 f"{x.shape}, was given away to an earlier step and is deleted: go on with the "
                 "parameters and states that the step returned, or make the step with donate=False."
             )

@@ -36,6 +36,7 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
     Raises:
       NameError: ``axis_name`` is not bound where the function is called.
       TypeError: a differentiated argument was not given by position.
+      ValueError: JAX's types say that the value is the same on all workers, as after a ``pmean``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -67,12 +68,22 @@ def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callab
             checks.real_leaves(f"argument {i}", local[i])
             local[i] = axes.as_varying(local[i], axis_name)
         try:
-            return value_and_grad(*local, **kwds)
+            results = value_and_grad(*local, **kwds)
         except (TypeError, ValueError) as error:
             is_about_types = any(word in str(error) for word in ("{V:", "varying", "manual axis"))
             if is_about_types and axes.manual_names(axis_name):
                 error.add_note(_VARYING)
             raise
+        value = results[0][0] if kwargs.get("has_aux") else results[0]
+        same = set(axes.names(axis_name)) - axes.varying(value)
+        if same and axes.types_are_tracked(axis_name):
+            raise ValueError(
+                f"the loss is the same on all workers of {axis_name!r}: it averages or sums over "
+                "them, which would scale every gradient, or depends on neither parameters nor "
+                "batch. Leave out pmean and psum: the loss is that of one worker, and the "
+                "optimizer exchanges."
+            )
+        return results
 
     return wrapped
 
@@ -243,20 +254,7 @@ def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *k
 
     Loss and gradient are averaged over microbatches; the model state passes from one to the next.
     """
-    differentiated = local_value_and_grad(loss_fn, axis_name, has_aux=True)
-
-    def value_and_grad(*args):
-        results = differentiated(*args)
-        varying = axes.varying(results[0][0])
-        if axes.types_are_tracked(axis_name) and not set(axes.names(axis_name)) <= varying:
-            raise ValueError(
-                f"the loss is the same on all workers of {axis_name!r}: it averages or sums over "
-                "them, which would scale every gradient, or depends on neither parameters nor "
-                "batch. Leave out pmean and psum: the loss is that of one worker, and the "
-                "optimizer exchanges."
-            )
-        return results
-
+    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=True)
     state = axes.as_varying(state, axis_name)
     if microbatches == 1:
         (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
