@@ -274,6 +274,9 @@ RAISED = [
     orthogonal_shards_without_specs,
     flattened_shards,
     lambda: demo_optax.local_parameters(jnp.ones(3), LOOKING_AHEAD.init({"w": jnp.ones(3)})),
+    lambda: demo_optax.local_parameters(
+        jnp.ones(3), jax.tree.leaves(LOOKING_AHEAD.init(jnp.ones(3)))
+    ),
     lambda: demo_optax.local_parameters(jnp.ones((2, 3)), LOOKING_AHEAD.init(jnp.ones(3))),
     # axes
     lambda: DEMO.update(model.init(), DEMO.init(model.init())),
