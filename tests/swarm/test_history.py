@@ -179,7 +179,7 @@ def test_names_are_shown_as_text_whatever_is_in_them(store, capsys):
     store.put(records.claim_key(OSLO), records.encode(Claim("o\x1b[2J\nslo", "", 0.0)))
     store.put(records.claim_key(PARIS), records.encode(Claim("åbo [red]", "", 0.0)))
     main(["swarm", store.url])
-    assert capsys.readouterr().out == "no step yet; joined: o\\x1b[2J\\nslo, åbo [red]\n"
+    assert capsys.readouterr().out == "no step yet; joined: slot 0, åbo [red]\n"
 
 
 @pytest.mark.parametrize("folder", ["of-nobody", "there"])

@@ -48,11 +48,9 @@ def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:
 
 
 def read_claim(store: Store, member: MemberId) -> Claim:
-    """Reads a claim, with escapes in its name; unreadable claims are treated as expired."""
+    """Reads a claim; unreadable ones, as of names that cannot be printed, are as if expired."""
     with contextlib.suppress(Damaged):
-        found = records.decode(Claim, store.get(records.claim_key(member)))
-        name = found.worker if found.worker.isprintable() else ascii(found.worker)[1:-1]
-        return found._replace(worker=name)
+        return records.decode(Claim, store.get(records.claim_key(member)))
     return Claim(f"slot {member[0]}", "", 0.0)
 
 
