@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import optax
 from obstore.exceptions import PermissionDeniedError
 
 import demo_optax
@@ -201,6 +202,8 @@ def has_no_place():
 DELAYED = demo_optax.Delayed(demo_optax.AllGather())
 RANDOM_BASIS = demo_optax.demo(1e-3, demo_optax.Compression(4, transform="random"))
 
+ON_A_PLATEAU = demo_optax.demo(1e-3, precondition=optax.contrib.reduce_on_plateau())
+
 
 def a_round_that_cannot_be_watched():
     failing = RuntimeError("cannot read the manifest of step 0: make sure that the store is well.")
@@ -260,6 +263,7 @@ RAISED = [
     lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, axis_name="data")),
     lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, exchange=DELAYED)),
     lambda: with_worker(swarms.begin, RANDOM_BASIS),
+    lambda: with_worker(swarms.begin, ON_A_PLATEAU),
     lambda: swarms.make_worker(swarms.DEMO_SCALED, None, 0, round_seconds=60.0),
     two_workers_along_the_axis,
     no_place_in_the_first_process,

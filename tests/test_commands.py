@@ -1,7 +1,9 @@
 """The command `demo-optax`: what it prints, and what it says when it refuses."""
 
 import argparse
+import contextlib
 import importlib
+import io
 import pathlib
 import shlex
 import sys
@@ -13,6 +15,7 @@ import demo_optax
 from demo_optax import Compression, accounting
 from demo_optax._src.commands import quantities
 from demo_optax._src.commands.main import main
+from demo_optax.swarm import Member, ObjectStore
 from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,7 +48,7 @@ def test_choose_marks_a_method_and_gives_its_lines(printed):
     choice = accounting.choose(300_000_000, 16, 1e8, 0.02, 1.0, 65_536, 1024)
     (marked,) = [line for line in shown.splitlines() if line.startswith("  > ")]
     assert choice.chosen.method.name in marked
-    assert f"{choice.chosen.time.step:.2f}" in marked and "-0.021 ± 0.004" in marked
+    assert f"{choice.chosen.time.step:.2f}" in marked and "-0.021 +/- 0.004" in marked
     for candidate in choice.candidates:
         assert f"{candidate.method.row} {candidate.method.name} " in shown
     assert all(f"    {line}" in shown for line in choice.chosen.method.code.splitlines())
@@ -100,6 +103,39 @@ def test_bytes_knows_every_exchange(printed):
     assert f"Each of 64 workers gets {size:,.0f} bytes a step" in shown
 
 
+COMMAND_LINES = [
+    CHOOSE,
+    CHOOSE.replace("100Mbit", "400Gbit"),
+    f"{CHOOSE} --swarm",
+    BYTES,
+    "bytes --help",
+    "choose --help",
+    "swarm --help",
+    "--help",
+]
+
+
+@pytest.mark.parametrize("words", COMMAND_LINES)
+def test_what_a_command_says_itself_can_be_printed_anywhere(words, capsys):
+    with contextlib.suppress(SystemExit):
+        main(shlex.split(words))
+    assert capsys.readouterr().out.isascii()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", r"\xe5bo \u6771\u4eac"), ("cp1252", r"åbo \u6771\u4eac")]
+)
+def test_names_that_a_terminal_cannot_print_are_printed_as_escapes(
+    encoding, shown, tmp_path, monkeypatch
+):
+    Member(ObjectStore(str(tmp_path)), "åbo 東京").exchange(0, b"a packet")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    main(["swarm", str(tmp_path)])
+    terminal.flush()
+    assert terminal.buffer.getvalue().decode(encoding).count(shown) == 2
+
+
 def test_swarm_looks_at_a_store_and_needs_its_package(printed, tmp_path, monkeypatch):
     (tmp_path / "slots/000").mkdir(parents=True)
     (tmp_path / "slots/000/000001").touch()
@@ -119,6 +155,10 @@ def test_swarm_looks_at_a_store_and_needs_its_package(printed, tmp_path, monkeyp
         ("", "the following arguments are required: COMMAND"),
         ("bytes --topk 8", "required: --preset"),
         ("bytes --preset 300m --topk-back 8", "--topk-back 8 is for --exchange two-phase"),
+        (
+            "bytes --preset 300m --local-steps 4 --fragments 2 --delay 1",
+            "fragments=2 come late anyway, so that local_steps takes no delay with them",
+        ),
         slow("bytes --preset 300m --bandwidth 1GB", "'1GB' counts bytes"),
         slow("bytes --preset 300m --topk 0", "topk must be at least 1"),
         (CHOOSE.replace("20ms", "20"), "argument --latency: '20' is no time: give a number and"),
@@ -156,6 +196,7 @@ def test_quantities_are_read_kindly(parse, texts, value):
         ("count", "many", "'many' is no number: give a number and a unit .* as in 300M"),
         ("count", "-3", "'-3' is no number"),
         ("count", "1.5", "'1.5' is not a whole number"),
+        ("count", "1e999", "'1e999' is not a whole number"),
         ("count", "1,00", "'1,00' is no number"),
         ("duration", "0,5s", "'0,5s' is no time"),
         ("bandwidth", "100", "'100' is no bandwidth: give a number and a unit .* as in 100Mbit"),

@@ -22,6 +22,8 @@ from tests import pages
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+FOLDERS = "benchmarks", "demo_optax", "docs", "examples", "notebooks", "tests"
+STUDIES = "`studies-2026-11`"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
@@ -124,6 +126,34 @@ def test_links_and_anchors_are_found():
     text = "[a](b.md#c) ![d](e.png) `[no](code)` [far](https://x.y)\n```\n[no](code)\n```\n"
     assert links(text) == ["b.md#c", "e.png"]
     assert anchors("# One `two`, three\n## *Four*\n") == {"one-two-three", "four"}
+
+
+def gone(text):
+    """Paths and patterns of this repository in a text for which there is no file."""
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]*\w)", text)
+    elsewhere = ("docs/_build", "demo_optax/notebooks")  # what is built; what Colab unpacks
+    # tests/test_benchmarks.py requires the tag of studies that left on each page that names one.
+    elsewhere += ("benchmarks/",) if STUDIES in text else ()
+    return [path for path in named if not path.startswith(elsewhere) and not list(ROOT.glob(path))]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
+def test_every_path_that_a_page_names_is_there(page):
+    assert gone(page.read_text()) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_path_that_a_comment_or_a_docstring_names_is_there(folder):
+    found = {path: gone(path.read_text()) for path in (ROOT / folder).rglob("*.py")}
+    found = {path.relative_to(ROOT).as_posix(): paths for path, paths in found.items() if paths}
+    assert found == {}
+
+
+def test_paths_that_are_not_there_are_found():
+    wrong = [f"examples/{'none'}.py", f"benchmarks/{'old'}.py"]
+    text = f"`{wrong[0]}` tests/pages.py docs/*.md https://x.y/docs/none.md ({wrong[1]})"
+    assert gone(text) == wrong
+    assert gone(f"{text} {STUDIES}") == wrong[:1]
 
 
 def test_the_command_lines_name_every_setting_of_the_trainer():

@@ -229,7 +229,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path, capsys
 def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
     """The third step damages one of three copies, the fourth tells that packets were not the same.
 
-    What the packets tell is `tests/test_untrusted_workers.py`'s.
+    What the packets tell is `tests/exchange/test_untrusted_workers.py`'s.
     """
     config = dataclasses.replace(THREE, evaluate_every=100)
     run, steps, mended = prepared(config), itertools.count(1), []

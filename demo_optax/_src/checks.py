@@ -204,8 +204,8 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
     if other_shapes and not other_settings:
         name = other_shapes[0]
         raise ValueError(
-            f"{what}{name} has shape {has[name]}, but {needs[name]} is needed: the parameters, the "
-            f"settings or the number of workers changed since it was made. {remedy}"
+            f"leaf{name} of {what} has shape {has[name]}, but {needs[name]} is needed: the "
+            f"parameters, the settings or the number of workers changed since it was made. {remedy}"
         )
     made, wanted = other_settings[0] if other_settings else structures
     raise ValueError(

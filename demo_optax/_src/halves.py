@@ -44,7 +44,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
     ``send`` takes the message out of the momentum. ``apply`` puts back the part that was not
     accepted, with one rounding, and returns the same updates to all workers that receive the same
     packets. Both halves take the extra arguments of ``update``. Between them the state can be saved
-    together with the outbox.
+    together with the outbox, by `demo_optax.checkpoint.Checkpointer` with ``axis_name=None``.
 
     Attributes:
       send: ``send(gradient, state, params=None, *, worker=None, **extra_args)`` returns an

@@ -1,5 +1,6 @@
 """Holds the state of local steps, and finds the parameters at which a worker differentiates."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,6 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Float32
 
 from demo_optax._src.arrays import BoolScalar, IntScalar, unboxed
-from demo_optax._src.decoupled import LookAheadState
 
 
 class LocalStepsState(NamedTuple):
@@ -60,7 +60,8 @@ def local_parameters(params, opt_state):
     Args:
       params: the shared parameters.
       opt_state: an optimizer's state, which may hold that of `local_steps`, or of an optimizer with
-        ``look_ahead``, at any depth.
+        ``look_ahead``, at any depth. Its containers may be ``nnx.State`` or dicts with the names of
+        the fields, as in a restored checkpoint.
 
     Returns:
       A tree like ``params``, in their dtypes. With local steps or a look-ahead these are the
@@ -68,30 +69,16 @@ def local_parameters(params, opt_state):
       ``params``.
 
     Raises:
-      ValueError: `local_steps` covers only some of the parameters; the parameters are not those of
-        the state.
+      ValueError, TypeError: `local_steps` covers only some of the parameters; the parameters are
+        not those of the state; the state holds a displacement that cannot be read.
 
     Example:
       >>> params = jnp.float32(8.0)
       >>> local_parameters(params, optax.sgd(1.0).init(params))
       Array(8., dtype=float32)
     """
-    states = nodes(unboxed(opt_state), (LocalStepsState, LookAheadState))
-    if not states:
-        return params
-    trees = [_displacement(state) for state in states]
-    wanted, *held = map(_paths, (unboxed(params), *trees))
-    if any(isinstance(state, LocalStepsState) for state in states) and held != [wanted]:
-        raise ValueError(
-            f"local_steps must cover all parameters, {list(map('/'.join, wanted))}, but the state "
-            f"has local steps of {[list(map('/'.join, paths)) for paths in held]}: put it "
-            "outermost, and partition and mask inside inner and outer."
-        )
-    displacements = {
-        path: d
-        for tree, paths in zip(trees, held, strict=True)
-        for path, d in zip(paths, jax.tree.leaves(tree), strict=True)
-    }
+    wanted = _paths(unboxed(params))
+    displacements = _displacements(unboxed(opt_state), wanted)
     if not displacements:
         return params
     if unknown := displacements.keys() - set(wanted):
@@ -120,11 +107,61 @@ def local_parameters(params, opt_state):
     return structure.unflatten([moved(x, d) for x, d in pairs])
 
 
-def _displacement(state: LocalStepsState | LookAheadState):
-    """Returns the displacement of a state, with that of an outer optimizer that looks ahead."""
-    outer = state.outer if isinstance(state, LocalStepsState) else ()
-    ahead = [x.displacement for x in nodes(outer, LookAheadState)]
-    return jax.tree.map(lambda x, *more: sum(more, x), state.displacement, *ahead)
+def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, ...], Array]:
+    """Returns the displacement of each parameter, with that of an outer optimizer that looks ahead.
+
+    The states are recognized by the names of their fields, because ``nnx.State`` and restored
+    checkpoints hold dicts in place of named tuples, and numbers in place of the entries of tuples.
+    """
+    leaves = dict(zip(_paths(opt_state), jax.tree.leaves(opt_state), strict=True))
+    rounds = [
+        path[:-1]
+        for path in leaves
+        if path[-1:] == ("mini_step",)
+        and all((*path[:-1], name) in leaves for name in ("round", "weight"))
+    ]
+    held: dict[tuple[str, ...], set] = {path: set() for path in rounds}
+    displacements = {}
+    for path, x in leaves.items():
+        if not isinstance(x, (bool, int, float, complex)) and not hasattr(x, "dtype"):
+            raise TypeError(
+                f"opt_state holds a leaf {'/'.join(path)} of type {type(x).__name__}, which is no "
+                "array, so that a displacement inside it would not be found: pass the optimizer's "
+                "state itself, such as the field opt_state of an object that holds it."
+            )
+        around = next((r for r in rounds if path[: len(r)] == r), None)
+        if around is not None and path[len(around)] not in ("displacement", "outer"):
+            continue
+        ends = [
+            i
+            for i, name in enumerate(path)
+            if name == "displacement"
+            and (
+                path[:i] in rounds
+                or (path[i - 1 : i] == ("2",) and (*path[: i - 1], "0", "sent") in leaves)
+            )
+        ]
+        if ends:
+            of = path[ends[0] + 1 :]
+            held.setdefault(path[: ends[0]] if around is None else around, set()).add(of)
+            displacements[of] = displacements[of] + x if of in displacements else x
+        elif "displacement" in re.findall(r"\w+", "/".join(path)) and not any(
+            path[i : i + len(name)] == name for name in wanted for i in range(len(path))
+        ):
+            raise ValueError(
+                f"opt_state has a displacement {'/'.join(path)}, but the names around it are not "
+                "those of the state of local steps or of an optimizer that looks ahead, so that "
+                "the gradient would be taken at the shared parameters: pass the whole state as the "
+                "optimizer or flax.nnx.state(optimizer) returns it, or as a nested dict with the "
+                "names of its fields."
+            )
+    if rounds and list(held.values()) != [set(wanted)]:
+        raise ValueError(
+            f"local_steps must cover all parameters, {list(map('/'.join, wanted))}, but the state "
+            f"has local steps of {[sorted(map('/'.join, paths)) for paths in held.values()]}: put "
+            "it outermost, and partition and mask inside inner and outer."
+        )
+    return displacements
 
 
 def has_exchanged(opt_state) -> BoolScalar:

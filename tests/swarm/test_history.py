@@ -125,9 +125,11 @@ def test_the_picture_has_every_worker_and_sign(store, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(pyplot, "close", drawn.append)
     write(store, TAKEN)
-    draw(read_history(store), str(tmp_path / "life.png"))
+    history = read_history(store)
+    history = history._replace(names=history.names | {OSLO: r"$\oslo$"})
+    draw(history, str(tmp_path / "life.png"))
     axes = drawn[0].axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["oslo", "paris", "rome"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [r"$\oslo$", "paris", "rome"]
     assert sorted(text.get_text() for text in axes.texts).count("10") == 11
     assert [line.get_marker() for line in axes.lines] == [">", "X"]
     assert (tmp_path / "life.png").stat().st_size > 0
@@ -144,6 +146,15 @@ def test_a_member_says_for_good_that_it_left(store):
         "members: nobody",
         "left: paris after step 0",
     ]
+
+
+def test_names_are_shown_as_text_whatever_is_in_them(store, capsys):
+    with pytest.raises(ValueError, match=r"worker must be a name .* can be printed, not 'a\\nb'"):
+        Member(store, "a\nb")
+    store.put(records.claim_key(OSLO), records.encode(Claim("o\x1b[2J\nslo", "", 0.0)))
+    store.put(records.claim_key(PARIS), records.encode(Claim("åbo [red]", "", 0.0)))
+    main(["swarm", store.url])
+    assert capsys.readouterr().out == "no step yet; joined: o\\x1b[2J\\nslo, åbo [red]\n"
 
 
 @pytest.mark.parametrize("folder", ["of-nobody", "there"])

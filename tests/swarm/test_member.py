@@ -213,16 +213,19 @@ def test_steps_are_read_ahead_and_no_more_packets_at_once_than_there_are_slots(s
     assert store.names("packets/00000012") == ["002.000001.here"]
 
 
-def test_large_packets_are_not_read_ahead(store):
+def test_large_packets_are_not_read_ahead(store, monkeypatch):
+    size, ahead = len(b"0 in 0"), "demo_optax._src.swarm.member.AHEAD_BYTES"
     (first,) = members(store, 1)
     rounds = [exchange(first, step) for step in range(4)]
     late = Member(store, "second", slots=8)
-    late.expect(60_000_000)
+    monkeypatch.setattr(ahead, size)
+    late.expect(size)
     late.read_ahead(0, 4)
     with mock.patch.object(store, "get", wraps=store.get) as get:
         assert late.receive(0).packets == rounds[0].packets
     assert sum(call.args[0].endswith(".packet") for call in get.call_args_list) == 1
-    late.expect(200_000_000)
+    monkeypatch.setattr(ahead, size - 1)
+    late.expect(size)
     late.read_ahead(1, 3)
     assert [late.receive(step).packets for step in range(1, 4)] == [x.packets for x in rounds[1:]]
 
@@ -239,6 +242,28 @@ def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypat
     store.put(records.step_key("manifests", 1), records.encode(Manifest(1, (large,), previous, 0)))
     with pytest.raises(SwarmError, match="a packet that counts in step 1 cannot be read"):
         first.receive(1)
+
+
+def test_a_listed_packet_of_another_length_counts_for_nobody_and_is_told_once(store):
+    told = []
+    first, second = members(store, 2, tell=told.append)
+    first.expect(len(b"0 in 0"))
+    previous = ""
+    for step in range(2):
+        good, short = f"0 in {step}".encode(), f"{step}".encode()
+        sent = [
+            records.PacketRef(*x.me, records.sha256(data))
+            for x, data in zip((first, second), (good, short), strict=True)
+        ]
+        for packet, data in zip(sent, (good, short), strict=True):
+            store.put(records.packet_key(step, packet), data)
+        manifest = records.encode(Manifest(step, tuple(sent), previous, 0))
+        store.put(records.step_key("manifests", step), manifest)
+        previous, result = records.sha256(manifest), first.receive(step)
+        assert result.packets == {0: good} and result.members == ("worker-0",)
+        assert not result.swept
+    (line,) = [line for line in told if "counts for nobody" in line or "count for nobody" in line]
+    assert line.startswith("step 0: the packet of worker-1 has 1 bytes instead of 6")
 
 
 def test_a_packet_that_was_emptied_is_an_error_and_not_one_that_counts_for_nobody(store):

@@ -14,8 +14,9 @@ import demo_optax
 from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.packet import Origin, parse_headers
 from demo_optax._src.swarm import replicated_state
-from demo_optax._src.swarm.programs import require_optimizer
-from demo_optax.swarm import Member, ObjectStore, SwarmWorker
+from demo_optax._src.swarm.programs import division_of, require_optimizer, text_of
+from demo_optax._src.swarm.records import PacketRef, packet_key, sha256
+from demo_optax.swarm import Member, ObjectStore, SwarmError, SwarmWorker
 from tests import swarms
 from tests.sweeps import slow, sweep
 
@@ -173,3 +174,79 @@ def test_a_packet_is_sealed_with_its_workers_slot(tmp_path):
     rows = Origin(jnp.int32(0), jnp.arange(3, dtype=jnp.int32))
     *_, intact = jax.jit(parse_headers, static_argnums=0)(layout, np.stack([packet] * 3), rows)
     assert worker.member.slot == 1 and intact.tolist() == [False, True, False]
+
+
+def mesh_of(shape, names):
+    return jax.make_mesh(shape, names, devices=jax.devices()[: np.prod(shape)])
+
+
+def test_who_divides_the_parameters_otherwise_is_refused(tmp_path):
+    store = ObjectStore(str(tmp_path))
+    with swarms.make_worker(swarms.DEMO_SCALED, store, 0) as one:
+        swarms.begin(one)
+    settings = {"shards": 2, "param_specs": SPECS}
+    with (
+        swarms.make_worker(swarms.DEMO_SCALED, store, 1, **settings) as other,
+        pytest.raises(SwarmError, match=r"number of shards is 1 there and 2 \(divided as "),
+    ):
+        swarms.begin(other)
+
+
+def test_workers_of_unlike_meshes_train_together_if_their_optimizers_are_equal(tmp_path):
+    store, ends = ObjectStore(str(tmp_path)), {}
+    for number, (rate, shards) in enumerate([(1e-2, 1), (1e-2, 2), (2e-2, 2)]):
+        tx = demo_optax.demo_scaled(rate)
+        with swarms.make_worker(tx, store, number, shards=shards) as worker:
+            if rate > 1e-2:
+                with pytest.raises(SwarmError, match=r"optimizer is .* there and"):
+                    swarms.begin(worker)
+                continue
+            (ends[number], _), *_ = swarms.take_steps(worker, 3)
+    for name, x in ends[0].items():
+        np.testing.assert_allclose(ends[1][name], x, atol=1e-6)
+
+
+def test_the_division_of_parameters_has_no_names_of_axes_or_devices():
+    params = {"w": np.zeros((8, 4)), "b": np.zeros(3)}
+    two = mesh_of((1, 2), ("data", "fsdp"))
+
+    def of(mesh, spec):
+        return division_of(mesh, params, {"w": spec, "b": P()})
+
+    rows = of(two, P("fsdp"))
+    assert of(two, P()) == of(mesh_of((1, 1), ("data", "fsdp")), P("fsdp")) == "1"
+    assert rows == of(mesh_of((2, 1), ("t", "d")), P("t")) == of(two, P("fsdp", None))
+    assert rows == of(mesh_of((1, 2, 2), ("data", "batch", "fsdp")), P("fsdp"))
+    four = mesh_of((1, 2, 2), ("data", "a", "b"))
+    divided = [of(four, P(*x)) for x in [("a", "b"), ("b", "a"), (("a", "b"),), (("b", "a"),)]]
+    assert len({rows, of(two, P(None, "fsdp")), *divided}) == 6
+
+
+def test_the_text_of_an_optimizer_has_the_values_of_its_settings_and_no_names_of_axes():
+    def text(rate, names=("data",), link=None):
+        tx = demo_optax.demo(rate, precondition=link)
+        return text_of(tx, {"w": np.zeros((8, 4), np.float32)}, 2, "cpu", names)
+
+    def over(axis):
+        return optax.stateless(lambda g, _: jax.tree.map(lambda x: jax.lax.psum(x, axis), g))
+
+    assert text(1e-2) == text(1e-2, ("data", "fsdp")) != text(2e-2)
+    assert text(1e-2, ("data", "x"), over("x")) == text(1e-2, ("y", "data"), over("y"))
+    tables = [jnp.linspace(rate, 1e-4, 100) for rate in (1e-2, 2e-2)]
+    one, other = [text(lambda count, x=x: x[count]) for x in tables]
+    assert one != other
+
+
+def test_a_packet_with_a_wrong_checksum_counts_for_nobody_and_is_told_once(tmp_path):
+    told, store = [], ObjectStore(str(tmp_path))
+    with swarms.make_worker(swarms.DEMO_SCALED, store, 0, deadline=0.1) as worker:
+        other, worker.member.tell = Member(store, "other", slots=4), told.append
+        state, size = swarms.begin(worker), worker._programs.packet_bytes
+        for step in range(4):
+            data = np.full(size // 4, step + 1, np.uint32).tobytes()
+            store.put(packet_key(step, PacketRef(*other.me, sha256(data))), data)
+            state, _, metrics = swarms.take_steps(worker, step + 1, state)
+            assert metrics[0].members == ("worker-0", "other")
+            assert metrics[0].exchange.participants == 1
+    (line,) = [line for line in told if "checksum" in line]
+    assert line.startswith("step 0: 1 of the packets of worker-0, other counted for nobody")

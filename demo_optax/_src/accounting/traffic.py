@@ -15,7 +15,7 @@ from demo_optax._src.compression import Compression, make_plan
 from demo_optax._src.compression.blocks import block_geometry
 from demo_optax._src.compression.top_k import TopK
 from demo_optax._src.decoupled import decoupled_momentum
-from demo_optax._src.exchange import AllGather, Exchange
+from demo_optax._src.exchange import AllGather, Delayed, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
 from demo_optax._src.halves import SplitTransformation, require_halves
@@ -265,7 +265,7 @@ def step_times(
       with ``"DiLoCo"``.
 
     Raises:
-      ValueError: a number is out of range.
+      ValueError: a number is out of range, or an exchange of fragments is delayed.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -304,6 +304,12 @@ def step_times(
     settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
     for name, setting in settings.items():
         setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
+        if fragments is not None and isinstance(exchange, Delayed):
+            raise ValueError(
+                f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
+                f"them, but {name!r} has the exchange {exchange}: leave out the delay or the "
+                "fragments."
+            )
         traffic = _traffic(setting, params, workers, exchange, fragments)
         traffic = traffic._replace(overlaps=traffic.overlaps or fragments is not None)
         times[name] = time(traffic, local_steps // (fragments or 1))

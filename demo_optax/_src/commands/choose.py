@@ -93,7 +93,7 @@ def _cells(candidate: Candidate, is_chosen: bool) -> tuple[str, ...]:
     costs = f"{time.step:,.2f}", f"{time.wire / 1e6:,.1f}"
     if loss is None:
         return name, *costs, "not trained", "", ""
-    error = "" if loss.error is None else f" ± {loss.error:.3f}"
+    error = "" if loss.error is None else f" +/- {loss.error:.3f}"
     difference = "baseline" if loss.method == "AdamW" else f"{loss.difference:+.3f}{error}"
     runs = f"{short(loss.parameters)}, {loss.workers} workers"
     differs = f"; {loss.differs}" if loss.differs else ""

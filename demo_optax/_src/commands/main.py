@@ -1,6 +1,7 @@
 """The command ``demo-optax``, whose subcommands are modules of this folder."""
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -28,7 +29,12 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; settings that do not fit together end it with one line."""
+    """Runs a command; settings that do not fit together end it with one line.
+
+    Names and paths may have characters that the terminal lacks, which are printed as escapes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = make_parser().parse_args(arguments)
     try:
         args.run(args)

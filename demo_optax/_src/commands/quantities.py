@@ -1,6 +1,7 @@
 """Numbers with units on a command line, such as ``300M``, ``100Mbit/s`` and ``20ms``."""
 
 import argparse
+import math
 import re
 
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -50,7 +51,7 @@ def count(text: str) -> int:
     """
     number, unit = _parse("number", text)
     value = round(number * COUNTS[unit.lower()], 3)  # 1.1e3 * 1e6 is not whole otherwise
-    if value != int(value):
+    if not math.isfinite(value) or value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: give one.")
     return int(value)
 

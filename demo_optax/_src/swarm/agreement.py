@@ -36,9 +36,13 @@ def facts_of(tx: SplitTransformation, params) -> dict[str, Any]:
     return facts | jax_settings()  # links such as optax.add_noise may draw random numbers
 
 
-def facts_of_programs(opt_state, words: int) -> dict[str, Any]:
+def facts_of_programs(opt_state, words: int, division: str) -> dict[str, Any]:
     """Returns what is compared on every kind of device as well, but is known only then."""
-    return {"optimizer state": _description(opt_state), "packets": f"{words} words"}
+    return {
+        "number of shards": division,
+        "optimizer state": _description(opt_state),
+        "packets": f"{words} words",
+    }
 
 
 def compare(store: Store, facts: Mapping[str, Any]) -> None:
@@ -57,7 +61,8 @@ def require(store: Store, facts: Mapping[str, Any], fingerprint: dict[str, str])
     """Compares with the workers that joined before; the first worker writes what others read.
 
     Workers with the same kind of device and version of JAX must have identical programs of `send`
-    and `apply`. The programs contain the learning rate and all else that the facts leave out.
+    and `apply` for one device, whatever mesh they have. The programs contain the learning rate and
+    all else that the facts leave out.
 
     Raises:
       SwarmError: something differs.

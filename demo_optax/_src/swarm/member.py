@@ -94,8 +94,11 @@ class Member:
         checks.static_integer("min_workers", min_workers, at_least=1)
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
-        if not worker or not isinstance(worker, str):
-            raise ValueError(f"worker must be a name of this worker alone, not {worker!r}.")
+        if not worker or not isinstance(worker, str) or not worker.isprintable():
+            raise ValueError(
+                "worker must be a name of this worker alone, whose characters can be printed, not "
+                f"{worker!r}."
+            )
         if min_workers > slots:
             raise ValueError(
                 f"min_workers={min_workers} can never come together in slots={slots}: give more "
@@ -115,6 +118,8 @@ class Member:
         self._prefetched: dict[str, bytes] = {}
         self._ahead: list[str] = []  # packets to read next, in order,
         self._most_ahead = slots  # and how many of them at once
+        self._packet_bytes: int | None = None  # of a packet that may count, if it is known
+        self._wrong: set[MemberId] = set()  # senders of other packets, which were told
         self._names: dict[MemberId, str] = {}
         self._leaving = threading.Event()
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
@@ -152,6 +157,7 @@ class Member:
         """
         if isinstance(self.store, ObjectStore):
             self.store.packet_bytes = max(PART, 2 * packet_bytes)
+        self._packet_bytes = packet_bytes
         self._most_ahead = min(self.slots, AHEAD_BYTES // packet_bytes)
         size = packet_bytes / 1e6
         self.tell(
@@ -371,13 +377,27 @@ class Member:
 
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
         """Reads the packets that are not there yet, and keeps those of the right hash and size."""
-        hashes = {records.packet_key(step, packet): packet.sha256 for packet in packets}
-        missing = hashes.keys() - self._packets.keys()
+        sent = {records.packet_key(step, packet): packet for packet in packets}
+        missing = sent.keys() - self._packets.keys()
         with self._transferring if missing else contextlib.nullcontext():
             found = self._read_all(missing)
         for key, data in found.items():
-            if records.sha256(data) == hashes[key] and size in (None, len(data)):
+            packet = sent[key]
+            if records.sha256(data) == packet.sha256 and self._fits(step, packet, data, size):
                 self._packets[key] = data
+
+    def _fits(self, step: int, packet: PacketRef, data: bytes, size: int | None) -> bool:
+        """Tells whether a packet has a length that may count; says once of a worker if not."""
+        if size is None or len(data) == size:
+            return True
+        if packet.member not in self._wrong:
+            self._wrong.add(packet.member)
+            self.tell(
+                f"{self.unit} {step}: the packet of {self.name_of(packet.member)} has "
+                f"{len(data):,} bytes instead of {size:,}, and packets of another length count for "
+                "nobody: start this worker with the settings of the others"
+            )
+        return False
 
     def _read_all(self, keys: Collection[str]) -> dict[str, bytes]:
         """Reads the objects that exist and are not too large."""
@@ -401,14 +421,19 @@ class Member:
         def attempt() -> ExchangeResult | None:
             self._read(step, manifest.packets)
             packets = {n: self._packets[key] for n, key in keys.items() if key in self._packets}
+            counted = {packet.slot: packet.member for packet in manifest.packets}
             swept = len(packets) < len(keys)
             if swept:  # which happens only after two later snapshots
                 indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]
                 if sum(later > step for later in records.steps_of(indices)) < 2:
                     return None
-            names = [(self.name_of(packet.member), packet.steps) for packet in manifest.packets]
-            members = tuple(name for name, counted in names if counted)
-            skipped = tuple(name for name, counted in names if not counted)
+            for packet in manifest.packets:
+                data = packets.get(packet.slot)
+                if data is not None and not self._fits(step, packet, data, self._packet_bytes):
+                    del packets[packet.slot], counted[packet.slot]
+            names = [(self.name_of(packet.member), packet.steps) for packet in counted.values()]
+            members = tuple(name for name, steps in names if steps)
+            skipped = tuple(name for name, steps in names if not steps)
             return ExchangeResult(manifest, packets, swept, members, skipped)
 
         return self._retry(f"a packet that counts in {self.unit} {step}", attempt)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._src import arrays, axes, checks, halves, metrics, momentum, participation, rounds
@@ -46,7 +46,8 @@ class Programs(NamedTuple):
     shape: tuple[int, int, int]  # (shards, slots, words) of the packets
     empty_outbox: Outbox  # of a worker that sent nothing
     no_gradient: Callable[[], tuple[Any, np.ndarray]]  # with the norm of one that is not finite
-    fingerprint: dict[str, str]  # the kind of device, and the SHA-256 of the text of send and apply
+    fingerprint: dict[str, str]  # the kind of device, and the SHA-256 of the optimizer's text
+    division: str  # of the parameters into shards
     batch: Any  # shapes and dtypes of a batch
 
     @property
@@ -60,6 +61,8 @@ def compile_programs(
 ) -> Programs:
     """Compiles the programs for parameters and a batch, or for their shapes."""
     params = checks.shapes_of("parameter", params)  # so that the programs keep no array
+    platform = mesh.devices.flat[0].platform
+    text = text_of(tx, params, slots, platform, mesh.axis_names)
     layout = find_layout(tx, params, mesh, (), options["param_specs"])
     init = functools.partial(worker_axis.init_stacked, tx, layout)
     state = jax.eval_shape(init, params)
@@ -124,39 +127,36 @@ def compile_programs(
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, metrics.exchange_metrics(opt_state)
 
-    def compiled(fn, args, specs, donated) -> tuple[Callable, str, Any]:
+    def compiled(fn, args, specs, donated) -> tuple[Callable, Any]:
         """Compiles a function of parameters, state and other arguments.
 
-        Its text and the shapes of its results are returned, too.
+        The shapes of its results are returned, too.
         """
         shapes = jax.eval_shape(lambda *x: x, params, state, *args)
         specs = jax.tree.broadcast((layout.params, layout.state, *specs), shapes)
         placed = shards.shardings(mesh, specs)
         shapes = jax.tree.map(lambda x, y: x.update(sharding=y), shapes, placed)
         traced = jax.jit(fn, donate_argnums=donated).trace(*shapes)
-        lowered = traced.lower()
-        program = lowered.compile()
+        program = traced.lower().compile()
         results = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.out_info)
-        return lambda *args: program(*to_devices(args, placed)), lowered.as_text(), results
+        return lambda *args: program(*to_devices(args, placed)), results
 
     worker, slot = jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     batch_leaf_specs = shards.batch_leaf_specs(batch, options["batch_specs"], mesh, axis_name)
-    computing, _, result = compiled(gradients, (batch,), (batch_leaf_specs,), ())
+    computing, result = compiled(gradients, (batch,), (batch_leaf_specs,), ())
     sent = result.gradients, worker, worker, slot
     stacked = shards.stacked_specs(layout.params, axis_name)
     sending: Any = sent, (stacked, P(axis_name), P(axis_name), P()), (1,)
     alone = compiled(step_alone, *sending)[0] if tx.steps_per_round else None
-    sending, send_text, (outbox, _) = compiled(end_round, *sending)
+    sending, (outbox, _) = compiled(end_round, *sending)
     shape = len(outbox.packets), slots, outbox.packets.shape[-1]
     packets = jax.ShapeDtypeStruct(shape, jnp.uint32)
-    applying, apply_text, _ = compiled(
-        apply, (outbox, packets, slot), (outbox_specs, over_shards, P()), (0, 1)
-    )
+    applying, _ = compiled(apply, (outbox, packets, slot), (outbox_specs, over_shards, P()), (0, 1))
     empty: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
     empty = empty._replace(step=np.array(momentum.EMPTY, np.int32))
-    kind = f"{mesh.devices.flat[0].platform}, jax {jax.__version__}, mesh {dict(mesh.shape)}"
-    text = (send_text + apply_text).encode()
-    fingerprint = {"device": kind, "optimizer": records.sha256(text)}
+    kind = f"{platform}, jax {jax.__version__}"
+    fingerprint = {"device": kind, "optimizer": records.sha256(text.encode())}
+    division = division_of(mesh, params, layout.params)
     placed = shards.shardings(mesh, (layout.params, layout.state))
     batch = checks.shapes_of("batch", batch)
 
@@ -165,7 +165,65 @@ def compile_programs(
         return zeros, np.array([np.nan], np.float32)
 
     programs = computing, alone, sending, applying, init
-    return Programs(*programs, placed, shape, empty, no_gradient, fingerprint, batch)
+    return Programs(*programs, placed, shape, empty, no_gradient, fingerprint, division, batch)
+
+
+def text_of(tx, params, slots: int, platform: str, axis_names: tuple[str, ...]) -> str:
+    """Returns the text of `send` and `apply` for one device, whatever mesh a worker has.
+
+    The axes have the size 1 here, so that a link may name them.
+
+    Raises:
+      ValueError: the optimizer needs an argument that the workers of a swarm do not have.
+    """
+    slot = jax.ShapeDtypeStruct((), jnp.int32)
+    params = arrays.unboxed(params)
+
+    def send(params, state, slot, weight, participates, ends_round):
+        extra: dict = {momentum.MESSAGE_WEIGHT: weight, participation.PARTICIPATES: participates}
+        extra |= {"ends_round": ends_round} if tx.steps_per_round else {}
+        return tx.send(params, state, params, worker=slot, **extra)
+
+    def apply(params, state, slot, packets, outbox):
+        return tx.apply(packets, outbox, state, params, worker=slot)
+
+    def traced(half, *args):
+        for name in axis_names:
+            half = jax.vmap(half, None, None, axis_name=name, axis_size=1)
+        return jax.jit(half).trace(params, state, slot, *args)
+
+    try:
+        state = jax.eval_shape(tx.init, params)
+        weight, yes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
+        sending = traced(send, weight, yes, yes)
+        outbox = sending.out_info[0]
+        packets = jax.ShapeDtypeStruct((slots, *outbox.packet.shape), jnp.uint32)
+        halves_traced = sending, traced(apply, packets, outbox)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ValueError(
+            f"a link of the optimizer needs an argument that a swarm cannot give: {error}. Each "
+            "worker has a loss of its own, and all must make the same update: leave out links such "
+            "as optax.contrib.reduce_on_plateau, and lower the rate by a schedule."
+        ) from error
+    return "".join(x.lower(lowering_platforms=(platform,)).as_text() for x in halves_traced)
+
+
+def division_of(mesh: Mesh, params, specs) -> str:
+    """Describes which part of each parameter is in which shard, without naming axes or devices."""
+    names = sharded_axes(arrays.unboxed(specs))
+    first = tuple(slice(None if name in names else 1) for name in mesh.axis_names)
+    devices = mesh.devices[first].flatten()
+    if (number := len(devices)) == 1:
+        return "1"
+    parts = []
+    leaves = map(jax.tree.leaves, arrays.unboxed((params, specs)))
+    for x, spec in zip(*leaves, strict=True):
+        of = NamedSharding(mesh, spec).devices_indices_map(x.shape)
+        for device in devices:
+            parts.append([i.indices(n) for i, n in zip(of[device], x.shape, strict=True)])
+    return f"{number} (divided as {records.sha256(str(parts).encode())[:8]})"
 
 
 def _on_device(tx, half: Callable, layout, gradient, state, params, **options) -> tuple[Any, Any]:

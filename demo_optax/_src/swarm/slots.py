@@ -48,9 +48,11 @@ def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:
 
 
 def read_claim(store: Store, member: MemberId) -> Claim:
-    """Reads a claim; unreadable claims are treated as expired."""
+    """Reads a claim, with escapes in its name; unreadable claims are treated as expired."""
     with contextlib.suppress(Damaged):
-        return records.decode(Claim, store.get(records.claim_key(member)))
+        found = records.decode(Claim, store.get(records.claim_key(member)))
+        name = found.worker if found.worker.isprintable() else ascii(found.worker)[1:-1]
+        return found._replace(worker=name)
     return Claim(f"slot {member[0]}", "", 0.0)
 
 

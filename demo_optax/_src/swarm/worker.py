@@ -133,6 +133,8 @@ class SwarmWorker:
         self._times_late = 0  # successive exchanges in which this worker's packet did not count
         self._programs: Any = None  # what `begin` compiles
         self._exchange: Any = None  # the metrics of the last exchange
+        self._members: tuple[str, ...] = ()  # whose packets were given to it
+        self._damaged = 0  # packets that did not count in the exchange before
         self._error: BaseException | None = None
         self._is_leaving = False
         self._lost: int | None = None  # steps, once it has left
@@ -162,7 +164,7 @@ class SwarmWorker:
             self.seconds_compiling = time.monotonic() - started
             params = replicated_state.to_devices(params, programs.shardings[0])
             opt_state = programs.init(params)
-            facts |= agreement.facts_of_programs(opt_state, programs.shape[-1])
+            facts |= agreement.facts_of_programs(opt_state, programs.shape[-1], programs.division)
             by_lead(lambda: agreement.require(self.member.store, facts, programs.fingerprint))
             by_lead(lambda: self.member.expect(programs.packet_bytes))
             params, opt_state, _ = self._catch_up(*self._jump(params, opt_state))
@@ -406,6 +408,7 @@ class SwarmWorker:
 
     def _apply(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any]:
         """Applies the packets; goes on to the next exchange, or to a snapshot if some are swept."""
+        self._say_what_was_damaged()
         self.number += 1
         if self._outbox is not None:
             is_late = result.own is None
@@ -413,14 +416,27 @@ class SwarmWorker:
         num_shards, slots, words = self._programs.shape
         packets = np.zeros((num_shards, slots, words), np.uint32)
         for slot, data in result.packets.items():
-            if len(data) == 4 * num_shards * words:
-                packets[:, slot] = np.frombuffer(data, np.uint32).reshape(num_shards, words)
+            packets[:, slot] = np.frombuffer(data, np.uint32).reshape(num_shards, words)
         outbox, self._outbox = self._outbox or self._programs.empty_outbox, None
         applied = self._programs.apply(params, opt_state, outbox, packets, self._slot)
         params, opt_state, self._exchange = applied
+        self._members = result.members if len(result.members) == len(result.packets) else ()
         if result.swept:  # what was missed stands in later snapshots only
             return self._jump(params, opt_state, self.number)
         return params, opt_state
+
+    def _say_what_was_damaged(self) -> None:
+        """Looks at the last exchange, which the devices have finished, so that nothing waits."""
+        if not self._members:
+            return
+        damaged = len(self._members) - int(to_host(self._exchange.participants))
+        if self._member is not None and damaged > self._damaged:
+            self._member.tell(
+                f"{self._member.unit} {self.number - 1}: {damaged} of the packets of "
+                f"{', '.join(self._members)} counted for nobody: a checksum was wrong, or a "
+                "gradient was not finite"
+            )
+        self._damaged = damaged
 
     def _catch_up(self, params, opt_state) -> tuple[Any, Any, int]:
         """Applies what the others exchanged, until a step that is not decided yet."""
