@@ -421,7 +421,7 @@ class Member:
         def attempt() -> ExchangeResult | None:
             self._read(step, manifest.packets)
             packets = {n: self._packets[key] for n, key in keys.items() if key in self._packets}
-            counted = {packet.slot: packet.member for packet in manifest.packets}
+            counted = {packet.slot: packet for packet in manifest.packets}
             swept = len(packets) < len(keys)
             if swept:  # which happens only after two later snapshots
                 indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]

@@ -420,7 +420,7 @@ class SwarmWorker:
         outbox, self._outbox = self._outbox or self._programs.empty_outbox, None
         applied = self._programs.apply(params, opt_state, outbox, packets, self._slot)
         params, opt_state, self._exchange = applied
-        self._members = result.members if len(result.members) == len(result.packets) else ()
+        self._members = () if result.swept else result.members
         if result.swept:  # what was missed stands in later snapshots only
             return self._jump(params, opt_state, self.number)
         return params, opt_state
@@ -433,8 +433,7 @@ class SwarmWorker:
         if self._member is not None and damaged > self._damaged:
             self._member.tell(
                 f"{self._member.unit} {self.number - 1}: {damaged} of the packets of "
-                f"{', '.join(self._members)} counted for nobody: a checksum was wrong, or a "
-                "gradient was not finite"
+                f"{', '.join(self._members)} counted for nobody: a checksum was wrong"
             )
         self._damaged = damaged
 
