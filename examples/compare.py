@@ -9,13 +9,15 @@ the same for both. The picture, loss_against_bytes.png, and the log of each run 
 """
 
 import dataclasses
-from pathlib import Path
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 from rich.table import Table
 
+from demo_optax._src.places import folder_of
 from lm import config as configuration
+from lm import output
 from lm.config import Config, Count
 from lm.recipes import OptimizerName
 from lm.report import console
@@ -36,9 +38,9 @@ class Comparison(Config):
 
 
 def main() -> None:
-    default = Comparison(steps=400, evaluate_every=40, log_dir=Path("runs"))
+    default = Comparison(steps=400, evaluate_every=40, log_dir="runs")
     config = configuration.from_command_line(__doc__, default=default)
-    folder = config.log_dir or Path("runs")
+    folder = config.log_dir or "runs"
     if config.optimizer == BASELINE or config.checkpoint_dir:
         configuration.refuse(
             f"compare.py compares an --optimizer with {BASELINE}, from the first step to the "
@@ -61,17 +63,20 @@ def main() -> None:
         each.optimizer: [run_or_exit(of_its_own(each, folder, seed)) for seed in seeds]
         for each in (first, baseline)
     }
-    picture = folder / "loss_against_bytes.png"
-    draw(compared, picture)
     console.print(table(compared, config.exchange == "all-gather", config.simulate))
+    picture = str(folder_of(f"{folder}/loss_against_bytes.png"))
+    try:
+        draw(compared, picture)
+    except OSError as error:
+        sys.exit(f"error: the picture could not be written: {error}")
     console.print(f"loss against bytes sent: {picture}", soft_wrap=True)
 
 
-def of_its_own(config: Config, folder: Path, seed: int) -> Config:
+def of_its_own(config: Config, folder: str, seed: int) -> Config:
     """A configuration with a log folder of its own for this optimizer and seed."""
-    folder = folder / config.optimizer
+    folder = f"{folder}/{config.optimizer}"
     if seed != config.seed:
-        folder /= f"seed-{seed}"
+        folder += f"/seed-{seed}"
     return dataclasses.replace(config, log_dir=folder, seed=seed)
 
 
@@ -124,7 +129,7 @@ def written(values: list[float], form: str) -> str:
     return f"{np.mean(values):{form}}" + ("" if error is None else f" ± {error:.3f}")
 
 
-def draw(compared: Runs, path: Path) -> None:
+def draw(compared: Runs, path: str) -> None:
     """Held-out loss, once over bytes and once over steps."""
     figure, (by_bytes, by_steps) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, dpi=150)
     for (name, runs), colour in zip(compared.items(), COLOURS, strict=False):
@@ -157,4 +162,5 @@ def draw(compared: Runs, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    output.end_no_training()
     main()

@@ -10,7 +10,7 @@ import dataclasses
 
 from demo_optax.checkpoint import load_params
 from lm import config as configuration
-from lm import stores
+from lm import output, stores
 from lm.report import console
 from lm.setup import make_evaluation, prepare
 from lm.train import LAST_EVALUATION_TOKENS, mistakes_said, show, written_by
@@ -22,10 +22,11 @@ def main() -> None:
         configuration.refuse(
             "there is nothing to load: give a --checkpoint-dir, or a --config that names one."
         )
-    if config.tokenizer and not stores.exists(config.tokenizer):
-        configuration.refuse(
-            f"--tokenizer {config.tokenizer}: there is no such file. Give that of the run."
-        )
+    with mistakes_said():
+        if config.tokenizer and not stores.exists(config.tokenizer):
+            raise ValueError(
+                f"--tokenizer {config.tokenizer}: there is no such file. Give that of the run."
+            )
     config = dataclasses.replace(
         config,
         checkpoint_dir=None,  # which may be read-only
@@ -47,4 +48,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    output.end_no_training()
     main()

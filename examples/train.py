@@ -36,8 +36,8 @@ READ_EVERY = 10  # steps between two looks at the loss
 
 @dataclass(frozen=True)
 class Settings:
-    text: Path | None = None
-    """File to learn from, the same on all hosts. By default Python's standard library."""
+    text: str | None = None
+    """File to learn from, the same on all hosts and no URL. By default Python's library."""
     layers: int = 4
     """Layers of the transformer."""
     width: int = 128
@@ -56,8 +56,8 @@ class Settings:
     """Seed of the initial parameters and of the order of the text."""
     evaluate_every: int = 100
     """Steps between two evaluations on held-out text."""
-    checkpoint_dir: Path | None = None
-    """Folder for checkpoints, which all hosts must see. A run continues from the latest one."""
+    checkpoint_dir: str | None = None
+    """Folder or URL for checkpoints, which all hosts must see. A run continues from the latest."""
     checkpoint_every: int = 100
     """Steps between two checkpoints; one that is stopped loses the steps since the last of them."""
     cpu_devices: int = 8
@@ -119,9 +119,9 @@ class LanguageModel(nnx.Module):
 
 def read_text(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Tokens to train on and to hold out, the last twentieth: any two 1-D arrays of integers."""
-    if settings.text:
-        with mistakes_in("--text"):
-            text = settings.text.read_bytes()
+    if settings.text is not None:
+        with mistakes_in("--text"), open(settings.text, "rb") as file:
+            text = file.read()
     else:
         library = Path(sysconfig.get_path("stdlib"))
         sources = [p for p in library.rglob("*.py") if "site-packages" not in p.parts]
@@ -182,19 +182,18 @@ def train(settings: Settings) -> float:
     def evaluate(params) -> float:
         return float(sum(eval_step(params, to_devices(x, mesh)) for x in held_out)) / len(held_out)
 
-    console = Console(quiet=jax.process_index() > 0)
+    console = Console(quiet=jax.process_index() > 0, markup=False, emoji=False)
     sent, dense = demo_optax.packet_bytes(tx, params), demo_optax.dense_bytes(params)
     console.print(f"{mesh.size} workers send {sent:,} bytes a step each; a gradient has {dense:,}")
     columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]}")
     bar, folder = Progress(*columns, console=console), settings.checkpoint_dir
     data = f"{rows} x {length}, seed {settings.seed}, text {zlib.crc32(train_text.data):08x}"
     with mistakes_in("--checkpoint-dir"):
-        checkpoints = Checkpointer(folder, tx, mesh) if folder else contextlib.nullcontext()
-    with checkpoints as saver, bar:
-        with mistakes_in("--checkpoint-dir"):
-            found = saver and saver.restore(params, (data, batches.get_state()))
-            if found and found.extra[0] != data:
-                raise ValueError(f"{folder} reads {found.extra[0]}, not {data}: use another folder")
+        saver = None if folder is None else Checkpointer(folder, tx, mesh)
+        found = saver and saver.restore(params, (data, batches.get_state()))
+        if found and found.extra[0] != data:
+            raise ValueError(f"{folder} reads {found.extra[0]}, not {data}: use another folder")
+    with saver or contextlib.nullcontext(), bar:
         if found:
             start, params, opt_state = found.step, found.params, found.opt_state
             batches.set_state(found.extra[1])
@@ -221,12 +220,13 @@ def train(settings: Settings) -> float:
                     console.print(f"warning: {error}")
     loss = evaluate(params)
     console.print(f"in the end: {loss:.3f} nats per held-out token")
+    if saver and (saver.latest or 0) < settings.steps:
+        sys.exit(f"error: {folder} lacks the last step: repair it and start again to save it.")
     return loss
 
 
 @contextlib.contextmanager
 def mistakes_in(flag: str):
-    """Ends the program with one line."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:

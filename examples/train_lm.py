@@ -21,8 +21,9 @@ if __name__ == "__main__":
     # Ctrl-C ends this at once until there is something to save; imports take seconds.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    from lm import config
+    from lm import config, output
 
+    output.end_no_training()
     settings = config.from_command_line(__doc__)
     if settings.swarm:
         from lm.swarm import run_or_exit

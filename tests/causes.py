@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -104,7 +105,7 @@ def batch_of_one_process():
 def batch_on_more_devices():
     four = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     batch = jax.device_put(jnp.ones(8), jax.NamedSharding(four, P("data")))
-    jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), two()))(1.0, batch)
+    jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), two()))(1.0, batch, opt_state=())
 
 
 def state_unlike_any_parameter():
@@ -223,6 +224,14 @@ def exchange_in_a_while_loop():
 def a_place_without_a_swarm():
     args = make_parser().parse_args(["swarm", "/nowhere"])
     args.run(args)
+
+
+DELAYED = demo_optax.Delayed(demo_optax.AllGather())
+
+
+def displacement_without_paths():
+    state = nnx.to_flat_state(nnx.State({"displacement": jnp.ones(3)}))
+    demo_optax.local_parameters(model.init(), state)
 
 
 RAISED = [
@@ -349,6 +358,13 @@ RAISED = [
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
     # accounting
     lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
+    lambda: demo_optax.accounting.step_times(
+        model.init(), (demo_optax.Compression(), DELAYED), 2, 1e9, local_steps=4, fragments=2
+    ),
+    lambda: demo_optax.worker_gradients(model.loss, two())(model.init(), model.batch(0)),
+    lambda: demo_optax.local_parameters(model.init(), {"state": object()}),
+    lambda: demo_optax.local_parameters(model.init(), {"displacement": jnp.ones(3)}),
+    displacement_without_paths,
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     exchange_in_a_while_loop,
     lambda: quantities.bandwidth("fast"),

@@ -92,7 +92,7 @@ ENTRIES = {
         MEAN, params, workers.mesh_of(2)
     ),
     "worker_gradients": lambda params: demo_optax.worker_gradients(model.loss, workers.mesh_of(2))(
-        params, model.batch(0)
+        params, model.batch(0), opt_state=()
     ),
     "train step": lambda params: workers.step_of(DEMO, workers.mesh_of(2))(
         params, workers.initial(DEMO, workers.mesh_of(2))[1], model.batch(0)
@@ -209,7 +209,7 @@ def in_a_swarm(params):
 SIMULATED_GRADIENTS = demo_optax.worker_gradients(model.loss, SIMULATED)
 OF_SCALES = {
     **{name: ENTRIES[name] for name in list(ENTRIES)[:9]},
-    "simulated workers": lambda params: SIMULATED_GRADIENTS(params, model.batch(0)),
+    "simulated workers": lambda params: SIMULATED_GRADIENTS(params, model.batch(0), opt_state=()),
     "stacked gradients": lambda params: demo_optax.stack_workers(DEMO, SIMULATED).update(
         jax.tree.map(lambda p: jnp.stack([p, p]), params),
         demo_optax.init_opt_state(DEMO, REAL, SIMULATED),

@@ -2,10 +2,13 @@
 
 import ast
 import dataclasses
+import errno
 import functools
 import inspect
+import io
 import itertools
 import re
+from unittest import mock
 
 import datasets
 import fsspec
@@ -17,7 +20,7 @@ from array_record.python import array_record_module
 from flax import nnx
 
 from lm import config as configuration
-from lm import data, model, sampling, setup, stores, tokens, utilization, validation
+from lm import data, model, output, sampling, setup, stores, tokens, utilization, validation
 from lm.config import Config
 from tests.nano import NANO, ROOT
 from tests.sweeps import slow
@@ -91,6 +94,20 @@ def test_every_flag_is_explained(capsys):
         assert text[:40] in shown, name
 
 
+def test_what_is_printed_ends_no_training():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "no space")
+
+    assert output.Printed(Full()).write("step 1") == 6
+    shown = io.BytesIO()
+    stream = output.Printed(io.TextIOWrapper(shown, "ascii"))
+    print("zürich took part", file=stream, flush=True)
+    assert shown.getvalue() == rb"z\xfcrich took part" + b"\n"
+    with pytest.raises(BrokenPipeError):
+        output.Printed(mock.Mock(write=mock.Mock(side_effect=BrokenPipeError))).write("step 1")
+
+
 # Text and tokens
 
 
@@ -125,6 +142,7 @@ def test_text_comes_from_files_datasets_and_records(kind, tmp_path):
     assert sorted(text.train + text.held_out) == sorted(TEXTS)
     assert 0 < len(text.held_out) < 20
     assert text == data.read([str(path)])
+    assert text == data.read([path.as_uri()])
     url = f"memory://{tmp_path.name}/{path.name}"
     store, inside = fsspec.url_to_fs(url)
     store.put(str(path), inside, recursive=True)

@@ -2,13 +2,16 @@
 
 import functools
 import itertools
+import types
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import nnx, serialization, traverse_util
 from jax.sharding import AbstractMesh, AxisType
 
 import demo_optax
@@ -242,6 +245,83 @@ def test_the_state_of_a_wrapped_model_gives_its_own_parameters():
     (moved,), (also,) = map(jax.tree.leaves, (local, pure))
     assert np.abs(moved - jax.tree.leaves(params)[0]).max() > 1e-3
     np.testing.assert_array_equal(moved, also)
+
+
+class Holder(nnx.Module):
+    def __init__(self, opt_state):
+        self.opt_state = nnx.data(nnx.training.optimizer.to_opt_state(opt_state))
+
+
+def restored(state, directory):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(directory / "state", jax.tree.map(np.asarray, state))
+        return checkpointer.restore(directory / "state")
+
+
+READABLE = {
+    "nnx.State": lambda state, _: nnx.state(Holder(state)),
+    "nnx.Module": lambda state, _: Holder(state),
+    "pure": lambda state, _: nnx.as_pure(nnx.state(Holder(state))),
+    "serialized": lambda state, _: serialization.to_state_dict(state),
+    "frozen": lambda state, _: flax.core.freeze({"opt_state": serialization.to_state_dict(state)}),
+    "restored": restored,
+}
+# More than ten entries, which a dict with names of numbers sorts in another order.
+NESTED = {"z": [np.full(2, i, np.float32) for i in range(11)], "displacement": np.ones(3, "f")}
+AHEAD = demo_optax.demo_scaled(0.1, Compression(1), look_ahead=1.0)
+OWN_POINTS = {
+    "look_ahead": optax.chain(optax.clip(99.0), AHEAD),
+    "local_steps": demo_optax.local_steps(optax.adam(0.1), optax.sgd(1.0), 2),
+    "both": demo_optax.local_steps(
+        optax.sgd(0.1), demo_optax.decoupled(optax.sgd(1.0), COMPRESSION, look_ahead=1.0), 2
+    ),
+}
+
+
+@functools.cache
+def state_with_points(name):
+    tx, state = OWN_POINTS[name], OWN_POINTS[name].init(NESTED)
+    gradient = jax.tree.map(lambda x: x + 1 + np.arange(x.size, dtype="f"), NESTED)
+    for _ in range(3):
+        _, state = jax.jit(tx.update)(gradient, state, NESTED)
+    return state
+
+
+@pytest.mark.parametrize("container", READABLE)
+@pytest.mark.parametrize("name", OWN_POINTS)
+def test_points_are_the_same_from_any_container_with_names(name, container, tmp_path):
+    state = state_with_points(name)
+    expected = demo_optax.local_parameters(NESTED, state)
+    assert np.abs(expected["z"][10] - NESTED["z"][10]).max() > 1e-3
+    found = demo_optax.local_parameters(NESTED, READABLE[container](state, tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("container", READABLE)
+def test_a_parameter_may_have_the_name_of_the_field(container, tmp_path):
+    state = READABLE[container](optax.adam(0.1).init(NESTED), tmp_path)
+    assert demo_optax.local_parameters(NESTED, state) is NESTED
+
+
+UNREADABLE = {
+    "flat": lambda state: traverse_util.flatten_dict(serialization.to_state_dict(state)),
+    "joined": lambda state: traverse_util.flatten_dict(serialization.to_state_dict(state), sep="."),
+    "nnx.FlatState": lambda state: nnx.to_flat_state(nnx.state(Holder(state))),
+    "part": lambda state: jax.tree.leaves(state, is_leaf=is_look_ahead)[-1],
+    "object": lambda state: types.SimpleNamespace(opt_state=state),
+}
+
+
+def is_look_ahead(x):
+    return isinstance(x, demo_optax.LookAheadState)
+
+
+@pytest.mark.parametrize("container", UNREADABLE)
+@pytest.mark.parametrize("params", [NESTED, {"w": np.ones(3, np.float32)}], ids=["named", "plain"])
+def test_a_displacement_that_cannot_be_read_is_refused(params, container):
+    state = UNREADABLE[container](AHEAD.init(params))
+    with pytest.raises((ValueError, TypeError), match=r"displacement.*: pass the"):
+        demo_optax.local_parameters(params, state)
 
 
 def test_paths_that_read_the_same_are_not_the_same():

@@ -292,5 +292,7 @@ def test_a_state_in_flaxs_boxes_is_told_by_the_shape_that_it_lacks():
     step = demo_optax.make_train_step(
         lambda params, x: nnx.merge(graph, params)(x).sum(), tx, workers.mesh_of(2)
     )
-    with pytest.raises(ValueError, match=r"has shape \(.*is needed.*init_opt_state"):
+    with pytest.raises(
+        ValueError, match=r"^leaf\[0\]\S+ of the .* has shape \(.*is needed.*init_opt_state"
+    ):
         step(params, tx.init(params), np.ones((4, 8), np.float32))

@@ -1,6 +1,7 @@
 """Whole runs of the trainer, and of the examples beside it."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import pathlib
@@ -8,6 +9,7 @@ import re
 import struct
 import sys
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,12 @@ import demo_optax
 import evaluate
 import linen_trainstate
 import vision_flax
+from demo_optax.swarm import ObjectStore
 from lm import config as configuration
-from lm import data, logs, report, train, utilization
+from lm import data, logs, report, swarm, train, utilization
 from lm.recipes import RECIPES, make
 from lm.setup import batches_of, make_evaluation, prepare
+from lm.signals import Signals
 from tests.nano import NANO, ROOT, first_of, words_of
 from tests.sweeps import sweep
 
@@ -98,9 +102,9 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path):
         remat=True,
         scan_layers=True,
     )
-    whole = train.train(prepare(dataclasses.replace(full, log_dir=tmp_path / "whole")))
+    whole = train.train(prepare(dataclasses.replace(full, log_dir=str(tmp_path / "whole"))))
     folder = tmp_path / "cut"
-    saving = dataclasses.replace(full, log_dir=folder, checkpoint_dir=str(tmp_path / "saved"))
+    saving = dataclasses.replace(full, log_dir=str(folder), checkpoint_dir=str(tmp_path / "saved"))
     schedule = {"checkpoint_every": 2}
     with pytest.raises(RuntimeError, match="out of text"):
         train.train(cut_short(dataclasses.replace(saving, **schedule), at=4))
@@ -134,7 +138,7 @@ def cut_short(config, at):
 def test_a_run_logs_samples_and_is_evaluated(tmp_path, capsys, monkeypatch):
     config = dataclasses.replace(
         THREE,
-        log_dir=tmp_path / "log",
+        log_dir=str(tmp_path / "log"),
         sample_length=5,
         checkpoint_dir=str(tmp_path / "saved"),
     )
@@ -226,6 +230,34 @@ def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path, capsys
     assert capsys.readouterr().err.count("warning: the log ends at step 1: ") == 1
 
 
+@pytest.mark.parametrize("what", ["mkdir", "write_text", "open"])
+def test_a_disk_that_is_full_at_the_start_ends_no_training(what, tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(pathlib.Path, what, refuse)
+    number = errno.ENOSPC
+    files = logs.Files(tmp_path, 0, NANO)
+    files.step(logs.Step(1, 2.0, 0.1, 10.0, None, 4, {0: 1.0}, {}))
+    files.close()
+    assert capsys.readouterr().err.count("the log ends before the first step: ") == 1
+    number = errno.EACCES
+    with pytest.raises(PermissionError):
+        logs.Files(tmp_path, 0, NANO)
+
+
+def test_a_board_that_cannot_be_written_does_not_end_the_training(tmp_path, capsys, monkeypatch):
+    """More events than a queue would hold, behind which the training would wait."""
+    files = logs.Files(tmp_path, 0)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "no space"))
+    monkeypatch.setattr(files.board, "flush", full)
+    files.held_out_loss(1, 2.0)
+    for number in range(2, 1002):
+        files.step(logs.Step(number, 2.0, 0.1, 10.0, None, 4, dict.fromkeys(range(20), 1.0), {}))
+    files.close()
+    assert capsys.readouterr().err.count("warning: the log ends") == 1
+
+
 def test_replicas_are_mended_behind_a_step_on_which_workers_disagree(capsys):
     """The third step damages one of three copies, the fourth tells that packets were not the same.
 
@@ -271,6 +303,45 @@ def test_a_batch_is_the_same_however_devices_share_it():
         for w, f in ((1, 1), (2, 2))
     )
     np.testing.assert_array_equal(one, four)
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs a full device")
+def test_a_worker_of_a_swarm_gets_its_result_again_whatever_its_name_and_its_disk(tmp_path, capsys):
+    config = dataclasses.replace(
+        NANO,
+        swarm=str(tmp_path / "place"),
+        worker="[/gpu] :fire:",
+        workers=None,
+        steps=2,
+        checkpoint_dir=str(tmp_path / "saved"),
+        log_dir=str(tmp_path / "log"),
+    )
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "steps.jsonl").symlink_to("/dev/full")
+    run, results = prepare(config), []
+    for _ in range(2):
+        swarm.train(run, ObjectStore(config.swarm), Signals(""), 0.0)
+        shown = capsys.readouterr()
+        assert shown.err.count("warning: the log ends at step ") == 1
+        assert "worker [/gpu] :fire: has slot 0" in shown.out
+        results += re.findall(r"held-out text: .*; parameters \w+\n", shown.out)
+    assert len(results) == 2 and results[0] == results[1]
+    with pytest.raises(SystemExit, match=r"^error: the parameters are not saved: .* holds other"):
+        swarm.save(run, jax.tree.map(jnp.zeros_like, run.params))
+
+
+def test_a_worker_that_comes_back_does_not_read_its_batches_again():
+    config = dataclasses.replace(NANO, swarm="never/opened", worker="paris", workers=None)
+    run = prepare(config)
+
+    def read(incarnation, number, every):
+        member = types.SimpleNamespace(worker="paris", me=(0, incarnation))
+        batches = swarm.own_batches(run, member, number, every)
+        return [np.asarray(batch).tobytes() for batch in itertools.islice(batches, 9)]
+
+    # It took nine steps in a round that counts as two, and is started again after it.
+    assert not set(read(1, 0, every=2)) & set(read(2, 1, every=2))
+    assert read(1, 0, every=1)[4:] == read(2, 4, every=1)[:5]
 
 
 @pytest.mark.slow
@@ -325,7 +396,7 @@ def test_with_local_steps_a_round_sends_one_packet(tmp_path):
     local = dataclasses.replace(
         NANO, optimizer="sparseloco", local_steps=3, workers=None, simulate=2
     )
-    whole = train.train(prepare(dataclasses.replace(local, log_dir=tmp_path / "whole")))
+    whole = train.train(prepare(dataclasses.replace(local, log_dir=str(tmp_path / "whole"))))
     sent = [step["packet_bytes"] for step in steps_of(tmp_path / "whole")]
     assert sent[2] > 0 and sent == [0, 0, sent[2]] * 2
     assert whole.log.megabytes == pytest.approx(2 * sent[2] / 1e6)
@@ -377,7 +448,7 @@ def test_utilization_is_shown_where_the_peak_is_known():
 
 
 def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatch):
-    config = dataclasses.replace(THREE, log_dir=tmp_path)
+    config = dataclasses.replace(THREE, log_dir=str(tmp_path))
     monkeypatch.setattr(train, "prepare", prepared)
     monkeypatch.setattr(train, "make_evaluation", first_of(make_evaluation))
     monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config), "--seeds", "2"])
@@ -397,7 +468,7 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
 
 
 def test_the_comparison_counts_simulated_workers(tmp_path, capsys, monkeypatch):
-    config = dataclasses.replace(NANO, log_dir=tmp_path, workers=None, simulate=4)
+    config = dataclasses.replace(NANO, log_dir=str(tmp_path), workers=None, simulate=4)
     monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
     log = types.SimpleNamespace(
         bytes_per_step=1e6,
@@ -414,6 +485,17 @@ def test_the_comparison_counts_simulated_workers(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert re.search(r"over each link of a ring of 4.* 3 .* 1.5 ", shown)
     assert re.search(r"loss on held-out.* 4.000 .* 4.000 ", shown)
+
+
+def test_a_comparison_without_its_picture_still_has_its_table(tmp_path, capsys, monkeypatch):
+    config = dataclasses.replace(NANO, log_dir=str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
+    monkeypatch.setattr(compare, "run_or_exit", lambda config: None)
+    monkeypatch.setattr(compare, "table", lambda *_: "the table")
+    monkeypatch.setattr(compare, "draw", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(SystemExit, match=r"^error: the picture could not be written: .*full"):
+        compare.main()
+    assert "the table" in capsys.readouterr().out
 
 
 EXAMPLES = {"vision_flax": vision_flax, "linen_trainstate": linen_trainstate}

@@ -39,7 +39,7 @@ def result_of(job: dict) -> dict:
     own = {"learning_rate": job["learning_rate"], "seed": job["seed"]}
     make = {"make_optimizer": levers.maker(**job["lever"])} if job["lever"] else {}
     with tempfile.TemporaryDirectory() as folder:
-        config = Config(**job["settings"], **own, log_dir=Path(folder))
+        config = Config(**job["settings"], **own, log_dir=folder)
         run = prepare(config, **make)
         last: list = []  # parameters and state of the latest step
         trained = train(run._replace(train_step=_remembering(run.train_step, last)))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
+from jax.tree_util import FlattenedIndexKey, keystr
 from jaxtyping import Array, Float32
 
 from demo_optax._src.arrays import BoolScalar, IntScalar, unboxed
@@ -107,7 +107,7 @@ def local_parameters(params, opt_state):
     return structure.unflatten([moved(x, d) for x, d in pairs])
 
 
-def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, ...], Array]:
+def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:
     """Returns the displacement of each parameter, with that of an outer optimizer that looks ahead.
 
     The states are recognized by the names of their fields, because ``nnx.State`` and restored
@@ -146,15 +146,17 @@ def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, 
             held.setdefault(path[: ends[0]] if around is None else around, set()).add(of)
             displacements[of] = displacements[of] + x if of in displacements else x
         elif "displacement" in re.findall(r"\w+", "/".join(path)) and not any(
-            path[i : i + len(name)] == name for name in wanted for i in range(len(path))
+            path[-len(name) :] == name and "displacement" not in path[: -len(name)]
+            for name in wanted
         ):
-            raise ValueError(
-                f"opt_state has a displacement {'/'.join(path)}, but the names around it are not "
-                "those of the state of local steps or of an optimizer that looks ahead, so that "
-                "the gradient would be taken at the shared parameters: pass the whole state as the "
-                "optimizer or flax.nnx.state(optimizer) returns it, or as a nested dict with the "
-                "names of its fields."
-            )
+            raise ValueError(f"opt_state has a displacement {'/'.join(path)}{_UNREADABLE}")
+    nameless = any(
+        isinstance(key, FlattenedIndexKey)
+        for path, _ in jax.tree.leaves_with_path(opt_state)
+        for key in path
+    )
+    if nameless and not displacements and "'displacement'" in str(jax.tree.structure(opt_state)):
+        raise ValueError(f"opt_state has a displacement{_UNREADABLE}")
     if rounds and list(held.values()) != [set(wanted)]:
         raise ValueError(
             f"local_steps must cover all parameters, {list(map('/'.join, wanted))}, but the state "
@@ -162,6 +164,14 @@ def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, 
             "it outermost, and partition and mask inside inner and outer."
         )
     return displacements
+
+
+_UNREADABLE = (
+    ", but the names around it are not those of the state of local steps or of an optimizer that "
+    "looks ahead, so that the gradient would be taken at the shared parameters: pass the whole "
+    "state as the optimizer or flax.nnx.state(optimizer) returns it, or as a nested dict with the "
+    "names of its fields."
+)
 
 
 def has_exchanged(opt_state) -> BoolScalar:

@@ -17,6 +17,7 @@ from rich.console import Console
 from demo_optax._src.compression.selection import Selection
 from demo_optax._src.compression.transforms import TransformName
 from demo_optax._src.compression.values import ValueCoding
+from demo_optax._src.places import folder_of
 
 from .model import PresetName
 from .recipes import OptimizerName
@@ -31,7 +32,7 @@ ExchangeName = Literal["all-gather", "two-phase"]
 
 @dataclass(frozen=True)
 class Config:
-    config: Path | None = None
+    config: Annotated[str, Field(min_length=1)] | None = None
     """YAML file with any of these settings: `steps: 300` sets --steps
     300. The command line overrides the file."""
     optimizer: OptimizerName = "demo-scaled"
@@ -193,7 +194,7 @@ class Config:
     log_checksums: bool = False
     """Whether a worker of a swarm logs a checksum of all parameters after
     each exchange, to compare with those of others. It takes time."""
-    log_dir: Path | None = None
+    log_dir: Annotated[str, Field(min_length=1)] | None = None
     """Folder for config.yaml, for steps.jsonl with a line for each step,
     and for TensorBoard. TensorBoard also shows held-out losses and
     samples.
@@ -229,9 +230,7 @@ class Config:
 
 
 def _plain(value):
-    if isinstance(value, tuple):
-        return [_plain(x) for x in value]
-    return str(value) if isinstance(value, Path) else value
+    return list(value) if isinstance(value, tuple) else value
 
 
 DEFAULT = Config()
@@ -240,7 +239,8 @@ DEFAULT = Config()
 def refuse(message: object) -> NoReturn:
     """Exits with one line on stderr."""
     line = " ".join(f"error: {message}".split())
-    Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    console.print(line, style="red", soft_wrap=True)
     sys.exit(WRONG)
 
 
@@ -277,12 +277,14 @@ def _parsed(description: str | None, words: list[str], default: C) -> C:
     refuse(f"{sentence}. --help explains all settings.")
 
 
-def from_file(path: Path) -> list[str]:
+def from_file(place: str) -> list[str]:
     """Turns the settings of a YAML file into the words of a command line.
 
     Raises:
       OSError, ValueError, yaml.YAMLError: the file holds no settings.
     """
+    if (path := folder_of(place)) is None:
+        raise ValueError("it is a URL: give a file of this machine.")
     text = path.read_text()
     settings = yaml.safe_load(text) or {}
     if not isinstance(settings, dict):

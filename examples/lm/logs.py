@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX import RecordWriter, summary
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+from tensorboardX.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
 import demo_optax
+
+from . import output
+from .config import Config
 
 
 class Step(NamedTuple):
@@ -62,48 +70,81 @@ def _of_workers(values: jax.Array) -> dict[int, float]:
 
 
 class Files:
-    """Writes to a folder; to nowhere without one. What lies there from later steps is replaced.
+    """Writes to a folder, or to nowhere without one. A full disk ends the log, and no training.
 
-    TensorBoard's part is written by a thread.
+    What lies there from steps after ``start`` is replaced. Without ``start`` lines are added to
+    those that lie there, and TensorBoard gets nothing.
     """
 
-    def __init__(self, folder: Path | None, start: int):
+    def __init__(self, folder: Path | None, start: int | None = None, config: Config | None = None):
         self.lines = self.board = None
-        if folder:
+        if folder is None:
+            return
+        with self._ends_alone("before the first step"):
             folder.mkdir(parents=True, exist_ok=True)
+            if config:
+                config.write(folder / "config.yaml")
             path = folder / "steps.jsonl"
-            kept = _lines_until(path, start)
-            self.lines = path.open("w", buffering=1)
-            self.lines.writelines(kept)
-            self.board = SummaryWriter(str(folder), purge_step=start + 1, max_queue=10_000)
+            kept = _lines_until(path, start or 0)
+            self.lines = path.open("a" if start is None else "w", buffering=1)
+            if start is not None:
+                self.lines.writelines(kept)
+                # Not tensorboardX's own thread: where it ends, whoever adds to its queue waits.
+                name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+                self.board = RecordWriter(str(folder / name))
+                self._add(start + 1, file_version="brain.Event:2")
+                self._add(start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def step(self, step: Step) -> None:
-        if self.lines and self.board:
-            try:
-                print(json.dumps(step._asdict()), file=self.lines)
-            except OSError as error:  # such as a full disk, which must not end the training
-                print(f"warning: the log ends at step {step.number}: {error}", file=sys.stderr)
-                with contextlib.suppress(OSError):
-                    self.lines.close()
-                self.lines = None
-                return
-            for name, value in step.scalars().items():
-                self.board.add_scalar(name, value, step.number)
+        self.line(step.number, step._asdict())
+        self._add(step.number, summary=_scalars(step.scalars()))
+
+    def line(self, number: int, values: dict[str, Any]) -> None:
+        """Writes only a line."""
+        with self._ends_alone(f"at step {number}"):
+            if self.lines:
+                print(json.dumps(values), file=self.lines)
 
     def held_out_loss(self, number: int, loss: float) -> None:
-        if self.board:
-            self.board.add_scalar("loss/held_out", loss, number)
+        self._add(number, summary=_scalars({"loss/held_out": loss}))
+        with self._ends_alone(f"at step {number}"):
+            if self.board:
+                self.board.flush()
 
     def samples(self, number: int, texts: list[str]) -> None:
         for i, text in enumerate(texts):
-            if self.board:
-                self.board.add_text(f"sample/{i}", f"```\n{text}\n```", number)
+            self._add(number, summary=summary.text(f"sample/{i}", f"```\n{text}\n```"))
 
     def close(self) -> None:
-        if self.lines:
-            self.lines.close()
-        if self.board:
-            self.board.close()
+        with self._ends_alone("at its end"):
+            if self.lines:
+                self.lines.close()
+            if self.board:
+                self.board.close()
+
+    def _add(self, number: int, **what) -> None:
+        with self._ends_alone(f"at step {number}"):
+            if self.board:
+                event = Event(wall_time=time.time(), step=number, **what)
+                self.board.write(event.SerializeToString())
+
+    @contextlib.contextmanager
+    def _ends_alone(self, when: str) -> Iterator[None]:
+        """Tells of the first failure; raises it only if it is a mistake in the folder's name."""
+        try:
+            yield
+        except OSError as error:
+            if self.lines is None and error.errno not in output.FULL:
+                raise
+            print(f"warning: the log ends {when}: {error}", file=sys.stderr)
+            files, self.lines, self.board = (self.lines, self.board), None, None
+            for file in filter(None, files):
+                with contextlib.suppress(OSError):
+                    file.close()
+
+
+def _scalars(values: dict[str, float]) -> Summary:
+    return Summary(value=[Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()])
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

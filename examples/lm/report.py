@@ -13,7 +13,7 @@ import demo_optax
 from . import logs
 from .utilization import utilization
 
-console = Console()
+console = Console(markup=False, emoji=False)  # texts of others are shown as they are
 
 
 class Point(NamedTuple):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import socket
 import sys
@@ -12,7 +11,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, NoReturn, cast
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ from jax.sharding import Mesh
 from rich import progress
 
 import demo_optax
+from demo_optax._src.places import folder_of
 from demo_optax.checkpoint import Checkpointer
 from demo_optax.swarm import (
     Left,
@@ -32,8 +32,8 @@ from demo_optax.swarm import (
     SwarmWorker,
 )
 
-from . import stores
-from .config import Config, refuse
+from . import logs, stores
+from .config import Config
 from .recipes import steps_of_a_round
 from .report import console
 from .setup import CLIP_NORM, Run, batches_of, delay, make_evaluation, prepare
@@ -108,7 +108,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
         slots=config.slots,
         deadline=config.deadline,
         min_workers=config.min_workers,
-        tell=lambda line: bar.console.print(line, markup=False, soft_wrap=True),
+        tell=lambda line: bar.console.print(line, soft_wrap=True),
     )
     describe(run)
     console.print(f"worker {member.worker} has slot {member.slot} of {member.slots} in {store.url}")
@@ -132,7 +132,12 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
     )
     unit = member.unit
     grace = LEAVE_SECONDS if overlaps else 0.0
-    with worker, leaves_at(signals, member, grace) as left_by_itself, log_file(config) as log, bar:
+    with (
+        worker,
+        leaves_at(signals, member, grace) as left_by_itself,
+        contextlib.closing(open_log(config)) as log,
+        bar,
+    ):
         prepared = time.monotonic()
         console.print("compiles and joins; the first start on a machine takes longest")
         rows, length = run.batch_shape
@@ -147,7 +152,7 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             f"{worker.seconds_compiling:.1f} s to compile, "
             f"{joined - prepared - worker.seconds_compiling:.1f} s to catch up"
         )
-        batches = batches_of(own_order(run, member.worker), worker.number * every * rows)
+        batches = own_batches(run, member, worker.number, every)
         evaluate = make_evaluation(run, lambda: None)
         done = worker.number * every
         task = bar.add_task("", total=config.steps, completed=done, **SHOWN_FIRST)
@@ -166,7 +171,8 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
             seconds = time.monotonic() - began
             checked = digest(params) if config.log_checksums and worker.number > number else None
             loss = metrics.loss / run.corpus.bytes_per_token
-            write(log, worker.number, checked, metrics, seconds, loss)
+            if config.log_dir:
+                log.line(done, row(metrics, worker.number, checked, seconds, loss))
             alone = min(alone + 1, every - 1) if worker.number == number else 0
             if metrics.members and metrics.members != members:
                 members = metrics.members
@@ -194,10 +200,11 @@ def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> Non
                 loss = evaluate(params, EVALUATION_TOKENS)
                 bar.print(f"step {done}: {loss:.3f} nats per byte of part of the held-out text")
         loss = evaluate(params, LAST_EVALUATION_TOKENS)
-        write_line(log, {"held_out": loss, "done": worker.number, "parameters": digest(params)})
+        end = {"held_out": loss, "done": worker.number, "parameters": digest(params)}
+        log.line(done, end)
     console.print(f"held-out text: {loss:.3f} nats per byte; parameters {digest(params)}")
-    save(run, params)
     show(written_by(run, params))
+    save(run, params)
 
 
 def facts_of(config: Config) -> dict[str, Any]:
@@ -224,22 +231,40 @@ def left(worker: SwarmWorker, signals: Signals, lost: int) -> NoReturn:
 
 
 def save(run: Run, params) -> None:
-    """Saves the parameters, for `evaluate.py`; this optimizer has no state."""
-    if run.config.checkpoint_dir is None:
+    """Saves the parameters, for `evaluate.py`; this optimizer has no state.
+
+    A worker that was started again to get the result may have saved it before.
+    """
+    folder, step = run.config.checkpoint_dir, run.config.steps
+    if folder is None:
         return
     tx = optax.chain(demo_optax.mean_over_workers("data"), optax.set_to_zero())
     opt_state = demo_optax.init_opt_state(tx, params, run.mesh, param_specs=run.param_specs)
-    with Checkpointer(
-        run.config.checkpoint_dir, tx, run.mesh, param_specs=run.param_specs
-    ) as checkpointer:
-        checkpointer.save(run.config.steps, params, opt_state, wait=True)
-    console.print(f"saved the parameters to {run.config.checkpoint_dir}")
+    try:
+        with Checkpointer(folder, tx, run.mesh, param_specs=run.param_specs) as checkpointer:
+            found = checkpointer.restore(params, step=step) if checkpointer.latest == step else None
+            if found is None:
+                checkpointer.save(step, params, opt_state, wait=True)
+            elif digest(found.params) != digest(params):
+                raise ValueError(f"{folder} holds other parameters after as many steps.")
+    except (OSError, ValueError) as error:
+        sys.exit(
+            f"error: the parameters are not saved: {error} The store of the swarm still has them: "
+            "repair this, or give another --checkpoint-dir, and start the same command again."
+        )
+    console.print(f"saved the parameters to {folder}", soft_wrap=True)
 
 
-def own_order(run: Run, worker: str) -> Run:
-    """The run, with this worker's own order of the text."""
-    seed = zlib.crc32(f"{run.config.seed} {worker}".encode())
-    return run._replace(config=dataclasses.replace(run.config, seed=seed))
+def own_batches(run: Run, member: Member, number: int, every: int) -> Iterator[jax.Array]:
+    """Batches of an order of this worker's own, from an exchange on.
+
+    Rounds take as many steps as there is time for, so that nobody knows where an earlier process of
+    this worker ended: with rounds each process has another order.
+    """
+    process = f" {member.me}" if every > 1 else ""
+    seed = zlib.crc32(f"{run.config.seed} {member.worker}{process}".encode())
+    own = run._replace(config=dataclasses.replace(run.config, seed=seed))
+    return batches_of(own, number * every * run.config.batch_size)
 
 
 def progress_bar() -> progress.Progress:
@@ -275,35 +300,18 @@ def leaves_at(signals: Signals, member: Member, grace: float) -> Iterator[thread
         ended.set()
 
 
-@contextlib.contextmanager
-def log_file(config: Config) -> Iterator[TextIO | None]:
-    """A file with a line of JSON for each step, to which a worker that comes back appends."""
-    if config.log_dir is None:
-        yield None
-        return
-    try:
-        config.log_dir.mkdir(parents=True, exist_ok=True)
-        config.write(config.log_dir / "config.yaml")
-        file = (config.log_dir / "steps.jsonl").open("a", buffering=1)
-    except OSError as error:
-        refuse(error)
-    with file:
-        yield file
+def open_log(config: Config) -> logs.Files:
+    """A line of JSON for each step; a worker that comes back adds to those that are there."""
+    with mistakes_said():
+        return logs.Files(folder_of(config.log_dir) if config.log_dir else None, config=config)
 
 
-def write(
-    log: TextIO | None,
-    done: int,
-    parameters: str | None,
-    metrics: SwarmMetrics,
-    seconds: float,
-    loss: float,
-) -> None:
+def row(
+    metrics: SwarmMetrics, done: int, parameters: str | None, seconds: float, loss: float
+) -> dict[str, Any]:
     """A line on a step; the parameters are a checksum after ``done`` exchanges, or None."""
-    if log is None:
-        return
     exchange = {name: np.asarray(x).item() for name, x in metrics.exchange._asdict().items()}
-    line = metrics._asdict() | {
+    return metrics._asdict() | {
         "loss": loss,
         "exchange": exchange,
         "seconds": seconds,
@@ -311,12 +319,6 @@ def write(
         "parameters": parameters,
         "time": time.time(),
     }
-    write_line(log, line)
-
-
-def write_line(log: TextIO | None, line: dict[str, Any]) -> None:
-    if log is not None:
-        print(json.dumps(line), file=log)
 
 
 def digest(params) -> str:

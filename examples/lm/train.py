@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax._src.places import folder_of
 from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
 
 from . import agreement, data, hosts, logs, report
@@ -117,12 +118,11 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
 
 def open_log(run: Run, start: int) -> report.Log:
     config = run.config
-    folder = config.log_dir
+    folder = folder_of(config.log_dir) if config.log_dir else None
     if folder and not hosts.is_first():
         folder /= f"process-{jax.process_index()}"
-    files = logs.Files(folder, start)
-    if folder and hosts.is_first():
-        config.write(folder / "config.yaml")
+    with mistakes_said():
+        files = logs.Files(folder, start, config if hosts.is_first() else None)
     tokens = math.prod(run.batch_shape)
     flops = tokens * flops_per_token(run.params, run.preset, config.sequence_length)
     every = steps_of_a_round(config.optimizer, config.local_steps) // (config.fragments or 1)
@@ -141,7 +141,7 @@ def open_log(run: Run, start: int) -> report.Log:
 def show(written: list[str]) -> None:
     for number, text in enumerate(written, 1):
         console.rule(f"the model writes, {number} of {len(written)}")
-        console.print(text, markup=False, highlight=False)
+        console.print(text, highlight=False)
 
 
 def written_by(run: Run, params: nnx.State) -> list[str]:
@@ -190,7 +190,7 @@ def save(checkpointer: Checkpointer, number: int, *state, wait: bool) -> bool:
     try:
         checkpointer.save(number, *state, wait=wait)
     except OSError as error:
-        console.print(f"error: {error}", markup=False, soft_wrap=True)
+        console.print(f"error: {error}", soft_wrap=True)
     return checkpointer.latest == number
 
 
@@ -217,7 +217,7 @@ def begin(
             "another --checkpoint-dir."
         )
     for warning in caught:
-        console.print(f"warning: {warning.message}", markup=False, soft_wrap=True)
+        console.print(f"warning: {warning.message}", soft_wrap=True)
     if found:
         console.print(f"going on after step {found.step}, from {run.config.checkpoint_dir}")
         read = found.extra["windows"]

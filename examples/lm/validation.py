@@ -7,6 +7,8 @@ from pathlib import Path
 import pydantic
 from etils import epath
 
+from demo_optax._src.places import folder_of
+
 from . import stores
 from .config import DEFAULT, Config
 from .recipes import RECIPES, steps_of_a_round
@@ -37,17 +39,24 @@ def require_sensible(config: Config) -> None:
     _require_agreement(config)
     if workers := config.simulate or config.workers:
         require_divisible(config, workers * config.fsdp)
-    _require_folder("--log-dir", config.log_dir)
-    if config.tokenizer and stores.is_url(config.tokenizer):
-        _require_reachable("--tokenizer", config.tokenizer, stores.exists)
-    elif config.tokenizer:
-        _require_folder("--tokenizer", Path(config.tokenizer).parent)
-    if config.checkpoint_dir and stores.is_url(config.checkpoint_dir):
-        _require_reachable(
-            "--checkpoint-dir", config.checkpoint_dir, lambda url: epath.Path(url).exists()
-        )
-    elif config.checkpoint_dir:
-        _require_folder("--checkpoint-dir", Path(config.checkpoint_dir))
+    if config.swarm:
+        _path("--swarm", config.swarm)
+    if config.log_dir:
+        if (folder := _path("--log-dir", config.log_dir)) is None:
+            raise ValueError(f"--log-dir {config.log_dir} is a URL: give a folder of this machine.")
+        _require_folder("--log-dir", folder)
+    if config.tokenizer:
+        if file := _path("--tokenizer", config.tokenizer):
+            _require_folder("--tokenizer", file.parent)
+        else:
+            _require_reachable("--tokenizer", config.tokenizer, stores.exists)
+    if config.checkpoint_dir:
+        if folder := _path("--checkpoint-dir", config.checkpoint_dir):
+            _require_folder("--checkpoint-dir", folder)
+        else:
+            _require_reachable(
+                "--checkpoint-dir", config.checkpoint_dir, lambda url: epath.Path(url).exists()
+            )
 
 
 def require_divisible(config: Config, devices: int) -> None:
@@ -80,8 +89,6 @@ def _sentence(error) -> str:
 
 def _require_agreement(config: Config) -> None:
     """Raises ValueError for settings that exclude each other."""
-    if config.log_dir == Path():  # an empty word becomes this too
-        raise ValueError("--log-dir must name a folder, not '' or '.': give its whole path.")
     several = {
         "--workers": config.workers,
         "--fsdp": config.fsdp > 1,
@@ -232,6 +239,10 @@ def _require_swarm(config: Config) -> None:
             "--transform random changes the basis of the momentum on each step, but a worker of a "
             "--swarm that was away skips steps: choose dct or randomized-dct."
         )
+    if not (config.worker or "").isprintable():
+        raise ValueError(
+            f"--worker {config.worker!r} has characters that cannot be printed: give another name."
+        )
     if config.min_workers > config.slots:
         raise ValueError(
             f"--min-workers {config.min_workers} can never come together in --slots "
@@ -239,10 +250,16 @@ def _require_swarm(config: Config) -> None:
         )
 
 
-def _require_folder(flag: str, folder: Path | None) -> None:
+def _path(flag: str, place: str) -> Path | None:
+    """The path that a setting names, or None for a URL of a store; ValueError for neither."""
+    try:
+        return folder_of(place)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def _require_folder(flag: str, folder: Path) -> None:
     """Raises OSError where a folder cannot be made or written to."""
-    if folder is None:
-        return
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise NotADirectoryError(f"{flag} {folder}: {there} is no folder. Give another path.")

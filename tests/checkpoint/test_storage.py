@@ -108,6 +108,47 @@ def test_a_folder_that_cannot_be(path, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("host", ["", "localhost"])
+def test_a_file_url_is_the_folder_that_it_names(host, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a #1 run"
+    url = folder.as_uri().replace("file://", f"file://{host}")
+    with Checkpointer(url, TX, workers.mesh_of(2)) as checkpointer:
+        saves(checkpointer, 1, wait=True)
+    assert (folder / "1").is_dir() and os.listdir() == ["a #1 run"]
+    assert checkpoint.load_params(url).keys() == checkpoint.load_params(folder.as_uri()).keys()
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("hdfs://cluster/run", "checkpoints cannot be kept at hdfs://cluster/run: give a folder"),
+        ("GS://bucket/run", "checkpoints cannot be kept at GS://bucket/run: give a folder"),
+        (pathlib.Path("gs://bucket/run"), "give the URL as a string that begins with 'gs://'"),
+        (pathlib.Path("s3://bucket/run").absolute(), "a string that begins with 's3://'"),
+        (os.path.join("/runs", "az://container/run"), "a string that begins with 'az://'"),
+        ("file://another.host/run", "names a folder on the host 'another.host'"),
+        ("file://run", "names a folder on the host 'run'"),
+        ("file:///runs/s3:/bucket", "a string that begins with 's3://'"),
+        ("", "names no place"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("use", [checkpoint.load_params, Checkpointer], ids=["load", "save"])
+def test_a_url_never_becomes_a_folder_of_this_machine(use, place, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=error):
+        use(place) if use is checkpoint.load_params else use(place, TX, workers.mesh_of(2))
+    assert not os.listdir()
+
+
+def test_a_store_whose_package_is_missing_is_refused_in_a_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(OSError, match="checkpoints cannot be kept in s3://bucket/run: ") as error:
+        Checkpointer("s3://bucket/run", TX, workers.mesh_of(2))
+    assert "\n" not in str(error.value)
+
+
 def test_only_a_failure_of_the_file_system_asks_for_room(tmp_path, monkeypatch):
     with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
         for error, asks in (OSError(28, "the disk is full"), True), (ValueError("no type"), False):

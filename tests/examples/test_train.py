@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import tyro
 
 import demo_optax
 import train
@@ -26,7 +27,7 @@ def settings(tmp_path):
     """A model of one layer, and a text that it can learn."""
     (tmp_path / "text").write_text("All work and no play makes Jack a dull boy.\n" * 300)
     return train.Settings(
-        text=tmp_path / "text",
+        text=str(tmp_path / "text"),
         layers=1,
         width=64,
         heads=1,
@@ -52,12 +53,12 @@ def words_of(settings):
 def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, monkeypatch, capsys):
     for name in ("demo_scaled", "make_train_step", "packet_bytes"):
         monkeypatch.setattr(demo_optax, name, first_of(getattr(demo_optax, name)))
-    whole = dataclasses.replace(settings, checkpoint_dir=tmp_path / "whole")
+    whole = dataclasses.replace(settings, checkpoint_dir=str(tmp_path / "whole"))
     loss = train.train(whole)
     assert loss < 2.5  # a uniform guess has 5.5
     assert "continues" not in capsys.readouterr().out
 
-    cut = dataclasses.replace(settings, checkpoint_dir=tmp_path / "cut")
+    cut = dataclasses.replace(settings, checkpoint_dir=str(tmp_path / "cut"))
     to_devices, calls = train.to_devices, []
 
     def interrupted(*arguments):
@@ -111,14 +112,19 @@ def test_two_processes_train_as_one_does(settings, tmp_path):
 @pytest.mark.parametrize(
     "change, told",
     [
-        (dict(text=pathlib.Path("missing.txt")), "--text: .*missing.txt"),
-        (dict(text=ROOT), "--text: .*directory"),
+        (dict(text="missing.txt"), "--text: .*missing.txt"),
+        (dict(text="s3://bucket/text"), "--text: .*s3://bucket/text"),
+        (dict(text=""), "--text: "),
+        (dict(text=str(ROOT)), "--text: .*directory"),
         (dict(sequence_length=1000), "--sequence-length 1000 is too long for this text"),
         (dict(evaluate_every=0), "--steps and all other numbers must be at least 1"),
         (dict(heads=0), "--steps and all other numbers must be at least 1"),
         (dict(heads=3), "--width 64 is no multiple of twice the --heads"),
         (dict(batch_size=12), "--batch-size 12 must be a multiple of the 8 workers"),
-        (dict(checkpoint_dir=pathlib.Path(__file__)), "--checkpoint-dir: "),
+        (dict(checkpoint_dir=__file__), "--checkpoint-dir: "),
+        (dict(checkpoint_dir=""), "--checkpoint-dir: '' names no place"),
+        (dict(checkpoint_dir="s3:/bucket/run"), "--checkpoint-dir: .*begins with 's3://'"),
+        (dict(checkpoint_dir="hdfs://bucket/run"), "--checkpoint-dir: checkpoints cannot be kept"),
     ],
 )
 def test_one_line_for_a_mistake(change, told, settings):
@@ -133,6 +139,29 @@ def test_a_loss_that_is_not_finite_ends_the_run(settings, monkeypatch):
     monkeypatch.setattr(train.demo_optax, "make_train_step", lambda *_, **__: step)
     with pytest.raises(SystemExit, match=r"^error: the loss is nan at step 10: "):
         train.train(settings)
+
+
+def test_urls_reach_the_program_as_they_are():
+    words = ["--text", "s3://bucket/text", "--checkpoint-dir", "gs://bucket/run"]
+    settings = tyro.cli(train.Settings, args=words)
+    assert [settings.text, settings.checkpoint_dir] == words[1::2]
+
+
+def test_a_run_whose_last_save_fails_says_so_at_its_end(settings, tmp_path, monkeypatch, capsys):
+    for name in ("demo_scaled", "make_train_step", "packet_bytes"):
+        monkeypatch.setattr(demo_optax, name, first_of(getattr(demo_optax, name)))
+    saving = dataclasses.replace(settings, checkpoint_dir=str(tmp_path / "[/x]"))
+
+    def fails(self, step, *rest, **options):
+        raise OSError(28, f"no room for [/{step}]")
+
+    with monkeypatch.context() as full, pytest.raises(SystemExit, match=r"^error: .* last step"):
+        full.setattr(train.Checkpointer, "save", fails)
+        train.train(saving)
+    shown = capsys.readouterr().out
+    assert "no room for [/6]" in shown and "in the end: " in shown
+    loss = train.train(saving)  # which saves
+    assert train.train(dataclasses.replace(saving, steps=6)) == loss  # is over already
 
 
 def test_the_file_is_short_and_stands_alone():

@@ -184,7 +184,7 @@ def test_a_batch_of_no_mesh_is_put_on_an_explicit_one(sizes, kind):
     def found(axis_type):
         mesh = workers.mesh_of(*sizes, kind=axis_type)
         gradients = demo_optax.worker_gradients(loss, mesh, batch_specs=(P("data"), P()))
-        return jax.tree.map(np.asarray, jax.jit(gradients)(params, batch))
+        return jax.tree.map(np.asarray, jax.jit(gradients)(params, batch, opt_state=()))
 
     chex.assert_trees_all_close(found(AxisType.Explicit), found(AxisType.Auto), rtol=1e-5)
 
@@ -201,7 +201,9 @@ def rows_on(shape, names, kind):
 )
 def test_a_batch_on_another_mesh_is_put_on_the_workers(shape, names, other, kind):
     mesh, batch = workers.mesh_of(4, kind=kind), rows_on(shape, names, other)
-    found = jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh))(1.0, batch)
+    found = jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh))(
+        1.0, batch, opt_state=()
+    )
     np.testing.assert_array_equal(found.gradients, np.arange(16.0).reshape(4, 4).sum(axis=1))
 
 
@@ -210,4 +212,4 @@ def test_a_batch_on_another_number_of_devices_is_refused(kind):
     mesh, batch = workers.mesh_of(4, kind=kind), rows_on((8,), ("data",), AxisType.Explicit)
     gradients = jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh))
     with pytest.raises(ValueError, match=r"batch lies on .*8.*has 4 devices and not 8: give"):
-        gradients(1.0, batch)
+        gradients(1.0, batch, opt_state=())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 
 import demo_optax
 from tests import model, workers
@@ -41,7 +41,8 @@ def test_a_loss_that_takes_other_arguments(loss, said):
     params, state = initial()
     step = demo_optax.make_train_step(loss, DEMO, MESH)
     gradients_of = jax.jit(demo_optax.worker_gradients(loss, MESH))
-    for fn, args in (step, (params, state, BATCH)), (gradients_of, (START, BATCH)):
+    of_start = functools.partial(gradients_of, opt_state=())
+    for fn, args in (step, (params, state, BATCH)), (of_start, (START, BATCH)):
         with pytest.raises(TypeError, match="positional argument") as refused:
             fn(*args)
         assert said in "".join(refused.value.__notes__)
@@ -62,13 +63,19 @@ def test_a_loss_may_take_its_arguments_by_any_signature():
         return scale * linear_loss(*args)
 
     for fn in (loss, functools.partial(loss, scale=1.0), jax.jit(loss)):
-        found = jax.jit(demo_optax.worker_gradients(fn, MESH))(START, BATCH).loss
+        found = jax.jit(demo_optax.worker_gradients(fn, MESH))(START, BATCH, opt_state=()).loss
         np.testing.assert_allclose(found.mean(), linear_loss(START, BATCH), rtol=1e-5)
 
 
 def test_gradients_without_a_batch():
     with pytest.raises(TypeError, match=r"\(params, batch\[, key\]\).*1 arguments were given"):
         demo_optax.worker_gradients(over_its_batch, MESH)(START)
+
+
+def test_gradients_need_the_optimizers_state_where_its_points_are():
+    for mesh in MESH, AbstractMesh((2,), ("data",)):
+        with pytest.raises(TypeError, match=r"got no opt_state.*demo_muon.*opt_state=opt_state"):
+            demo_optax.worker_gradients(linear_loss, mesh)(START, BATCH)
 
 
 class Model(nnx.Module):
@@ -84,7 +91,7 @@ def test_a_whole_model_with_dropout_is_refused_and_its_parts_are_taken():
     module = Model(nnx.Rngs(0))
     whole = demo_optax.worker_gradients(lambda model, batch: jnp.sum(model(batch["x"])), MESH)
     with pytest.raises(TypeError, match=r"params\.dropout.*has no gradient.*nnx\.split.*stateful"):
-        nnx.jit(whole)(module, BATCH)
+        nnx.jit(whole)(module, BATCH, opt_state=())
 
     graph, params, rest = nnx.split(module, nnx.Param, ...)
 
@@ -94,8 +101,9 @@ def test_a_whole_model_with_dropout_is_refused_and_its_parts_are_taken():
 
     gradients = jax.jit(demo_optax.worker_gradients(loss, MESH, stateful=True))
     with pytest.raises(ValueError, match=r"model state of 2 workers.*init_model_state"):
-        gradients(params, rest, BATCH)
-    found = gradients(params, demo_optax.init_model_state(rest, MESH), BATCH)
+        gradients(params, rest, BATCH, opt_state=())
+    stacked = demo_optax.init_model_state(rest, MESH)
+    found = gradients(params, stacked, BATCH, opt_state=())
     assert found.loss.shape == (2,) and np.isfinite(found.gradient_norm).all()
 
 
@@ -150,3 +158,25 @@ def test_other_errors_of_a_loss_get_no_note():
     with pytest.raises(TypeError, match="of my own") as error:
         step(START, initial()[1], BATCH)
     assert not [x for x in getattr(error.value, "__notes__", ()) if "check_vma" in x]
+
+
+def test_a_mean_over_workers_in_the_loss_is_refused_in_our_own_words():
+    def loss(params, batch):
+        return jax.lax.pmean(linear_loss(params, batch), "data")
+
+    simulated, (params, state) = AbstractMesh((2,), ("data",)), initial()
+    in_steps = [
+        (demo_optax.make_train_step(loss, DEMO, MESH, sharding="auto"), state),
+        (
+            demo_optax.make_train_step(loss, DEMO, simulated),
+            demo_optax.init_opt_state(DEMO, params, simulated),
+        ),
+    ]
+    for fn, state in in_steps:
+        with pytest.raises(NameError) as refused:
+            fn(params, state, BATCH)
+        assert "leave out pmean and psum" in "".join(refused.value.__notes__)
+    for mesh in MESH, simulated:
+        with pytest.raises(NameError) as refused:
+            demo_optax.worker_gradients(loss, mesh)(START, BATCH, opt_state=())
+        assert "leave out pmean and psum" in "".join(refused.value.__notes__)

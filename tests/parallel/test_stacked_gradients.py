@@ -119,7 +119,9 @@ def test_a_batch_on_an_explicit_mesh_lies_in_the_loss_as_it_was_given(given, ins
 
     batch = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh, given))
     with jax.set_mesh(mesh):
-        found = jax.jit(demo_optax.worker_gradients(loss, mesh, "replica"))(jnp.float32(1), batch)
+        found = jax.jit(demo_optax.worker_gradients(loss, mesh, "replica"))(
+            jnp.float32(1), batch, opt_state=()
+        )
     assert set(seen) == {inside}
     np.testing.assert_array_equal(found.gradients, [sum(range(16)), sum(range(16, 32))])
 
@@ -133,7 +135,8 @@ def test_each_worker_has_a_key_of_its_own(kind):
 
     with jax.set_mesh(mesh):
         gradients = jax.jit(demo_optax.worker_gradients(loss, mesh, "replica"))
-        one, other = gradients(jnp.float32(1), jnp.ones((8, 4)), jax.random.key(0)).gradients
+        args = jnp.float32(1), jnp.ones((8, 4)), jax.random.key(0)
+        one, other = gradients(*args, opt_state=()).gradients
     assert one != other
 
 
@@ -161,7 +164,7 @@ def test_an_embedding_is_looked_up_in_the_copy_of_each_worker():
     args = placed(jnp.ones((260, 64)), spec), placed(jnp.ones((8, 16), int), P(("replica", "fsdp")))
     with jax.set_mesh(mesh):
         gradients = demo_optax.worker_gradients(loss, mesh, "replica", param_specs=spec)
-        program = jax.jit(gradients).lower(*args).compile().as_text()
+        program = jax.jit(gradients).lower(*args, opt_state=()).compile().as_text()
     sent = hlo.collectives(program)
     assert [one for one in sent if one.crosses(mesh, "replica")] == []
 
@@ -195,7 +198,7 @@ def test_a_train_state_in_a_plain_jit(manual):
 
     @jax.jit
     def step(state, batch):
-        found = gradients(state.params, batch)
+        found = gradients(state.params, batch, opt_state=state.opt_state)
         return state.apply_gradients(grads=found.gradients), found.loss
 
     state = train_state.TrainState.create(apply_fn=None, params=model.init(), tx=tx)
@@ -228,7 +231,8 @@ def test_an_nnx_optimizer_in_a_plain_jit():
 
         @nnx.jit
         def step(module, optimizer, batch):
-            found = gradients(nnx.state(module, nnx.Param), batch)
+            params = nnx.state(module, nnx.Param)
+            found = gradients(params, batch, opt_state=nnx.state(optimizer))
             optimizer.update(module, found.gradients)
             return found.loss
 
@@ -275,7 +279,8 @@ def test_an_nnx_optimizer_of_a_sharded_model_on_an_explicit_mesh():
 
         @nnx.jit
         def step(module, optimizer, batch):
-            found = gradients(nnx.state(module, nnx.Param), batch)
+            params = nnx.state(module, nnx.Param)
+            found = gradients(params, batch, opt_state=nnx.state(optimizer))
             optimizer.update(module, found.gradients)
             return found.loss
 
@@ -362,7 +367,7 @@ def test_microbatches_and_keys_differ_between_workers():
         return jnp.mean(batch["x"]) * params + jax.random.normal(key), key
 
     fn = jax.jit(demo_optax.worker_gradients(noisy, mesh, microbatches=2))
-    found = fn(jnp.float32(1.0), model.batch(0), jax.random.key(0))
+    found = fn(jnp.float32(1.0), model.batch(0), jax.random.key(0), opt_state=())
     keys = jax.random.key_data(found.aux).reshape(16, -1)
     assert len(np.unique(keys, axis=0)) == 16
     expected = model.batch(0)["x"].reshape(8, 2, 12).mean(axis=(1, 2))

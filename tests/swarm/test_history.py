@@ -135,6 +135,31 @@ def test_the_picture_has_every_worker_and_sign(store, tmp_path, monkeypatch):
     assert (tmp_path / "life.png").stat().st_size > 0
 
 
+def test_names_are_drawn_and_printed_as_text(store, tmp_path, monkeypatch, capsys):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    for name, member in NAMES.items():
+        monkeypatch.setitem(NAMES, name, {"oslo": "$x_{$", "paris": "[/gpu]"}.get(member, member))
+    write(store, TAKEN)
+    main(["swarm", store.url, "--picture", str(tmp_path / "life.png")])
+    shown = capsys.readouterr().out
+    assert "members: $x_{$, rome\nleft: [/gpu] after round 6" in shown
+    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert labels == ["$x_{$", "[/gpu]", "rome"]
+
+
+@pytest.mark.parametrize(
+    "name", ["\x1b[2J", "oslo\nmembers: rome", "\ud800", "\u202eslo"], ids=ascii
+)
+def test_a_name_that_moves_the_cursor_is_no_name(name, store, capsys):
+    store.put(records.claim_key(OSLO), records.encode(Claim(name, "", 0.0)))
+    main(["swarm", store.url])
+    assert capsys.readouterr().out == "no step yet; joined: slot 0\n"
+    with pytest.raises(ValueError, match="characters that can be printed"):
+        Member(store, name)
+
+
 def test_a_member_says_for_good_that_it_left(store):
     member = Member(store, "paris")
     member.exchange(0, b"a packet")

@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import os
+import pathlib
 import random
 import re
 import subprocess
@@ -108,6 +109,16 @@ def test_after_a_fork_a_store_that_was_used_is_an_error_and_waits_for_nobody(tmp
 def test_a_url_and_a_path_are_the_same_place(tmp_path):
     ObjectStore(str(tmp_path / "my run")).put("x", b"1")
     assert ObjectStore((tmp_path / "my run").as_uri()).get("x") == b"1"
+
+
+@pytest.mark.parametrize(
+    "place", [pathlib.Path("s3://bucket/run"), "file://another.host/run", ""], ids=str
+)
+def test_a_place_that_is_another_on_each_machine_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=r"no store that can be opened: .* give "):
+        ObjectStore(place)
+    assert not os.listdir()
 
 
 def test_of_many_at_once_one_creates(store):

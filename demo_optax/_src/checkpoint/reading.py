@@ -19,6 +19,7 @@ from demo_optax._src.checkpoint import description
 from demo_optax._src.checkpoint.digests import digests, seal, template
 from demo_optax._src.parallel.processes import by_lead
 from demo_optax._src.parallel.shards import no_context_mesh
+from demo_optax._src.places import folder_of
 
 try:
     import tensorstore
@@ -46,7 +47,15 @@ class DamagedCheckpoint(ValueError):
 
 
 def absolute(directory: str | os.PathLike) -> str:
-    return str(directory) if "://" in str(directory) else os.path.abspath(directory)
+    if (folder := folder_of(directory)) is not None:
+        return os.path.abspath(folder)
+    try:
+        return str(epath.Path(directory))
+    except KeyError:  # an unknown scheme
+        raise ValueError(
+            f"checkpoints cannot be kept at {directory}: give a folder, or a URL that begins with "
+            "gs://, s3:// or az://."
+        ) from None
 
 
 def step_number(step) -> int:
@@ -203,7 +212,7 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
     """Loads only the parameters of a run's checkpoint, without an optimizer or a mesh.
 
     Args:
-      directory: the run's folder.
+      directory: the run's folder, or its URL as a string.
       params: arrays or shapes of the parameters. A leaf without a sharding is placed on the default
         device. If None, the result is a dict of NumPy arrays by their paths.
       step: step of the checkpoint; by default the latest that is intact.

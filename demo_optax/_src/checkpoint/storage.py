@@ -50,7 +50,8 @@ class Checkpointer:
 
     Args:
       directory: the run's folder, which is made if it does not exist, or a URL such as
-        ``gs://...``. All hosts must see it.
+        ``gs://...`` or ``file:///...``, as a string: `pathlib.Path` makes a folder's name of it.
+        All hosts must see it.
       tx: the run's optimizer, not wrapped by `demo_optax.stack_workers`.
       mesh: the workers' mesh.
       axis_name: the workers' axis or axes, or None for a worker with a transport of its own.
@@ -89,7 +90,7 @@ class Checkpointer:
                 "worker with a transport of its own give Checkpointer axis_name=None, and for "
                 f"workers along {axis_name!r} give the optimizer axis_name={axis_name!r}."
             )
-        self._tx, self._where = tx, (mesh, axis_name, param_specs)
+        self._tx, self._where = tx, (mesh, axis_name or (), param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
         self._damaged: set[int] = set()
         self._orbax: orbax.training.Checkpointer | None = None
@@ -98,7 +99,7 @@ class Checkpointer:
         try:
             epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
             reading.listed_steps(self._directory)
-        except OSError as error:
+        except Exception as error:  # each store's package has errors of its own
             raise OSError(
                 f"checkpoints cannot be kept in {self._directory}: {reading.in_a_line(error)}. "
                 "Give a folder that every process can read and write."

@@ -6,6 +6,7 @@ demo-optax swarm s3://bucket/run --picture life.png
 import argparse
 
 from demo_optax._src.commands.tables import print_table
+from demo_optax._src.places import folder_of
 
 ROUNDS = 10  # whose steps are printed
 
@@ -18,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from demo_optax import swarm  # needs obstore, which the other commands do not
-    from demo_optax._src.swarm.store import folder_of
 
     folder = folder_of(args.url)
     is_there = folder is None or folder.is_dir()  # an ObjectStore would make the folder

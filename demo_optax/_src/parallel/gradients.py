@@ -43,15 +43,19 @@ def worker_gradients(
     ``loss_fn(params, batch, key)``.
 
     Returns:
-      ``fn(params, [state,] batch[, key], opt_state=None) -> WorkerGradients``, for use inside
-      ``jax.jit``. Each worker and microbatch gets a different key. With the ``opt_state`` of local
-      steps or of a look-ahead, it computes gradients at `local_parameters`.
+      ``fn(params, [state,] batch[, key], *, opt_state) -> WorkerGradients``, for use inside
+      ``jax.jit``. Each worker and microbatch gets a different key. ``opt_state`` is the state of
+      the optimizer that will use the gradients. With local steps or a look-ahead in it, gradients
+      are those at `local_parameters`; with ``()`` they are those at the shared parameters.
+
+    Raises:
+      TypeError: ``opt_state`` is not given.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
       >>> fn = worker_gradients(lambda w, x: w * x.sum(), mesh)
-      >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3)).gradients
+      >>> jax.jit(fn)(jnp.float32(1), jnp.ones(3), opt_state=()).gradients
       Array([3.], dtype=float32)
     """
     workers = shards.num_workers(mesh, axis_name)
@@ -73,6 +77,13 @@ def worker_gradients(
         worker_axis.require_stacked(state, workers, "model state", "init_model_state")
         specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
         copies = shards.copies(params, mesh, axis_name, specs)
+        if opt_state is None:
+            raise TypeError(
+                "worker_gradients got no opt_state, but with local steps or a look-ahead, as of "
+                "demo_muon, each worker computes its gradient at a point of its own, which is in "
+                "the optimizer's state: call gradients(params, batch, opt_state=opt_state). For "
+                "gradients at the shared parameters give opt_state=()."
+            )
         own = local_parameters(copies, opt_state)
         return gradients_of(own, state, batch, *key, params_are_replicated=own is params)
 

@@ -129,7 +129,7 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
     """
     checks.require_unwrapped(tx)
     checks.real_leaves("parameter", params)
-    shards.num_workers(mesh, axis_name or ())
+    shards.num_workers(mesh, axis_name)
     params = checks.shapes_of("parameter", params)
     leaves, structure = jax.tree.flatten((params, param_specs))
     context = mesh, axis_name, axes.platform(), jnp.result_type(float)

@@ -100,7 +100,7 @@ class WorkerGradients(NamedTuple):
       >>> import demo_optax
       >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
       >>> gradients_of = demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh)
-      >>> results = jax.jit(gradients_of)(2.0, jnp.ones(3))
+      >>> results = jax.jit(gradients_of)(2.0, jnp.ones(3), opt_state=())
       >>> results.loss, results.gradient_norm
       (Array([6.], dtype=float32), Array([3.], dtype=float32))
     """
@@ -143,6 +143,10 @@ def gradients_on_device(
                 if is_of_call:
                     error.add_note(_ARGUMENTS)
                 raise
+            except NameError as error:
+                if "axis name" in str(error):
+                    error.add_note(_NO_AXIS)
+                raise
             if stateful:
                 return out
             if not isinstance(out, (tuple, list)):
@@ -182,6 +186,12 @@ def gradients_on_device(
 
     return on_device
 
+
+_NO_AXIS = (
+    "The loss is that of one worker, and the workers' axis is not bound in it: leave out pmean and "
+    "psum over the workers, since the optimizer exchanges. make_train_step(metrics_fn=...) and "
+    "results.loss have the values of all workers."
+)
 
 _ARGUMENTS = (
     "A loss function is called with the parameters and each worker's own part of the batch. With "

@@ -96,8 +96,8 @@ class Member:
             checks.in_interval("deadline", deadline, "(0, inf)")
         if not worker or not isinstance(worker, str) or not worker.isprintable():
             raise ValueError(
-                "worker must be a name of this worker alone, whose characters can be printed, not "
-                f"{worker!r}."
+                "worker must be a name of this worker alone, of characters that can be printed, "
+                f"not {worker!r}."
             )
         if min_workers > slots:
             raise ValueError(

@@ -53,7 +53,7 @@ def draw(history: History, path: str) -> None:
             axes.plot(*at, ">", color=LEFT, **sign)
         elif index < len(manifests) - 1:
             axes.plot(*at, "X", color=MISSING, **sign)
-    axes.set_yticks(range(len(taken)), taken, parse_math=False)
+    axes.set_yticks(range(len(taken)), taken, parse_math=False)  # a name may hold a $
     axes.set_xlabel("seconds")
     shown = range(0, len(manifests), max(len(manifests) // LABELS, 1))
     above = axes.secondary_xaxis("top")

@@ -6,14 +6,12 @@ Objects are written once and never change, so readers may keep them.
 import functools
 import logging
 import os
-import pathlib
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from demo_optax._src.places import folder_of
 from demo_optax._src.swarm.records import Damaged
 
 try:
@@ -78,7 +76,7 @@ class ObjectStore(Store):
 
     Args:
       url: ``file:///folder``, ``s3://bucket/run``, ``gs://bucket/run``, ``az://container/run``, or
-        a path.
+        a path. A URL must be a string, since `pathlib.Path` makes a folder's name of it.
       patience: seconds for which a failing request is tried again.
       options: options of the store, such as endpoint, region and keys; see obstore's ``from_url``.
         What they leave out comes from the environment.
@@ -103,14 +101,18 @@ class ObjectStore(Store):
     """
 
     def __init__(
-        self, url: str, *, patience: float = 60.0, options: Mapping[str, Any] | None = None
+        self,
+        url: str | os.PathLike,
+        *,
+        patience: float = 60.0,
+        options: Mapping[str, Any] | None = None,
     ):
         self.url, self.patience = str(url), patience
         self.packet_bytes: int | None = None
         try:
             if folder := folder_of(self.url):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._store = from_url(folder.as_uri(), automatic_cleanup=True)
+                self._store = from_url(folder.absolute().as_uri(), automatic_cleanup=True)
             else:
                 open_any: Callable[..., Any] = from_url  # its overloads want each store's options
                 self._store = open_any(self.url, **(NO_RETRIES | dict(options or {})))
@@ -208,13 +210,6 @@ class ObjectStore(Store):
                 log.warning("cannot %s, tries again: %s", what, reason)
                 time.sleep(pause)
                 pause = min(2 * pause, 5.0)
-
-
-def folder_of(url: str) -> pathlib.Path | None:
-    """Returns the folder that a path or a ``file://`` URL names, or None for other stores."""
-    if url.startswith("file://"):
-        url = urllib.request.url2pathname(urllib.parse.urlparse(url).path)
-    return None if "://" in url else pathlib.Path(url).absolute()
 
 
 def _is_denied(error: Exception) -> bool:
