@@ -176,6 +176,12 @@ def steps_after_an_error(made):
             made.step(params, opt_state, swarms.batch_of(0, 0))
 
 
+def steps_after_it_has_left(made):
+    state = swarms.begin(made)
+    made.leave(*state)
+    made.step(*state, swarms.batch_of(0, 0))
+
+
 def fails(key, data):
     raise OSError(f"no space left for {key}")
 
@@ -251,6 +257,7 @@ RAISED = [
     raised_by_the_first_process,
     lambda: with_worker(lambda made: made.step({}, (), ())),
     lambda: with_worker(steps_after_an_error),
+    lambda: with_worker(steps_after_it_has_left),
     lambda: with_worker(another_batch),
     lambda: with_worker(swarms.begin, lambda exchange: swarms.DEMO_SCALED),
     lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, axis_name="data")),

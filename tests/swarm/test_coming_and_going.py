@@ -319,19 +319,21 @@ def test_snapshots_are_compared_whatever_else_stands_in_the_store(store, watchfu
     turns.close()
 
 
-@pytest.mark.parametrize("wrong", ["parameters", "state"])
-def test_a_large_residual_hides_no_difference_from_a_snapshot(store, wrong):
-    said, step = [], 4
-    params, state = np.ones(4, np.float32), [np.full(4, 1e4, np.float32), np.ones(2, np.float32)]
-    theirs = (
-        [1.5 * params, *state] if wrong == "parameters" else [params, *(1.5 * x for x in state)]
-    )
-    snapshots.write(store, step, theirs)
+@pytest.mark.parametrize(
+    ("wrong", "factor", "drift"),
+    [("parameters", 1.5, 1 / 3), ("state", 1.5, 1 / 3), ("parameters", 0.0, 1.0)],
+)
+def test_nothing_hides_a_difference_from_a_snapshot(store, wrong, factor, drift):
+    """The state holds the norm of a large residual, and arrays such as an outer momentum."""
+    said, step, residual = [], 4, np.float32(1e4)
+    own = {"parameters": np.ones(4, np.float32), "state": np.ones(2, np.float32)}
+    theirs = own | {wrong: factor * own[wrong]}
+    snapshots.write(store, step, [*theirs.values(), residual])
     turns = SnapshotTurns(Member(store, "paris", tell=said.append), step)
     manifest = records.Manifest(0, (records.PacketRef(7, 1, "0" * 64),), "", 0.0)
-    turns.take(step, [params, *state], 1, manifest)
-    assert turns._compared.result(timeout=10) == (step, pytest.approx(1 / 3), None)
-    assert "differs from this worker's parameters by 0.33" in said[0]
+    turns.take(step, [*own.values(), residual], 1, manifest)
+    assert turns._compared.result(timeout=10) == (step, pytest.approx(drift), None)
+    assert f"differs from this worker's parameters or state by {drift:.2g} of" in said[0]
     turns.close()
 
 

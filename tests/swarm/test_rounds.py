@@ -1,6 +1,7 @@
 """Rounds of local steps in a swarm, beside the same rounds over ``shard_map``."""
 
 import functools
+import threading
 import time
 
 import jax
@@ -12,8 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax._src.swarm import records
 from demo_optax._src.swarm.rounds import RoundClock
-from demo_optax.swarm import Member, ObjectStore, SwarmError, read_history, status
+from demo_optax.swarm import Left, Member, ObjectStore, SwarmError, read_history, status
 from tests import swarms
 from tests.sweeps import sweep
 
@@ -286,7 +288,55 @@ def test_one_whose_last_result_does_not_come_says_how_many_steps_are_lost(store,
     params, opt_state = swarms.begin(worker)
     for step in range(EVERY + 2):
         params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
-    assert worker.leave(params, opt_state) == EVERY + 2  # the packet under way may be lost as well
+    assert worker.leave(params, opt_state) == 2  # the packet under way counts once it is decided
+    worker.close()
+
+
+def test_one_whose_packet_under_way_is_not_there_in_time_loses_its_steps_too(store, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.worker.LEAVE_SECONDS", 0.1)
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0, delay=1)
+    params, opt_state = swarms.begin(worker)
+    slow = threading.Event()
+    monkeypatch.setattr(worker.member, "send", lambda *_: slow.wait(60))
+    for step in range(EVERY + 2):
+        params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
+    assert worker.leave(params, opt_state) == EVERY + 2
+    slow.set()
+    worker.close()
+
+
+@pytest.mark.parametrize("others_decide", [False, True])
+def test_one_that_is_asked_to_leave_while_it_waits_says_what_is_lost(store, others_decide):
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0, min_workers=2)
+    params, opt_state = swarms.begin(worker)
+    for step in range(EVERY - 1):
+        params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, step))
+    if others_decide:
+        worker.member._agree = functools.partial(decided_by_others, worker.member)
+    else:
+        worker.member.leave()
+    with pytest.raises(Left):
+        worker.step(params, opt_state, swarms.batch_of(0, EVERY))
+    assert worker.leave(params, opt_state) == (EVERY if others_decide else 0)
+    worker.close()
+
+
+def decided_by_others(member, step, *_):
+    """Others decide without this member's packet, while it is asked to leave."""
+    other = records.PacketRef((member.slot + 1) % member.slots, 1, "0" * 64)
+    decision = records.Manifest(step, (other,), "", 1.0)
+    member.store.create(records.step_key("manifests", step), records.encode(decision))
+    member.leave()
+    member.end_if_leaving()
+
+
+def test_one_that_has_left_says_the_same_again_and_takes_no_step(store):
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0)
+    state = swarms.begin(worker)
+    *state, _ = worker.step(*state, swarms.batch_of(0, 0))
+    assert worker.leave(*state) == worker.leave(*state) == 0
+    with pytest.raises(SwarmError, match="this worker has left, with what it had not sent"):
+        worker.step(*state, swarms.batch_of(0, 1))
     worker.close()
 
 
@@ -305,7 +355,8 @@ def late(worker, monkeypatch) -> None:
     monkeypatch.setattr(worker.member, "send", send_too_late)
 
 
-def test_one_whose_message_came_too_late_sends_it_again_when_it_leaves(store, monkeypatch):
+@pytest.mark.parametrize("more", [0, 1])
+def test_one_whose_message_came_too_late_sends_it_again_when_it_leaves(more, store, monkeypatch):
     said, worker = [], swarms.make_worker(rounds("sparseloco"), store, 0)
     params, opt_state = swarms.begin(worker)
     with monkeypatch.context() as patched:
@@ -313,14 +364,17 @@ def test_one_whose_message_came_too_late_sends_it_again_when_it_leaves(store, mo
         for step in range(EVERY):
             params, opt_state, metrics = worker.step(params, opt_state, swarms.batch_of(0, step))
     assert metrics.round_steps == EVERY and "worker-0" not in metrics.members
+    for step in range(more):
+        params, opt_state, _ = worker.step(params, opt_state, swarms.batch_of(0, EVERY + step))
     worker.member.tell = said.append
     assert worker.leave(params, opt_state) == 0
     assert worker.member.last_sent == 1 and float(worker._outbox.factor) == 1.0
+    assert float(worker._outbox.packets.view(np.float32)[0, 0, 8]) == EVERY + more  # weight
     assert any(np.asarray(values).any() for values in worker._outbox.message.values)
     worker.close()
     other = Member(store, "another", slots=worker.member.slots, deadline=0.1)
     packets = other.exchange(1, bytes(worker._programs.packet_bytes)).manifest.packets
-    assert EVERY in [packet.steps for packet in packets if packet.slot == worker.member.slot]
+    assert EVERY + more in [packet.steps for packet in packets if packet.slot == worker.member.slot]
     assert "of its outer momentum, by norm: a packet holds no more" in said[0]
 
 

@@ -225,7 +225,7 @@ def test_the_division_of_parameters_has_no_names_of_axes_or_devices():
 def test_the_text_of_an_optimizer_has_the_values_of_its_settings_and_no_names_of_axes():
     def text(rate, names=("data",), link=None):
         tx = demo_optax.demo(rate, precondition=link)
-        return text_of(tx, {"w": np.zeros((8, 4), np.float32)}, 2, "cpu", names)
+        return text_of(tx, {"w": np.zeros((8, 4), np.float32)}, 2, jax.devices()[0], names)
 
     def over(axis):
         return optax.stateless(lambda g, _: jax.tree.map(lambda x: jax.lax.psum(x, axis), g))
@@ -237,16 +237,29 @@ def test_the_text_of_an_optimizer_has_the_values_of_its_settings_and_no_names_of
     assert one != other
 
 
+def test_the_text_of_an_optimizer_is_that_of_its_devices_platform(monkeypatch):
+    """Large models are divided into fewer parts on a GPU."""
+    tx = demo_optax.demo(1e-3, demo_optax.Compression(1, transform="identity"))
+    params = {str(n): jax.ShapeDtypeStruct((1024, 1024), np.float32) for n in range(6)}
+    texts = [text_of(tx, params, 2, jax.devices()[0], ())]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    texts.append(text_of(tx, params, 2, jax.devices()[0], ()))
+    assert texts[0] == texts[1]
+
+
 def test_a_packet_with_a_wrong_checksum_counts_for_nobody_and_is_told_once(tmp_path):
     told, store = [], ObjectStore(str(tmp_path))
     with swarms.make_worker(swarms.DEMO_SCALED, store, 0, deadline=0.1) as worker:
-        other, worker.member.tell = Member(store, "other", slots=4), told.append
+        other, skips = (Member(store, name, slots=4) for name in ("other", "skips"))
+        worker.member.tell = told.append
         state, size = swarms.begin(worker), worker._programs.packet_bytes
         for step in range(4):
             data = np.full(size // 4, step + 1, np.uint32).tobytes()
             store.put(packet_key(step, PacketRef(*other.me, sha256(data))), data)
+            store.put(packet_key(step, PacketRef(*skips.me, sha256(data), steps=0)), data)
             state, _, metrics = swarms.take_steps(worker, step + 1, state)
             assert metrics[0].members == ("worker-0", "other")
+            assert metrics[0].skipped == ("skips",)
             assert metrics[0].exchange.participants == 1
     (line,) = [line for line in told if "checksum" in line]
     assert line.startswith("step 0: 1 of the packets of worker-0, other counted for nobody")

@@ -61,8 +61,8 @@ def compile_programs(
 ) -> Programs:
     """Compiles the programs for parameters and a batch, or for their shapes."""
     params = checks.shapes_of("parameter", params)  # so that the programs keep no array
-    platform = mesh.devices.flat[0].platform
-    text = text_of(tx, params, slots, platform, mesh.axis_names)
+    device = mesh.local_devices[0]
+    text = text_of(tx, params, slots, device, mesh.axis_names)
     layout = find_layout(tx, params, mesh, (), options["param_specs"])
     init = functools.partial(worker_axis.init_stacked, tx, layout)
     state = jax.eval_shape(init, params)
@@ -154,7 +154,7 @@ def compile_programs(
     applying, _ = compiled(apply, (outbox, packets, slot), (outbox_specs, over_shards, P()), (0, 1))
     empty: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
     empty = empty._replace(step=np.array(momentum.EMPTY, np.int32))
-    kind = f"{platform}, jax {jax.__version__}"
+    kind = f"{device.platform}, jax {jax.__version__}"
     fingerprint = {"device": kind, "optimizer": records.sha256(text.encode())}
     division = division_of(mesh, params, layout.params)
     placed = shards.shardings(mesh, (layout.params, layout.state))
@@ -168,10 +168,11 @@ def compile_programs(
     return Programs(*programs, placed, shape, empty, no_gradient, fingerprint, division, batch)
 
 
-def text_of(tx, params, slots: int, platform: str, axis_names: tuple[str, ...]) -> str:
+def text_of(tx, params, slots: int, device, axis_names: tuple[str, ...]) -> str:
     """Returns the text of `send` and `apply` for one device, whatever mesh a worker has.
 
-    The axes have the size 1 here, so that a link may name them.
+    The axes have the size 1 here, so that a link may name them. The text is that of the device's
+    platform, which need not be JAX's default.
 
     Raises:
       ValueError: the optimizer needs an argument that the workers of a swarm do not have.
@@ -190,7 +191,8 @@ def text_of(tx, params, slots: int, platform: str, axis_names: tuple[str, ...]) 
     def traced(half, *args):
         for name in axis_names:
             half = jax.vmap(half, None, None, axis_name=name, axis_size=1)
-        return jax.jit(half).trace(params, state, slot, *args)
+        with jax.set_mesh(Mesh(np.array([device]), ("one device",))):
+            return jax.jit(half).trace(params, state, slot, *args)
 
     try:
         state = jax.eval_shape(tx.init, params)
@@ -207,7 +209,8 @@ def text_of(tx, params, slots: int, platform: str, axis_names: tuple[str, ...]) 
             "worker has a loss of its own, and all must make the same update: leave out links such "
             "as optax.contrib.reduce_on_plateau, and lower the rate by a schedule."
         ) from error
-    return "".join(x.lower(lowering_platforms=(platform,)).as_text() for x in halves_traced)
+    platforms = (device.platform,)
+    return "".join(x.lower(lowering_platforms=platforms).as_text() for x in halves_traced)
 
 
 def division_of(mesh: Mesh, params, specs) -> str:

@@ -158,13 +158,17 @@ def is_finite(leaves: Leaves) -> bool:
 
 
 def relative_difference(own: Leaves, other: Leaves) -> float:
-    """Returns the norm of the difference of all floats, relative to the norm of ``other``."""
+    """Returns the norm of the difference of all floats, relative to the norm of ``other``.
+
+    It is 1 if ``other`` holds nothing but zeros, and differs.
+    """
     differences, norms = [0.0], [0.0]
     for x, y in zip(own, other, strict=True):
         if jnp.issubdtype(y.dtype, jnp.floating):
             norms.append(float(np.linalg.norm(y.astype(np.float64))))
             differences.append(float(np.linalg.norm(x.astype(np.float64) - y.astype(np.float64))))
-    return math.hypot(*differences) / math.hypot(*norms) if any(norms) else 0.0
+    difference, norm = math.hypot(*differences), math.hypot(*norms)
+    return difference / (norm or difference or 1.0)
 
 
 def _as_bytes(x: np.ndarray) -> np.ndarray:
@@ -243,16 +247,21 @@ class SnapshotTurns:
         except (OSError, Damaged) as error:
             self._warn(step, f"was not compared: {error}")
             return None
-        # Parameters and state by themselves, since a residual may have a far larger norm.
-        parts = slice(num_params), slice(num_params, None)
-        drift = float(np.max([relative_difference(own[part], leaves[part]) for part in parts]))
+        # Each by itself, since numbers such as a residual's norm may be far larger than the rest.
+        state = range(num_params, len(own))
+        arrays, numbers = ([n for n in state if bool(own[n].ndim) == b] for b in (True, False))
+        drifts = [
+            relative_difference([own[n] for n in part], [leaves[n] for n in part])
+            for part in (range(num_params), arrays, numbers)
+        ]
+        drift = float(np.max(drifts))
         is_own_broken = not math.isfinite(drift) and is_finite(leaves)
         if drift < LARGEST_DRIFT or is_own_broken:
             return step, drift, leaves
         self._warn(
             step,
-            f"differs from this worker's parameters by {drift:.2g} of their norm, more than "
-            "rounding explains, and was not taken over: stop the worker that is wrong",
+            f"differs from this worker's parameters or state by {drift:.2g} of their norm, more "
+            "than rounding explains, and was not taken over: stop the worker that is wrong",
         )
         return step, drift, None
 

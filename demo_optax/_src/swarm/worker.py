@@ -137,6 +137,7 @@ class SwarmWorker:
         self._damaged = 0  # packets that did not count in the exchange before
         self._error: BaseException | None = None
         self._is_leaving = False
+        self._lost: int | None = None  # steps, once it has left
 
     @property
     def member(self) -> Member:
@@ -188,6 +189,11 @@ class SwarmWorker:
         """
         if self._programs is None:
             raise SwarmError("call begin(params, batch) before the first step.")
+        if self._lost is not None:
+            raise SwarmError(
+                "this worker has left, with what it had not sent: start its process again, so that "
+                "it joins from a snapshot; call nothing but close() here."
+            )
         if (shapes := checks.shapes_of("batch", batch)) != (expected := self._programs.batch):
             raise ValueError(
                 f"the batch has {shapes}, but that of begin() had {expected}: give every step "
@@ -201,43 +207,57 @@ class SwarmWorker:
         """Sends the progress of a round that has not ended, before the worker leaves.
 
         Returns the number of its steps that are lost: those of a packet that came too late, or
-        whose result did not come in time. It is 0 if the packet could be sent before the others
-        decided. They need not wait for it, since it counts in the round that they are in. A message
-        that came too late before is sent again. What one packet cannot hold of the outer momentum
-        leaves with the worker, which tells its share. Call this before ``member.leave()``, which
-        ends the wait for a packet under way.
+        could not be sent in time. It is 0 if the packet was there before the others decided. They
+        need not wait for it, since it counts in the round that they are in. A message that came too
+        late before is sent again. What one packet cannot hold of the outer momentum leaves with the
+        worker, which tells its share. Call this before ``member.leave()``, which ends the wait for
+        a packet under way. The arrays are donated, and the worker takes no steps afterwards.
         """
+        if self._lost is None:
+            self._lost = self._leave(params, opt_state)
+        return self._lost
+
+    def _leave(self, params, opt_state) -> int:
         if self._error is not None or self._programs is None or not self._has_rounds:
-            return self._steps
+            return self._lost_steps()
         self._is_leaving = True
         with self._stops_at_errors(), contextlib.suppress(Left):
             if self._outbox is not None:
                 result = self._result(LEAVE_SECONDS)
                 if result is None:
-                    return self._steps + self._sent_steps
+                    return self._lost_steps()
                 params, opt_state, _ = self._go_on(result, params, opt_state)
             params, opt_state, _ = self._catch_up(params, opt_state)
+            unsent = self._steps + self._returned_steps
             # An earlier process of this worker may have left its packet in the same round.
-            has_steps = self._steps + self._returned_steps
-            if has_steps and by_lead(lambda: self.member.may_send(self.number)):
-                if not self._steps:  # a round without steps would have no weight
-                    weight = np.float32(self._returned_steps * self._weight[0])
-                    opt_state = opt_state._replace(weight=weight)
+            if unsent and by_lead(lambda: self.member.may_send(self.number)):
+                # A message that is sent again has its weight again.
+                weight = np.float32(self._returned_steps * self._weight[0])
+                opt_state = opt_state._replace(weight=to_host(opt_state.weight) + weight)
                 nothing = *self._programs.no_gradient(), self._weight, self._slot
                 self._finite_steps += self._returned_steps
                 opt_state, packet, steps, tokens = self._send(params, opt_state, *nothing)
                 by_lead(lambda: self.member.send(self.number, packet, steps, tokens))
                 self._tell_rest(opt_state)
-                if steps and by_lead(self._counts_unless_decided):
-                    self._steps = self._returned_steps = 0
-        return self._steps + self._returned_steps
+                if steps:  # else nothing was finite
+                    self._sent_steps, self._steps, self._returned_steps = unsent, 0, 0
+        return self._lost_steps()
+
+    def _lost_steps(self) -> int:
+        """Returns the steps that no packet delivers, those of the last one if it came too late."""
+        lost = self._steps + self._returned_steps
+        if self._outbox is None:
+            return lost
+        has_failed = self._error is not None and not isinstance(self._error, Left)
+        counts = not has_failed and by_lead(self._counts_unless_decided)
+        return lost if counts else lost + self._sent_steps
 
     def _counts_unless_decided(self) -> bool:
         """Tells whether the last packet counts, as far as others have decided on it by now."""
-        until = time.monotonic() + DECISION_SECONDS
+        until, has_sent = time.monotonic() + DECISION_SECONDS, self.member.last_sent == self.number
         while (manifest := self.member.manifest(self.number)) is None and time.monotonic() < until:
             time.sleep(DECISION_SECONDS / 10)
-        return manifest is None or self.member.me in manifest.members
+        return has_sent if manifest is None else self.member.me in manifest.members
 
     def _tell_rest(self, opt_state) -> None:
         """Tells the share of the outer momentum that its last packet does not hold."""
@@ -400,7 +420,7 @@ class SwarmWorker:
         outbox, self._outbox = self._outbox or self._programs.empty_outbox, None
         applied = self._programs.apply(params, opt_state, outbox, packets, self._slot)
         params, opt_state, self._exchange = applied
-        self._members = result.members if len(result.members) == len(result.packets) else ()
+        self._members = () if result.swept else result.members
         if result.swept:  # what was missed stands in later snapshots only
             return self._jump(params, opt_state, self.number)
         return params, opt_state
@@ -413,8 +433,7 @@ class SwarmWorker:
         if self._member is not None and damaged > self._damaged:
             self._member.tell(
                 f"{self._member.unit} {self.number - 1}: {damaged} of the packets of "
-                f"{', '.join(self._members)} counted for nobody: a checksum was wrong, or a "
-                "gradient was not finite"
+                f"{', '.join(self._members)} counted for nobody: a checksum was wrong"
             )
         self._damaged = damaged
 
