@@ -303,6 +303,19 @@ def test_a_parameter_may_have_the_name_of_the_field(container, tmp_path):
     assert demo_optax.local_parameters(NESTED, state) is NESTED
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.named_chain(("displacement", optax.adam(0.1))),
+        optax.partition({"displacement": optax.adam(0.1)}, lambda params: "displacement"),
+    ],
+    ids=["named_chain", "partition"],
+)
+def test_a_label_may_have_the_name_of_the_field(tx):
+    params = {"w": np.ones(3, np.float32)}
+    assert demo_optax.local_parameters(params, tx.init(params)) is params
+
+
 UNREADABLE = {
     "flat": lambda state: traverse_util.flatten_dict(serialization.to_state_dict(state)),
     "joined": lambda state: traverse_util.flatten_dict(serialization.to_state_dict(state), sep="."),

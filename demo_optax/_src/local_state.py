@@ -17,7 +17,8 @@ class LocalStepsState(NamedTuple):
 
     Attributes:
       round: int32 scalar, the number of rounds, or of fragments, whose result was applied; the same
-        on all workers.
+        on all workers. If the momentum of ``outer`` counts more updates, the state is that of a
+        worker that joins, and goes on with the round and the steps that they stand for.
       first_step, last_step: int32 scalars, the steps of the run that this round, or the steps up to
         the next fragment, begins and ends with; the same on all workers. They are those of the
         schedules of the inner optimizer, and a new ``every`` holds from the next round on.
@@ -145,10 +146,7 @@ def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, 
             of = path[ends[0] + 1 :]
             held.setdefault(path[: ends[0]] if around is None else around, set()).add(of)
             displacements[of] = displacements[of] + x if of in displacements else x
-        elif "displacement" in re.findall(r"\w+", "/".join(path)) and not any(
-            path[-len(name) :] == name and "displacement" not in path[: -len(name)]
-            for name in wanted
-        ):
+        elif "displacement" in "/".join(path) and _holds_displacement(path, wanted):
             raise ValueError(f"opt_state has a displacement {'/'.join(path)}{_UNREADABLE}")
     has_names = any(name.isidentifier() for path in leaves for name in path)
     if leaves and isinstance(opt_state, list) and not has_names:
@@ -167,6 +165,21 @@ def _displacements(opt_state, wanted: list[tuple[str, ...]]) -> dict[tuple[str, 
             "it outermost, and partition and mask inside inner and outer."
         )
     return displacements
+
+
+def _holds_displacement(path: tuple[str, ...], wanted: list[tuple[str, ...]]) -> bool:
+    """Tells whether a path leads through a displacement to a parameter.
+
+    Neither a parameter nor a label, as those of ``optax.partition``, is one by its name.
+    """
+    words = re.findall(r"\w+", "/".join(path))
+    names = [re.findall(r"\w+", "/".join(name)) for name in wanted]
+    behind = [words[i + 1 :] for i, word in enumerate(words) if word == "displacement"]
+    is_parameter = any(
+        path[-len(name) :] == name and "displacement" not in path[: -len(name)] for name in wanted
+    )
+    leads = any(rest[: len(name)] == name for rest in behind for name in names)
+    return leads and not is_parameter
 
 
 _UNREADABLE = (

@@ -330,6 +330,58 @@ def decided_by_others(member, step, *_):
     member.end_if_leaving()
 
 
+def nothing_finite(worker, state, steps):
+    x, y = swarms.batch_of(0, 0)
+    for _ in range(steps):
+        *state, metrics = worker.step(*state, (x * np.nan, y))
+    return state, metrics
+
+
+def test_a_packet_without_a_finite_step_delivers_nothing_that_came_too_late(store, monkeypatch):
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0)
+    state = swarms.begin(worker)
+    with monkeypatch.context() as patched:
+        late(worker, patched)
+        for step in range(EVERY):
+            *state, _ = worker.step(*state, swarms.batch_of(0, step))
+    state, metrics = nothing_finite(worker, state, EVERY)
+    assert metrics.skipped == ("worker-0",) and not metrics.members
+    assert worker.leave(*state) == 0 and worker.member.last_sent == worker.number == 2
+    assert any(np.asarray(values).any() for values in worker._outbox.message.values)
+    worker.close()
+
+
+def test_steps_that_counted_are_not_lost_by_a_later_packet(store, monkeypatch):
+    worker = swarms.make_worker(rounds("diloco"), store, 0)
+    state = swarms.begin(worker)
+    for step in range(EVERY):
+        *state, metrics = worker.step(*state, swarms.batch_of(0, step))
+    assert metrics.members == ("worker-0",)
+    state, _ = nothing_finite(worker, state, 1)
+    late(worker, monkeypatch)
+    assert worker.leave(*state) == 1
+    worker.close()
+
+
+def test_a_packet_under_way_delivers_what_came_too_late_before(store, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.worker.LEAVE_SECONDS", 0.1)
+    worker = swarms.make_worker(rounds("sparseloco"), store, 0, delay=1)
+    state = swarms.begin(worker)
+    with monkeypatch.context() as patched:
+        late(worker, patched)
+        while not worker.number:
+            *state, _ = worker.step(*state, swarms.batch_of(0, worker.number))
+    assert worker._returned_steps == EVERY
+    worker.member.min_workers = 3  # so that the next packet stays undecided
+    while worker._outbox is None:
+        *state, _ = worker.step(*state, swarms.batch_of(0, worker.number))
+    while worker.member.last_sent != worker.number:
+        time.sleep(0.01)
+    assert worker.leave(*state) == worker._steps
+    worker.member.leave()
+    worker.close()
+
+
 def test_one_that_has_left_says_the_same_again_and_takes_no_step(store):
     worker = swarms.make_worker(rounds("sparseloco"), store, 0)
     state = swarms.begin(worker)

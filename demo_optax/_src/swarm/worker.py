@@ -244,13 +244,16 @@ class SwarmWorker:
         return self._lost_steps()
 
     def _lost_steps(self) -> int:
-        """Returns the steps that no packet delivers, those of the last one if it came too late."""
+        """Returns the steps that no packet delivers, as far as it is known by now.
+
+        A packet under way delivers what came too late before it, if it counts.
+        """
         lost = self._steps + self._returned_steps
         if self._outbox is None:
             return lost
         has_failed = self._error is not None and not isinstance(self._error, Left)
         counts = not has_failed and by_lead(self._counts_unless_decided)
-        return lost if counts else lost + self._sent_steps
+        return self._steps if counts and self._sent_steps else lost + self._sent_steps
 
     def _counts_unless_decided(self) -> bool:
         """Tells whether the last packet counts, as far as others have decided on it by now."""
@@ -310,6 +313,7 @@ class SwarmWorker:
         while True:
             gradients = self._programs.gradients(params, opt_state, batch)
             norm = to_host(gradients.gradient_norm)
+            self._say_what_was_damaged()
             ready = time.monotonic()
             result = self._result(timeout=0.0 if self._has_rounds else None)
             if result is None or not result.swept:
@@ -408,11 +412,13 @@ class SwarmWorker:
 
     def _apply(self, result: ExchangeResult, params, opt_state) -> tuple[Any, Any]:
         """Applies the packets; goes on to the next exchange, or to a snapshot if some are swept."""
-        self._say_what_was_damaged()
         self.number += 1
         if self._outbox is not None:
-            is_late = result.own is None
-            self._returned_steps = self._returned_steps + self._sent_steps if is_late else 0
+            if result.own is None:
+                self._returned_steps += self._sent_steps
+            elif self._sent_steps:  # a packet in which nothing was finite delivers nothing
+                self._returned_steps = 0
+            self._sent_steps = 0
         num_shards, slots, words = self._programs.shape
         packets = np.zeros((num_shards, slots, words), np.uint32)
         for slot, data in result.packets.items():
@@ -426,7 +432,7 @@ class SwarmWorker:
         return params, opt_state
 
     def _say_what_was_damaged(self) -> None:
-        """Looks at the last exchange, which the devices have finished, so that nothing waits."""
+        """Looks at the last exchange, which gradients depend on, so that nothing waits for it."""
         if not self._members:
             return
         damaged = len(self._members) - int(to_host(self._exchange.participants))
