@@ -366,17 +366,20 @@ def test_steps_that_counted_are_not_lost_by_a_later_packet(store, monkeypatch):
 def test_a_packet_under_way_delivers_what_came_too_late_before(store, monkeypatch):
     monkeypatch.setattr("demo_optax._src.swarm.worker.LEAVE_SECONDS", 0.1)
     worker = swarms.make_worker(rounds("sparseloco"), store, 0, delay=1)
-    state = swarms.begin(worker)
-    with monkeypatch.context() as patched:
-        late(worker, patched)
-        while not worker.number:
-            *state, _ = worker.step(*state, swarms.batch_of(0, worker.number))
-    assert worker._returned_steps == EVERY
-    worker.member.min_workers = 3  # so that the next packet stays undecided
-    while worker._outbox is None:
+    state, send = swarms.begin(worker), worker.member.send
+    late(worker, monkeypatch)
+    send_too_late = worker.member.send
+
+    def send_second(step, *packet):
+        worker.member.min_workers = 3 if step else 1  # so that the second one stays undecided
+        return (send if step else send_too_late)(step, *packet)
+
+    monkeypatch.setattr(worker.member, "send", send_second)
+    while not worker.number or worker._outbox is None:
         *state, _ = worker.step(*state, swarms.batch_of(0, worker.number))
     while worker.member.last_sent != worker.number:
         time.sleep(0.01)
+    assert worker._returned_steps == EVERY and worker.member.manifest(worker.number) is None
     assert worker.leave(*state) == worker._steps
     worker.member.leave()
     worker.close()
