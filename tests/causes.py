@@ -368,7 +368,7 @@ RAISED = [
     ),
     lambda: demo_optax.worker_gradients(model.loss, two())(model.init(), model.batch(0)),
     lambda: demo_optax.local_parameters(model.init(), {"state": object()}),
-    lambda: demo_optax.local_parameters(model.init(), {"displacement": jnp.ones(3)}),
+    lambda: demo_optax.local_parameters(model.init(), {"displacement": model.init()}),
     displacement_without_paths,
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
     exchange_in_a_while_loop,
