@@ -12,7 +12,7 @@ from demo_optax._src.exchange import Delayed as Delayed
 from demo_optax._src.exchange import Exchange as Exchange
 from demo_optax._src.exchange import Outbox as Outbox
 from demo_optax._src.exchange import TwoPhase as TwoPhase
-from demo_optax._src.halves import SplitTransformation as SplitTransformation
+from demo_optax._src.transport import SplitTransformation as SplitTransformation
 from demo_optax._src.local_state import LocalStepsState as LocalStepsState
 from demo_optax._src.local_state import local_parameters as local_parameters
 from demo_optax._src.mean_over_workers import mean_over_workers as mean_over_workers

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 IntScalar = Int32[Array, ""]
 FloatScalar = Float32[Array, ""]
@@ -55,25 +55,6 @@ def upcast(x: Tensor) -> Tensor:
 def reusable(x: Array) -> Array:
     """Clones random keys, so that ``jax_debug_key_reuse`` allows them to be used once more."""
     return jax.random.clone(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-@jax.threefry_partitionable(True)
-def round_stochastically(
-    x: Float[Array, "*shape"], dtype: DTypeLike, key: PRNGKeyArray
-) -> Float[Array, "*shape"]:
-    """Rounds ``x`` up or down to a narrower dtype at random, so that its expected value is ``x``.
-
-    Rounding to nearest would lose every change that is smaller than half a step.
-    """
-    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
-        return x.astype(dtype)
-    largest = min(jnp.finfo(dtype).max, jnp.finfo(x.dtype).max, key=float).astype(x.dtype)
-    nearest = jnp.clip(x, -largest, largest).astype(dtype)
-    error = x - nearest.astype(x.dtype)
-    other = jnp.nextafter(nearest, jnp.copysign(jnp.inf, error).astype(dtype))
-    step = jnp.abs(other.astype(x.dtype) - nearest.astype(x.dtype))
-    away = jax.random.uniform(key, x.shape, x.dtype) * step < jnp.abs(error)
-    return jnp.where(away, other, nearest)
 
 
 def unboxed(tree):

@@ -31,15 +31,15 @@ def static_integer(name: str, value: Any, *, at_least: int) -> None:
         raise ValueError(f"{name} must be at least {at_least}, not {value}.")
 
 
-def static_dtype(name: str, value: Any) -> None:
-    """Requires a floating dtype, which ``optax.inject_hyperparams`` would call as a schedule."""
+def momentum_dtype(name: str, value: Any) -> None:
+    """Requires a dtype of momenta, which ``optax.inject_hyperparams`` would call as a schedule."""
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{name} must be a dtype, not an array. optax.inject_hyperparams calls every callable, "
             f"including jnp.float32: give the dtype's name, as in {name}='float32'."
         )
-    if not jnp.issubdtype(value, jnp.floating) or jnp.finfo(value).bits < 16:
-        raise TypeError(f"{name} must be a floating-point dtype of 16 bits or more, not {value!r}.")
+    if value not in ("bfloat16", "float32", "float64", jnp.bfloat16, jnp.float32, jnp.float64):
+        raise TypeError(f"{name} must be 'bfloat16', 'float32' or 'float64', not {value!r}.")
 
 
 def in_interval(name: str, value: Any, interval: str) -> None:

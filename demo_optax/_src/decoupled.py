@@ -1,6 +1,7 @@
 """Provides decoupled momentum (DeMo) by itself, and in front of any optax optimizer."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import chex
 import jax
@@ -9,13 +10,14 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import in_dtype_of, unboxed
+from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
-from demo_optax._src.exchange import Exchange
-from demo_optax._src.exchange.protocol import Mean
-from demo_optax._src.halves import SplitTransformation, split_momentum
-from demo_optax._src.momentum import REFUSED, Applied, Sent
+from demo_optax._src.exchange import Exchange, Outbox
+from demo_optax._src.exchange.all_gather import resolve_exchange
+from demo_optax._src.exchange.protocol import EMPTY, Mean
+from demo_optax._src.momentum import Momentum
+from demo_optax._src.transport import SplitTransformation
 
 
 def decoupled_momentum(
@@ -72,8 +74,8 @@ def decoupled_momentum(
       subtraction_factor: :math:`\alpha` in (0, 1], the fraction of the sent message that leaves the
         momentum.
       momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. If it is
-        narrower than float32, the momentum is computed in float32 and rounded stochastically, since
-        rounding to nearest would lose small changes such as the decay.
+        "bfloat16", the momentum is computed in float32 and rounded stochastically, since rounding to
+        nearest would lose small changes such as the decay.
       precondition: a transformation of the local gradient before it enters the momentum, such
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.
 
@@ -107,40 +109,26 @@ def decoupled_momentum(
       >>> updates["w"][0]
       Array([-0.1, -0.1, -0.1, -0.1], dtype=float32)
     """
-    options: Any = dict(
-        decay=decay,
-        gradient_weight=gradient_weight,
-        mean=mean,
-        subtraction_factor=subtraction_factor,
-        momentum_dtype=momentum_dtype,
+    momentum = Momentum(
+        compression,
+        resolve_exchange(axis_name, exchange),
+        decay,
+        gradient_weight,
+        mean,
+        subtraction_factor,
+        momentum_dtype,
+        optax.with_extra_args_support(precondition or optax.identity()),
     )
-    momentum = split_momentum(compression, axis_name, exchange, precondition, **options)
-
-    def update_and_tell(updates, state, params=None, **extra_args) -> Any:
-        return momentum.update(updates, state, params, extra_args)[:3]
-
-    def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
-        return momentum.send(updates, state, params, worker, extra_args)[:2]
-
-    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
-        del extra_args
-        return momentum.apply(packets, outbox, state, params, worker)[:2]
-
-    def with_compression(compression: Compression) -> SplitTransformation:
-        others: Any = dict(exchange=momentum.exchange, precondition=precondition, **options)
-        return decoupled_momentum(compression=compression, **others)
-
-    functions = momentum.init, update_and_tell, send_fn, apply_fn
-    settings = compression, momentum.exchange, with_compression
-    return SplitTransformation.make(*functions, *settings)
+    return SplitTransformation(momentum.init, momentum.update)
 
 
 class LookAheadState(NamedTuple):
     """Holds the point at which a worker computes its gradient if its optimizer looks ahead.
 
     Attributes:
-      displacement: a tree like the parameters, in their dtypes: this point minus the shared
-        parameters, or zero after a step that the worker skipped.
+      displacement: a tree like the parameters, in their dtypes or in that of the momentum if it is
+        narrower: this point minus the shared parameters, or zero after a step that the worker
+        skipped.
 
     Example:
       >>> import demo_optax
@@ -204,71 +192,108 @@ def decoupled(
       >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
       (1, 1, 4096)
     """
-    options: Any = dict(
-        decay=decay,
+    momentum = decoupled_momentum(
+        decay,
+        compression,
+        axis_name=axis_name,
+        exchange=exchange,
         gradient_weight=gradient_weight,
         mean=mean,
         subtraction_factor=subtraction_factor,
         momentum_dtype=momentum_dtype,
+        precondition=precondition,
     )
-    momentum = split_momentum(compression, axis_name, exchange, precondition, **options)
     checks.require_unwrapped(base)
-    base = optax.with_extra_args_support(base)
     if look_ahead is not None:
         checks.in_interval("look_ahead", look_ahead, "[0, inf)")
+    algorithm = Decoupled(momentum.algorithm, optax.with_extra_args_support(base), look_ahead)
+    return SplitTransformation(algorithm.init, algorithm.update)
 
-    def init_fn(params) -> Any:  # optax's type for states has no static nodes
-        state = momentum.init(params), base.init(params)
-        if look_ahead is None:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decoupled:
+    """A decoupled momentum and the optimizer that takes its aggregate as a gradient."""
+
+    momentum: Momentum
+    base: optax.GradientTransformationExtraArgs
+    look_ahead: chex.Numeric | None
+
+    steps_per_round: ClassVar[None] = None
+
+    @property
+    def compression(self) -> Compression:
+        return self.momentum.compression
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.momentum.exchange
+
+    def with_compression(self, compression: Compression) -> "Decoupled":
+        return dataclasses.replace(self, momentum=self.momentum.with_compression(compression))
+
+    def init(self, params) -> Any:  # optax's type for states has no static nodes
+        state = self.momentum.init(params), self.base.init(params)
+        if self.look_ahead is None:
             return state
-        zeros = jax.tree.map(jnp.zeros_like, unboxed(params))
-        return *state, LookAheadState(axes.as_varying(zeros, momentum.exchange.axis_name))
 
-    def update_and_tell(updates, state, params=None, **extra_args) -> Any:
-        applied = momentum.update(updates, state[0], params, extra_args)
-        return *update_base(applied, state, params, extra_args), applied.took_part
+        def zeros(x):
+            dtypes = x.dtype, jnp.dtype(self.momentum.momentum_dtype)
+            return jnp.zeros_like(x, min(dtypes, key=lambda dtype: jnp.finfo(dtype).bits))
 
-    def send_fn(updates, state, params=None, *, worker=None, **extra_args) -> Any:
-        sent = momentum.send(updates, state[0], params, worker, extra_args)
-        if look_ahead is None:
-            return sent.outbox, (sent.state, state[1])
-        ahead = displaced(sent, state[1], state[2], params, extra_args)
-        ahead = participation.choose(sent.outbox.step == REFUSED, state[2], ahead)
-        return sent.outbox, (sent.state, state[1], ahead)
+        displacement = jax.tree.map(zeros, unboxed(params))
+        return *state, LookAheadState(axes.as_varying(displacement, self.exchange.axis_name))
 
-    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
-        applied = momentum.apply(packets, outbox, state[0], params, worker)
-        updates, new = update_base(applied, state, params, extra_args)
-        is_applied = new[0].count != state[0].count
-        updates = participation.zero_unless(is_applied, updates)
-        return updates, participation.choose(is_applied, new, state)
+    def update(self, gradient, state, params=None, **extra_args) -> Any:
+        return self.step(gradient, state, params, **extra_args)[:2]
 
-    def update_base(applied: Applied, state, params, extra_args) -> Any:
-        steps, new = base.update(applied.updates, state[1], params, **extra_args)
+    def step(self, gradient, state, params=None, **extra_args) -> tuple[Any, Any, Outbox]:
+        """Updates, and also returns the outbox that was sent."""
+        results = self.momentum.step(gradient, state[0], params, **extra_args)
+        aggregate, momentum, outbox = results
+        steps, new = self._base_step(aggregate, momentum, state, params, extra_args)
+        under_way = outbox if momentum.pending else None
+        ahead = self._ahead(gradient, new, under_way, outbox.factor > 0, params, extra_args)
+        return steps, (*new[:2], *ahead), outbox
+
+    def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
+        outbox, momentum = self.momentum.send(
+            gradient, state[0], params, worker=worker, **extra_args
+        )
+        new = momentum, *state[1:]
+        ahead = self._ahead(gradient, new, outbox, outbox.factor > 0, params, extra_args)
+        return outbox, (momentum, state[1], *ahead)
+
+    def apply(self, packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
+        aggregate, momentum = self.momentum.apply(
+            packets, outbox, state[0], params, worker=worker, **extra_args
+        )
+        steps, new = self._base_step(aggregate, momentum, state, params, extra_args)
+        took_part = (outbox.status == EMPTY) | (outbox.factor > 0)
+        ahead = self._ahead(params, new, None, took_part, params, extra_args)
+        is_applied = momentum.count != state[0].count
+        steps = participation.zero_unless(is_applied, steps)
+        return steps, (momentum, *participation.choose(is_applied, (new[1], *ahead), state[1:]))
+
+    def empty_outbox(self, params, **extra_args) -> Outbox:
+        return self.momentum.empty_outbox(params, **extra_args)
+
+    def _base_step(self, aggregate, momentum, state, params, extra_args) -> tuple[Any, Any]:
+        steps, new = self.base.update(aggregate, state[1], params, **extra_args)
         # Without participants only the counts of schedules change, like that of the momentum.
-        participants = applied.state.metrics.participants
+        participants = momentum.metrics.participants
         steps = participation.zero_unless(participants > 0, steps)
         new = participation.choose_state(participants > 0, new, state[1])
-        if look_ahead is None:
-            return steps, (applied.state, new)
-        ahead = displaced(applied, new, state[2], params, extra_args)
-        return steps, (applied.state, new, ahead)
+        return steps, (momentum, new, *state[2:])
 
-    def displaced(half: Applied | Sent, base_state, old, params, extra_args) -> LookAheadState:
-        ahead, _ = base.update(half.own(), base_state, params, **extra_args)
+    def _ahead(self, like, state, outbox, took_part: BoolScalar, params, extra_args) -> tuple:
+        """Returns the displacement of a worker to where its own momentum would lead, if any."""
+        if self.look_ahead is None:
+            return ()
+        own = self.momentum.undelivered(state[0], outbox, like)
+        ahead, _ = self.base.update(own, state[1], params, **extra_args)
 
         def displacement(u, old):
             # A worker that skipped the step takes its next gradient at the shared parameters.
-            return in_dtype_of(jnp.where(half.took_part, look_ahead * u, 0), old)
+            return in_dtype_of(jnp.where(took_part, self.look_ahead * u, 0), old)
 
-        return LookAheadState(jax.tree.map(displacement, unboxed(ahead), old.displacement))
-
-    def with_compression(compression: Compression) -> SplitTransformation:
-        others: Any = dict(exchange=momentum.exchange, precondition=precondition, **options)
-        return decoupled(base, compression, look_ahead=look_ahead, **others)
-
-    functions = init_fn, update_and_tell, send_fn, apply_fn
-    settings = compression, momentum.exchange, with_compression
-    made = SplitTransformation.make(*functions, *settings)
-    made.base = base
-    return made
+        return (LookAheadState(jax.tree.map(displacement, unboxed(ahead), state[2].displacement)),)

@@ -19,7 +19,7 @@ equal on all of them and changes in the one program that they share. Where a fau
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,38 +31,23 @@ from demo_optax._src.arrays import IntScalar, in_dtype_of
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan, make_plan, transforms
 from demo_optax._src.compression.plan import Shape
-from demo_optax._src.exchange import AllGather, Delayed, Outbox, TwoPhase
-from demo_optax._src.exchange.delayed import DelayedState, message_of
-from demo_optax._src.halves import SplitTransformation
+from demo_optax._src.exchange import AllGather, Outbox, TwoPhase
+from demo_optax._src.exchange.protocol import IN_ROUND, MESSAGE, Pending
 from demo_optax._src.local_state import LocalStepsState, nodes
 from demo_optax._src.matrices import WholeMatricesState
-from demo_optax._src.momentum import IN_ROUND, NEVER, DecoupledMomentumState
+from demo_optax._src.momentum import DecoupledMomentumState
 
 Fragment = dict[str, Float[Array, "_rows *_sides"]]
 """The blocks of each section that belong to a fragment, by their sides."""
 
 
-class PendingFragment(NamedTuple):
-    """A fragment that was sent but is not exchanged yet.
-
-    Attributes:
-      outbox: the worker's packet and the message in it, as `demo_optax.Delayed` keeps them.
-      progress: the gradient that the message was made of.
-      blocks: static, the compression that tells the blocks.
-    """
-
-    outbox: DelayedState
-    progress: Fragment
-    blocks: Compression
-
-
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-    """An outer optimizer of fragments, their number, and the compression that tells the blocks."""
+    """An outer optimizer of fragments, their number, and the compression of whole tensors."""
 
-    outer: SplitTransformation
+    outer: Any
     count: int
-    blocks: Compression
+    compression: Compression
 
     @classmethod
     def of(cls, outer: Any, count: int, every: int, axis_name: AxisName) -> "Fragments":
@@ -79,12 +64,11 @@ class Fragments:
                 "Compression(topk=4096, transform='identity'), decay=1.0, gradient_weight=1.0, "
                 "mean='workers')."
             )
-        settings = outer.compression
-        stacked = outer.with_compression(dataclasses.replace(settings, block_rule="stack"))
-        return cls(stacked, count, dataclasses.replace(settings, transform="identity"))
+        stacked = dataclasses.replace(outer.compression, block_rule="stack")
+        return cls(outer.algorithm.with_compression(stacked), count, outer.compression)
 
-    def init(self, params) -> tuple[Any, PendingFragment]:
-        """Returns the state of the outer optimizer, and a fragment from before the first send."""
+    def init(self, params) -> tuple[Any, Pending]:
+        """Returns the state of the outer optimizer, and an outbox from before the first send."""
         if nodes(jax.eval_shape(self.outer.init, params), WholeMatricesState):
             raise TypeError(
                 "demo_muon makes whole matrices orthogonal, but with fragments the outer optimizer "
@@ -97,11 +81,8 @@ class Fragments:
         state = self._with_exchange(self.outer.init(ordered), fragment)
         _require_rows(state, jax.eval_shape(self.outer.init, fragment), self.count)
         progress = jax.tree.map(jnp.zeros_like, fragment)
-        return state, PendingFragment(
-            outbox=self._delayed.init(self._plan_of_packets(fragment))._replace(inner=()),
-            progress=axes.as_varying(progress, self.outer.exchange.axis_name),
-            blocks=self.blocks,
-        )
+        outbox = Outbox.empty(self._plan_of_packets(fragment), self.outer.exchange, progress)
+        return state, self._kept(outbox._replace(status=jnp.int32(IN_ROUND)))
 
     def deliver(
         self, state: LocalStepsState, like, params, extra_args, moved: Callable
@@ -116,26 +97,21 @@ class Fragments:
                 f"the parameters are sharded inside a worker, over {sharded}, but fragments are "
                 "cut from whole parameters: leave out param_specs, or leave out fragments."
             )
-        number, kept = state.round % self.count, state.pending.outbox
+        number, outbox = state.round % self.count, state.pending.outbox
         own, cut = self._state_of(state.outer, params, number), self._cut(params, number)
-        message = message_of(self._plan_of_packets(cut), kept.positions, kept.values)
-        (momentum,) = nodes(own, DecoupledMomentumState)
-        was_sent = momentum.sent != NEVER
-        step = jnp.where(was_sent, momentum.sent, IN_ROUND)
-        outbox = Outbox(kept.packets, message, kept.factor, step)
-        carried = kept.packets if self.outer.exchange.axis_name is None else None
+        carried = outbox.packets if self.outer.exchange.axis_name is None else None
         updates, new = self.outer.apply(carried, outbox, own, cut, **extra_args)
-        was_taken = was_sent & (kept.factor > 0)
+        was_sent, was_taken = outbox.status == MESSAGE, outbox.factor > 0
         is_moved = jax.tree.map(lambda u: jnp.where(was_taken, jnp.ones_like(u), 0), updates)
         displacement = jax.tree.map(
             lambda d, g, u, is_moved: jnp.where(is_moved > 0, moved(d, g, u), d),
             state.displacement,
             *[
-                spread(self.blocks, self.count, x, state.displacement, number)
-                for x in (state.pending.progress, updates, is_moved)
+                spread(self.compression, self.count, x, state.displacement, number)
+                for x in (outbox.progress, updates, is_moved)
             ],
         )
-        return spread(self.blocks, self.count, updates, like, number), state._replace(
+        return spread(self.compression, self.count, updates, like, number), state._replace(
             round=state.round + was_sent.astype(jnp.int32),
             displacement=displacement,
             outer=self._with_state_of(state.outer, new, number),
@@ -148,19 +124,17 @@ class Fragments:
         outbox, new = self.outer.send(progress, own, self._cut(params, number), **extra_args)
         # A worker that the outer optimizer excludes keeps its progress.
         progress = participation.zero_unless(outbox.factor > 0, progress)
-        kept = self._delayed.keep(self._plan_of_packets(progress), outbox, ())
         return state._replace(
             outer=self._with_state_of(state.outer, new, number),
-            pending=PendingFragment(kept, progress, self.blocks),
+            pending=self._kept(outbox._replace(progress=progress)),
         )
 
     def next_number(self, state: LocalStepsState) -> IntScalar:
         """Returns the number of the fragment to send, once the one under way was delivered."""
         return state.round % self.count
 
-    @property
-    def _delayed(self) -> Delayed:
-        return Delayed(self.outer.exchange)
+    def _kept(self, outbox: Outbox) -> Pending:
+        return Pending.of(outbox, self.compression, self.outer.exchange.axis_name)
 
     def _plan_of_packets(self, fragment) -> Plan:
         shapes = tuple(x.shape for x in jax.tree.leaves(fragment))
@@ -176,7 +150,7 @@ class Fragments:
         tensors = jax.tree.leaves(tree)
         if not tensors:
             return tree
-        plan = make_plan(self.blocks, tuple(x.shape for x in tensors))
+        plan = make_plan(_blocks(self.compression), tuple(x.shape for x in tensors))
         blocks: list[list[Any]] = [[] for _ in plan.sections]
         for part in plan.parts:
             coefficients = part.forward(tensors[slice(*part.tensors)], jnp.int32(0))
@@ -248,10 +222,10 @@ class Fragments:
         return jax.tree.map(node, state, own, is_leaf=_is_momentum)
 
 
-def spread(blocks: Compression, count: int, fragment: Fragment, like, number: IntScalar):
+def spread(compression: Compression, count: int, fragment: Fragment, like, number: IntScalar):
     """Returns a tree like ``like`` that is zero outside of one of ``count`` fragments."""
     leaves, structure = jax.tree.flatten(like)
-    plan, rows = make_plan(blocks, tuple(x.shape for x in leaves)), []
+    plan, rows = make_plan(_blocks(compression), tuple(x.shape for x in leaves)), []
     for sides, section in zip(plan.sides, plan.sections, strict=True):
         each = jnp.arange(count, dtype=jnp.int32)
         is_own = each.reshape(1, -1, *[1] * len(sides)) == number
@@ -281,6 +255,11 @@ def plan_of_fragment(compression: Compression, shapes: tuple[Shape, ...], count:
     rows = {_name(sides): (-(-s.num_blocks // count), *sides) for s, sides in sections}
     stacked = dataclasses.replace(compression, block_rule="stack")
     return make_plan(stacked, tuple(rows[name] for name in sorted(rows)))
+
+
+def _blocks(compression: Compression) -> Compression:
+    """Returns a compression that leaves the elements of blocks as they are."""
+    return dataclasses.replace(compression, transform="identity")
 
 
 def _is_momentum(x) -> bool:

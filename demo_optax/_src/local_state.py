@@ -31,8 +31,8 @@ class LocalStepsState(NamedTuple):
         the shared ones.
       inner: state of the inner optimizer; differs between workers.
       outer: state of the outer optimizer.
-      pending: with fragments, the one that was sent last and is exchanged when the next one is due;
-        otherwise ``()``.
+      pending: with fragments, the outbox of the one that was sent last, which is exchanged when the
+        next one is due; otherwise ``()``.
 
     Example:
       >>> import demo_optax
@@ -103,7 +103,10 @@ def local_parameters(params, opt_state):
     def moved(x, d):
         if d is None:
             return jnp.broadcast_to(x, (*leading, *jnp.shape(x)))
-        return (jnp.expand_dims(x, tuple(range(len(leading)))) + d).astype(jnp.result_type(x))
+        dtype = jnp.result_type(x)
+        wide = jnp.promote_types(dtype, d.dtype)
+        stacked = jnp.expand_dims(x, tuple(range(len(leading)))).astype(wide)
+        return (stacked + d.astype(wide)).astype(dtype)
 
     return structure.unflatten([moved(x, d) for x, d in pairs])
 

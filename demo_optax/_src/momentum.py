@@ -1,48 +1,40 @@
-"""Decoupled momentum on one page, made of `send`, an exchange and `apply`.
+"""Decoupled momentum on one page: `send`, an exchange and `apply`.
 
     gradient ─► precondition ─► transform ─► accumulate ─► select ─► encode        `send`
                                                                         │ packet
                                                                     EXCHANGE
                                                                         │ all packets
-    update ◄─ inverse ◄─ subtract what was delivered ◄─ mean ◄─ decode             `apply`
+    update ◄─ inverse ◄─ put back what did not count ◄─ mean ◄─ decode             `apply`
 
-`send` knows of no axis of workers, nor does `apply` if it is given the packets. `update` runs both
-in one program with the exchange between them, and subtracts only once.
+After `send` the message is out of the momentum. `update` is `apply` of `send`; with a delay it is
+`apply` of the outbox that the state has kept since the step before. Neither half knows of an axis
+of workers, unless `apply` is not given the packets and lets the exchange carry them.
 """
 
-import functools
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import PRNGKeyArray
 
-from demo_optax._src import axes, checks, metrics, participation
-from demo_optax._src.arrays import (
-    BoolScalar,
-    IntScalar,
-    in_dtype_of,
-    round_stochastically,
-    widest,
-)
-from demo_optax._src.compression import Compression, MomentumFormat, Plan, packet
-from demo_optax._src.compression.packet import Origin, Packets
+from demo_optax._src import axes, checks, metrics, participation, transport
+from demo_optax._src.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, widest
+from demo_optax._src.compression import Compression, MomentumFormat, Plan, make_plan, packet
+from demo_optax._src.compression.bits import checksum, contiguous_strides, round_stochastically
+from demo_optax._src.compression.packet import Message, Origin, Packets
 from demo_optax._src.compression.plan import Part, shared_positions
-from demo_optax._src.compression.settings import TensorShapes
-from demo_optax._src.compression.transforms import ROUNDING_STREAM, key_of
-from demo_optax._src.exchange import Aggregate, Exchange, Outbox
-from demo_optax._src.exchange.protocol import Mean, Subtraction, split_messages
+from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
+from demo_optax._src.compression.transforms import is_redrawn
+from demo_optax._src.exchange import Delayed, Exchange
+from demo_optax._src.exchange.protocol import EMPTY, MEANS, MESSAGE, Mean, Outbox, Pending
 from demo_optax._src.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
-NEVER = EMPTY = -1
-"""A state without a message under way has this as ``sent``, and an empty outbox as ``step``."""
-REFUSED, IN_ROUND = -2, -3
-"""These steps mark outboxes that `apply` ignores: of a second `send`, and from inside a round."""
 
 
 class DecoupledMomentumState(NamedTuple):
@@ -55,8 +47,9 @@ class DecoupledMomentumState(NamedTuple):
       precondition: state of the local preconditioner; each worker has its own.
       metrics: metrics of the last exchange; the same on all workers.
       exchange: state of the exchange; ``()`` for `demo_optax.AllGather`.
-      sent: int32 scalar, the step whose message has left the momentum in ``send`` and waits for
-        ``apply``, or -1 if there is none. It differs between workers only where ``send`` is called.
+      pending: with `demo_optax.Delayed`, the outbox of the last step; otherwise ``()``.
+      sent: bool scalar, whether a message has left the momentum in ``send`` and waits for
+        ``apply``. It differs between workers only where ``send`` is called.
       momentum_format: static, the transform and the blocks in which the momentum is stored.
       shapes: static, the shape of each parameter.
 
@@ -72,282 +65,361 @@ class DecoupledMomentumState(NamedTuple):
     precondition: optax.OptState
     metrics: ExchangeMetrics
     exchange: Any
-    sent: IntScalar
+    pending: Any
+    sent: BoolScalar
     momentum_format: MomentumFormat
     shapes: TensorShapes
 
     handles_nonfinite = True
-    local_fields = ("momentum", "precondition", "exchange", "sent")
+    local_fields = ("momentum", "precondition", "exchange", "pending", "sent")
 
 
-class Settings(NamedTuple):
-    """The arguments of `demo_optax.decoupled_momentum`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Momentum:
+    """The arguments of `demo_optax.decoupled_momentum`, and its functions."""
 
     compression: Compression
+    exchange: Exchange
     decay: ArrayLike
     gradient_weight: optax.ScalarOrSchedule | None
     mean: Mean
     subtraction_factor: ArrayLike
     momentum_dtype: DTypeLike
     precondition: optax.GradientTransformationExtraArgs
-    exchange: Exchange
 
-    def weight_at(self, step: IntScalar) -> Any:
+    steps_per_round: ClassVar[None] = None
+
+    def __post_init__(self):
+        if not isinstance(self.compression, Compression):
+            raise TypeError(
+                "compression must be a demo_optax.Compression, as in Compression(topk=32), not "
+                f"{self.compression!r}."
+            )
+        checks.require_unwrapped(self.precondition)
+        checks.in_interval("decay", self.decay, "[0, 1]")
+        checks.in_interval("subtraction_factor", self.subtraction_factor, "(0, 1]")
+        if self.gradient_weight is not None:
+            checks.require_rate("gradient_weight", self.gradient_weight)
+        elif not isinstance(self.decay, Tracer) and self.decay == 1:
+            raise ValueError(
+                "decay=1 leaves gradients the weight 1 - decay = 0, so that nothing is trained: "
+                "give a gradient_weight, such as 1.0."
+            )
+        checks.one_of("mean", self.mean, MEANS)
+        checks.momentum_dtype("momentum_dtype", self.momentum_dtype)
+
+    def with_compression(self, compression: Compression) -> "Momentum":
+        return dataclasses.replace(self, compression=compression)
+
+    # --- the functions of the transformation, which check what they are given
+
+    def init(self, params) -> Any:  # optax's type for states has no static nodes
+        checks.floating_leaves(params)
+        plan, axis_name = self._plan_of(params), self.exchange.axis_name
+        stored = iter(plan.geometries)
+
+        def zeros(x):
+            return axes.varying_like(jnp.zeros(next(stored).stored_shape, self.momentum_dtype), x)
+
+        return DecoupledMomentumState(
+            count=jnp.zeros((), jnp.int32),
+            momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
+            precondition=axes.as_varying(self.precondition.init(params), axis_name),
+            metrics=metrics.init_metrics(),
+            exchange=self.exchange.init(plan),
+            pending=self._kept(Outbox.empty(plan, self.exchange)),
+            sent=jnp.array(False),
+            momentum_format=self.compression.momentum_format,
+            shapes=TensorShapes(x.shape for x in plan.geometries),
+        )
+
+    def update(self, gradient, state, params=None, **extra_args) -> Any:
+        return self.step(gradient, state, params, **extra_args)[:2]
+
+    def step(self, gradient, state, params=None, **extra_args) -> tuple[Any, Any, Outbox]:
+        """Updates, and also returns the outbox that was sent."""
+        worker = axes.index(self.exchange.axis_name)
+        plan = self._plan_to_send(gradient, state)
+        outbox, state = self._send(plan, gradient, state, params, worker, extra_args)
+        arriving = state.pending.outbox if self._is_delayed else outbox
+        updates, state = self._apply(plan, None, arriving, state, gradient, worker, extra_args)
+        return updates, state._replace(pending=self._kept(outbox)), outbox
+
+    def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
+        over_axis = self.exchange.axis_name is not None and worker is None
+        transport.require_carried(self.exchange, over_axis)
+        plan = self._plan_to_send(gradient, state)
+        row = transport.row_of(worker, self.exchange.axis_name)
+        return self._send(plan, gradient, state, params, row, extra_args)
+
+    def apply(self, packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
+        if params is None:
+            raise ValueError(
+                "apply() needs the parameters, whose dtypes its updates have, but params is None: "
+                "call apply(packets, outbox, state, params)."
+            )
+        outbox, state = jax.tree.map(jnp.asarray, (outbox, state))  # they may come from files
+        plan, axis_name = self._plan_for(params, state), self.exchange.axis_name
+        transport.require_outbox(outbox, state, plan)
+        over_axis = axis_name is not None and packets is None
+        transport.require_carried(self.exchange, over_axis)
+        if over_axis:
+            row = axes.index(axis_name)
+        else:
+            rows = transport.require_packets(packets, self.exchange.layout(plan).words)
+            row, packets = transport.row_of(worker, axis_name, rows), jnp.asarray(packets)
+        is_own = (outbox.status == MESSAGE) & (outbox.step == state.count)
+        is_current = jnp.where(state.sent, is_own, outbox.status == EMPTY)
+        packets, to_carry = participation.zero_unless(is_current, (packets, outbox.packets))
+        factor = jnp.where(is_current, outbox.factor, 0)
+        outbox = outbox._replace(packets=to_carry, factor=factor, step=state.count)
+        updates, new = self._apply(plan, packets, outbox, state, params, row, extra_args)
+        told = new.count, new.metrics
+        count, known = participation.choose(is_current, told, (state.count, state.metrics))
+        return updates, new._replace(count=count, metrics=known, sent=state.sent & ~is_current)
+
+    def empty_outbox(self, params, **extra_args) -> Outbox:
+        del extra_args
+        return Outbox.empty(self._plan_of(params), self.exchange)
+
+    # --- the algorithm
+
+    def _send(
+        self, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
+    ) -> tuple[Outbox, DecoupledMomentumState]:
+        exchange, step, given = self.exchange, state.count, gradient
         weight = 1 - self.decay if self.gradient_weight is None else self.gradient_weight
-        return checks.evaluate_schedule("gradient_weight", weight, step)
+        weight: Any = checks.evaluate_schedule("gradient_weight", weight, step)
+        sharded = axes.sharded_axes_in(extra_args)
+        participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
+        participates &= jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
+        participates &= jnp.isfinite(self.decay) & ~state.sent
+
+        # Precondition: each worker may have a second moment of its own
+        initial = self.precondition.init(gradient if params is None else params)
+        intact = participation.is_intact(state.precondition, initial, exchange.axis_name, sharded)
+        old = participation.choose_state(intact, state.precondition, initial)
+        gradient, new = self.precondition.update(gradient, old, params, **extra_args)
+        usable = participation.decide(gradient, exchange.axis_name, sharded=sharded)
+        old = participation.choose_state(usable | ~participates, old, initial)
+        participates &= usable
+        precondition = participation.choose(participates, new, old)
+        factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
+
+        def send_part(part: Part, tensors, stored, shared):
+            # Transform: c = T(g)
+            coefficients = part.split(part.forward(tensors, step))
+
+            # Accumulate: m <- beta m + w c. A worker that skips the step keeps the old m. In the
+            # shape of c, XLA fuses this with the transform
+            def accumulate(m, c):
+                dtype = widest(m.dtype, c.dtype)
+                old = m.reshape(c.shape).astype(dtype)
+                new = self.decay * old + weight * c.astype(dtype)
+                return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
+
+            momenta = jax.tree.map(accumulate, part.unpack(stored, step), coefficients)
+            momenta, energy, restarted = participation.reset_nonfinite_blocks(momenta)
+
+            # Select: q = top_k(m)
+            momenta, selected = part.select(momenta, shared)
+
+            # Encode: q_hat = decode(encode(q)), which leaves the momentum: m <- m - alpha q_hat
+            sections = [plan.sections[group.section] for group in part.groups]
+            coded, message = packet.encode(sections, selected)
+            momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
+            rows = list(zip(*selected, message.values, coded, strict=True))
+            return energy, restarted, rows, round_part(part, part.pack(momenta))
+
+        round_part = self._rounding(plan, gradient, extra_args, step, worker, 0)
+        energies, restarted, rows, momentum = zip(
+            *plan.map_parts(
+                send_part,
+                plan.per_part(gradient),
+                plan.per_part(state.momentum),
+                plan.split_rows(shared_positions(plan.sections, step)),
+            ),
+            strict=True,
+        )
+        positions, chosen, decoded, coded = list(zip(*plan.join(rows), strict=True)) or [()] * 4
+        message = Message(positions, decoded)
+        header = metrics.header_of(
+            given,
+            energies,
+            [*restarted, (~intact).astype(jnp.int32)],
+            Message(positions, chosen),
+            message,
+            factor,
+            extra_args.get(MESSAGE_WEIGHT, 1.0),
+            state.metrics,
+        )
+        layout, owners = exchange.layout(plan), exchange.packets_per_worker()
+        origin = Origin(step, worker * owners + jnp.arange(owners, dtype=jnp.int32))
+        packets = packet.build(layout, header, coded, message, participates, origin)
+        return Outbox(packets, message, factor, step, jnp.int32(MESSAGE)), state._replace(
+            momentum=_as_tree(state.momentum, momentum),
+            precondition=precondition,
+            sent=jnp.full_like(state.sent, True),
+        )
+
+    def _apply(
+        self,
+        plan: Plan,
+        packets: Packets | None,
+        outbox: Outbox,
+        state: DecoupledMomentumState,
+        like,
+        worker: IntScalar,
+        extra_args,
+    ) -> tuple[Any, DecoupledMomentumState]:
+        exchange: Any = self.exchange
+        known = state.metrics, self.mean
+        if packets is None:
+            aggregate = exchange.exchange(plan, outbox, state.exchange, *known)
+            accepted = aggregate.accepted
+        else:
+            aggregate = exchange.average(plan, packets, outbox, worker, *known)
+            aggregate = aggregate._replace(state=state.exchange)
+            is_there = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
+            accepted = [jnp.where(is_there, fraction, 0.0) for fraction in aggregate.accepted]
+
+        # Put back: m <- m + alpha (1 - a) q_hat
+        round_part = self._rounding(plan, like, extra_args, state.count, worker, 1)
+        redrawn = is_redrawn(self.compression.transform)
+
+        def put_back_part(part: Part, rows, stored):
+            momenta = part.unpack(stored)
+            step = state.count if redrawn and self._is_delayed else None
+            return round_part(part, part.pack(part.add(momenta, rows, step)))
+
+        def put_back(momentum, message, returned):
+            rows = plan.split_rows(_rows(message, returned))
+            parts = plan.map_parts(put_back_part, rows, plan.per_part(momentum))
+            return _as_tree(momentum, parts)
+
+        def advance_part(part: Part, stored):
+            return round_part(part, part.pack(part.unpack(stored, state.count)))
+
+        def advance(momentum):
+            parts = plan.map_parts(advance_part, plan.per_part(momentum))
+            return _as_tree(momentum, parts)
+
+        momentum = state.momentum
+        if redrawn and packets is not None:  # a worker that did not send has the old basis
+            momentum = _where(~state.sent, advance, momentum)
+        returned = [outbox.factor * (1 - fraction) for fraction in accepted]
+        returns = jnp.array([jnp.any(x != 0) for x in returned], bool).any()
+        momentum = _where(returns, put_back, momentum, outbox.message, returned)
+
+        def invert(part: Part, means):
+            # Inverse: u = T^-1(q_bar)
+            return part.inverse([mean.dense() for mean in means], outbox.step)
+
+        means = plan.split_rows(aggregate.mean, axis=1)
+        updates = jax.tree.map(in_dtype_of, _as_tree(like, plan.map_parts(invert, means)), like)
+        return updates, state._replace(
+            count=jnp.asarray(optax.safe_increment(state.count)),
+            momentum=momentum,
+            metrics=aggregate.metrics,
+            exchange=aggregate.state,
+            sent=jnp.full_like(state.sent, False),
+        )
+
+    def undelivered(self, state: DecoupledMomentumState, outbox: Outbox | None, like) -> Any:
+        """Returns T^-1 of the momentum and of a message under way, as a tree like ``like``."""
+        plan, step = self._plan_of(like), state.count - 1 + state.sent.astype(jnp.int32)
+
+        def invert(part: Part, rows, stored):
+            momenta = part.unpack(stored)
+            momenta = part.add(momenta, rows) if outbox else momenta
+            return part.inverse(list(map(jnp.concatenate, momenta)), step)
+
+        factors = [outbox.factor] * len(plan.sections) if outbox else []
+        rows = plan.split_rows(_rows(outbox.message, factors)) if outbox else [()] * len(plan.parts)
+        tensors = _as_tree(like, plan.map_parts(invert, rows, plan.per_part(state.momentum)))
+        return jax.tree.map(in_dtype_of, tensors, like)
+
+    def _rounding(
+        self, plan: Plan, tree, extra_args, step: IntScalar, worker: IntScalar, purpose: int
+    ) -> Callable[[Part, Sequence[Any]], list[Any]]:
+        """Returns a function that rounds a part's arrays to the dtype in which they are stored.
+
+        The random bits follow from the step, the worker and the place in the whole tensor, so that
+        devices that hold copies of a shard round alike.
+        """
+        specs = axes.specs_of_leaves(tree, extra_args)
+
+        def rounded(number: int, x):
+            grid = plan.geometries[number].grid
+            names = [*map(axes.names, specs[number]), *[()] * len(grid)][: len(grid)]
+            whole = [n * axes.size(over or None) for n, over in zip(grid, names, strict=True)]
+            strides = contiguous_strides((*whole, x.shape[-1]))
+            first = jnp.zeros((), jnp.uint32)
+            for n, over, stride in zip(grid, names, strides, strict=False):
+                first += axes.index(over).astype(jnp.uint32) * jnp.uint32(n * stride % 2**32)
+            words = [step, worker, jnp.int32(number), jnp.int32(purpose)]
+            seed = checksum(jnp.stack(words).astype(jnp.uint32))
+            return round_stochastically(x, self.momentum_dtype, seed, first, strides)
+
+        return lambda part, arrays: list(map(rounded, range(*part.tensors), arrays))
+
+    # --- the plan of the tensors, and the outbox that a delay keeps
+
+    @property
+    def _is_delayed(self) -> bool:
+        return isinstance(self.exchange, Delayed)
+
+    def _kept(self, outbox: Outbox) -> Any:
+        """Returns the outbox as a state keeps it for the next step, or nothing without a delay."""
+        if not self._is_delayed:
+            return ()
+        return Pending.of(outbox, self.compression, self.exchange.axis_name)
+
+    def _plan_of(self, tree) -> Plan:
+        shapes = tuple(x.shape for x in jax.tree.leaves(tree))
+        return make_plan(self.compression, shapes, axes.platform())
+
+    def _plan_to_send(self, gradient, state) -> Plan:
+        checks.require_local_gradient(gradient, self.exchange.axis_name)
+        plan = self._plan_for(gradient, state)
+        transport.require_unsent(state)
+        return plan
+
+    def _plan_for(self, tree, state) -> Plan:
+        """Returns the plan of these tensors, for which the state must have been made."""
+        plan = self._plan_of(tree)
+        leaves = [jax.ShapeDtypeStruct(x.stored_shape, jnp.float32) for x in plan.geometries]
+        structure: Any = jax.tree.structure(unboxed(tree))
+        needed = {
+            "momentum": structure.unflatten(leaves),
+            "exchange": jax.eval_shape(lambda: self.exchange.init(plan)),
+            "pending": jax.eval_shape(lambda: self._kept(Outbox.empty(plan, self.exchange))),
+            "momentum_format": self.compression.momentum_format,
+            "shapes": TensorShapes(x.shape for x in plan.geometries),
+        }
+        checks.state_fits(
+            "the state of the decoupled momentum",
+            {name: getattr(state, name) for name in needed},
+            needed,
+            "Make the state anew from the parameters that are trained now, or restore the run with "
+            "demo_optax.checkpoint, which puts pending messages back into the momentum. An axis of "
+            "workers in front belongs to demo_optax.make_train_step and stack_workers, which "
+            "remove it.",
+            STATIC_NODES,
+        )
+        return plan
 
 
-class Applied(NamedTuple):
-    """Results of an update, or of `apply`.
-
-    Attributes:
-      updates: T^-1 of the mean message, a tree like the gradient.
-      took_part: whether the worker's gradient of this step is in its momentum. It is True as well
-        if the worker only follows the others, without a gradient.
-      own: function that returns T^-1 of the momentum and of the message under way, as such a tree.
-    """
-
-    updates: Any
-    state: DecoupledMomentumState
-    took_part: BoolScalar
-    own: Callable[[], Any]
+def _where(condition: BoolScalar, change: Callable, tree, *args) -> Any:
+    """Returns ``change(tree, *args)`` if the condition holds, else the tree, which is not copied."""
+    branches = axes.branches_of_one_type(change, lambda tree, *args: tree, tree, *args)
+    return jax.lax.cond(condition, *branches, tree, *args)
 
 
-class Sent(NamedTuple):
-    """Results of `send`, where the message has left the momentum of the new state.
-
-    The fields ``took_part`` and ``own`` are those of `Applied`.
-    """
-
-    outbox: Outbox
-    state: DecoupledMomentumState
-    took_part: BoolScalar
-    own: Callable[[], Any]
-
-
-def send(
-    settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
-) -> Sent:
-    """Runs the first half of an update, which moves the message from the momentum to the outbox.
-
-    A second call in the same step changes nothing, and `apply` refuses its outbox, since otherwise
-    the message of the first call would be lost.
-    """
-    momenta, outbox, precondition = _accumulate_and_encode(
-        settings, plan, gradient, state, params, worker, extra_args
-    )
-    message = Subtraction.uniform(plan, outbox.message, outbox.factor, under_way=True)
-    key = _rounding_key(settings, state, worker)
-    momentum = _subtract(settings, plan, momenta, [message], state, key)
-    own = functools.partial(_own, plan, momentum, [message], state.count, gradient)
-    again = state.sent == state.count
-    none = jax.tree.map(jnp.zeros_like, outbox)._replace(step=jnp.int32(REFUSED))
-    old, new = (state.momentum, state.precondition), (momentum, precondition)
-    momentum, precondition = participation.choose(again, old, new)
-    sent = jnp.where(again, state.sent, state.count)
-    new = state._replace(momentum=momentum, precondition=precondition, sent=sent)
-    return Sent(participation.choose(again, none, outbox), new, outbox.factor > 0, own)
-
-
-def apply(
-    settings: Settings,
-    plan: Plan,
-    packets: Packets | None,
-    outbox: Outbox,
-    state,
-    like,
-    worker: IntScalar,
-) -> Applied:
-    """Runs the second half of an update, which averages all packets.
-
-    Without ``packets`` the exchange carries those of the outbox over the workers' axis. Whatever
-    part of the worker's message did not count returns to the momentum. Nothing changes unless the
-    outbox comes from the last `send`, which was called in this step, or is an `EMPTY` one in a step
-    without `send`.
-    """
-    step, has_sent = state.count, state.sent == state.count
-    is_current = jnp.where(has_sent, outbox.step == step, outbox.step == EMPTY)
-    exchange: Any = settings.exchange
-    delivered, known = outbox._replace(step=step), (state.metrics, settings.mean)
-    if packets is None:
-        aggregate = exchange.exchange(plan, delivered, state.exchange, *known)
-    else:
-        is_there = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
-        delivered = delivered._replace(factor=jnp.where(is_there, outbox.factor, 0.0))
-        aggregate = exchange.average(plan, packets, delivered, worker, *known)
-        aggregate = aggregate._replace(state=state.exchange)
-    (accepted,) = aggregate.subtractions
-    rest = aggregate._replace(subtractions=[accepted.less(outbox.factor)])
-
-    def in_basis_of_step(part: Part, stored):
-        # Where `send` was called, it has already changed the basis
-        pairs = part.unpack(stored), part.unpack(stored, step)
-        return jax.tree.map(lambda m, advanced: jnp.where(has_sent, m, advanced), *pairs)
-
-    momenta = list(map(in_basis_of_step, plan.parts, plan.per_part(state.momentum)))
-    # The key differs from that of `send`, which has decided how the stored momentum was rounded.
-    key = jax.random.fold_in(_rounding_key(settings, state, worker), 2**31)
-    skipped = (outbox.step != EMPTY) & (outbox.factor == 0)
-    new = _finish(settings, plan, momenta, rest, state, like, key, ~skipped)
-    applied = new.state._replace(sent=jnp.full_like(state.sent, NEVER))
-    return new._replace(
-        updates=participation.zero_unless(is_current, new.updates),
-        state=participation.choose(is_current, applied, state),
-    )
-
-
-def update(settings: Settings, plan: Plan, gradient, state, params, extra_args) -> Applied:
-    """Runs both halves in one program, with the exchange between them."""
-    exchange, worker = settings.exchange, axes.index(settings.exchange.axis_name)
-    momenta, outbox, precondition = _accumulate_and_encode(
-        settings, plan, gradient, state, params, worker, extra_args
-    )
-    aggregate = exchange.exchange(plan, outbox, state.exchange, state.metrics, settings.mean)
-    state = state._replace(precondition=precondition)
-    key = _rounding_key(settings, state, worker)
-    return _finish(settings, plan, momenta, aggregate, state, gradient, key, outbox.factor > 0)
-
-
-def _accumulate_and_encode(
-    settings: Settings, plan: Plan, gradient, state, params, worker: IntScalar, extra_args
-) -> tuple[list[Any], Outbox, Any]:
-    """Returns the momenta before any subtraction, the outbox and the preconditioner's state."""
-    exchange, step, given = settings.exchange, state.count, gradient
-    weight, sharded = settings.weight_at(step), axes.sharded_axes_in(extra_args)
-    participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
-    participates &= jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
-    participates &= jnp.isfinite(settings.decay)
-
-    # Precondition: each worker may have a second moment of its own
-    precondition = settings.precondition
-    initial_state = precondition.init(gradient if params is None else params)
-    intact = participation.is_intact(state.precondition, initial_state, exchange.axis_name, sharded)
-    old_state = participation.choose_state(intact, state.precondition, initial_state)
-    gradient, new_state = precondition.update(gradient, old_state, params, **extra_args)
-    usable = participation.decide(gradient, exchange.axis_name, sharded=sharded)
-    old_state = participation.choose_state(usable | ~participates, old_state, initial_state)
-    participates &= usable
-
-    def accumulate_and_select(part: Part, tensors, stored, shared):
-        # Transform: c = T(g)
-        coefficients = part.split(part.forward(tensors, step))
-
-        # Accumulate: m <- beta m + w c. A worker that skips the step keeps the old m. In the shape
-        # of c, XLA fuses this with the transform
-        def accumulate(m, c):
-            dtype = widest(m.dtype, c.dtype)
-            old = m.reshape(c.shape).astype(dtype)
-            new = settings.decay * old + weight * c.astype(dtype)
-            return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
-
-        momenta = jax.tree.map(accumulate, part.unpack(stored, step), coefficients)
-        momenta, energy, restarted = participation.reset_nonfinite_blocks(momenta)
-
-        # Select: q = top_k(m)
-        momenta, selected = part.select(momenta, shared)
-        return momenta, energy, restarted, selected
-
-    results = plan.map_parts(
-        accumulate_and_select,
-        plan.per_part(gradient),
-        plan.per_part(state.momentum),
-        plan.split_rows(shared_positions(plan.sections, step)),
-    )
-    momenta, energies, restarted, selected = map(list, zip(*results, strict=True))
-
-    # Encode: q_hat = decode(encode(q)), the `message`, and the packets that hold it
-    selected = plan.join(selected)
-    coded, message = packet.encode(plan.sections, selected)
-    factor = jnp.where(participates, jnp.asarray(settings.subtraction_factor, jnp.float32), 0)
-    header = metrics.header_of(
-        given,
-        energies,
-        [*restarted, (~intact).astype(jnp.int32)],
-        selected,
-        message,
-        factor,
-        extra_args.get(MESSAGE_WEIGHT, 1.0),
-        state.metrics,
-    )
-    layout, owners = exchange.layout(plan), exchange.packets_per_worker()
-    origin = Origin(step, worker * owners + jnp.arange(owners, dtype=jnp.int32))
-    packets = packet.build(layout, header, coded, message, participates, origin)
-    outbox = Outbox(packets, message, factor, step)
-    return momenta, outbox, participation.choose(participates, new_state, old_state)
-
-
-def _finish(
-    settings: Settings,
-    plan: Plan,
-    momenta: Sequence[Any],
-    aggregate: Aggregate,
-    state: DecoupledMomentumState,
-    like,
-    key: PRNGKeyArray,
-    took_part: BoolScalar,
-) -> Applied:
-    """Subtracts the delivered messages from the momenta and inverts the mean."""
-    step = state.count
-    momentum = _subtract(settings, plan, momenta, aggregate.subtractions, state, key)
-
-    def invert(part: Part, means):
-        # Inverse: u = T^-1(q_bar)
-        return part.inverse([mean.dense() for mean in means], step - aggregate.delay)
-
-    means = plan.split_rows(aggregate.mean, axis=1)
-    updates = _as_tree(like, plan.map_parts(invert, means))
-    updates = jax.tree.map(in_dtype_of, updates, like)
-    new = state._replace(
-        count=jnp.asarray(optax.safe_increment(step)),
-        momentum=momentum,
-        metrics=aggregate.metrics,
-        exchange=aggregate.state,
-    )
-    under_way = [s for s in aggregate.subtractions if s.under_way]
-    own = functools.partial(_own, plan, momentum, under_way, step, like)
-    return Applied(updates, new, took_part, own)
-
-
-def _own(plan: Plan, momentum, under_way: Sequence[Subtraction], step: IntScalar, like):
-    """Returns T^-1 of a stored momentum and of messages under way, as a tree like ``like``."""
-
-    def invert(part: Part, rows, stored):
-        momenta = part.unpack(stored)
-        for message in rows:
-            momenta = part.subtract(momenta, message, step, delay=0)
-        return part.inverse(list(map(jnp.concatenate, momenta)), step)
-
-    rows = split_messages(plan, [message.undone() for message in under_way])
-    tensors = _as_tree(like, plan.map_parts(invert, rows, plan.per_part(momentum)))
-    return jax.tree.map(in_dtype_of, tensors, like)
-
-
-def _subtract(
-    settings: Settings,
-    plan: Plan,
-    momenta: Sequence[Any],
-    subtractions: Sequence[Subtraction],
-    state: DecoupledMomentumState,
-    key: PRNGKeyArray,
-):
-    """Returns the momentum to store, as a tree like the state's, after ``m <- m - alpha q_hat``."""
-
-    def subtract(part: Part, rows, momenta):
-        for subtraction, own in zip(subtractions, rows, strict=True):
-            momenta = part.subtract(momenta, own, state.count, subtraction.delay)
-        return part.pack(momenta)
-
-    stored = plan.map_parts(subtract, split_messages(plan, subtractions), momenta)
-    rounded = [
-        round_stochastically(m, settings.momentum_dtype, jax.random.fold_in(key, number))
-        for number, m in enumerate(itertools.chain.from_iterable(stored))
-    ]
-    return _as_tree(state.momentum, [rounded])
-
-
-def _rounding_key(settings: Settings, state, worker: IntScalar) -> PRNGKeyArray:
-    key = key_of(settings.compression.seed, state.count, ROUNDING_STREAM)
-    return jax.random.fold_in(key, worker)
+def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:
+    """Returns positions, values and factors, with a row for each block."""
+    factors = [jnp.broadcast_to(f, (len(x), 1)) for f, x in zip(factors, message.values)]
+    return list(zip(*message, factors, strict=True))
 
 
 def _as_tree(like, leaves_of_parts: Sequence[Sequence[Any]]):

@@ -21,7 +21,7 @@ from demo_optax._src.decoupled import decoupled
 from demo_optax._src.exchange import Exchange
 from demo_optax._src.exchange.all_gather import resolve_exchange
 from demo_optax._src.exchange.collectives import gather_along
-from demo_optax._src.halves import SplitTransformation
+from demo_optax._src.transport import SplitTransformation
 from demo_optax._src.matrices import dimension_numbers, orthogonalize
 
 Mask = Any | Callable[[optax.Params], Any] | None

@@ -1,5 +1,6 @@
 """Runs rounds of local steps with one exchange at their end."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,21 +8,18 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from demo_optax._src import axes, checks, participation, round_checks
+from demo_optax._src import axes, checks, participation, round_checks, transport
 from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed, upcast
 from demo_optax._src.axes import AxisName
+from demo_optax._src.compression import Compression
 from demo_optax._src.decoupled import LookAheadState
+from demo_optax._src.exchange import Exchange, Outbox
+from demo_optax._src.exchange.protocol import EMPTY
 from demo_optax._src.fragments import Fragments
-from demo_optax._src.halves import SplitTransformation, require_unsent
 from demo_optax._src.local_state import LocalStepsState, local_parameters, nodes
-from demo_optax._src.momentum import (
-    EMPTY,
-    IN_ROUND,
-    MESSAGE_WEIGHT,
-    REFUSED,
-    DecoupledMomentumState,
-)
+from demo_optax._src.momentum import MESSAGE_WEIGHT, DecoupledMomentumState
 from demo_optax._src.participation import PARTICIPATES, all_finite, choose
+from demo_optax._src.transport import SplitTransformation
 
 ENDS_ROUND = "ends_round"
 
@@ -160,70 +158,178 @@ def local_steps(
     checks.require_unwrapped(outer)
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
     round_checks.require_axis(getattr(outer, "exchange", None), axis_name)
-    parts: Any = None if fragments is None else Fragments.of(outer, fragments, every, axis_name)
-    every //= fragments or 1
+    if fragments is not None:
+        parts = Fragments.of(outer, fragments, every, axis_name)
+        rounds = LocalSteps(inner, outer, every // fragments, merge, axis_name, parts)
+        return optax.GradientTransformationExtraArgs(rounds.init, rounds.update_fragment)
+    rounds = LocalSteps(inner, outer, every, merge, axis_name)
+    if isinstance(outer, SplitTransformation):
+        return SplitTransformation(rounds.init, rounds.update)
+    return optax.GradientTransformationExtraArgs(rounds.init, rounds.update)
 
-    def init_fn(params):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalSteps:
+    """The arguments of `local_steps`, of which ``every`` is that between fragments."""
+
+    inner: optax.GradientTransformationExtraArgs
+    outer: Any
+    every: int
+    merge: float | None
+    axis_name: AxisName
+    fragments: Fragments | None = None
+
+    @property
+    def compression(self) -> Compression:
+        return self.outer.compression
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.outer.exchange
+
+    @property
+    def steps_per_round(self) -> int:
+        return self.every
+
+    def init(self, params) -> LocalStepsState:
+        parts = self.fragments
         checks.floating_leaves(params)
-        inner_state = inner.init(params)
-        outer_state, pending = parts.init(params) if parts else (outer.init(params), ())
+        inner_state = self.inner.init(params)
+        outer_state, pending = parts.init(params) if parts else (self.outer.init(params), ())
         if nodes(inner_state, DecoupledMomentumState):
             raise ValueError(
                 "the state of inner holds a DecoupledMomentumState ('decoupled_momentum'), but "
                 "each worker takes its inner steps by itself: put it into outer, which exchanges, "
                 "and leave another optimizer in inner."
             )
-        if nodes(outer_state, LookAheadState) and (parts or merge is not None):
+        if nodes(outer_state, LookAheadState) and (parts or self.merge is not None):
+            setting = f"fragments={parts.count}" if parts else f"merge={self.merge}"
             raise ValueError(
                 "the state of outer holds a LookAheadState ('look_ahead'), by which a round begins "
-                "at what its worker has not delivered, but with "
-                f"{f'fragments={fragments}' if parts else f'merge={merge}'} it begins elsewhere: "
+                f"at what its worker has not delivered, but with {setting} it begins elsewhere: "
                 "leave out one of the two."
             )
         if nodes(outer_state, LookAheadState):
-            round_checks.require_linear(getattr(outer, "base", None), params)
+            algorithm = getattr(self.outer, "algorithm", None)
+            round_checks.require_linear(getattr(algorithm, "base", None), params)
+        none, axis_name = jnp.zeros((), jnp.int32), self.axis_name
+        weight = jnp.zeros(parts.count if parts else (), jnp.float32)
         return LocalStepsState(
-            round=jnp.zeros((), jnp.int32),
-            first_step=jnp.zeros((), jnp.int32),
-            last_step=jnp.full((), every - 1, jnp.int32),
-            mini_step=jnp.zeros((), jnp.int32),
-            weight=axes.as_varying(jnp.zeros(parts.count if parts else (), jnp.float32), axis_name),
+            round=none,
+            first_step=none,
+            last_step=jnp.full((), self.every - 1, jnp.int32),
+            mini_step=none,
+            weight=axes.as_varying(weight, axis_name),
             displacement=axes.as_varying(zeros_to_sum(unboxed(params)), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
             outer=outer_state,
             pending=pending,
         )
 
-    def at_round(state, round):
+    def update(self, gradient, state, params=None, **extra_args) -> Any:
+        ends_round, state = self._take_step(gradient, state, params, extra_args)
+
+        def exchange(state):
+            change, extra, state = self._end_round(gradient, state, params, extra_args)
+            if isinstance(self.outer, SplitTransformation):
+                step = self.outer.algorithm.step
+                updates, new, outbox = step(change, state.outer, params, **extra)
+                was_taken = outbox.factor > 0
+            else:
+                updates, new = self.outer.update(change, state.outer, params, **extra)
+                was_taken = extra[PARTICIPATES]
+            round_checks.require_no_other_axis(change, updates, self.axis_name)
+            return updates, self._merged(updates, change, was_taken, state._replace(outer=new))
+
+        return step_or_skip(ends_round, exchange, lambda state: state, state)
+
+    def update_fragment(self, gradient, state, params: Any = None, **extra_args) -> Any:
+        parts: Any = self.fragments
+        is_due, state = self._take_step(gradient, state, params, extra_args)
+
+        def exchange(state):
+            updates, state = parts.deliver(state, gradient, params, extra_args, self._moved)
+            shared = optax.apply_updates(params, updates)
+            number, weights = parts.next_number(state), state.weight
+            state = state._replace(weight=weights[number])
+            first = state.first_step + state.mini_step
+            change, extra, state = self._end_round(gradient, state, shared, extra_args)
+            weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
+            last = first + self.every - 1
+            state = state._replace(first_step=first, last_step=last, weight=weights)
+            return updates, parts.send(change, state, shared, extra)
+
+        # Without a conditional, the exchange overlaps with the gradient.
+        is_due = True if self.every == 1 else is_due
+        return step_or_skip(is_due, exchange, lambda state: state, state)
+
+    def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
+        ends_round, new = self._take_step(gradient, state, params, extra_args)
+        if not isinstance(ends_round, Tracer) and ends_round:
+            transport.require_unsent(*nodes(state.outer, DecoupledMomentumState))
+
+        def send(new):
+            change, extra, new = self._end_round(gradient, new, params, extra_args)
+            outbox, outer = self.outer.send(change, new.outer, params, worker=worker, **extra)
+            # A worker that the outer optimizer excludes keeps its progress.
+            progress = participation.zero_unless(outbox.factor > 0, change)
+            new = new._replace(outer=outer)
+            if nodes(outer, LookAheadState):  # which holds the progress from now on
+                trees = new.displacement, unboxed(progress)
+                displacement = jax.tree.map(lambda d, g: d + g.astype(d.dtype), *trees)
+                new = new._replace(displacement=displacement)
+                progress = jax.tree.map(jnp.zeros_like, progress)
+            return outbox._replace(progress=progress), new
+
+        return step_or_skip(ends_round, send, lambda new: new, new)
+
+    def apply(self, packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
+        outbox, state = jax.tree.map(jnp.asarray, (outbox, state))  # they may come from files
+        args = packets, outbox._replace(progress=()), state.outer, params
+        updates, outer = self.outer.apply(*args, worker=worker, **extra_args)
+        (before,), (after,) = (nodes(x, DecoupledMomentumState) for x in (state.outer, outer))
+        new = self._merged(
+            updates, outbox.progress, outbox.factor > 0, state._replace(outer=outer)
+        )
+        # A worker that sent nothing begins the next round with the others.
+        mini_step = jnp.where(outbox.status == EMPTY, 0, state.mini_step)
+        new, old = new._replace(mini_step=mini_step, outer=()), state._replace(outer=())
+        return updates, choose(before.count != after.count, new, old)._replace(outer=outer)
+
+    def empty_outbox(self, params, **extra_args) -> Outbox:
+        outbox = self.outer.empty_outbox(params, **extra_args)
+        return outbox._replace(progress=jax.tree.map(jnp.zeros_like, params))
+
+    def _at_round(self, state, round):
         """Returns the state at a round, or at the later one that the outer optimizer has reached.
 
         Each of the rounds between has ``every`` steps.
         """
         momenta = nodes(state.outer, DecoupledMomentumState)
-        reached = jnp.array(
-            [round, *[one.count + (one.sent >= 0).astype(jnp.int32) for one in momenta]]
-        ).max()
+        reached = [round, *[one.count + one.sent.astype(jnp.int32) for one in momenta]]
+        reached = jnp.array(reached).max()
         ahead = reached - state.round
-        last = state.last_step + ahead * every
-        first = jnp.where(ahead > 0, last - (every - 1), state.first_step)
+        last = state.last_step + ahead * self.every
+        first = jnp.where(ahead > 0, last - (self.every - 1), state.first_step)
         return state._replace(round=reached, first_step=first, last_step=last)
 
-    def take_step(updates, state, params, extra_args):
+    def _take_step(self, gradient, state, params, extra_args):
         """Takes an inner step; returns whether it ends the round, and the new state."""
         if params is None:
             raise ValueError(
                 "local_steps needs the shared parameters, to which each worker's own are relative, "
                 "but params is None: call update(gradient, state, params)."
             )
-        checks.require_local_gradient(updates, axis_name)
-        now = state if parts else at_round(state, state.round)
+        axis_name = self.axis_name
+        checks.require_local_gradient(gradient, axis_name)
+        now = state if self.fragments else self._at_round(state, state.round)
         step = now.first_step + state.mini_step
         ends_round = extra_args.pop(ENDS_ROUND, step >= now.last_step)
         sharded = axes.sharded_axes_in(extra_args)
-        participates = participation.decide(updates, axis_name, extra_args, sharded)
+        participates = participation.decide(gradient, axis_name, extra_args, sharded)
         inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
-        steps, inner_state = inner.update(updates, inner_state, local_params, **extra_args)
+        steps, inner_state = self.inner.update(gradient, inner_state, local_params, **extra_args)
         round_checks.require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(
             lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
@@ -238,21 +344,21 @@ def local_steps(
             inner=inner_state,
         )
 
-    def end_round(updates, state, params, extra_args):
+    def _end_round(self, gradient, state, params, extra_args):
         """Returns the gradient of the outer optimizer, its extra arguments, and the new state."""
-        sharded, structure = axes.sharded_axes_in(extra_args), jax.tree.structure(updates)
+        sharded, structure = axes.sharded_axes_in(extra_args), jax.tree.structure(gradient)
         finite = all_finite(local_parameters(params, state))
-        finite = axes.on_all_devices(finite, axis_name, sharded)
+        finite = axes.on_all_devices(finite, self.axis_name, sharded)
         sends = finite & (state.weight > 0)
-        initial = inner.init(params)
-        intact = participation.is_intact(state.inner, initial, axis_name, sharded)
+        initial = self.inner.init(params)
+        intact = participation.is_intact(state.inner, initial, self.axis_name, sharded)
         displacement = participation.zero_unless(finite, state.displacement)
-        gradient = jax.tree.map(
-            lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(updates)
+        change = jax.tree.map(
+            lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(gradient)
         )
         extra = {**extra_args, PARTICIPATES: sends, MESSAGE_WEIGHT: state.weight}
         return (
-            structure.unflatten(jax.tree.leaves(gradient)),
+            structure.unflatten(jax.tree.leaves(change)),
             extra,
             state._replace(
                 mini_step=jnp.zeros((), jnp.int32),
@@ -262,108 +368,20 @@ def local_steps(
             ),
         )
 
-    def moved(d, g, u):
+    def _moved(self, d, g, u):
         """Returns a displacement of which the gradient ``g`` was sent, after an update ``u``."""
         # The gradient is minus a displacement, rounded if it is narrower.
+        merge = self.merge
         return d + g.astype(d.dtype) if merge is None else merge * (d - u.astype(d.dtype))
 
-    def merged(updates, progress, was_taken, state):
+    def _merged(self, updates, progress, was_taken, state):
         """Returns the state after the shared parameters have moved by ``updates``.
 
         A worker whose progress the outer optimizer has not taken keeps all of it.
         """
         trees = state.displacement, *unboxed((progress, updates))
-        displacement = choose(was_taken, jax.tree.map(moved, *trees), state.displacement)
-        return at_round(state._replace(displacement=displacement), state.round + 1)
-
-    def outer_update(gradient, state, params, extra_args):
-        """Returns updates, the new state, and whether the outer optimizer took the gradient."""
-        if isinstance(outer, SplitTransformation):
-            return outer.update_and_tell(gradient, state, params, **extra_args)
-        return *outer.update(gradient, state, params, **extra_args), extra_args[PARTICIPATES]
-
-    def update_and_tell(updates, state, params=None, **extra_args):
-        ends_round, state = take_step(updates, state, params, extra_args)
-
-        def exchange(state):
-            gradient, extra, state = end_round(updates, state, params, extra_args)
-            results, new, was_taken = outer_update(gradient, state.outer, params, extra)
-            round_checks.require_no_other_axis(gradient, results, axis_name)
-            state = merged(results, gradient, was_taken, state._replace(outer=new))
-            return (results, was_taken), state
-
-        results, state = step_or_skip(ends_round, exchange, lambda state: state, state)
-        results, was_taken = results
-        return results, state, was_taken
-
-    def update_fn(updates, state, params=None, **extra_args):
-        return update_and_tell(updates, state, params, **extra_args)[:2]
-
-    def update_fragment(updates, state, params: Any = None, **extra_args):
-        is_due, state = take_step(updates, state, params, extra_args)
-
-        def exchange(state):
-            results, state = parts.deliver(state, updates, params, extra_args, moved)
-            shared = optax.apply_updates(params, results)
-            number, weights = parts.next_number(state), state.weight
-            state = state._replace(weight=weights[number])
-            first = state.first_step + state.mini_step
-            gradient, extra, state = end_round(updates, state, shared, extra_args)
-            state = state._replace(first_step=first, last_step=first + every - 1)
-            weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
-            return results, parts.send(gradient, state._replace(weight=weights), shared, extra)
-
-        # Without a conditional, the exchange overlaps with the gradient.
-        is_due = True if every == 1 else is_due
-        return step_or_skip(is_due, exchange, lambda state: state, state)
-
-    if parts:
-        return optax.GradientTransformationExtraArgs(init_fn, update_fragment)
-    if not isinstance(outer, SplitTransformation):
-        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-    split: SplitTransformation = outer
-
-    def send_fn(updates, state, params=None, *, worker=None, **extra_args):
-        ends_round, new = take_step(updates, state, params, extra_args)
-        if not isinstance(ends_round, Tracer) and ends_round:
-            require_unsent(*nodes(state.outer, DecoupledMomentumState))
-
-        def send(new):
-            gradient, extra, new = end_round(updates, new, params, extra_args)
-            outbox, outer_state = split.send(gradient, new.outer, params, worker=worker, **extra)
-            # A worker that the outer optimizer excludes keeps its progress.
-            progress = participation.zero_unless(outbox.factor > 0, gradient)
-            new = new._replace(outer=outer_state)
-            if nodes(outer_state, LookAheadState):  # which holds the progress from now on
-                trees = new.displacement, unboxed(progress)
-                displacement = jax.tree.map(lambda d, g: d + g.astype(d.dtype), *trees)
-                new = new._replace(displacement=displacement)
-                progress = jax.tree.map(jnp.zeros_like, progress)
-            return outbox._replace(progress=progress), new
-
-        outbox, new = step_or_skip(ends_round, send, lambda new: new, new)
-        outbox = outbox._replace(step=jnp.where(ends_round, outbox.step, IN_ROUND))
-        return outbox, choose(outbox.step == REFUSED, state, new)
-
-    def apply_fn(packets, outbox, state, params, *, worker=None, **extra_args):
-        args = packets, outbox._replace(progress=()), state.outer, params
-        updates, outer_state = split.apply(*args, worker=worker, **extra_args)
-        (before,), (after,) = (
-            nodes(outer, DecoupledMomentumState) for outer in (state.outer, outer_state)
-        )
-        new = state._replace(outer=outer_state)
-        new = merged(updates, outbox.progress, outbox.factor > 0, new)
-        # A worker that sent nothing begins the next round with the others.
-        mini_step = jnp.where(outbox.step == EMPTY, 0, state.mini_step)
-        new = new._replace(mini_step=mini_step)
-        return updates, choose(before.count != after.count, new, state)
-
-    def with_compression(compression):
-        other = split.with_compression(compression)
-        return local_steps(inner, other, every, merge=merge, axis_name=axis_name)
-
-    settings = split.compression, split.exchange, with_compression, every
-    return SplitTransformation.make(init_fn, update_and_tell, send_fn, apply_fn, *settings)
+        displacement = choose(was_taken, jax.tree.map(self._moved, *trees), state.displacement)
+        return self._at_round(state._replace(displacement=displacement), state.round + 1)
 
 
 def step_or_skip(is_last: BoolScalar | bool, step, skip, *args):

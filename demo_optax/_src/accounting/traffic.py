@@ -18,7 +18,7 @@ from demo_optax._src.decoupled import decoupled_momentum
 from demo_optax._src.exchange import AllGather, Delayed, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
-from demo_optax._src.halves import SplitTransformation, require_halves
+from demo_optax._src.transport import SplitTransformation, require_carried
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import find_layout
 
@@ -99,7 +99,7 @@ def packet_bytes(
     params = checks.shapes_of("parameter", params)
     is_worker = axis_name is not None
     if is_worker and isinstance(tx, SplitTransformation) and tx.exchange.axis_name is None:
-        require_halves(tx.exchange)
+        require_carried(tx.exchange)
         tx, exchange = tx.compression, AllGather(axis_name)
     if isinstance(tx, Compression):
         exchange = exchange or AllGather(axis_name)

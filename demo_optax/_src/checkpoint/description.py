@@ -13,13 +13,16 @@ from jax.tree_util import GetAttrKey, keystr
 from demo_optax._src import axes
 from demo_optax._src.arrays import is_key, key_impl, unwrap_keys, wrap_keys
 from demo_optax._src.axes import axes_of, sharded_axes
-from demo_optax._src.exchange.delayed import DelayedState
-from demo_optax._src.fragments import PendingFragment
+from demo_optax._src.exchange.protocol import Pending
+from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 12
+FORMAT = 13
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
+
+
+_OUTBOX = GetAttrKey("pending"), GetAttrKey("outbox")
 
 
 def describe(layout: StateLayout, opt_state) -> dict:
@@ -33,66 +36,69 @@ def describe(layout: StateLayout, opt_state) -> dict:
       inside a worker that divide it (``cuts``, empty if the exchange has no state);
     * ``kept``: for each leaf of the exchange's state, its shape and the ``[axis, size]`` inside a
       worker along which every device has its own;
-    * ``pending``: the compression of a message under way, or None without a delay.
+    * ``pending``: the compression of a message under way, or None without a delay;
+    * ``outbox``: such leaves of the outbox that holds it;
     * ``fragments``: with fragments of local steps, of which one is under way, their number, the
-      name of the leaf that tells how many were applied, the compression that tells the blocks, and
-      the leaves of the ``progress`` that was sent, by section, and of the ``displacement``.
+      name of the leaf that tells how many were applied, and the leaves of the ``progress`` that was
+      sent, by section, and of the ``displacement``.
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
     sizes = [mesh.shape[name] for name in inner]
 
-    def kept_by_exchange(name: str, path, x) -> dict[str, Any]:
-        own = [inner.index(axis) for axis in axes_of(spec_at[path]) if axis in inner]
-        return {"name": name, "shape": x.shape, "axes": [(axis, sizes[axis]) for axis in own]}
+    def kept_on_devices(tree, *path) -> dict[str, dict[str, Any]]:
+        kept = {}
+        for inside, x in jax.tree.leaves_with_path(tree):
+            place = *path, *inside
+            own = [inner.index(axis) for axis in axes_of(spec_at[place]) if axis in inner]
+            over = [(axis, sizes[axis]) for axis in own]
+            kept[keystr(inside)] = {"name": keystr(place), "shape": x.shape, "axes": over}
+        return kept
 
     def leaves_of(tree, *path) -> list[dict[str, Any]]:
         leaves = jax.tree.leaves_with_path(tree)
         return [{"name": keystr((*path, *inside)), "shape": x.shape} for inside, x in leaves]
 
     def is_local(x) -> bool:
-        return isinstance(getattr(x, "pending", None), PendingFragment)
+        return isinstance(x, LocalStepsState) and isinstance(x.pending, Pending)
 
     states, nodes = {}, jax.tree.leaves_with_path(opt_state, is_leaf=is_local)
     in_fragments = [(path, node) for path, node in nodes if is_local(node)]
     for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum):
         if not shards.is_momentum(node):
             continue
-        momenta, kept, shapes = [], {}, iter(node.shapes)
-        for inside, x in jax.tree.leaves_with_path(node):
-            spec = spec_at[(*path, *inside)]
-            leaf: dict[str, Any] = {"name": keystr((*path, *inside))}
-            if inside[0] == GetAttrKey("momentum"):
-                leaf["coordinates"] = dataclasses.asdict(node.momentum_format)
-                leaf["shape"] = shape = next(shapes)
-                entries = [*map(axes.names, spec[1:]), *[()] * len(shape)][: len(shape)]
-                cuts = [[inner.index(name) for name in names] for names in entries]
-                leaf["shards"] = [math.prod(sizes[axis] for axis in cut) for cut in cuts]
-                leaf["cuts"] = cuts if jax.tree.leaves(node.exchange) else []
-                momenta.append(leaf)
-            elif inside[0] == GetAttrKey("exchange"):
-                leaf = kept_by_exchange(leaf["name"], (*path, *inside), x)
-                # A delayed exchange also keeps the state of its inner exchange.
-                kept[keystr(tuple(key for key in inside[1:] if key != GetAttrKey("inner")))] = leaf
-        under_way, fragments = node.exchange, {}
-        for at, local in in_fragments:
-            if path[: len(at)] == at:
-                under_way, progress = local.pending.outbox, local.pending.progress
-                place = *at, GetAttrKey("pending"), GetAttrKey("progress")
+        momenta, shapes, keeps = [], iter(node.shapes), jax.tree.leaves((node.exchange, node.pending))
+        for inside, _ in jax.tree.leaves_with_path(node.momentum):
+            place = *path, GetAttrKey("momentum"), *inside
+            shape = next(shapes)
+            entries = [*map(axes.names, spec_at[place][1:]), *[()] * len(shape)][: len(shape)]
+            cuts = [[inner.index(name) for name in names] for names in entries]
+            leaf: dict[str, Any] = {"name": keystr(place), "shape": shape}
+            leaf["coordinates"] = dataclasses.asdict(node.momentum_format)
+            leaf["shards"] = [math.prod(sizes[axis] for axis in cut) for cut in cuts]
+            leaf["cuts"] = cuts if keeps else []
+            momenta.append(leaf)
+        at, pending, fragments = path, node.pending, {}
+        for outside, rounds in in_fragments:
+            if path[: len(outside)] == outside:
+                at, pending = outside, rounds.pending
+                progress = pending.outbox.progress
+                place = *at, *_OUTBOX, GetAttrKey("progress")
                 own: dict[str, Any] = {
-                    "count": local.weight.shape[-1],
+                    "count": rounds.weight.shape[-1],
                     "applied": keystr((*at, GetAttrKey("round"))),
-                    "blocks": dataclasses.asdict(local.pending.blocks),
                     "progress": dict(zip(progress, leaves_of(progress, *place), strict=True)),
-                    "displacement": leaves_of(local.displacement, *at, GetAttrKey("displacement")),
+                    "displacement": leaves_of(rounds.displacement, *at, GetAttrKey("displacement")),
                 }
                 fragments = {"fragments": own}
-                for inside, x in jax.tree.leaves_with_path(under_way):
-                    place = *at, GetAttrKey("pending"), GetAttrKey("outbox"), *inside
-                    kept[keystr(inside)] = kept_by_exchange(keystr(place), place, x)
-        is_delayed = isinstance(under_way, DelayedState)
-        pending = dataclasses.asdict(under_way.compression) if is_delayed else None
-        states[keystr(path)] = {"momenta": momenta, "kept": kept, "pending": pending} | fragments
+        is_pending = isinstance(pending, Pending)
+        outbox = pending.outbox._replace(progress=()) if is_pending else ()
+        states[keystr(path)] = {
+            "momenta": momenta,
+            "kept": kept_on_devices(node.exchange, *path, GetAttrKey("exchange")),
+            "pending": dataclasses.asdict(pending.compression) if is_pending else None,
+            "outbox": kept_on_devices(outbox, *at, *_OUTBOX),
+        } | fragments
     workers = shards.num_workers(mesh, layout.axis_name or ())
     described = {"format": FORMAT, "workers": workers, "states": states}
     return json.loads(json.dumps(described, default=int))
@@ -100,7 +106,12 @@ def describe(layout: StateLayout, opt_state) -> dict:
 
 def names_kept(described: dict) -> set[str]:
     """Returns the names of the leaves that exchanges keep, without the empty ones."""
-    kept = [leaf for state in described["states"].values() for leaf in state["kept"].values()]
+    kept = [
+        leaf
+        for state in described["states"].values()
+        for of in (state["kept"], state["outbox"])
+        for leaf in of.values()
+    ]
     return {leaf["name"] for leaf in kept if 0 not in leaf["shape"]}
 
 

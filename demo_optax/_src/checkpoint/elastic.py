@@ -1,5 +1,6 @@
 """Restoring on other workers or with another exchange, so that momenta keep their mean."""
 
+import dataclasses
 import math
 from collections.abc import Collection
 from functools import partial
@@ -13,12 +14,7 @@ from demo_optax._src.checkpoint.description import by_path, from_paths, names_ke
 from demo_optax._src.compression import Compression, make_plan
 from demo_optax._src.compression.settings import MomentumFormat
 from demo_optax._src.compression.transforms import is_redrawn
-from demo_optax._src.exchange.delayed import message_of
-from demo_optax._src.exchange.protocol import Subtraction
 from demo_optax._src.fragments import spread
-
-_UNDER_WAY = ".packets", ".factor", ".positions", ".values"
-
 
 def convert(state: dict, saved: dict, like, description: dict, stacked: Collection[str]):
     """Converts a state that other workers or settings saved into the one that a mesh needs.
@@ -64,7 +60,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
     for path, described in saved["states"].items():
         if not described["pending"]:
             continue
-        momenta, kept = described["momenta"], described["kept"]
+        momenta, outbox = described["momenta"], described["outbox"]
         fragments = described.get("fragments")
         count = fragments["count"] if fragments else 1
         fragment = int(state[fragments["applied"]]) % count if fragments else 0
@@ -72,14 +68,21 @@ def put_back_pending(state: dict, saved: dict) -> dict:
             (leaf["shape"][0] // count, *leaf["shape"][1:]) if fragments else tuple(leaf["shape"])
             for leaf in momenta
         )
-        plan = make_plan(Compression(**described["pending"]), shapes)
-        factors, step = state[kept[".factor"]["name"]], np.int32(state[f"{path}.count"]) - 1
-        sizes = dict(kept[".packets"]["axes"])
+        compression = Compression(**described["pending"])
+        stacked = dataclasses.replace(compression, block_rule="stack")
+        plan = make_plan(stacked if fragments else compression, shapes)
+        factors = state[outbox[".factor"]["name"]]
+        sizes = dict(outbox[".packets"]["axes"])
         for worker, *device in np.ndindex(len(factors), *sizes.values()):
             place = dict(zip(sizes, device, strict=True))
-            positions = _of_device(state, kept[".positions"], worker, place)
-            values = _of_device(state, kept[".values"], worker, place)
-            added = _added(plan, positions, values, step, factors[worker])
+            positions, values = (
+                tuple(
+                    _of_device(state, outbox[f".message.{name}[{i}]"], worker, place)
+                    for i in range(len(plan.sections))
+                )
+                for name in ("positions", "values")
+            )
+            added = _added(plan, positions, values, factors[worker])
             for leaf, x in zip(momenta, added, strict=True):
                 name, shard = leaf["name"], [worker]
                 for cut, size in zip(leaf["cuts"], x.shape, strict=False):
@@ -94,19 +97,22 @@ def put_back_pending(state: dict, saved: dict) -> dict:
                     result.setdefault(name, state[name].astype(widest(old.dtype)))
                     result[name][tuple(shard)] = old + np.asarray(x)
         if fragments:
-            result |= _without_progress(state, fragments, fragment)
+            result[f"{path}.sent"] = np.zeros_like(state[f"{path}.sent"])
+            result |= _without_progress(state, fragments, compression, fragment)
     return result
 
 
-def _without_progress(state: dict, fragments: dict, number: int) -> dict:
+def _without_progress(
+    state: dict, fragments: dict, compression: Compression, number: int
+) -> dict:
     """Returns displacements without the progress of a fragment under way, and zeros for that."""
     places = [leaf for leaf in fragments["displacement"] if 0 not in leaf["shape"]]
     displacement = [np.asarray(state[leaf["name"]]) for leaf in places]
     progress = {
         section: np.asarray(state[leaf["name"]]) for section, leaf in fragments["progress"].items()
     }
-    blocks, count = Compression(**fragments["blocks"]), fragments["count"]
-    gradient = jax.vmap(lambda x, like: spread(blocks, count, x, like, jnp.int32(number)))(
+    count = fragments["count"]
+    gradient = jax.vmap(lambda x, like: spread(compression, count, x, like, jnp.int32(number)))(
         progress, displacement
     )
     moved = [d + np.asarray(g) for d, g in zip(displacement, gradient, strict=True)]
@@ -118,20 +124,22 @@ def _without_progress(state: dict, fragments: dict, number: int) -> dict:
 
 
 def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> np.ndarray:
-    """Returns a device's part of a vector of an exchange. Empty vectors are not stored."""
-    x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], np.int32)))[worker]
-    parts = x.reshape(*(size for _, size in leaf["axes"]), -1)
+    """Returns a device's rows of an array of its outbox. Empty arrays are not stored."""
+    dtype = np.float32 if "values" in leaf["name"] else np.int32
+    x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], dtype)))[worker]
+    sizes = [size for _, size in leaf["axes"]]
+    parts = x.reshape(*sizes, len(x) // math.prod(sizes), *x.shape[1:])
     return parts[tuple(place[axis] for axis, _ in leaf["axes"])]
 
 
 @partial(jax.jit, static_argnums=0)
-def _added(plan, positions, values, step, factor) -> list:
+def _added(plan, positions, values, factor) -> list:
     """Returns the arrays that a message under way adds to a device's stored momenta."""
-    taken = Subtraction.uniform(plan, message_of(plan, positions, values), -factor)
+    rows = [(p, v, jnp.full((len(v), 1), factor)) for p, v in zip(positions, values, strict=True)]
     stored = []
-    for part, rows in zip(plan.parts, plan.split_rows(taken.rows()), strict=True):
+    for part, own in zip(plan.parts, plan.split_rows(rows), strict=True):
         zeros = part.unpack([jnp.zeros(x.stored_shape) for x in part.geometries])
-        stored += part.pack(part.subtract(zeros, rows, step, delay=0))
+        stored += part.pack(part.add(zeros, own))
     return stored
 
 
@@ -143,7 +151,7 @@ def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) 
         now = description["states"].get(path, {"kept": {}})
         for key, leaf in before["kept"].items():
             target = now["kept"].get(key)
-            if key in _UNDER_WAY or not (x := np.asarray(state.get(leaf["name"], 0))).any():
+            if not (x := np.asarray(state.get(leaf["name"], 0))).any():
                 continue
             # A delayed residual is in the basis of the previous step.
             transforms = [leaf["coordinates"]["transform"] for leaf in before["momenta"]]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Int64, UInt32
+from jaxtyping import Array, Bool, Float, Int64, UInt32
 
 
 def words_of(fields: int, bits: int) -> int:
@@ -137,3 +137,26 @@ def _unsigned(dtype: DTypeLike) -> str:
     """Returns the unsigned integer type as wide as a dtype, of at most 32 bits."""
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
     return f"uint{min(info(dtype).bits, 32)}"
+
+
+def round_stochastically(
+    x: Float[Array, "*shape"],
+    dtype: DTypeLike,
+    seed: UInt32[Array, ""],
+    first: ArrayLike = 0,
+    strides: tuple[int, ...] | None = None,
+) -> Float[Array, "*shape"]:
+    """Rounds numbers up or down to bfloat16 at random, so that the expected value is the number.
+
+    Rounding to nearest would lose every change that is smaller than half a step. The upper 16 bits
+    of a float32 are a bfloat16, so random bits are added to the lower ones, which are then dropped.
+    They are a hash of the seed and of each number's place; ``first`` and ``strides`` are those of
+    `hashes`. A finite number never becomes infinite. Other dtypes are rounded to nearest.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return x.astype(dtype)
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    words = to_words(jnp.clip(x.astype(jnp.float32), -largest, largest))
+    noise = hashes(jnp.broadcast_to(seed, x.shape), first, strides) >> 16
+    rounded = jax.lax.bitcast_convert_type(((words + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isnan(x), jnp.bfloat16(jnp.nan), rounded)

@@ -156,25 +156,26 @@ class Part:
         selectors = [group.selector for group in self.groups]
         return momenta, select(selectors, list(map(jnp.concatenate, momenta)), shared)
 
-    def subtract(
+    def add(
         self,
         momenta: Momenta,
         message: Sequence[tuple[Positions, Values, Float[Array, "_blocks 1"]]],
-        step: IntScalar,
-        delay: int,
+        step: IntScalar | None = None,
     ) -> Momenta:
-        """Subtracts a message from the momenta: positions, values and factors for each group."""
-        redrawn = delay and transforms.is_redrawn(self.momentum_format.transform)
+        """Adds a message to the momenta: positions, values and factors for each group.
+
+        Given a step, the message is in the basis of the previous one, and the momenta in its own.
+        """
         result = []
         for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True):
-            add, left = group.selector.add, []
+            add, sums = group.selector.add, []
             for m, (positions, values, factors) in zip(pieces, rows, strict=True):
-                if redrawn:
-                    sent = add(jnp.zeros_like(m), positions, factors * values)
-                    left.append(m - self.momentum_format.advance(sent, group.sides, step))
+                if step is None:
+                    sums.append(add(m, positions, factors * values))
                 else:
-                    left.append(add(m, positions, -factors * values))
-            result.append(left)
+                    added = add(jnp.zeros_like(m), positions, factors * values)
+                    sums.append(m + self.momentum_format.advance(added, group.sides, step))
+            result.append(sums)
         return result
 
     def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
@@ -246,14 +247,23 @@ class Plan:
             by_part.append(list(map(jax.tree.map, rows, sections)))
         return by_part
 
-    def join(self, messages: Sequence[Message]) -> Message:
-        """Joins the parts' messages, section by section."""
+    def join(self, by_part: Iterable[Iterable[Any]]) -> list[Any]:
+        """Joins the rows of each section; inverts `split_rows`."""
         rows: list[list[Any]] = [[] for _ in self.sections]
-        for part, message in zip(self.parts, messages, strict=True):
-            for group, *row in zip(part.groups, *message, strict=True):
-                rows[group.section].append(row)
-        joined = [map(jnp.concatenate, zip(*section, strict=True)) for section in rows]
-        return Message(*zip(*joined, strict=True)) if joined else Message((), ())
+        for part, trees in zip(self.parts, by_part, strict=True):
+            for group, tree in zip(part.groups, trees, strict=True):
+                rows[group.section].append(tree)
+        return [jax.tree.map(lambda *x: jnp.concatenate(x), *section) for section in rows]
+
+    def message_shapes(self) -> Message:
+        """Returns the shapes and dtypes of a message's positions and values."""
+        selectors = [section.selector for section in self.sections]
+        blocks = [
+            jax.ShapeDtypeStruct((s.num_blocks, s.selector.n), jnp.float32) for s in self.sections
+        ]
+        return jax.eval_shape(
+            lambda x: select(selectors, x, shared_positions(self.sections, jnp.int32(0))), blocks
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,6 @@ from demo_optax._src.exchange.protocol import (
     Exchange,
     Mean,
     Outbox,
-    Subtraction,
     Traffic,
 )
 from demo_optax._src.metrics import ExchangeMetrics, summarise
@@ -98,10 +97,9 @@ class AllGather:
         means, fractions = average(layout, packets, intact, shared, caps, weights, mean)
         accepted = fractions > 0
         checksums = jnp.where(accepted, packets[:, 0], 0)
-        factor = outbox.factor * fractions[worker]
         return Aggregate(
             mean=means,
-            subtractions=[Subtraction.uniform(plan, outbox.message, factor)],
+            accepted=[jnp.full((s.num_blocks, 1), fractions[worker]) for s in plan.sections],
             state=(),
             metrics=summarise(headers, accepted, checksums, previous_metrics),
         )

@@ -1,8 +1,7 @@
 """The protocol of exchanges, which turn the workers' messages into the same aggregate on all.
 
 To add one, write a frozen dataclass with the methods of `Exchange` in a file of this folder, and
-name it in the ``__init__.py`` of this folder and of ``demo_optax``. Only checkpoints depend on the
-kind of exchange, since they put the pending packets of `Delayed` back into the momentum.
+name it in the ``__init__.py`` of this folder and of ``demo_optax``.
 """
 
 import dataclasses
@@ -14,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from demo_optax._src.arrays import Coefficients, FloatScalar, IntScalar
+from demo_optax._src import axes
+from demo_optax._src.arrays import Coefficients, IntScalar
 from demo_optax._src.axes import AxisName
-from demo_optax._src.compression import Plan
+from demo_optax._src.compression import Compression, Plan
 from demo_optax._src.compression.bits import true_once_computed
 from demo_optax._src.compression.packet import Message, PacketLayout, Packets
 from demo_optax._src.metrics import ExchangeMetrics
@@ -25,15 +25,21 @@ Mean = Literal["senders", "workers"]
 MEANS = get_args(Mean)
 
 
+IN_ROUND, MESSAGE, EMPTY = range(3)
+"""The status of an outbox: a round has not ended yet, a message was sent, or nothing was sent."""
+
+
 class Outbox(NamedTuple):
     """The packets that a worker hands to an exchange, and the message in them.
 
     Attributes:
       packets: uint32 ``(packets, words)``, one packet for each owner of a share of the blocks.
       message: the message that the other workers decode from the packets.
-      factor: float32 scalar, the fraction of the message that leaves the momentum if the packet is
-        accepted; 0 if the packet must be ignored.
+      factor: float32 scalar, the fraction of the message that has left the momentum; 0 if the
+        packet must be ignored.
       step: int32 scalar, the step in which the packets were built.
+      status: int32 scalar; 0 for an outbox from inside a round of `demo_optax.local_steps`, for
+        which ``apply`` changes nothing, 1 for one with a message, and 2 for an empty one.
       progress: with `demo_optax.local_steps`, a tree like the gradient: the progress of the round
         that the message was made of.
 
@@ -49,7 +55,18 @@ class Outbox(NamedTuple):
     message: Message
     factor: Float32[Array, ""]
     step: IntScalar
+    status: IntScalar
     progress: Any = ()
+
+    @classmethod
+    def empty(cls, plan: Plan, exchange: "Exchange", progress: Any = ()) -> "Outbox":
+        """Makes the outbox of a worker that has sent nothing, whose packets of zeros are ignored."""
+        packets = jnp.zeros((exchange.packets_per_worker(), exchange.layout(plan).words), jnp.uint32)
+        message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.message_shapes())
+        if not plan.sections:  # arrays, for which optax.tree.map_params finds those of a real state
+            message = Message(jnp.zeros((0, 0), jnp.int32), jnp.zeros((0, 0)))
+        step, status = jnp.int32(0), jnp.int32(EMPTY)
+        return cls(packets, message, jnp.float32(0), step, status, progress)
 
     @property
     def packet(self) -> Any:
@@ -67,6 +84,23 @@ class Outbox(NamedTuple):
         if isinstance(self.packets, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((*stacked, words), self.packets.dtype)
         return self.packets.reshape(*stacked, words)
+
+
+class Pending(NamedTuple):
+    """An outbox that a state keeps for a later step.
+
+    The static ``compression`` tells what its positions mean.
+    """
+
+    outbox: Outbox
+    compression: Compression
+
+    @classmethod
+    def of(cls, outbox: Outbox, compression: Compression, axis_name: AxisName) -> "Pending":
+        """Keeps an outbox, whose step and status are the same on all workers."""
+        step, status = outbox.step, outbox.status
+        outbox = axes.as_varying(outbox, axis_name)._replace(step=step, status=status)
+        return cls(outbox, compression)
 
 
 @functools.partial(
@@ -99,60 +133,21 @@ class SparseSum:
         return self.selector.add_all(zeros, self.positions, self.values)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["message", "factors"],
-    meta_fields=["delay", "under_way"],
-)
-@dataclasses.dataclass(frozen=True)
-class Subtraction:
-    """A worker's message as the others decode it, and the fraction of each block to subtract.
-
-    The message was sent ``delay`` steps ago, and is ``under_way`` until workers have applied it.
-    """
-
-    message: Message
-    factors: Sequence[Float32[Array, "_blocks 1"]]
-    delay: int = 0
-    under_way: bool = False
-
-    @classmethod
-    def uniform(
-        cls, plan: Plan, message: Message, factor: FloatScalar, under_way: bool = False
-    ) -> "Subtraction":
-        """Makes a subtraction of the same fraction of every block."""
-        factors = [jnp.full((s.num_blocks, 1), factor) for s in plan.sections]
-        return cls(message, factors, under_way=under_way)
-
-    def undone(self) -> "Subtraction":
-        """Returns the subtraction that brings the message back into the momentum."""
-        return dataclasses.replace(self, factors=[-factor for factor in self.factors])
-
-    def less(self, fraction: FloatScalar) -> "Subtraction":
-        """Returns the rest to subtract once this fraction has left the momentum."""
-        return dataclasses.replace(self, factors=[factor - fraction for factor in self.factors])
-
-    def rows(self) -> list[tuple[Any, Any, Any]]:
-        """Returns positions, values and factors for each section, with a row for each block."""
-        return list(zip(*self.message, self.factors, strict=True))
-
-
 class Aggregate(NamedTuple):
     """The result of an exchange on one worker.
 
     Attributes:
       mean: the mean of each section, the same on all workers; its type must say so, as that of
         `collectives.gather` does.
-      subtractions: the messages that leave this worker's momentum; an exchange inside `Delayed`
-        has exactly one, of the very message in the outbox.
-      delay: the age in steps of the messages in ``mean``.
+      accepted: float32 ``(blocks, 1)`` for each section, the fraction of this worker's message that
+        counts; the rest of what has left the momentum returns to it.
+      state: the new state of the exchange.
     """
 
     mean: Sequence[SparseSum]
-    subtractions: Sequence[Subtraction]
+    accepted: Sequence[Float32[Array, "_blocks 1"]]
     state: Any
     metrics: ExchangeMetrics
-    delay: int = 0
 
 
 class Traffic(NamedTuple):
@@ -226,9 +221,3 @@ class Exchange(Protocol):
     def traffic(self, plan: Plan, workers: int) -> Traffic:
         """Returns the traffic of one call among this number of workers."""
         ...
-
-
-def split_messages(plan: Plan, subtractions: Sequence[Subtraction]) -> list[Any]:
-    """Divides the rows of each message among the parts of the plan."""
-    rows = [plan.split_rows(subtraction.rows()) for subtraction in subtractions]
-    return list(zip(*rows, strict=True)) or [()] * len(plan.parts)

@@ -47,7 +47,6 @@ from demo_optax._src.exchange.protocol import (
     Mean,
     Outbox,
     SparseSum,
-    Subtraction,
     Traffic,
 )
 from demo_optax._src.metrics import ExchangeMetrics, summarise
@@ -184,9 +183,7 @@ class TwoPhase:
         medians = jax.lax.bitcast_convert_type(extra[:, :2], jnp.float32)
         caps = norm_caps(medians, own_headers.weight, self.norm_limit)
         clipped = clip_factor(jnp.sqrt(own_headers.message_energy), caps)
-        subtraction_factors = outbox.factor * jnp.where(
-            by_owner[:, own_id] & any_accepted, clipped, 0.0
-        )
+        fractions = jnp.where(by_owner[:, own_id] & any_accepted, clipped, 0.0)
         return Aggregate(
             mean=[
                 SparseSum(
@@ -196,7 +193,7 @@ class TwoPhase:
                 )
                 for s, known, at, v in zip(sections, shared, *results.message, strict=True)
             ],
-            subtractions=[Subtraction(outbox.message, _rows(subtraction_factors, layout, plan))],
+            accepted=_rows(fractions, layout, plan),
             state=TwoPhaseState(
                 tuple(
                     jnp.where(

@@ -298,10 +298,11 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
     spec_at = dict(jax.tree.leaves_with_path(param_specs))
     momenta = jax.tree.leaves_with_path(worker_state_shapes, is_leaf=shards.is_momentum)
     paths_of_devices = [
-        (*path, GetAttrKey("exchange"), *inside)
+        (*path, GetAttrKey(name), *inside)
         for path, node in momenta
         if shards.is_momentum(node)
-        for inside, _ in jax.tree.leaves_with_path(node.exchange)
+        for name in ("exchange", "pending")
+        for inside, _ in jax.tree.leaves_with_path(getattr(node, name))
     ]
 
     def spec_of(path, varying_axes, leaf) -> P:

@@ -15,10 +15,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._src import arrays, axes, checks, halves, metrics, momentum, participation, rounds
+from demo_optax._src import arrays, axes, checks, metrics, momentum, participation, rounds, transport
 from demo_optax._src.axes import PARAM_SPECS, sharded_axes
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Outbox
+from demo_optax._src.exchange.protocol import EMPTY
 from demo_optax._src.parallel import shards, worker_axis
 from demo_optax._src.parallel.gradients import stacked_gradients
 from demo_optax._src.parallel.layout import find_layout
@@ -70,7 +71,7 @@ def compile_programs(
     shard_axes = tuple(name for name in mesh.axis_names if name in sharded)
     over_shards = P(shard_axes or None)
     progress = arrays.unboxed(layout.params) if tx.steps_per_round else ()
-    outbox_specs: Any = Outbox._make((over_shards, over_shards, P(), P(), progress))
+    outbox_specs: Any = Outbox._make((over_shards, over_shards, P(), P(), P(), progress))
     gradients_of = stacked_gradients(
         loss_fn, mesh, axis_name, manual=True, stateful=False, **options
     )
@@ -153,7 +154,7 @@ def compile_programs(
     packets = jax.ShapeDtypeStruct(shape, jnp.uint32)
     applying, _ = compiled(apply, (outbox, packets, slot), (outbox_specs, over_shards, P()), (0, 1))
     empty: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), outbox)
-    empty = empty._replace(step=np.array(momentum.EMPTY, np.int32))
+    empty = empty._replace(status=np.array(EMPTY, np.int32))
     kind = f"{device.platform}, jax {jax.__version__}"
     fingerprint = {"device": kind, "optimizer": records.sha256(text.encode())}
     division = division_of(mesh, params, layout.params)
@@ -250,7 +251,7 @@ def require_optimizer(tx) -> None:
         own, or draws a new basis for its momentum in each step, so that a worker that jumps to a
         snapshot could not go on with its own momentum.
     """
-    if not isinstance(tx, halves.SplitTransformation):
+    if not isinstance(tx, transport.SplitTransformation):
         is_wrapper = isinstance(tx, optax.GradientTransformation)
         kind = "optax.chain or another wrapper" if is_wrapper else repr(tx)
         raise ValueError(
@@ -262,7 +263,7 @@ def require_optimizer(tx) -> None:
         )
     is_delayed = isinstance(tx.exchange, Delayed)
     if not is_delayed:
-        halves.require_halves(tx.exchange)
+        transport.require_carried(tx.exchange)
     if is_delayed or tx.exchange.axis_name is not None:
         raise ValueError(
             f"the optimizer has the exchange {tx.exchange}, but the packets of a swarm travel over "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from demo_optax._src import axes, checks, halves, metrics
+from demo_optax._src import axes, checks, metrics, transport
 from demo_optax._src.local_state import nodes
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
@@ -64,7 +64,7 @@ class SwarmWorker:
     def __init__(
         self,
         loss_fn: Callable,
-        tx: halves.SplitTransformation,
+        tx: transport.SplitTransformation,
         mesh: Mesh,
         member: Member | None,
         axis_name: axes.AxisName = "data",
