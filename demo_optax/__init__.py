@@ -12,7 +12,6 @@ from demo_optax._src.exchange import Delayed as Delayed
 from demo_optax._src.exchange import Exchange as Exchange
 from demo_optax._src.exchange import Outbox as Outbox
 from demo_optax._src.exchange import TwoPhase as TwoPhase
-from demo_optax._src.transport import SplitTransformation as SplitTransformation
 from demo_optax._src.local_state import LocalStepsState as LocalStepsState
 from demo_optax._src.local_state import local_parameters as local_parameters
 from demo_optax._src.mean_over_workers import mean_over_workers as mean_over_workers
@@ -42,6 +41,7 @@ from demo_optax._src.parallel import state_shardings as state_shardings
 from demo_optax._src.parallel import state_specs as state_specs
 from demo_optax._src.parallel import worker_gradients as worker_gradients
 from demo_optax._src.rounds import local_steps as local_steps
+from demo_optax._src.transport import SplitTransformation as SplitTransformation
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
 from demo_optax.accounting import reference_bytes as reference_bytes

@@ -73,8 +73,8 @@ def decoupled_momentum(
         published code), or all ``"workers"`` whose packets are accepted.
       subtraction_factor: :math:`\alpha` in (0, 1], the fraction of the sent message that leaves the
         momentum.
-      momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. If it is
-        "bfloat16", the momentum is computed in float32 and rounded stochastically, since rounding to
+      momentum_dtype: dtype of the stored momentum, whatever the parameters' dtype. As
+        ``"bfloat16"`` it is computed in float32 and rounded stochastically, since rounding to
         nearest would lose small changes such as the decay.
       precondition: a transformation of the local gradient before it enters the momentum, such
         as ``optax.scale_by_rms``. Its state belongs to the worker and is never exchanged.

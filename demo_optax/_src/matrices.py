@@ -25,6 +25,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from demo_optax._src import axes, checks
 from demo_optax._src.arrays import in_dtype_of, unboxed, upcast
 from demo_optax._src.axes import AxisName
+from demo_optax._src.exchange.collectives import sum_over_shards
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 
@@ -112,6 +113,49 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
         return structure.unflatten(results), state
 
     return optax.GradientTransformationExtraArgs(lambda params: WholeMatricesState(), update_fn)
+
+
+def scale_by_output_rms(given: Any, b2: Any, eps: Any) -> optax.GradientTransformationExtraArgs:
+    """Divides matrices by a root mean square for each index of their output and batch dimensions.
+
+    The mean is over ``reduction_axis``, and over steps with the decay ``b2``. The state holds it as
+    a tree like the parameters, float32, in which the dimensions of the mean have the length 1. All
+    leaves must be matrices by `dimension_numbers`.
+    """
+
+    def rows_of(tree) -> list[tuple[int, ...]]:
+        leaves, numbers = jax.tree.leaves(tree), dimension_numbers(given, tree)
+        return [_rows_and_columns(own, x.ndim)[0] for x, own in zip(leaves, numbers, strict=True)]
+
+    def init_fn(params):
+        leaves, structure = jax.tree.flatten(params)
+        pairs = zip(leaves, rows_of(params), strict=True)
+        zeros = [jnp.zeros_like(jnp.sum(upcast(x), rows, keepdims=True)) for x, rows in pairs]
+        return optax.scale_by_rms(bias_correction=True).init(structure.unflatten(zeros))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        leaves, structure = jax.tree.flatten(updates)
+        rows, specs = rows_of(updates), axes.specs_of_leaves(updates, extra_args)
+        sums, over, numbers = [], [], []
+        for x, own, spec in zip(leaves, rows, specs, strict=True):
+            by_dimension = (*map(axes.names, spec), *[()] * x.ndim)
+            over.append(tuple(name for i in own for name in by_dimension[i]))
+            sums.append(jnp.sum(jnp.square(upcast(x)), own, keepdims=True))
+            numbers.append(math.prod(x.shape[i] for i in own) * axes.size(over[-1] or None))
+        totals = sum_over_shards(sums, over)
+        means = [x / max(number, 1) for x, number in zip(totals, numbers, strict=True)]
+        with jax.numpy_dtype_promotion("standard"):  # which optax's correction of a bias needs
+            nu = optax.tree.update_moment(structure.unflatten(means), state.nu, b2, 1)
+            count = optax.safe_increment(state.count)
+            corrected = optax.tree.bias_correction(nu, b2, count)
+        scaled = [
+            in_dtype_of(upcast(x) / (jnp.sqrt(v) + eps), x)
+            for x, v in zip(leaves, jax.tree.leaves(corrected), strict=True)
+        ]
+        return structure.unflatten(scaled), state._replace(count=count, nu=nu)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 class Form(NamedTuple):

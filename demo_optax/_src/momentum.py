@@ -411,14 +411,15 @@ class Momentum:
 
 
 def _where(condition: BoolScalar, change: Callable, tree, *args) -> Any:
-    """Returns ``change(tree, *args)`` if the condition holds, else the tree, which is not copied."""
+    """Returns ``change(tree, *args)`` if the condition holds, else the tree itself."""
     branches = axes.branches_of_one_type(change, lambda tree, *args: tree, tree, *args)
     return jax.lax.cond(condition, *branches, tree, *args)
 
 
 def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:
     """Returns positions, values and factors, with a row for each block."""
-    factors = [jnp.broadcast_to(f, (len(x), 1)) for f, x in zip(factors, message.values)]
+    pairs = zip(factors, message.values, strict=True)
+    factors = [jnp.broadcast_to(factor, (len(values), 1)) for factor, values in pairs]
     return list(zip(*message, factors, strict=True))
 
 

@@ -288,9 +288,7 @@ class LocalSteps:
         args = packets, outbox._replace(progress=()), state.outer, params
         updates, outer = self.outer.apply(*args, worker=worker, **extra_args)
         (before,), (after,) = (nodes(x, DecoupledMomentumState) for x in (state.outer, outer))
-        new = self._merged(
-            updates, outbox.progress, outbox.factor > 0, state._replace(outer=outer)
-        )
+        new = self._merged(updates, outbox.progress, outbox.factor > 0, state._replace(outer=outer))
         # A worker that sent nothing begins the next round with the others.
         mini_step = jnp.where(outbox.status == EMPTY, 0, state.mini_step)
         new, old = new._replace(mini_step=mini_step, outer=()), state._replace(outer=())

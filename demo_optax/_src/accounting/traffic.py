@@ -18,9 +18,9 @@ from demo_optax._src.decoupled import decoupled_momentum
 from demo_optax._src.exchange import AllGather, Delayed, Exchange
 from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
-from demo_optax._src.transport import SplitTransformation, require_carried
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import find_layout
+from demo_optax._src.transport import SplitTransformation, require_carried
 
 PRESETS = {"300m": 1024, "1b": 2048}
 """Widths of the models in version 2 of Peng et al."""

@@ -16,6 +16,7 @@ from demo_optax._src.compression.settings import MomentumFormat
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.fragments import spread
 
+
 def convert(state: dict, saved: dict, like, description: dict, stacked: Collection[str]):
     """Converts a state that other workers or settings saved into the one that a mesh needs.
 
@@ -102,9 +103,7 @@ def put_back_pending(state: dict, saved: dict) -> dict:
     return result
 
 
-def _without_progress(
-    state: dict, fragments: dict, compression: Compression, number: int
-) -> dict:
+def _without_progress(state: dict, fragments: dict, compression: Compression, number: int) -> dict:
     """Returns displacements without the progress of a fragment under way, and zeros for that."""
     places = [leaf for leaf in fragments["displacement"] if 0 not in leaf["shape"]]
     displacement = [np.asarray(state[leaf["name"]]) for leaf in places]

@@ -1,10 +1,11 @@
 """The collectives of a step, which send data replicated over a worker's devices only once."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Float32, UInt32
 
 from demo_optax._src import axes
 from demo_optax._src.axes import AxisName
@@ -37,6 +38,26 @@ def gather_along(
     row = jax.lax.optimization_barrier(words[None])
     row = jax.lax.all_gather(row, axis_name, axis=1, tiled=True, to="invarying")
     return row.reshape(-1, words.size)
+
+
+def sum_over_shards(
+    arrays: Sequence[Float32[Array, "..."]], over: Sequence[tuple[str, ...]]
+) -> list[Float32[Array, "..."]]:
+    """Adds each array over the axes that shard its tensor, in a fixed order.
+
+    The order of an all-reduce may vary. ``over`` are the axes of each array; one without any stays
+    as it is.
+    """
+    totals = list(arrays)
+    for names in dict.fromkeys(filter(None, over)):
+        members = [i for i, along in enumerate(over) if along == names]
+        flat = jnp.concatenate([arrays[i].ravel() for i in members])
+        words = gather_along(jax.lax.bitcast_convert_type(flat, jnp.uint32), names)
+        total = jax.lax.bitcast_convert_type(words, jnp.float32).sum(axis=0)
+        ends = itertools.accumulate(arrays[i].size for i in members)
+        for i, x in zip(members, jnp.split(total, list(ends)), strict=False):
+            totals[i] = x.reshape(arrays[i].shape)
+    return totals
 
 
 def all_to_all(

@@ -60,8 +60,10 @@ class Outbox(NamedTuple):
 
     @classmethod
     def empty(cls, plan: Plan, exchange: "Exchange", progress: Any = ()) -> "Outbox":
-        """Makes the outbox of a worker that has sent nothing, whose packets of zeros are ignored."""
-        packets = jnp.zeros((exchange.packets_per_worker(), exchange.layout(plan).words), jnp.uint32)
+        """Makes the outbox of a worker that has sent nothing, with packets that are ignored."""
+        packets = jnp.zeros(
+            (exchange.packets_per_worker(), exchange.layout(plan).words), jnp.uint32
+        )
         message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.message_shapes())
         if not plan.sections:  # arrays, for which optax.tree.map_params finds those of a real state
             message = Message(jnp.zeros((0, 0), jnp.int32), jnp.zeros((0, 0)))

@@ -315,7 +315,8 @@ def _state_specs(state_axes, worker_state_shapes, param_specs, mesh, axis_name: 
         for start in range(len(path) + 1):
             spec = spec_at.get(path[start:])
             if spec is not None and len(spec) <= leaf.ndim:
-                return without_trailing_nones(P(*front, *spec))
+                entries = [entry if {*axes.names(entry)} <= {*over} else None for entry in spec]
+                return without_trailing_nones(P(*front, *entries))
         if leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf)):
             return P(*front)  # a counter or a random key is the same on all shards of a worker
         raise ValueError(

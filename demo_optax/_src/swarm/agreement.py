@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from demo_optax._src import checks
-from demo_optax._src.transport import SplitTransformation
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import SwarmError
 from demo_optax._src.swarm.store import Store
+from demo_optax._src.transport import SplitTransformation
 
 JAX_SETTINGS = (
     "jax_default_prng_impl",

@@ -15,7 +15,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._src import arrays, axes, checks, metrics, momentum, participation, rounds, transport
+from demo_optax._src import (
+    arrays,
+    axes,
+    checks,
+    metrics,
+    momentum,
+    participation,
+    rounds,
+    transport,
+)
 from demo_optax._src.axes import PARAM_SPECS, sharded_axes
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Outbox
