@@ -14,7 +14,6 @@ from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.packet import Message, Origin, merge_rows, parse_headers
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange.averaging import decode_accepted
-from demo_optax._src.exchange.protocol import Subtraction
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
 
@@ -119,17 +118,18 @@ def with_pending(trained, exchange):
     )[0]
 
     def put_back(state):
-        plan = make_plan(state.exchange.compression, state.shapes)
-        (packets,), (factor,) = state.exchange.packets, state.exchange.factor
+        outbox, compression = state.pending
+        plan = make_plan(compression, state.shapes)
+        (packets,), (factor,) = outbox.packets, outbox.factor
         ids = jax.lax.axis_index("data") * len(packets) + jnp.arange(len(packets))
         origin = Origin(state.count - 1, ids)
         message = decoded(plan, EXCHANGES[exchange].layout(plan), packets, origin)
-        taken = Subtraction.uniform(plan, message, factor)
+        factors = [jnp.full((section.num_blocks, 1), factor) for section in plan.sections]
+        added = list(zip(*message, factors, strict=True))
         leaves, found = jax.tree.leaves(state.momentum), []
-        for part, rows in zip(plan.parts, plan.split_rows(taken.rows()), strict=True):
+        for part, rows in zip(plan.parts, plan.split_rows(added), strict=True):
             own = part.unpack([x[0] for x in leaves[slice(*part.tensors)]])
-            added = [(at, -values, factors) for at, values, factors in rows]
-            found += [x[None] for x in part.pack(part.subtract(own, added, origin.step, delay=0))]
+            found += [x[None] for x in part.pack(part.add(own, rows))]
         return jax.tree.unflatten(jax.tree.structure(state.momentum), found)
 
     put_back = jax.shard_map(
@@ -139,7 +139,7 @@ def with_pending(trained, exchange):
 
 
 def assert_nothing_pending(state):
-    kept = state[0].exchange
+    kept = state[0].pending.outbox
     assert not np.any(kept.packets) and not np.any(kept.factor)
 
 

@@ -252,7 +252,7 @@ class Decoupled:
         aggregate, momentum, outbox = results
         steps, new = self._base_step(aggregate, momentum, state, params, extra_args)
         under_way = outbox if momentum.pending else None
-        ahead = self._ahead(gradient, new, under_way, outbox.factor > 0, params, extra_args)
+        ahead = self._ahead(steps, new, under_way, outbox.factor > 0, params, extra_args)
         return steps, (*new[:2], *ahead), outbox
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
@@ -269,7 +269,7 @@ class Decoupled:
         )
         steps, new = self._base_step(aggregate, momentum, state, params, extra_args)
         took_part = (outbox.status == EMPTY) | (outbox.factor > 0)
-        ahead = self._ahead(params, new, None, took_part, params, extra_args)
+        ahead = self._ahead(steps, new, None, took_part, params, extra_args)
         is_applied = momentum.count != state[0].count
         steps = participation.zero_unless(is_applied, steps)
         return steps, (momentum, *participation.choose(is_applied, (new[1], *ahead), state[1:]))
@@ -285,15 +285,19 @@ class Decoupled:
         new = participation.choose_state(participants > 0, new, state[1])
         return steps, (momentum, new, *state[2:])
 
-    def _ahead(self, like, state, outbox, took_part: BoolScalar, params, extra_args) -> tuple:
+    def _ahead(self, after, state, outbox, took_part: BoolScalar, params, extra_args) -> tuple:
         """Returns the displacement of a worker to where its own momentum would lead, if any."""
         if self.look_ahead is None:
             return ()
-        own = self.momentum.undelivered(state[0], outbox, like)
-        ahead, _ = self.base.update(own, state[1], params, **extra_args)
+        old, structure = jax.tree.flatten(state[2].displacement)
+        like = jax.tree.unflatten(jax.tree.structure(params), old)
+        own = self.momentum.undelivered(state[0], outbox, like, after)
+        with jax.numpy_dtype_promotion("standard"):  # between the displacement and the parameters
+            ahead, _ = self.base.update(own, state[1], params, **extra_args)
 
         def displacement(u, old):
             # A worker that skipped the step takes its next gradient at the shared parameters.
             return in_dtype_of(jnp.where(took_part, self.look_ahead * u, 0), old)
 
-        return (LookAheadState(jax.tree.map(displacement, unboxed(ahead), state[2].displacement)),)
+        moved = map(displacement, jax.tree.leaves(ahead), old)
+        return (LookAheadState(structure.unflatten(moved)),)

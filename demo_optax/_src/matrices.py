@@ -198,13 +198,14 @@ class Form(NamedTuple):
         muon: Any = optax.contrib.scale_by_muon(beta=0.0, nesterov=False)
         rows, columns = whole.shape[1 : 1 + self.rows], whole.shape[1 + self.rows :]
 
-        def one(x):
-            flat = x.reshape(math.prod(rows), math.prod(columns))
-            flat = upcast(flat) if flat.dtype == jnp.float16 else flat  # its sums overflow
+        def one(number, whole):
+            x = whole[number]
+            flat = upcast(x.reshape(math.prod(rows), math.prod(columns)))
             with jax.numpy_dtype_promotion("standard"):  # which optax's correction of a bias needs
-                return in_dtype_of(muon.update(flat, muon.init(flat))[0].reshape(x.shape), x)
+                result = muon.update(flat, muon.init(flat))[0].reshape(x.shape)
+            return whole.at[number].set(in_dtype_of(result, x))
 
-        return jax.lax.map(one, whole) if whole.size else whole
+        return jax.lax.fori_loop(0, len(whole), one, whole) if whole.size else whole
 
 
 def map_whole(

@@ -25,7 +25,12 @@ from jax.typing import ArrayLike, DTypeLike
 from demo_optax._src import axes, checks, metrics, participation, transport
 from demo_optax._src.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, widest
 from demo_optax._src.compression import Compression, MomentumFormat, Plan, make_plan, packet
-from demo_optax._src.compression.bits import checksum, contiguous_strides, round_stochastically
+from demo_optax._src.compression.bits import (
+    checksum,
+    contiguous_strides,
+    hashes,
+    round_stochastically,
+)
 from demo_optax._src.compression.packet import Message, Origin, Packets
 from demo_optax._src.compression.plan import Part, shared_positions
 from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
@@ -200,9 +205,6 @@ class Momentum:
         intact = participation.is_intact(state.precondition, initial, exchange.axis_name, sharded)
         old = participation.choose_state(intact, state.precondition, initial)
         gradient, new = self.precondition.update(gradient, old, params, **extra_args)
-        usable = participation.decide(gradient, exchange.axis_name, sharded=sharded)
-        old = participation.choose_state(usable | ~participates, old, initial)
-        participates &= usable
         precondition = participation.choose(participates, new, old)
         factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
 
@@ -229,9 +231,9 @@ class Momentum:
             coded, message = packet.encode(sections, selected)
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
-            return energy, restarted, rows, round_part(part, part.pack(momenta))
+            return energy, restarted, rows, list(map(rounded, part.pack(momenta), bits(part)))
 
-        round_part = self._rounding(plan, gradient, extra_args, step, worker, 0)
+        rounded, bits = self._rounding(plan, gradient, extra_args, step, worker, 0)
         energies, restarted, rows, momentum = zip(
             *plan.map_parts(
                 send_part,
@@ -255,7 +257,7 @@ class Momentum:
         )
         layout, owners = exchange.layout(plan), exchange.packets_per_worker()
         origin = Origin(step, worker * owners + jnp.arange(owners, dtype=jnp.int32))
-        packets = packet.build(layout, header, coded, message, participates, origin)
+        packets = packet.build(layout, header, list(coded), message, participates, origin)
         return Outbox(packets, message, factor, step, jnp.int32(MESSAGE)), state._replace(
             momentum=_as_tree(state.momentum, momentum),
             precondition=precondition,
@@ -284,32 +286,32 @@ class Momentum:
             accepted = [jnp.where(is_there, fraction, 0.0) for fraction in aggregate.accepted]
 
         # Put back: m <- m + alpha (1 - a) q_hat
-        round_part = self._rounding(plan, like, extra_args, state.count, worker, 1)
+        rounded, bits = self._rounding(plan, like, extra_args, state.count, worker, 1)
         redrawn = is_redrawn(self.compression.transform)
+        new_basis = state.count if redrawn and self._is_delayed else None
 
-        def put_back_part(part: Part, rows, stored):
-            momenta = part.unpack(stored)
-            step = state.count if redrawn and self._is_delayed else None
-            return round_part(part, part.pack(part.add(momenta, rows, step)))
+        def put_back(part: Part, rows, stored):
+            return part.add_to_stored(stored, rows, rounded, bits(part), new_basis)
 
-        def put_back(momentum, message, returned):
-            rows = plan.split_rows(_rows(message, returned))
-            parts = plan.map_parts(put_back_part, rows, plan.per_part(momentum))
-            return _as_tree(momentum, parts)
+        def put_back_all(_, momentum):
+            rows = plan.split_rows(_rows(outbox.message, returned))
+            return _as_tree(momentum, plan.map_parts(put_back, rows, plan.per_part(momentum)))
+
+        def advance(_, momentum):
+            return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
         def advance_part(part: Part, stored):
-            return round_part(part, part.pack(part.unpack(stored, state.count)))
-
-        def advance(momentum):
-            parts = plan.map_parts(advance_part, plan.per_part(momentum))
-            return _as_tree(momentum, parts)
+            momenta = part.pack(part.unpack(stored, state.count))
+            return list(map(rounded, momenta, bits(part)))
 
         momentum = state.momentum
         if redrawn and packets is not None:  # a worker that did not send has the old basis
-            momentum = _where(~state.sent, advance, momentum)
+            momentum = jax.lax.fori_loop(state.sent.astype(jnp.int32), 1, advance, momentum)
         returned = [outbox.factor * (1 - fraction) for fraction in accepted]
         returns = jnp.array([jnp.any(x != 0) for x in returned], bool).any()
-        momentum = _where(returns, put_back, momentum, outbox.message, returned)
+        # Not a conditional, since XLA would copy what that returns
+        passes = returns.astype(jnp.int32)
+        momentum = jax.lax.fori_loop(0, passes, put_back_all, momentum)
 
         def invert(part: Part, means):
             # Inverse: u = T^-1(q_bar)
@@ -325,43 +327,53 @@ class Momentum:
             sent=jnp.full_like(state.sent, False),
         )
 
-    def undelivered(self, state: DecoupledMomentumState, outbox: Outbox | None, like) -> Any:
-        """Returns T^-1 of the momentum and of a message under way, as a tree like ``like``."""
+    def undelivered(
+        self, state: DecoupledMomentumState, outbox: Outbox | None, like, after
+    ) -> Any:
+        """Returns T^-1 of the momentum and of a message under way, as a tree like ``like``.
+
+        It is computed after the arrays ``after``, so that XLA does not merge the products of both.
+        """
         plan, step = self._plan_of(like), state.count - 1 + state.sent.astype(jnp.int32)
 
-        def invert(part: Part, rows, stored):
+        def invert(part: Part, stored, rows):
             momenta = part.unpack(stored)
             momenta = part.add(momenta, rows) if outbox else momenta
             return part.inverse(list(map(jnp.concatenate, momenta)), step)
 
         factors = [outbox.factor] * len(plan.sections) if outbox else []
         rows = plan.split_rows(_rows(outbox.message, factors)) if outbox else [()] * len(plan.parts)
-        tensors = _as_tree(like, plan.map_parts(invert, rows, plan.per_part(state.momentum)))
+        stored = plan.per_part(state.momentum)
+        parts = plan.map_parts(invert, stored, rows, after=jax.tree.leaves(after))
+        tensors = _as_tree(like, parts)
         return jax.tree.map(in_dtype_of, tensors, like)
 
     def _rounding(
         self, plan: Plan, tree, extra_args, step: IntScalar, worker: IntScalar, purpose: int
-    ) -> Callable[[Part, Sequence[Any]], list[Any]]:
-        """Returns a function that rounds a part's arrays to the dtype in which they are stored.
+    ) -> tuple[Callable, Callable[[Part], list[Any]]]:
+        """Returns a function that rounds to the stored dtype, and one that makes its random bits.
 
-        The random bits follow from the step, the worker and the place in the whole tensor, so that
-        devices that hold copies of a shard round alike.
+        The bits follow from the step, the worker and the place in the whole tensor, so that devices
+        that hold copies of a shard round alike.
         """
         specs = axes.specs_of_leaves(tree, extra_args)
 
-        def rounded(number: int, x):
-            grid = plan.geometries[number].grid
+        def bits_of_tensor(number: int):
+            *grid, n = plan.geometries[number].stored_shape
             names = [*map(axes.names, specs[number]), *[()] * len(grid)][: len(grid)]
             whole = [n * axes.size(over or None) for n, over in zip(grid, names, strict=True)]
-            strides = contiguous_strides((*whole, x.shape[-1]))
+            strides = contiguous_strides((*whole, n))
             first = jnp.zeros((), jnp.uint32)
-            for n, over, stride in zip(grid, names, strides, strict=False):
-                first += axes.index(over).astype(jnp.uint32) * jnp.uint32(n * stride % 2**32)
+            for size, over, stride in zip(grid, names, strides, strict=False):
+                first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
             words = [step, worker, jnp.int32(number), jnp.int32(purpose)]
             seed = checksum(jnp.stack(words).astype(jnp.uint32))
-            return round_stochastically(x, self.momentum_dtype, seed, first, strides)
+            return hashes(jnp.broadcast_to(seed, (*grid, n)), first, strides)
 
-        return lambda part, arrays: list(map(rounded, range(*part.tensors), arrays))
+        def rounded(x, bits):
+            return round_stochastically(x, self.momentum_dtype, bits)
+
+        return rounded, lambda part: list(map(bits_of_tensor, range(*part.tensors)))
 
     # --- the plan of the tensors, and the outbox that a delay keeps
 
@@ -408,12 +420,6 @@ class Momentum:
             STATIC_NODES,
         )
         return plan
-
-
-def _where(condition: BoolScalar, change: Callable, tree, *args) -> Any:
-    """Returns ``change(tree, *args)`` if the condition holds, else the tree itself."""
-    branches = axes.branches_of_one_type(change, lambda tree, *args: tree, tree, *args)
-    return jax.lax.cond(condition, *branches, tree, *args)
 
 
 def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:

@@ -387,9 +387,10 @@ def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
 def _in_float32(
     tx: optax.GradientTransformation, stored: DTypeLike | None = None
 ) -> optax.GradientTransformation:
-    """Computes a transformation in float32 or wider, and stores its state so or as ``stored``.
+    """Computes a transformation in float32 or wider, and keeps its state so.
 
-    In bfloat16 a second moment with a decay of 0.999 would never decrease.
+    In bfloat16 a second moment with a decay of 0.999 would never decrease. State and results are of
+    the dtype ``stored``, if it is given.
     """
 
     def init_fn(params):
@@ -401,6 +402,7 @@ def _in_float32(
         wide = jax.tree.map(upcast, state) if stored else state
         with jax.numpy_dtype_promotion("standard"):  # which optax's correction of a bias needs
             new, wide = tx.update(jax.tree.map(upcast, updates), wide)
-        return jax.tree.map(in_dtype_of, new, updates), jax.tree.map(in_dtype_of, wide, state)
+        new = jax.tree.map(lambda x, u: x.astype(stored or u.dtype), new, updates)
+        return new, jax.tree.map(in_dtype_of, wide, state)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -70,16 +70,16 @@ class Bins:
         )
 
     def add(
-        self, blocks: Float[Array, "blocks n"], places: Places, values: Float[Array, "blocks k"]
-    ) -> Float[Array, "blocks n"]:
+        self, blocks: Shaped[Array, "blocks n"], places: Places, values: Shaped[Array, "blocks k"]
+    ) -> Shaped[Array, "blocks n"]:
         return self.add_all(blocks, places[None], values[None])
 
     def add_all(
         self,
-        blocks: Float[Array, "blocks n"],
+        blocks: Shaped[Array, "blocks n"],
         places: AllPlaces,
-        values: Float[Array, "workers blocks k"],
-    ) -> Float[Array, "blocks n"]:
+        values: Shaped[Array, "workers blocks k"],
+    ) -> Shaped[Array, "blocks n"]:
         def by_scatter(blocks: Array, places: AllPlaces, values: Array) -> Array:
             return sparse.scatter_all(blocks, self.in_block(places), values)
 
@@ -122,10 +122,10 @@ class Bins:
 
     def _add_by_comparison(
         self,
-        blocks: Float[Array, "blocks n"],
+        blocks: Shaped[Array, "blocks n"],
         places: AllPlaces,
-        values: Float[Array, "workers blocks k"],
-    ) -> Float[Array, "blocks n"]:
+        values: Shaped[Array, "workers blocks k"],
+    ) -> Shaped[Array, "blocks n"]:
         total = self._binned(blocks, 0)
         for place, value in zip(places, values, strict=True):
             total += jnp.where(_here(place, total), value.T[None], 0)

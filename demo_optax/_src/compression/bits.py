@@ -140,23 +140,18 @@ def _unsigned(dtype: DTypeLike) -> str:
 
 
 def round_stochastically(
-    x: Float[Array, "*shape"],
-    dtype: DTypeLike,
-    seed: UInt32[Array, ""],
-    first: ArrayLike = 0,
-    strides: tuple[int, ...] | None = None,
+    x: Float[Array, "*shape"], dtype: DTypeLike, bits: UInt32[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Rounds numbers up or down to bfloat16 at random, so that the expected value is the number.
 
     Rounding to nearest would lose every change that is smaller than half a step. The upper 16 bits
-    of a float32 are a bfloat16, so random bits are added to the lower ones, which are then dropped.
-    They are a hash of the seed and of each number's place; ``first`` and ``strides`` are those of
-    `hashes`. A finite number never becomes infinite. Other dtypes are rounded to nearest.
+    of a float32 are a bfloat16, so random ``bits`` are added to the lower ones, which are then
+    dropped. A finite number never becomes infinite. Other dtypes are rounded to nearest.
     """
     if jnp.dtype(dtype) != jnp.bfloat16:
         return x.astype(dtype)
     largest = float(jnp.finfo(jnp.bfloat16).max)
     words = to_words(jnp.clip(x.astype(jnp.float32), -largest, largest))
-    noise = hashes(jnp.broadcast_to(seed, x.shape), first, strides) >> 16
-    rounded = jax.lax.bitcast_convert_type(((words + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    words = (words + (bits >> 16)) >> 16
+    rounded = jax.lax.bitcast_convert_type(words.astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isnan(x), jnp.bfloat16(jnp.nan), rounded)

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Int32, Shaped
 
 from demo_optax._src.arrays import IntScalar
 from demo_optax._src.compression import sparse
@@ -86,10 +86,10 @@ class SharedSlice:
 
     def add(
         self,
-        blocks: Float[Array, "blocks n"],
+        blocks: Shaped[Array, "blocks n"],
         starts: Int32[Array, "blocks 1"],
-        values: Float[Array, "blocks k"],
-    ) -> Float[Array, "blocks n"]:
+        values: Shaped[Array, "blocks k"],
+    ) -> Shaped[Array, "blocks n"]:
         values = values.astype(blocks.dtype)
         last, beyond = self._ends(starts)
         both = jnp.concatenate([jnp.zeros_like(values)] * 2, axis=1)
@@ -127,10 +127,10 @@ class AllCoefficients:
 
     def add(
         self,
-        blocks: Float[Array, "blocks n"],
+        blocks: Shaped[Array, "blocks n"],
         positions: Int32[Array, "blocks 0"],
-        values: Float[Array, "blocks n"],
-    ) -> Float[Array, "blocks n"]:
+        values: Shaped[Array, "blocks n"],
+    ) -> Shaped[Array, "blocks n"]:
         del positions
         return blocks + values.astype(blocks.dtype)
 

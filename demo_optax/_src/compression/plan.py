@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from demo_optax._src.arrays import (
     Coefficients,
@@ -33,6 +33,7 @@ from demo_optax._src.arrays import (
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.bits import true_once_computed
 from demo_optax._src.compression.blocks import BlockGeometry, Piece
+from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import Message, Section
 from demo_optax._src.compression.settings import Compression, MomentumFormat
 
@@ -115,26 +116,34 @@ class Part:
             return [[tree] for tree in by_group]
         return [group.divide(tree) for group, tree in zip(self.groups, by_group, strict=True)]
 
-    def unpack(self, stored: Sequence[Stored], step: IntScalar | None = None) -> Momenta:
-        """Unpacks the stored arrays into momenta for each group, in float32 or wider.
-
-        Given a step, it also changes them from the basis of the previous step to that of this one.
-        """
-        momenta = []
+    def cut(self, stored: Sequence[Shaped[Array, "*_grid _n"]]) -> list[list[Any]]:
+        """Cuts stored arrays into the blocks of each group, without the padding."""
+        blocks = []
         for group in self.groups:
             pieces = []
             for number, piece in group.members:
                 bounds = *piece.in_grid, (0, piece.block_size)
                 x = stored[number][tuple(itertools.starmap(slice, bounds))]
-                pieces.append(upcast(x.reshape(piece.num_blocks, piece.block_size)))
-            pieces = [jnp.concatenate(pieces)] if self.merged else pieces
-            if step is not None:
-                pieces = [self.momentum_format.advance(x, group.sides, step) for x in pieces]
-            momenta.append(pieces)
-        return momenta
+                pieces.append(x.reshape(piece.num_blocks, piece.block_size))
+            blocks.append([jnp.concatenate(pieces)] if self.merged else pieces)
+        return blocks
+
+    def unpack(self, stored: Sequence[Stored], step: IntScalar | None = None) -> Momenta:
+        """Returns the stored momenta of each group, in float32 or wider.
+
+        Given a step, it also changes them from the basis of the previous step to that of this one.
+        """
+        momenta: Momenta = jax.tree.map(upcast, self.cut(stored))
+        if step is None:
+            return momenta
+        pairs = zip(self.groups, momenta, strict=True)
+        return [
+            [self.momentum_format.advance(x, group.sides, step) for x in pieces]
+            for group, pieces in pairs
+        ]
 
     def pack(self, momenta: Momenta) -> list[Stored]:
-        """Packs momenta into one array per tensor, padded with zeros; inverts `unpack`."""
+        """Packs momenta into one array per tensor, padded with zeros; inverts `cut`."""
         shapes, pieces = [geometry.stored_shape for geometry in self.geometries], []
         for group, arrays in zip(self.groups, momenta, strict=True):
             arrays = group.divide(arrays[0]) if self.merged else arrays
@@ -160,23 +169,46 @@ class Part:
         self,
         momenta: Momenta,
         message: Sequence[tuple[Positions, Values, Float[Array, "_blocks 1"]]],
-        step: IntScalar | None = None,
     ) -> Momenta:
-        """Adds a message to the momenta: positions, values and factors for each group.
-
-        Given a step, the message is in the basis of the previous one, and the momenta in its own.
-        """
+        """Adds a message to the momenta: positions, values and factors for each group."""
         result = []
         for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True):
             add, sums = group.selector.add, []
             for m, (positions, values, factors) in zip(pieces, rows, strict=True):
-                if step is None:
-                    sums.append(add(m, positions, factors * values))
-                else:
-                    added = add(jnp.zeros_like(m), positions, factors * values)
-                    sums.append(m + self.momentum_format.advance(added, group.sides, step))
+                sums.append(add(m, positions, factors * values))
             result.append(sums)
         return result
+
+    def add_to_stored(
+        self,
+        stored: Sequence[Stored],
+        message: Sequence[tuple[Positions, Values, Float[Array, "_blocks 1"]]],
+        rounded: Callable[[Array, Array], Array],
+        bits: Sequence[UInt32[Array, "*_grid _n"]],
+        step: IntScalar | None = None,
+    ) -> list[Stored]:
+        """Adds a message to stored momenta, of which nothing else is computed or rounded.
+
+        ``rounded`` rounds sums with random ``bits`` to the stored dtype. Given a step, the message
+        is in the basis of the previous one, and the momenta in its own.
+        """
+        result = []
+        parts = self.groups, self.cut(stored), self.cut(bits), self.split(message)
+        for group, momenta, noise, rows in zip(*parts, strict=True):
+            sums = []
+            for m, b, (positions, values, factors) in zip(momenta, noise, rows, strict=True):
+                selector, added = group.selector, factors * values
+                if step is not None:
+                    dense = selector.add(jnp.zeros(m.shape), positions, added)
+                    added = self.momentum_format.advance(dense, group.sides, step)
+                    selector, positions = AllCoefficients(m.shape[1]), positions[:, :0]
+                old = selector.take(m, positions)
+                new = rounded(upcast(old) + added, selector.take(b, positions))
+                # The difference of two integers is exact, unlike that of two floats.
+                words, old, new = (x.view(f"uint{8 * x.dtype.itemsize}") for x in (m, old, new))
+                sums.append(selector.add(words, positions, new - old).view(m.dtype))
+            result.append(sums)
+        return self.pack(result)
 
     def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         members = [member for group in self.groups for member in group.members]
@@ -201,8 +233,10 @@ class Plan:
     sections: tuple[Section, ...]
     sides: tuple[Shape, ...]
 
-    def map_parts(self, stage: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        """Calls ``stage(part, *its_arguments)`` for one part after another.
+    def map_parts(
+        self, stage: Callable[..., Any], *arguments: Sequence[Any], after: Sequence[Array] = ()
+    ) -> list[Any]:
+        """Calls ``stage(part, *its_arguments)`` for one part after another, and ``after`` arrays.
 
         The arguments of a part depend on results of the previous part, so that XLA neither holds
         the temporary arrays of all parts in memory nor merges their products. Since XLA removes
@@ -213,7 +247,7 @@ class Plan:
         in the last element of a tuple; memory would grow if it waited for the others as well. Each
         of the further ``arguments`` holds one tree per part.
         """
-        results, previous = [], []
+        results, previous = [], [x for x in after if x.size]
         for part, *trees in zip(self.parts, *arguments, strict=True):
             if previous and part.merged:
                 first = [x.reshape(-1)[0] for x in previous]

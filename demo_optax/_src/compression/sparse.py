@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 from demo_optax._src import axes
 from demo_optax._src.compression.transforms import product
 
-Dense = Float[Array, "blocks n"]
+Dense = Shaped[Array, "blocks n"]
 BlockPositions = Int[Array, "blocks k"]
 WorkerPositions = Int[Array, "workers blocks k"]
-WorkerValues = Float[Array, "workers blocks k"]
+WorkerValues = Shaped[Array, "workers blocks k"]
 
 STRIDED_GROUP_SIZE = 8  # elements
 _LANES = 128  # a TPU pads narrower arrays to this width of its vectors in memory
@@ -29,9 +29,10 @@ def take(blocks: Shaped[Array, "blocks n"], positions: BlockPositions) -> Shaped
     return jnp.take_along_axis(blocks, positions, axis=-1, mode="promise_in_bounds")
 
 
-def add(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
-    """Adds values to blocks, at positions that are unique in each."""
-    compare = positions.shape[1] <= _MOST_COMPARISONS
+def add(blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]) -> Dense:
+    """Adds floats or integers to blocks, at positions that are unique in each."""
+    is_float = jnp.issubdtype(blocks.dtype, jnp.floating)
+    compare = positions.shape[1] <= _MOST_COMPARISONS or not is_float
     return jax.lax.platform_dependent(
         blocks,
         positions,
@@ -61,14 +62,14 @@ def sender_weight_sums(
     return sums.reshape(workers, k, blocks).transpose(0, 2, 1)
 
 
-def scatter(blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]) -> Dense:
+def scatter(blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]) -> Dense:
     rows = jnp.arange(len(blocks))[:, None]
     return blocks.at[rows, positions].add(values, unique_indices=True, mode="promise_in_bounds")
 
 
 def scatter_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
     def add(
-        blocks: Dense, worker: tuple[BlockPositions, Float[Array, "blocks k"]]
+        blocks: Dense, worker: tuple[BlockPositions, Shaped[Array, "blocks k"]]
     ) -> tuple[Dense, None]:
         return scatter(blocks, *worker), None
 
@@ -94,7 +95,7 @@ def largest_by_strided_groups(
 
 
 def _add_by_comparison(
-    blocks: Dense, positions: BlockPositions, values: Float[Array, "blocks k"]
+    blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]
 ) -> Dense:
     # The blocks come last, as in the layout in which a TPU's products leave the coefficients.
     place = jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None]
