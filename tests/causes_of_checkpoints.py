@@ -27,7 +27,7 @@ BY_OWNERS = {"states": {"[0]": {"momenta": [], "kept": {".residual[0]": LEAF}}}}
 def residuals_of(momenta):
     """Restores residuals for other momenta; None stands for an exchange that keeps none."""
     kept = {} if momenta is None else {".residual[0]": LEAF}
-    wanted = {"states": {"[0]": {"momenta": momenta, "kept": kept}}}
+    wanted = {"states": {"[0]": {"momenta": momenta, "kept": kept, "outbox": {}}}}
     elastic.divide_residuals(OWED, BY_OWNERS, OWED, wanted)
 
 

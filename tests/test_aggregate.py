@@ -166,7 +166,7 @@ def test_demo_scaled_steps_by_the_root_of_the_mean_over_all_workers(weight_decay
     shape, rate, decay, b2 = (8, 12), lambda step: 0.1 / (1 + step), 0.98, 0.99
     compression = demo_optax.Compression(topk=3, block_side=4)
     options = dict(eps=0.3, weight_decay=weight_decay, axis_name="data")  # without ties
-    tx = demo_optax.demo_scaled(rate, compression, **options)
+    tx = demo_optax.demo_scaled(rate, compression, momentum_dtype="float32", **options)
     rng = np.random.default_rng(0)
     params = rng.normal(size=shape).astype(np.float32)
     state = jax.tree.map(lambda x: np.stack([x] * WORKERS), tx.init(params))

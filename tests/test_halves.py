@@ -150,7 +150,7 @@ def test_both_halves_in_a_scan_and_with_donated_states():
 
     scanned = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(5)), donate_argnums=0)
     (there, state), steps = scanned((params, init(params)))
-    assert steps.tolist() == [*range(5)] and int(state[0].sent) == -1
+    assert steps.tolist() == [*range(5)] and not state[0].sent
     here, taken = (initial(), init(initial())), jax.jit(step, donate_argnums=0)
     for number in range(5):
         here, _ = taken(here, jnp.int32(number))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 import demo_optax
+from demo_optax._src.exchange.protocol import MESSAGE
 
 EVERY, SHAPE, WORKERS = 2, (8, 8), 3
 RATE = 2.0**-3
@@ -52,7 +53,7 @@ class Simulated:
         gradient = self.random.integers(-8, 9, SHAPE).astype(np.float32)
         outbox, self.state = self.send_half(gradient, self.state, x, worker=self.number)
         self.went -= RATE * gradient
-        if int(outbox.step) >= 0:
+        if int(outbox.status) == MESSAGE:
             assert self.outbox is None
             self.outbox = outbox
 

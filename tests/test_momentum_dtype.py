@@ -59,6 +59,7 @@ def test_rounding_takes_a_neighbour_and_keeps_the_mean():
 
 def test_rounding_changes_no_number_that_needs_none_and_keeps_what_is_not_finite():
     exact = jnp.arange(2**16, dtype=jnp.uint16).view(jnp.bfloat16)
+    exact = jnp.where(jnp.abs(exact) < jnp.finfo(jnp.bfloat16).tiny, 0, exact)  # as CPUs may do
     bits = hashes(jnp.full(exact.shape, 3, jnp.uint32))
     rounded = round_stochastically(exact.astype(jnp.float32), "bfloat16", bits)
     finite = np.isfinite(np.asarray(exact, np.float32))

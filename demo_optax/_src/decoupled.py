@@ -134,7 +134,7 @@ class LookAheadState(NamedTuple):
       >>> import demo_optax
       >>> tx = demo_optax.demo_scaled(0.1, look_ahead=1.0)
       >>> tx.init(jnp.ones(3))[2].displacement
-      Array([0., 0., 0.], dtype=float32)
+      Array([0, 0, 0], dtype=bfloat16)
     """
 
     displacement: optax.Updates
@@ -243,8 +243,8 @@ class Decoupled:
         displacement = jax.tree.map(zeros, unboxed(params))
         return *state, LookAheadState(axes.as_varying(displacement, self.exchange.axis_name))
 
-    def update(self, gradient, state, params=None, **extra_args) -> Any:
-        return self.step(gradient, state, params, **extra_args)[:2]
+    def update(self, updates, state, params=None, **extra_args) -> Any:
+        return self.step(updates, state, params, **extra_args)[:2]
 
     def step(self, gradient, state, params=None, **extra_args) -> tuple[Any, Any, Outbox]:
         """Updates, and also returns the outbox that was sent."""
@@ -264,6 +264,7 @@ class Decoupled:
         return outbox, (momentum, state[1], *ahead)
 
     def apply(self, packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
+        outbox = jax.tree.map(jnp.asarray, outbox)  # it may come from files
         aggregate, momentum = self.momentum.apply(
             packets, outbox, state[0], params, worker=worker, **extra_args
         )

@@ -97,8 +97,9 @@ class Fragments:
                 f"the parameters are sharded inside a worker, over {sharded}, but fragments are "
                 "cut from whole parameters: leave out param_specs, or leave out fragments."
             )
-        number, outbox = state.round % self.count, state.pending.outbox
+        number = state.round % self.count
         own, cut = self._state_of(state.outer, params, number), self._cut(params, number)
+        outbox = state.pending.restored(self._plan_of_packets(cut))
         carried = outbox.packets if self.outer.exchange.axis_name is None else None
         updates, new = self.outer.apply(carried, outbox, own, cut, **extra_args)
         was_sent, was_taken = outbox.status == MESSAGE, outbox.factor > 0

@@ -116,19 +116,19 @@ def orthogonalize(given: Any, axis_name: AxisName) -> optax.GradientTransformati
 
 
 def scale_by_output_rms(given: Any, b2: Any, eps: Any) -> optax.GradientTransformationExtraArgs:
-    """Divides matrices by a root mean square for each index of their output and batch dimensions.
+    """Divides each matrix by a root mean square for every index of its output and batch dimensions.
 
     The mean is over ``reduction_axis``, and over steps with the decay ``b2``. The state holds it as
-    a tree like the parameters, float32, in which the dimensions of the mean have the length 1. All
-    leaves must be matrices by `dimension_numbers`.
+    a tree like the parameters, float32, in which the dimensions of the mean have the length 1. What
+    is no matrix by `dimension_numbers` has a mean square over steps for each element.
     """
 
     def rows_of(tree) -> list[tuple[int, ...]]:
-        leaves, numbers = jax.tree.leaves(tree), dimension_numbers(given, tree)
-        return [_rows_and_columns(own, x.ndim)[0] for x, own in zip(leaves, numbers, strict=True)]
+        pairs = zip(jax.tree.leaves(tree), dimension_numbers(given, tree), strict=True)
+        return [_rows_and_columns(own, x.ndim)[0] if own else () for x, own in pairs]
 
     def init_fn(params):
-        leaves, structure = jax.tree.flatten(params)
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
         pairs = zip(leaves, rows_of(params), strict=True)
         zeros = [jnp.zeros_like(jnp.sum(upcast(x), rows, keepdims=True)) for x, rows in pairs]
         return optax.scale_by_rms(bias_correction=True).init(structure.unflatten(zeros))
@@ -136,13 +136,13 @@ def scale_by_output_rms(given: Any, b2: Any, eps: Any) -> optax.GradientTransfor
     def update_fn(updates, state, params=None, **extra_args):
         del params
         leaves, structure = jax.tree.flatten(updates)
-        rows, specs = rows_of(updates), axes.specs_of_leaves(updates, extra_args)
         sums, over, numbers = [], [], []
-        for x, own, spec in zip(leaves, rows, specs, strict=True):
+        specs = axes.specs_of_leaves(updates, extra_args)
+        for x, rows, spec in zip(leaves, rows_of(updates), specs, strict=True):
             by_dimension = (*map(axes.names, spec), *[()] * x.ndim)
-            over.append(tuple(name for i in own for name in by_dimension[i]))
-            sums.append(jnp.sum(jnp.square(upcast(x)), own, keepdims=True))
-            numbers.append(math.prod(x.shape[i] for i in own) * axes.size(over[-1] or None))
+            over.append(tuple(name for i in rows for name in by_dimension[i]))
+            sums.append(jnp.sum(jnp.square(upcast(x)), rows, keepdims=True))
+            numbers.append(math.prod(x.shape[i] for i in rows) * axes.size(over[-1] or None))
         totals = sum_over_shards(sums, over)
         means = [x / max(number, 1) for x, number in zip(totals, numbers, strict=True)]
         with jax.numpy_dtype_promotion("standard"):  # which optax's correction of a bias needs

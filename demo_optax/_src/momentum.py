@@ -13,7 +13,7 @@ of workers, unless `apply` is not given the packets and lets the exchange carry 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -36,7 +36,15 @@ from demo_optax._src.compression.plan import Part, shared_positions
 from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Exchange
-from demo_optax._src.exchange.protocol import EMPTY, MEANS, MESSAGE, Mean, Outbox, Pending
+from demo_optax._src.exchange.protocol import (
+    EMPTY,
+    IN_ROUND,
+    MEANS,
+    MESSAGE,
+    Mean,
+    Outbox,
+    Pending,
+)
 from demo_optax._src.metrics import ExchangeMetrics
 
 MESSAGE_WEIGHT = "message_weight"
@@ -138,15 +146,15 @@ class Momentum:
             shapes=TensorShapes(x.shape for x in plan.geometries),
         )
 
-    def update(self, gradient, state, params=None, **extra_args) -> Any:
-        return self.step(gradient, state, params, **extra_args)[:2]
+    def update(self, updates, state, params=None, **extra_args) -> Any:
+        return self.step(updates, state, params, **extra_args)[:2]
 
     def step(self, gradient, state, params=None, **extra_args) -> tuple[Any, Any, Outbox]:
         """Updates, and also returns the outbox that was sent."""
         worker = axes.index(self.exchange.axis_name)
         plan = self._plan_to_send(gradient, state)
         outbox, state = self._send(plan, gradient, state, params, worker, extra_args)
-        arriving = state.pending.outbox if self._is_delayed else outbox
+        arriving = state.pending.restored(plan) if self._is_delayed else outbox
         updates, state = self._apply(plan, None, arriving, state, gradient, worker, extra_args)
         return updates, state._replace(pending=self._kept(outbox)), outbox
 
@@ -205,6 +213,9 @@ class Momentum:
         intact = participation.is_intact(state.precondition, initial, exchange.axis_name, sharded)
         old = participation.choose_state(intact, state.precondition, initial)
         gradient, new = self.precondition.update(gradient, old, params, **extra_args)
+        usable = participation.decide(gradient, exchange.axis_name, sharded=sharded)
+        old = participation.choose_state(usable | ~participates, old, initial)
+        participates &= usable
         precondition = participation.choose(participates, new, old)
         factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
 
@@ -231,9 +242,10 @@ class Momentum:
             coded, message = packet.encode(sections, selected)
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
-            return energy, restarted, rows, list(map(rounded, part.pack(momenta), bits(part)))
+            bits = self._bits(plan, part, specs, step, worker, 0)
+            return energy, restarted, rows, list(map(self._rounded, part.pack(momenta), bits))
 
-        rounded, bits = self._rounding(plan, gradient, extra_args, step, worker, 0)
+        specs = axes.specs_of_leaves(gradient, extra_args)
         energies, restarted, rows, momentum = zip(
             *plan.map_parts(
                 send_part,
@@ -258,7 +270,9 @@ class Momentum:
         layout, owners = exchange.layout(plan), exchange.packets_per_worker()
         origin = Origin(step, worker * owners + jnp.arange(owners, dtype=jnp.int32))
         packets = packet.build(layout, header, list(coded), message, participates, origin)
-        return Outbox(packets, message, factor, step, jnp.int32(MESSAGE)), state._replace(
+        # A second message in a step must not be applied.
+        status = jnp.where(state.sent, IN_ROUND, MESSAGE).astype(jnp.int32)
+        return Outbox(packets, message, factor, step, status), state._replace(
             momentum=_as_tree(state.momentum, momentum),
             precondition=precondition,
             sent=jnp.full_like(state.sent, True),
@@ -285,33 +299,36 @@ class Momentum:
             is_there = (worker >= 0) & jnp.all(packets[worker] == outbox.packet)
             accepted = [jnp.where(is_there, fraction, 0.0) for fraction in aggregate.accepted]
 
-        # Put back: m <- m + alpha (1 - a) q_hat
-        rounded, bits = self._rounding(plan, like, extra_args, state.count, worker, 1)
+        # Put back: m <- m + alpha (1 - a) q_hat, in a loop of at most one pass, since XLA would
+        # copy what a conditional returns. The random bits depend on the pass, or XLA would compute
+        # all of them in advance.
+        specs = axes.specs_of_leaves(like, extra_args)
+        returned = [outbox.factor * (1 - fraction) for fraction in accepted]
+        returns = jnp.array([jnp.any(x != 0) for x in returned], bool).any()
         redrawn = is_redrawn(self.compression.transform)
         new_basis = state.count if redrawn and self._is_delayed else None
 
-        def put_back(part: Part, rows, stored):
-            return part.add_to_stored(stored, rows, rounded, bits(part), new_basis)
+        def put_back(number: IntScalar, momentum):
+            def put_back_part(part: Part, rows, stored):
+                bits = self._bits(plan, part, specs, state.count, worker, 1 + number)
+                return part.add_to_stored(stored, rows, self._rounded, bits, new_basis)
 
-        def put_back_all(_, momentum):
             rows = plan.split_rows(_rows(outbox.message, returned))
-            return _as_tree(momentum, plan.map_parts(put_back, rows, plan.per_part(momentum)))
+            parts = plan.map_parts(put_back_part, rows, plan.per_part(momentum))
+            return _replaced(momentum, parts)
 
-        def advance(_, momentum):
-            return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
+        def advance(number: IntScalar, momentum):
+            def advance_part(part: Part, stored):
+                bits = self._bits(plan, part, specs, state.count, worker, number)
+                momenta = part.pack(part.unpack(stored, state.count))
+                return list(map(self._rounded, momenta, bits))
 
-        def advance_part(part: Part, stored):
-            momenta = part.pack(part.unpack(stored, state.count))
-            return list(map(rounded, momenta, bits(part)))
+            return _replaced(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
-        momentum = state.momentum
+        momentum = axes.as_varying(state.momentum, tuple(axes.varying(outbox.packets)))
         if redrawn and packets is not None:  # a worker that did not send has the old basis
             momentum = jax.lax.fori_loop(state.sent.astype(jnp.int32), 1, advance, momentum)
-        returned = [outbox.factor * (1 - fraction) for fraction in accepted]
-        returns = jnp.array([jnp.any(x != 0) for x in returned], bool).any()
-        # Not a conditional, since XLA would copy what that returns
-        passes = returns.astype(jnp.int32)
-        momentum = jax.lax.fori_loop(0, passes, put_back_all, momentum)
+        momentum = jax.lax.fori_loop(0, returns.astype(jnp.int32), put_back, momentum)
 
         def invert(part: Part, means):
             # Inverse: u = T^-1(q_bar)
@@ -327,9 +344,7 @@ class Momentum:
             sent=jnp.full_like(state.sent, False),
         )
 
-    def undelivered(
-        self, state: DecoupledMomentumState, outbox: Outbox | None, like, after
-    ) -> Any:
+    def undelivered(self, state: DecoupledMomentumState, outbox: Outbox | None, like, after) -> Any:
         """Returns T^-1 of the momentum and of a message under way, as a tree like ``like``.
 
         It is computed after the arrays ``after``, so that XLA does not merge the products of both.
@@ -348,32 +363,31 @@ class Momentum:
         tensors = _as_tree(like, parts)
         return jax.tree.map(in_dtype_of, tensors, like)
 
-    def _rounding(
-        self, plan: Plan, tree, extra_args, step: IntScalar, worker: IntScalar, purpose: int
-    ) -> tuple[Callable, Callable[[Part], list[Any]]]:
-        """Returns a function that rounds to the stored dtype, and one that makes its random bits.
+    def _rounded(self, x, bits):
+        return round_stochastically(x, self.momentum_dtype, bits)
 
-        The bits follow from the step, the worker and the place in the whole tensor, so that devices
+    def _bits(
+        self, plan: Plan, part: Part, specs, step: IntScalar, worker: IntScalar, purpose: Any
+    ) -> list[Any]:
+        """Returns random bits for the stored momenta of a part.
+
+        They follow from the step, the worker and the place in the whole tensor, so that devices
         that hold copies of a shard round alike.
         """
-        specs = axes.specs_of_leaves(tree, extra_args)
 
         def bits_of_tensor(number: int):
             *grid, n = plan.geometries[number].stored_shape
             names = [*map(axes.names, specs[number]), *[()] * len(grid)][: len(grid)]
-            whole = [n * axes.size(over or None) for n, over in zip(grid, names, strict=True)]
+            whole = [size * axes.size(over or None) for size, over in zip(grid, names, strict=True)]
             strides = contiguous_strides((*whole, n))
             first = jnp.zeros((), jnp.uint32)
             for size, over, stride in zip(grid, names, strides, strict=False):
                 first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
-            words = [step, worker, jnp.int32(number), jnp.int32(purpose)]
+            words = [step, worker, jnp.int32(number), jnp.asarray(purpose, jnp.int32)]
             seed = checksum(jnp.stack(words).astype(jnp.uint32))
             return hashes(jnp.broadcast_to(seed, (*grid, n)), first, strides)
 
-        def rounded(x, bits):
-            return round_stochastically(x, self.momentum_dtype, bits)
-
-        return rounded, lambda part: list(map(bits_of_tensor, range(*part.tensors)))
+        return list(map(bits_of_tensor, range(*part.tensors)))
 
     # --- the plan of the tensors, and the outbox that a delay keeps
 
@@ -427,6 +441,12 @@ def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:
     pairs = zip(factors, message.values, strict=True)
     factors = [jnp.broadcast_to(factor, (len(values), 1)) for factor, values in pairs]
     return list(zip(*message, factors, strict=True))
+
+
+def _replaced(momentum, parts: Sequence[Sequence[Any]]):
+    """Returns the momenta of the parts as a tree; those without elements keep their types."""
+    new = _as_tree(momentum, parts)
+    return jax.tree.map(lambda x, old: x if x.size else old, new, momentum)
 
 
 def _as_tree(like, leaves_of_parts: Sequence[Sequence[Any]]):

@@ -5,7 +5,6 @@ that all of them share. Each signature is spelled out, as in optax, because
 ``optax.inject_hyperparams`` reads names and defaults from it and cannot pass on ``**options``.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -298,6 +297,7 @@ def demo_muon(
       True
     """
     checks.in_interval("b1", b1, "[0, 1)")
+    _require_moment(b2, eps)
     workers = resolve_exchange(axis_name, exchange).axis_name
 
     def is_matrix(params):
@@ -305,16 +305,12 @@ def demo_muon(
         structure: Any = jax.tree.structure(params)
         return structure.unflatten([x is not None for x in numbers])
 
-    def is_no_matrix(params):
-        return jax.tree.map(operator.not_, is_matrix(params))
-
     # A sum may overflow where the gradients do not, but a mean does not.
     momentum = optax.chain(optax.scale(1 - b1), optax.trace(b1, nesterov=True))
     precondition = optax.chain(
         optax.masked(_in_float32(momentum, momentum_dtype), is_matrix),
         orthogonalize(weight_dimension_numbers, workers),
-        optax.masked(scale_by_output_rms(weight_dimension_numbers, b2, eps), is_matrix),
-        optax.masked(_scale_by_rms(b2, eps), is_no_matrix),
+        scale_by_output_rms(weight_dimension_numbers, b2, eps),
     )
     return decoupled(
         _base(scale_by_signed_root(), learning_rate, weight_decay, mask),
@@ -378,9 +374,13 @@ def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransfo
     return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
 
 
-def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
+def _require_moment(b2, eps) -> None:
     checks.in_interval("b2", b2, "[0, 1)")
     checks.in_interval("eps", eps, "[1.2e-38, inf)")  # smaller numbers may be 0 in float32
+
+
+def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
+    _require_moment(b2, eps)
     return _in_float32(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True))
 
 

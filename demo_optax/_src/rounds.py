@@ -226,38 +226,38 @@ class LocalSteps:
             pending=pending,
         )
 
-    def update(self, gradient, state, params=None, **extra_args) -> Any:
-        ends_round, state = self._take_step(gradient, state, params, extra_args)
+    def update(self, updates, state, params=None, **extra_args) -> Any:
+        ends_round, state = self._take_step(updates, state, params, extra_args)
 
         def exchange(state):
-            change, extra, state = self._end_round(gradient, state, params, extra_args)
+            change, extra, state = self._end_round(updates, state, params, extra_args)
             if isinstance(self.outer, SplitTransformation):
                 step = self.outer.algorithm.step
-                updates, new, outbox = step(change, state.outer, params, **extra)
+                results, new, outbox = step(change, state.outer, params, **extra)
                 was_taken = outbox.factor > 0
             else:
-                updates, new = self.outer.update(change, state.outer, params, **extra)
+                results, new = self.outer.update(change, state.outer, params, **extra)
                 was_taken = extra[PARTICIPATES]
-            round_checks.require_no_other_axis(change, updates, self.axis_name)
-            return updates, self._merged(updates, change, was_taken, state._replace(outer=new))
+            round_checks.require_no_other_axis(change, results, self.axis_name)
+            return results, self._merged(results, change, was_taken, state._replace(outer=new))
 
         return step_or_skip(ends_round, exchange, lambda state: state, state)
 
-    def update_fragment(self, gradient, state, params: Any = None, **extra_args) -> Any:
+    def update_fragment(self, updates, state, params: Any = None, **extra_args) -> Any:
         parts: Any = self.fragments
-        is_due, state = self._take_step(gradient, state, params, extra_args)
+        is_due, state = self._take_step(updates, state, params, extra_args)
 
         def exchange(state):
-            updates, state = parts.deliver(state, gradient, params, extra_args, self._moved)
-            shared = optax.apply_updates(params, updates)
+            results, state = parts.deliver(state, updates, params, extra_args, self._moved)
+            shared = optax.apply_updates(params, results)
             number, weights = parts.next_number(state), state.weight
             state = state._replace(weight=weights[number])
             first = state.first_step + state.mini_step
-            change, extra, state = self._end_round(gradient, state, shared, extra_args)
+            change, extra, state = self._end_round(updates, state, shared, extra_args)
             weights = jnp.where(extra[PARTICIPATES], weights.at[number].set(0), 0)
             last = first + self.every - 1
             state = state._replace(first_step=first, last_step=last, weight=weights)
-            return updates, parts.send(change, state, shared, extra)
+            return results, parts.send(change, state, shared, extra)
 
         # Without a conditional, the exchange overlaps with the gradient.
         is_due = True if self.every == 1 else is_due
@@ -265,8 +265,11 @@ class LocalSteps:
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
         ends_round, new = self._take_step(gradient, state, params, extra_args)
-        if not isinstance(ends_round, Tracer) and ends_round:
-            transport.require_unsent(*nodes(state.outer, DecoupledMomentumState))
+        momenta = nodes(state.outer, DecoupledMomentumState)
+        if isinstance(ends_round, Tracer):  # no round ends before the result of the last one
+            ends_round &= ~jnp.array([one.sent for one in momenta]).any()
+        elif ends_round:
+            transport.require_unsent(*momenta)
 
         def send(new):
             change, extra, new = self._end_round(gradient, new, params, extra_args)

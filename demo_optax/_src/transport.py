@@ -136,10 +136,10 @@ def require_outbox(outbox: Outbox, state: Any, plan: Plan) -> None:
             "apply() the outbox that send() of the same optimizer returned."
         )
     status, step, sent, count = map(_known, (outbox.status, outbox.step, state.sent, state.count))
-    if None in (status, step, sent, count) or status == IN_ROUND:
+    if None in (status, step, sent, count) or (status == IN_ROUND and not sent):
         return
     if status != (MESSAGE if sent else EMPTY) or (sent and step != count):
-        given = "empty" if status == EMPTY else f"of step {step}"
+        kinds = {EMPTY: "empty", IN_ROUND: "of a second send()", MESSAGE: f"of step {step}"}
         needed = (
             "send() was called in it, and its message has left the momentum: give apply() the "
             "outbox that it returned, with a row of zeros if no packet came"
@@ -147,7 +147,10 @@ def require_outbox(outbox: Outbox, state: Any, plan: Plan) -> None:
             else "send() was not called in it: give apply() each outbox once, together with the "
             "state that send() returned, or tx.empty_outbox(params)"
         )
-        raise ValueError(f"the outbox is {given}, but the state is at step {count}, and {needed}.")
+        raise ValueError(
+            f"the outbox is {kinds[int(outbox.status)]}, but the state is at step {count}, and "
+            f"{needed}."
+        )
 
 
 def require_packets(packets: Any, words: int) -> int:

@@ -188,7 +188,7 @@ def test_what_devices_keep_is_not_given_to_others(exchange, change, tmp_path):
             on_eight(exchange, **others).restored(tmp_path)
         return
     restored = on_eight(exchange, **others).restored(tmp_path)
-    assert np.any(trained.state[0].exchange.packets)
+    assert np.any(trained.state[0].pending.outbox.packets)
     assert_nothing_pending(restored.state)
     assert_close(with_pending(trained, exchange), restored.state[0].momentum)
 

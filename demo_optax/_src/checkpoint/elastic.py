@@ -12,8 +12,10 @@ import numpy as np
 from demo_optax._src.arrays import widest
 from demo_optax._src.checkpoint.description import by_path, from_paths, names_kept
 from demo_optax._src.compression import Compression, make_plan
+from demo_optax._src.compression.packet import Message
 from demo_optax._src.compression.settings import MomentumFormat
 from demo_optax._src.compression.transforms import is_redrawn
+from demo_optax._src.exchange.protocol import divide
 from demo_optax._src.fragments import spread
 
 
@@ -77,13 +79,10 @@ def put_back_pending(state: dict, saved: dict) -> dict:
         for worker, *device in np.ndindex(len(factors), *sizes.values()):
             place = dict(zip(sizes, device, strict=True))
             positions, values = (
-                tuple(
-                    _of_device(state, outbox[f".message.{name}[{i}]"], worker, place)
-                    for i in range(len(plan.sections))
-                )
+                _of_device(state, outbox[f".message.{name}"], worker, place)
                 for name in ("positions", "values")
             )
-            added = _added(plan, positions, values, factors[worker])
+            added = _added(plan, Message(positions, values), factors[worker])
             for leaf, x in zip(momenta, added, strict=True):
                 name, shard = leaf["name"], [worker]
                 for cut, size in zip(leaf["cuts"], x.shape, strict=False):
@@ -123,18 +122,17 @@ def _without_progress(state: dict, fragments: dict, compression: Compression, nu
 
 
 def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> np.ndarray:
-    """Returns a device's rows of an array of its outbox. Empty arrays are not stored."""
-    dtype = np.float32 if "values" in leaf["name"] else np.int32
-    x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], dtype)))[worker]
-    sizes = [size for _, size in leaf["axes"]]
-    parts = x.reshape(*sizes, len(x) // math.prod(sizes), *x.shape[1:])
+    """Returns a device's part of an array of its outbox. Empty arrays are not stored."""
+    x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], np.int32)))[worker]
+    parts = x.reshape(*(size for _, size in leaf["axes"]), -1)
     return parts[tuple(place[axis] for axis, _ in leaf["axes"])]
 
 
 @partial(jax.jit, static_argnums=0)
-def _added(plan, positions, values, factor) -> list:
+def _added(plan, flat: Message, factor) -> list:
     """Returns the arrays that a message under way adds to a device's stored momenta."""
-    rows = [(p, v, jnp.full((len(v), 1), factor)) for p, v in zip(positions, values, strict=True)]
+    pairs = zip(*divide(plan, flat), strict=True)
+    rows = [(p, v, jnp.full((len(v), 1), factor)) for p, v in pairs]
     stored = []
     for part, own in zip(plan.parts, plan.split_rows(rows), strict=True):
         zeros = part.unpack([jnp.zeros(x.stored_shape) for x in part.geometries])

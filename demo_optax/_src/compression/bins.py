@@ -118,7 +118,8 @@ class Bins:
         self, blocks: Shaped[Array, "blocks n"], places: Places
     ) -> Shaped[Array, "blocks k"]:
         binned = self._binned(blocks, 0)
-        return jnp.sum(jnp.where(_here(places, binned), binned, 0), axis=0).T
+        taken = jnp.where(_here(places, binned), binned, 0)
+        return jnp.sum(taken, axis=0, dtype=blocks.dtype).T
 
     def _add_by_comparison(
         self,

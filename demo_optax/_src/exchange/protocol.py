@@ -6,6 +6,8 @@ name it in the ``__init__.py`` of this folder and of ``demo_optax``.
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
@@ -65,8 +67,6 @@ class Outbox(NamedTuple):
             (exchange.packets_per_worker(), exchange.layout(plan).words), jnp.uint32
         )
         message = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.message_shapes())
-        if not plan.sections:  # arrays, for which optax.tree.map_params finds those of a real state
-            message = Message(jnp.zeros((0, 0), jnp.int32), jnp.zeros((0, 0)))
         step, status = jnp.int32(0), jnp.int32(EMPTY)
         return cls(packets, message, jnp.float32(0), step, status, progress)
 
@@ -91,7 +91,8 @@ class Outbox(NamedTuple):
 class Pending(NamedTuple):
     """An outbox that a state keeps for a later step.
 
-    The static ``compression`` tells what its positions mean.
+    The positions and the values of all sections are one array each, so that the structure does not
+    depend on the parameters' shapes. The static ``compression`` tells what the positions mean.
     """
 
     outbox: Outbox
@@ -100,9 +101,26 @@ class Pending(NamedTuple):
     @classmethod
     def of(cls, outbox: Outbox, compression: Compression, axis_name: AxisName) -> "Pending":
         """Keeps an outbox, whose step and status are the same on all workers."""
-        step, status = outbox.step, outbox.status
-        outbox = axes.as_varying(outbox, axis_name)._replace(step=step, status=status)
-        return cls(outbox, compression)
+        pairs = zip(outbox.message, (jnp.int32, jnp.float32), strict=True)
+        flat: Any = [
+            jnp.concatenate([jnp.zeros(0, t), *[x.ravel() for x in xs]]) for xs, t in pairs
+        ]
+        varying = axes.as_varying(outbox._replace(message=Message(*flat)), axis_name)
+        return cls(varying._replace(step=outbox.step, status=outbox.status), compression)
+
+    def restored(self, plan: Plan) -> Outbox:
+        """Returns the outbox that was kept."""
+        return self.outbox._replace(message=divide(plan, self.outbox.message))
+
+
+def divide(plan: Plan, flat: Any) -> Message:
+    """Divides the positions and the values of a `Pending` outbox among the sections."""
+    divided = []
+    for x, shapes in zip(flat, plan.message_shapes(), strict=True):
+        ends = list(itertools.accumulate(math.prod(one.shape) for one in shapes))
+        pairs = zip(jnp.split(x, ends), shapes, strict=False)
+        divided.append(tuple(part.reshape(one.shape) for part, one in pairs))
+    return Message(*divided)
 
 
 @functools.partial(
