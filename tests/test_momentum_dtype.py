@@ -47,7 +47,7 @@ def test_rounding_takes_a_neighbour_and_keeps_the_mean():
     values = np.float32([0.3, -0.3, 1.0, 1e-3, -7.77, 1e5, 3e38, 0.0, -3.4e38])
     x, seed = jnp.asarray(np.tile(values, (20000, 1))), jnp.uint32(7)
     bits = hashes(jnp.broadcast_to(seed, x.shape))
-    rounded = np.asarray(round_stochastically(x, "bfloat16", bits), np.float64)
+    rounded = np.asarray(round_stochastically(x, bits, "bfloat16"), np.float64)
     largest = float(jnp.finfo(jnp.bfloat16).max)
     wanted = np.clip(values.astype(np.float64), -largest, largest)
     step = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(wanted)
@@ -61,7 +61,7 @@ def test_rounding_changes_no_number_that_needs_none_and_keeps_what_is_not_finite
     exact = jnp.arange(2**16, dtype=jnp.uint16).view(jnp.bfloat16)
     exact = jnp.where(jnp.abs(exact) < jnp.finfo(jnp.bfloat16).tiny, 0, exact)  # as CPUs may do
     bits = hashes(jnp.full(exact.shape, 3, jnp.uint32))
-    rounded = round_stochastically(exact.astype(jnp.float32), "bfloat16", bits)
+    rounded = round_stochastically(exact.astype(jnp.float32), bits, "bfloat16")
     finite = np.isfinite(np.asarray(exact, np.float32))
     np.testing.assert_array_equal(rounded.view(jnp.uint16)[finite], exact.view(jnp.uint16)[finite])
     np.testing.assert_array_equal(np.isnan(rounded), np.isnan(exact))

@@ -117,7 +117,7 @@ def decoupled_momentum(
         mean,
         subtraction_factor,
         momentum_dtype,
-        optax.with_extra_args_support(precondition or optax.identity()),
+        precondition,
     )
     return SplitTransformation(momentum.init, momentum.update)
 
@@ -192,21 +192,20 @@ def decoupled(
       >>> tx.init(jax.numpy.ones((64, 64)))[0].momentum.shape
       (1, 1, 4096)
     """
-    momentum = decoupled_momentum(
-        decay,
+    momentum = Momentum(
         compression,
-        axis_name=axis_name,
-        exchange=exchange,
-        gradient_weight=gradient_weight,
-        mean=mean,
-        subtraction_factor=subtraction_factor,
-        momentum_dtype=momentum_dtype,
-        precondition=precondition,
+        resolve_exchange(axis_name, exchange),
+        decay,
+        gradient_weight,
+        mean,
+        subtraction_factor,
+        momentum_dtype,
+        precondition,
     )
     checks.require_unwrapped(base)
     if look_ahead is not None:
         checks.in_interval("look_ahead", look_ahead, "[0, inf)")
-    algorithm = Decoupled(momentum.algorithm, optax.with_extra_args_support(base), look_ahead)
+    algorithm = Decoupled(momentum, optax.with_extra_args_support(base), look_ahead)
     return SplitTransformation(algorithm.init, algorithm.update)
 
 

@@ -12,6 +12,7 @@ of workers, unless `apply` is not given the packets and lets the exchange carry 
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -98,7 +99,7 @@ class Momentum:
     mean: Mean
     subtraction_factor: ArrayLike
     momentum_dtype: DTypeLike
-    precondition: optax.GradientTransformationExtraArgs
+    precondition: Any  # a transformation or None
 
     steps_per_round: ClassVar[None] = None
 
@@ -120,6 +121,8 @@ class Momentum:
             )
         checks.one_of("mean", self.mean, MEANS)
         checks.momentum_dtype("momentum_dtype", self.momentum_dtype)
+        precondition = optax.with_extra_args_support(self.precondition or optax.identity())
+        object.__setattr__(self, "precondition", precondition)
 
     def with_compression(self, compression: Compression) -> "Momentum":
         return dataclasses.replace(self, compression=compression)
@@ -129,18 +132,18 @@ class Momentum:
     def init(self, params) -> Any:  # optax's type for states has no static nodes
         checks.floating_leaves(params)
         plan, axis_name = self._plan_of(params), self.exchange.axis_name
-        stored = iter(plan.geometries)
-
-        def zeros(x):
-            return axes.varying_like(jnp.zeros(next(stored).stored_shape, self.momentum_dtype), x)
-
+        structure: Any = jax.tree.structure(unboxed(params))
+        zeros = [
+            axes.varying_like(jnp.zeros(own.stored_shape, self.momentum_dtype), x)
+            for own, x in zip(plan.geometries, jax.tree.leaves(unboxed(params)), strict=True)
+        ]
         return DecoupledMomentumState(
             count=jnp.zeros((), jnp.int32),
-            momentum=axes.as_varying(jax.tree.map(zeros, unboxed(params)), axis_name),
+            momentum=axes.as_varying(structure.unflatten(zeros), axis_name),
             precondition=axes.as_varying(self.precondition.init(params), axis_name),
             metrics=metrics.init_metrics(),
             exchange=self.exchange.init(plan),
-            pending=self._kept(Outbox.empty(plan, self.exchange)),
+            pending=self._empty_pending(plan) if isinstance(self.exchange, Delayed) else (),
             sent=jnp.array(False),
             momentum_format=self.compression.momentum_format,
             shapes=TensorShapes(x.shape for x in plan.geometries),
@@ -152,16 +155,20 @@ class Momentum:
     def step(self, gradient, state, params=None, **extra_args) -> tuple[Any, Any, Outbox]:
         """Updates, and also returns the outbox that was sent."""
         worker = axes.index(self.exchange.axis_name)
-        plan = self._plan_to_send(gradient, state)
+        plan = self._plan_for(gradient, state, to_send=True)
         outbox, state = self._send(plan, gradient, state, params, worker, extra_args)
-        arriving = state.pending.restored(plan) if self._is_delayed else outbox
+        arriving = outbox
+        if isinstance(self.exchange, Delayed):
+            arriving = state.pending.restored(plan)
+            pending = Pending.of(outbox, self.compression, self.exchange.axis_name)
+            state = state._replace(pending=pending)
         updates, state = self._apply(plan, None, arriving, state, gradient, worker, extra_args)
-        return updates, state._replace(pending=self._kept(outbox)), outbox
+        return updates, state, outbox
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
         over_axis = self.exchange.axis_name is not None and worker is None
         transport.require_carried(self.exchange, over_axis)
-        plan = self._plan_to_send(gradient, state)
+        plan = self._plan_for(gradient, state, to_send=True)
         row = transport.row_of(worker, self.exchange.axis_name)
         return self._send(plan, gradient, state, params, row, extra_args)
 
@@ -242,10 +249,14 @@ class Momentum:
             coded, message = packet.encode(sections, selected)
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
-            bits = self._bits(plan, part, specs, step, worker, 0)
-            return energy, restarted, rows, list(map(self._rounded, part.pack(momenta), bits))
+            new = [
+                round_stochastically(m, draw(number), self.momentum_dtype)
+                for number, m in enumerate(part.pack(momenta), part.tensors[0])
+            ]
+            return energy, restarted, rows, new
 
         specs = axes.specs_of_leaves(gradient, extra_args)
+        draw = functools.partial(_bits, plan, specs, (step, worker, 0))
         energies, restarted, rows, momentum = zip(
             *plan.map_parts(
                 send_part,
@@ -306,24 +317,29 @@ class Momentum:
         returned = [outbox.factor * (1 - fraction) for fraction in accepted]
         returns = jnp.array([jnp.any(x != 0) for x in returned], bool).any()
         redrawn = is_redrawn(self.compression.transform)
-        new_basis = state.count if redrawn and self._is_delayed else None
+        new_basis = state.count if redrawn and isinstance(exchange, Delayed) else None
 
         def put_back(number: IntScalar, momentum):
             def put_back_part(part: Part, rows, stored):
-                bits = self._bits(plan, part, specs, state.count, worker, 1 + number)
-                return part.add_to_stored(stored, rows, self._rounded, bits, new_basis)
+                draw = functools.partial(_bits, plan, specs, (state.count, worker, 1 + number))
+                return part.add_to_stored(
+                    stored, rows, list(map(draw, range(*part.tensors))), new_basis
+                )
 
             rows = plan.split_rows(_rows(outbox.message, returned))
             parts = plan.map_parts(put_back_part, rows, plan.per_part(momentum))
-            return _replaced(momentum, parts)
+            return _as_tree(momentum, parts)
 
         def advance(number: IntScalar, momentum):
             def advance_part(part: Part, stored):
-                bits = self._bits(plan, part, specs, state.count, worker, number)
-                momenta = part.pack(part.unpack(stored, state.count))
-                return list(map(self._rounded, momenta, bits))
+                draw = functools.partial(_bits, plan, specs, (state.count, worker, number))
+                momenta = zip(part.pack(part.unpack(stored, state.count)), stored, strict=True)
+                return [
+                    round_stochastically(x, draw(i), old.dtype) if old.size else old
+                    for i, (x, old) in enumerate(momenta, part.tensors[0])
+                ]
 
-            return _replaced(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
+            return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
         momentum = axes.as_varying(state.momentum, tuple(axes.varying(outbox.packets)))
         if redrawn and packets is not None:  # a worker that did not send has the old basis
@@ -363,63 +379,31 @@ class Momentum:
         tensors = _as_tree(like, parts)
         return jax.tree.map(in_dtype_of, tensors, like)
 
-    def _rounded(self, x, bits):
-        return round_stochastically(x, self.momentum_dtype, bits)
-
-    def _bits(
-        self, plan: Plan, part: Part, specs, step: IntScalar, worker: IntScalar, purpose: Any
-    ) -> list[Any]:
-        """Returns random bits for the stored momenta of a part.
-
-        They follow from the step, the worker and the place in the whole tensor, so that devices
-        that hold copies of a shard round alike.
-        """
-
-        def bits_of_tensor(number: int):
-            *grid, n = plan.geometries[number].stored_shape
-            names = [*map(axes.names, specs[number]), *[()] * len(grid)][: len(grid)]
-            whole = [size * axes.size(over or None) for size, over in zip(grid, names, strict=True)]
-            strides = contiguous_strides((*whole, n))
-            first = jnp.zeros((), jnp.uint32)
-            for size, over, stride in zip(grid, names, strides, strict=False):
-                first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
-            words = [step, worker, jnp.int32(number), jnp.asarray(purpose, jnp.int32)]
-            seed = checksum(jnp.stack(words).astype(jnp.uint32))
-            return hashes(jnp.broadcast_to(seed, (*grid, n)), first, strides)
-
-        return list(map(bits_of_tensor, range(*part.tensors)))
-
     # --- the plan of the tensors, and the outbox that a delay keeps
 
-    @property
-    def _is_delayed(self) -> bool:
-        return isinstance(self.exchange, Delayed)
-
-    def _kept(self, outbox: Outbox) -> Any:
-        """Returns the outbox as a state keeps it for the next step, or nothing without a delay."""
-        if not self._is_delayed:
-            return ()
+    def _empty_pending(self, plan: Plan) -> Pending:
+        outbox = Outbox.empty(plan, self.exchange)
         return Pending.of(outbox, self.compression, self.exchange.axis_name)
 
     def _plan_of(self, tree) -> Plan:
         shapes = tuple(x.shape for x in jax.tree.leaves(tree))
         return make_plan(self.compression, shapes, axes.platform())
 
-    def _plan_to_send(self, gradient, state) -> Plan:
-        checks.require_local_gradient(gradient, self.exchange.axis_name)
-        plan = self._plan_for(gradient, state)
-        transport.require_unsent(state)
-        return plan
+    def _plan_for(self, tree, state, to_send: bool = False) -> Plan:
+        """Returns the plan of these tensors, for which the state must have been made.
 
-    def _plan_for(self, tree, state) -> Plan:
-        """Returns the plan of these tensors, for which the state must have been made."""
+        What is to be sent must be local, and no message may be under way.
+        """
+        if to_send:
+            checks.require_local_gradient(tree, self.exchange.axis_name)
         plan = self._plan_of(tree)
+        is_delayed = isinstance(self.exchange, Delayed)
         leaves = [jax.ShapeDtypeStruct(x.stored_shape, jnp.float32) for x in plan.geometries]
         structure: Any = jax.tree.structure(unboxed(tree))
         needed = {
             "momentum": structure.unflatten(leaves),
             "exchange": jax.eval_shape(lambda: self.exchange.init(plan)),
-            "pending": jax.eval_shape(lambda: self._kept(Outbox.empty(plan, self.exchange))),
+            "pending": jax.eval_shape(lambda: self._empty_pending(plan)) if is_delayed else (),
             "momentum_format": self.compression.momentum_format,
             "shapes": TensorShapes(x.shape for x in plan.geometries),
         }
@@ -433,6 +417,8 @@ class Momentum:
             "remove it.",
             STATIC_NODES,
         )
+        if to_send:
+            transport.require_unsent(state)
         return plan
 
 
@@ -443,10 +429,21 @@ def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:
     return list(zip(*message, factors, strict=True))
 
 
-def _replaced(momentum, parts: Sequence[Sequence[Any]]):
-    """Returns the momenta of the parts as a tree; those without elements keep their types."""
-    new = _as_tree(momentum, parts)
-    return jax.tree.map(lambda x, old: x if x.size else old, new, momentum)
+def _bits(plan: Plan, specs: Sequence[Any], seeds: tuple[Any, ...], number: int) -> Any:
+    """Returns random bits for the stored momenta of a tensor.
+
+    They follow from the seeds, which are the step, the worker and the purpose, and from the place
+    in the whole tensor, so that devices that hold copies of a shard round alike.
+    """
+    *grid, n = plan.geometries[number].stored_shape
+    names = [*map(axes.names, specs[number]), *[()] * len(grid)][: len(grid)]
+    whole = [size * axes.size(over or None) for size, over in zip(grid, names, strict=True)]
+    strides = contiguous_strides((*whole, n))
+    first = jnp.zeros((), jnp.uint32)
+    for size, over, stride in zip(grid, names, strides, strict=False):
+        first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
+    seed = checksum(jnp.stack([jnp.asarray(x, jnp.int32) for x in (*seeds, number)]).view("uint32"))
+    return hashes(jnp.broadcast_to(seed, (*grid, n)), first, strides)
 
 
 def _as_tree(like, leaves_of_parts: Sequence[Sequence[Any]]):

@@ -97,7 +97,7 @@ def demo_scaled(
     r"""Divides each worker's gradients by the root of their second moment, before the momentum.
 
     Take it in place of `demo_muon` if the batch of a worker is small (``5 * width / tokens`` above
-    0.2, with the tokens of one worker's batch), or if memory is short.
+    0.2, with the tokens of one worker's batch).
 
     .. math::
         v_i &\leftarrow \beta_2 v_i + (1 - \beta_2) g_i^2 \\
@@ -254,7 +254,7 @@ def demo_muon(
     r"""Makes a momentum of each worker's own gradients orthogonal before the exchange of DeMo.
 
     This is the optimizer to begin with, at the learning rate of an AdamW that was tuned for the
-    same model. If the batch of a worker is small or memory is short, begin with `demo_scaled`.
+    same model. If the batch of a worker is small, begin with `demo_scaled`.
 
     .. math::
         h_i &\leftarrow \beta_1 h_i + (1 - \beta_1) g_i \\
@@ -296,8 +296,8 @@ def demo_muon(
       >>> bool(abs(updates + jax.numpy.eye(4)).max() < 0.5)
       True
     """
-    checks.in_interval("b1", b1, "[0, 1)")
-    _require_moment(b2, eps)
+    for name, value, interval in (("b1", b1, "[0, 1)"), ("b2", b2, "[0, 1)"), ("eps", eps, _EPS)):
+        checks.in_interval(name, value, interval)
     workers = resolve_exchange(axis_name, exchange).axis_name
 
     def is_matrix(params):
@@ -374,13 +374,12 @@ def _base(direction, learning_rate, weight_decay, mask) -> optax.GradientTransfo
     return optax.chain(direction, decayed, optax.scale_by_learning_rate(learning_rate))
 
 
-def _require_moment(b2, eps) -> None:
-    checks.in_interval("b2", b2, "[0, 1)")
-    checks.in_interval("eps", eps, "[1.2e-38, inf)")  # smaller numbers may be 0 in float32
+_EPS = "[1.2e-38, inf)"  # smaller numbers may be 0 in float32
 
 
 def _scale_by_rms(b2, eps) -> optax.GradientTransformation:
-    _require_moment(b2, eps)
+    checks.in_interval("b2", b2, "[0, 1)")
+    checks.in_interval("eps", eps, _EPS)
     return _in_float32(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True))
 
 
@@ -393,10 +392,6 @@ def _in_float32(
     the dtype ``stored``, if it is given.
     """
 
-    def init_fn(params):
-        wide = tx.init(jax.tree.map(lambda x: upcast(jnp.asarray(x)), params))
-        return jax.tree.map(lambda x: x.astype(stored or x.dtype), wide)
-
     def update_fn(updates, state, params=None):
         del params
         wide = jax.tree.map(upcast, state) if stored else state
@@ -405,4 +400,10 @@ def _in_float32(
         new = jax.tree.map(lambda x, u: x.astype(stored or u.dtype), new, updates)
         return new, jax.tree.map(in_dtype_of, wide, state)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(
+            lambda x: x.astype(stored or x.dtype),
+            tx.init(jax.tree.map(lambda x: upcast(jnp.asarray(x)), params)),
+        ),
+        update_fn,
+    )

@@ -82,8 +82,8 @@ def choose(
       batch_tokens: tokens in the batch of one worker.
       width: width of the model.
       dtype: dtype of the parameters, in which a dense all-reduce sends the gradients.
-      little_memory: avoid `demo_optax.demo_muon`, which keeps four float32 numbers for each
-        parameter. `demo_optax.demo_scaled` keeps two, and three with a look-ahead.
+      little_memory: avoid `demo_optax.demo_muon`, whose update needs more temporary memory on GPUs
+        than that of `demo_optax.demo_scaled`.
       swarm: compare what a swarm can carry. ``latency`` is then that of a request to the store, and
         ``bandwidth`` that at which each worker reads from it.
       upload: bits per second at which each worker writes to the store of a swarm, by default as

@@ -78,11 +78,11 @@ def put_back_pending(state: dict, saved: dict) -> dict:
         sizes = dict(outbox[".packets"]["axes"])
         for worker, *device in np.ndindex(len(factors), *sizes.values()):
             place = dict(zip(sizes, device, strict=True))
-            positions, values = (
+            flat = [
                 _of_device(state, outbox[f".message.{name}"], worker, place)
-                for name in ("positions", "values")
-            )
-            added = _added(plan, Message(positions, values), factors[worker])
+                for name in Message._fields
+            ]
+            added = _added(plan, flat, factors[worker])
             for leaf, x in zip(momenta, added, strict=True):
                 name, shard = leaf["name"], [worker]
                 for cut, size in zip(leaf["cuts"], x.shape, strict=False):
@@ -129,7 +129,7 @@ def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> n
 
 
 @partial(jax.jit, static_argnums=0)
-def _added(plan, flat: Message, factor) -> list:
+def _added(plan, flat: list, factor) -> list:
     """Returns the arrays that a message under way adds to a device's stored momenta."""
     pairs = zip(*divide(plan, flat), strict=True)
     rows = [(p, v, jnp.full((len(v), 1), factor)) for p, v in pairs]

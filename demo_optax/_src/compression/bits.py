@@ -140,7 +140,7 @@ def _unsigned(dtype: DTypeLike) -> str:
 
 
 def round_stochastically(
-    x: Float[Array, "*shape"], dtype: DTypeLike, bits: UInt32[Array, "*shape"]
+    x: Float[Array, "*shape"], bits: UInt32[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape"]:
     """Rounds numbers up or down to bfloat16 at random, so that the expected value is the number.
 

@@ -31,7 +31,7 @@ from demo_optax._src.arrays import (
     widest,
 )
 from demo_optax._src.compression import transforms
-from demo_optax._src.compression.bits import true_once_computed
+from demo_optax._src.compression.bits import round_stochastically, true_once_computed
 from demo_optax._src.compression.blocks import BlockGeometry, Piece
 from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import Message, Section
@@ -183,32 +183,33 @@ class Part:
         self,
         stored: Sequence[Stored],
         message: Sequence[tuple[Positions, Values, Float[Array, "_blocks 1"]]],
-        rounded: Callable[[Array, Array], Array],
         bits: Sequence[UInt32[Array, "*_grid _n"]],
         step: IntScalar | None = None,
     ) -> list[Stored]:
         """Adds a message to stored momenta, of which nothing else is computed or rounded.
 
-        ``rounded`` rounds sums with random ``bits`` to the stored dtype. Given a step, the message
-        is in the basis of the previous one, and the momenta in its own.
+        The sums are rounded with random ``bits``. Given a step, the message is in the basis of the
+        previous one, and the momenta in its own.
         """
         result = []
         parts = self.groups, self.cut(stored), self.cut(bits), self.split(message)
-        for group, momenta, noise, rows in zip(*parts, strict=True):
+        for group, momenta, drawn, rows in zip(*parts, strict=True):
             sums = []
-            for m, b, (positions, values, factors) in zip(momenta, noise, rows, strict=True):
+            for m, b, (positions, values, factors) in zip(momenta, drawn, rows, strict=True):
                 selector, added = group.selector, factors * values
                 if step is not None:
                     dense = selector.add(jnp.zeros(m.shape), positions, added)
                     added = self.momentum_format.advance(dense, group.sides, step)
                     selector, positions = AllCoefficients(m.shape[1]), positions[:, :0]
                 old = selector.take(m, positions)
-                new = rounded(upcast(old) + added, selector.take(b, positions))
+                noise = selector.take(b, positions)
+                new = round_stochastically(upcast(old) + added, noise, m.dtype)
                 # The difference of two integers is exact, unlike that of two floats.
                 words, old, new = (x.view(f"uint{8 * x.dtype.itemsize}") for x in (m, old, new))
                 sums.append(selector.add(words, positions, new - old).view(m.dtype))
             result.append(sums)
-        return self.pack(result)
+        pairs = zip(self.pack(result), stored, strict=True)
+        return [new if old.size else old for new, old in pairs]
 
     def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         members = [member for group in self.groups for member in group.members]
@@ -289,15 +290,17 @@ class Plan:
                 rows[group.section].append(tree)
         return [jax.tree.map(lambda *x: jnp.concatenate(x), *section) for section in rows]
 
-    def message_shapes(self) -> Message:
+    def message_shapes(self) -> Any:
         """Returns the shapes and dtypes of a message's positions and values."""
         selectors = [section.selector for section in self.sections]
         blocks = [
             jax.ShapeDtypeStruct((s.num_blocks, s.selector.n), jnp.float32) for s in self.sections
         ]
-        return jax.eval_shape(
-            lambda x: select(selectors, x, shared_positions(self.sections, jnp.int32(0))), blocks
-        )
+
+        def message(blocks: list[Coefficients]) -> Message:
+            return select(selectors, blocks, shared_positions(self.sections, jnp.int32(0)))
+
+        return jax.eval_shape(message, blocks)
 
 
 @functools.lru_cache(maxsize=64)
