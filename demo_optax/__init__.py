@@ -1,6 +1,6 @@
 """Provides DeMo (decoupled momentum) as an optax gradient transformation for JAX."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from demo_optax._src.axes import AxisName as AxisName
 from demo_optax._src.compression import Compression as Compression
@@ -46,4 +46,7 @@ from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes
 from demo_optax.accounting import reference_bytes as reference_bytes
 
-__version__ = version("demo_optax")
+try:
+    __version__ = version("demo_optax")
+except PackageNotFoundError:
+    __version__ = "not installed"  # it runs from a folder
