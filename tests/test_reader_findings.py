@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
+from demo_optax._src.exchange.collectives import sum_over_shards
 from demo_optax._src.parallel.layout import find_layout
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
@@ -296,3 +298,97 @@ def test_a_state_in_flaxs_boxes_is_told_by_the_shape_that_it_lacks():
         ValueError, match=r"^leaf\[0\]\S+ of the .* has shape \(.*is needed.*init_opt_state"
     ):
         step(params, tx.init(params), np.ones((4, 8), np.float32))
+
+
+REDRAWN = Compression(4, 8, transform="random")
+
+
+def test_what_apply_ignores_leaves_a_momentum_in_its_basis():
+    outer = demo_optax.decoupled(optax.sgd(1.0), REDRAWN, decay=0.9)
+    tx = demo_optax.local_steps(optax.sgd(0.1), outer, every=3)
+    params, state = jnp.ones((8, 8)), None
+    state = tx.init(params)
+    send, apply = jax.jit(tx.send), jax.jit(tx.apply)
+    gradient = jnp.arange(64.0).reshape(8, 8)
+    for step in range(5):
+        outbox, state = send(gradient, state, params)
+        before = state.outer[0].momentum
+        updates, state = apply(outbox.packets, outbox, state, params)
+        if step in (3, 4):
+            assert np.any(before)
+            np.testing.assert_array_equal(state.outer[0].momentum, before)
+            assert not np.any(updates)
+
+
+def test_a_second_send_and_an_update_inside_jit_lose_nothing():
+    tx = demo_optax.decoupled_momentum(1.0, REDRAWN, gradient_weight=1.0)
+    params, gradient = jnp.ones((8, 8)), jnp.arange(64.0).reshape(8, 8)
+    outbox, sent = jax.jit(tx.send)(gradient, tx.init(params), params)
+    other, again = jax.jit(tx.send)(gradient, sent, params)
+    np.testing.assert_array_equal(again.momentum, sent.momentum)
+    assert float(other.factor) == 0
+    updates, updated = jax.jit(tx.update)(gradient, sent, params)
+    assert not np.any(updates)
+    assert int(updated.count) == 0 and bool(updated.sent)
+    expected, _ = jax.jit(tx.apply)(outbox.packets, outbox, sent, params)
+    found, _ = jax.jit(tx.apply)(outbox.packets, outbox, updated, params)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_worker_that_follows_over_an_axis_changes_its_basis():
+    tx = demo_optax.decoupled_momentum(0.9, REDRAWN, gradient_weight=1.0, axis_name="data")
+    params, gradient = jnp.ones((8, 8)), jnp.arange(64.0).reshape(8, 8)
+    mapped = functools.partial(jax.vmap, axis_name="data", axis_size=1)
+    init = mapped(lambda: tx.init(params), in_axes=())()
+    _, state = mapped(tx.update)(gradient[None], init)
+
+    def follow(state):
+        return tx.apply(None, tx.empty_outbox(params), state, params)[1]
+
+    followed = mapped(follow)(state)
+    assert int(followed.count[0]) == 2
+    assert np.abs(followed.momentum - state.momentum).max() > 0.1
+    norms = [np.linalg.norm(x.momentum) for x in (state, followed)]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+
+
+def test_a_look_ahead_without_weight_decay_needs_no_parameters():
+    tx, params = demo_optax.demo_muon(0.1), {"w": jnp.ones((8, 8))}
+    gradient = {"w": jnp.eye(8)}
+    without, with_them = (
+        jax.jit(tx.update)(gradient, tx.init(params), *args)[0] for args in ((), (params,))
+    )
+    np.testing.assert_array_equal(without["w"], with_them["w"])
+
+
+def test_an_update_is_traced_alike_however_many_coefficients_it_sends():
+    def equations(topk):
+        tx = demo_optax.demo(0.1, Compression(topk))
+        params = jnp.ones((64, 64))
+        return len(str(jax.make_jaxpr(tx.update)(params, tx.init(params), params)).splitlines())
+
+    assert equations(1024) < 1.2 * equations(64)
+
+
+def test_sums_over_shards_take_wider_numbers():
+    mesh = jax.make_mesh((2,), ("fsdp",), (jax.sharding.AxisType.Auto,))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        x = jnp.asarray(np.arange(6.0).reshape(2, 3))
+
+        def total(x):
+            wide, narrow = sum_over_shards([x[0], x[0].astype("float32")], [("fsdp",)] * 2)
+            return wide, narrow.astype(wide.dtype)
+
+        sums = jax.shard_map(total, mesh=mesh, in_specs=P("fsdp"), out_specs=P())(x)
+    for one in sums:
+        assert one.dtype == np.float64
+        np.testing.assert_array_equal(one, [3.0, 5.0, 7.0])
+
+
+def test_a_momentum_of_64_bits_is_updated_under_strict_promotion():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        options = dict(gradient_weight=1.0, momentum_dtype="float64")
+        tx = demo_optax.decoupled_momentum(0.9, Compression(4, 8), **options)
+        gradient = jnp.ones((8, 8), jnp.float64)
+        _, state = jax.jit(tx.update)(gradient, tx.init(gradient))
+        assert state.momentum.dtype == np.float64

@@ -290,7 +290,7 @@ class Decoupled:
         if self.look_ahead is None:
             return ()
         old, structure = jax.tree.flatten(state[2].displacement)
-        like = jax.tree.unflatten(jax.tree.structure(params), old)
+        like = jax.tree.unflatten(jax.tree.structure(after), old)
         own = self.momentum.undelivered(state[0], outbox, like, after)
         with jax.numpy_dtype_promotion("standard"):  # between the displacement and the parameters
             ahead, _ = self.base.update(own, state[1], params, **extra_args)

@@ -14,11 +14,13 @@ of workers, unless `apply` is not given the packets and lets the exchange carry 
 import dataclasses
 import functools
 import itertools
+import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
@@ -155,15 +157,17 @@ class Momentum:
     def step(self, gradient, state, params=None, **extra_args) -> tuple[Any, Any, Outbox]:
         """Updates, and also returns the outbox that was sent."""
         worker = axes.index(self.exchange.axis_name)
-        plan = self._plan_for(gradient, state, to_send=True)
+        plan, old = self._plan_for(gradient, state, to_send=True), state
         outbox, state = self._send(plan, gradient, state, params, worker, extra_args)
         arriving = outbox
         if isinstance(self.exchange, Delayed):
-            arriving = state.pending.restored(plan)
+            arriving = state.pending.restored(plan)._replace(step=state.count - 1)
             pending = Pending.of(outbox, self.compression, self.exchange.axis_name)
             state = state._replace(pending=pending)
         updates, state = self._apply(plan, None, arriving, state, gradient, worker, extra_args)
-        return updates, state, outbox
+        # A message that `send` has taken out before still waits for its own `apply`.
+        count = jnp.where(old.sent, old.count, state.count)
+        return updates, state._replace(count=count, sent=old.sent), outbox
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
         over_axis = self.exchange.axis_name is not None and worker is None
@@ -193,7 +197,8 @@ class Momentum:
         packets, to_carry = participation.zero_unless(is_current, (packets, outbox.packets))
         factor = jnp.where(is_current, outbox.factor, 0)
         outbox = outbox._replace(packets=to_carry, factor=factor, step=state.count)
-        updates, new = self._apply(plan, packets, outbox, state, params, row, extra_args)
+        follows = is_current & ~state.sent
+        updates, new = self._apply(plan, packets, outbox, state, params, row, extra_args, follows)
         told = new.count, new.metrics
         count, known = participation.choose(is_current, told, (state.count, state.metrics))
         return updates, new._replace(count=count, metrics=known, sent=state.sent & ~is_current)
@@ -234,11 +239,14 @@ class Momentum:
             # shape of c, XLA fuses this with the transform
             def accumulate(m, c):
                 dtype = widest(m.dtype, c.dtype)
-                old = m.reshape(c.shape).astype(dtype)
-                new = self.decay * old + weight * c.astype(dtype)
-                return jnp.where(participates, new.astype(dtype), old).reshape(m.shape)
+                kept = m.reshape(c.shape).astype(dtype)
+                new = self.decay * kept + weight * c.astype(dtype)
+                return jnp.where(participates, new.astype(dtype), kept).reshape(m.shape)
 
-            momenta = jax.tree.map(accumulate, part.unpack(stored, step), coefficients)
+            old = part.unpack(stored, step)
+            if is_redrawn(self.compression.transform):  # a `send` before has changed the basis
+                old = participation.choose(state.sent, part.unpack(stored), old)
+            momenta = jax.tree.map(accumulate, old, coefficients)
             momenta, energy, restarted = participation.reset_nonfinite_blocks(momenta)
 
             # Select: q = top_k(m)
@@ -256,7 +264,7 @@ class Momentum:
             return energy, restarted, rows, new
 
         specs = axes.specs_of_leaves(gradient, extra_args)
-        draw = functools.partial(_bits, plan, specs, (step, worker, 0))
+        draw = functools.partial(_bits, plan, specs, (step, worker, _hash_of(plan), 0))
         energies, restarted, rows, momentum = zip(
             *plan.map_parts(
                 send_part,
@@ -298,7 +306,9 @@ class Momentum:
         like,
         worker: IntScalar,
         extra_args,
+        follows: BoolScalar | bool = False,
     ) -> tuple[Any, DecoupledMomentumState]:
+        """Averages all packets; a worker that ``follows`` has sent nothing in this step."""
         exchange: Any = self.exchange
         known = state.metrics, self.mean
         if packets is None:
@@ -317,11 +327,12 @@ class Momentum:
         returned = [outbox.factor * (1 - fraction) for fraction in accepted]
         returns = jnp.array([jnp.any(x != 0) for x in returned], bool).any()
         redrawn = is_redrawn(self.compression.transform)
+        seeds = state.count, worker, _hash_of(plan)
         new_basis = state.count if redrawn and isinstance(exchange, Delayed) else None
 
-        def put_back(number: IntScalar, momentum):
+        def put_back(number: Any, momentum):
             def put_back_part(part: Part, rows, stored):
-                draw = functools.partial(_bits, plan, specs, (state.count, worker, 1 + number))
+                draw = functools.partial(_bits, plan, specs, (*seeds, 1 + number))
                 return part.add_to_stored(
                     stored, rows, list(map(draw, range(*part.tensors))), new_basis
                 )
@@ -330,9 +341,9 @@ class Momentum:
             parts = plan.map_parts(put_back_part, rows, plan.per_part(momentum))
             return _as_tree(momentum, parts)
 
-        def advance(number: IntScalar, momentum):
+        def advance(number: Any, momentum):
             def advance_part(part: Part, stored):
-                draw = functools.partial(_bits, plan, specs, (state.count, worker, number))
+                draw = functools.partial(_bits, plan, specs, (*seeds, number))
                 momenta = zip(part.pack(part.unpack(stored, state.count)), stored, strict=True)
                 return [
                     round_stochastically(x, draw(i), old.dtype) if old.size else old
@@ -342,8 +353,8 @@ class Momentum:
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
         momentum = axes.as_varying(state.momentum, tuple(axes.varying(outbox.packets)))
-        if redrawn and packets is not None:  # a worker that did not send has the old basis
-            momentum = jax.lax.fori_loop(state.sent.astype(jnp.int32), 1, advance, momentum)
+        if redrawn and follows is not False:  # its momentum is still in the old basis
+            momentum = jax.lax.fori_loop(0, follows.astype(jnp.int32), advance, momentum)
         momentum = jax.lax.fori_loop(0, returns.astype(jnp.int32), put_back, momentum)
 
         def invert(part: Part, means):
@@ -432,8 +443,9 @@ def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:
 def _bits(plan: Plan, specs: Sequence[Any], seeds: tuple[Any, ...], number: int) -> Any:
     """Returns random bits for the stored momenta of a tensor.
 
-    They follow from the seeds, which are the step, the worker and the purpose, and from the place
-    in the whole tensor, so that devices that hold copies of a shard round alike.
+    They follow from the seeds, which are the step, the worker, the shapes of all tensors and the
+    purpose, and from the place in the whole tensor, so that devices that hold copies of a shard
+    round alike.
     """
     *grid, n = plan.geometries[number].stored_shape
     names = [*map(axes.names, specs[number]), *[()] * len(grid)][: len(grid)]
@@ -442,8 +454,12 @@ def _bits(plan: Plan, specs: Sequence[Any], seeds: tuple[Any, ...], number: int)
     first = jnp.zeros((), jnp.uint32)
     for size, over, stride in zip(grid, names, strides, strict=False):
         first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
-    seed = checksum(jnp.stack([jnp.asarray(x, jnp.int32) for x in (*seeds, number)]).view("uint32"))
+    seed = checksum(jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in (*seeds, number)]))
     return hashes(jnp.broadcast_to(seed, (*grid, n)), first, strides)
+
+
+def _hash_of(plan: Plan) -> np.uint32:
+    return np.uint32(zlib.crc32(repr([geometry.shape for geometry in plan.geometries]).encode()))
 
 
 def _as_tree(like, leaves_of_parts: Sequence[Sequence[Any]]):

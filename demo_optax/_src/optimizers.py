@@ -282,7 +282,8 @@ def demo_muon(
         in their path, because embeddings do better as None. Name this argument in the
         ``static_args`` of ``optax.inject_hyperparams``.
       momentum_dtype: dtype in which :math:`h_i`, :math:`m_i` and the displacement of
-        ``look_ahead`` are stored.
+        ``look_ahead`` are stored. A ``b1`` above 0.99 needs ``"float32"``, because :math:`h_i` is
+        rounded to nearest, which loses smaller changes.
       look_ahead: as in `decoupled`; part of the gain over `demo_scaled` depends on it. Use 1.5
         with `demo_optax.Delayed`, and None as the outer optimizer of `demo_optax.local_steps`.
 

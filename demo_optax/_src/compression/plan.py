@@ -198,12 +198,12 @@ class Part:
             for m, b, (positions, values, factors) in zip(momenta, drawn, rows, strict=True):
                 selector, added = group.selector, factors * values
                 if step is not None:
-                    dense = selector.add(jnp.zeros(m.shape), positions, added)
+                    dense = selector.add(jnp.zeros(m.shape, added.dtype), positions, added)
                     added = self.momentum_format.advance(dense, group.sides, step)
                     selector, positions = AllCoefficients(m.shape[1]), positions[:, :0]
-                old = selector.take(m, positions)
-                noise = selector.take(b, positions)
-                new = round_stochastically(upcast(old) + added, noise, m.dtype)
+                old, noise = selector.take(m, positions), selector.take(b, positions)
+                wide = upcast(old)
+                new = round_stochastically(wide + added.astype(wide.dtype), noise, m.dtype)
                 # The difference of two integers is exact, unlike that of two floats.
                 words, old, new = (x.view(f"uint{8 * x.dtype.itemsize}") for x in (m, old, new))
                 sums.append(selector.add(words, positions, new - old).view(m.dtype))

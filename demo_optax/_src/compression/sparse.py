@@ -7,6 +7,7 @@ workers get the same bits.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +32,13 @@ def take(blocks: Shaped[Array, "blocks n"], positions: BlockPositions) -> Shaped
 
 def add(blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]) -> Dense:
     """Adds floats or integers to blocks, at positions that are unique in each."""
-    is_float = jnp.issubdtype(blocks.dtype, jnp.floating)
-    compare = positions.shape[1] <= _MOST_COMPARISONS or not is_float
-    return jax.lax.platform_dependent(
-        blocks,
-        positions,
-        values.astype(blocks.dtype),
-        tpu=_add_by_comparison if compare else _add_by_product,
-        default=scatter,
-    )
+    by_product = positions.shape[1] > _MOST_COMPARISONS
+    if not jnp.issubdtype(blocks.dtype, jnp.floating):
+        on_tpu = _add_in_turn
+    else:
+        on_tpu = _add_by_product if by_product else _add_by_comparison
+    values = values.astype(blocks.dtype)
+    return jax.lax.platform_dependent(blocks, positions, values, tpu=on_tpu, default=scatter)
 
 
 def add_all(blocks: Dense, positions: WorkerPositions, values: WorkerValues) -> Dense:
@@ -103,6 +102,22 @@ def _add_by_comparison(
     for position, value in zip(positions.T, values.T, strict=True):
         total += jnp.where(position[None] == place, value[None], 0)
     return total.T
+
+
+def _add_in_turn(
+    blocks: Dense, positions: BlockPositions, values: Shaped[Array, "blocks k"]
+) -> Dense:
+    """Adds one value of each block after another, which is exact for integers."""
+    place = jnp.arange(blocks.shape[1], dtype=jnp.int32)[None]
+
+    def add(number: Any, total: Dense) -> Dense:
+        position, value = (
+            jax.lax.dynamic_slice_in_dim(x, number, 1, axis=1) for x in (positions, values)
+        )
+        return total + jnp.where(position == place, value, jnp.zeros_like(value))
+
+    total = axes.varying_like(axes.varying_like(blocks, positions), values)
+    return jax.lax.fori_loop(0, positions.shape[1], add, total)
 
 
 def _add_by_product(

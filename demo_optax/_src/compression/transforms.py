@@ -18,8 +18,8 @@ from demo_optax._src.arrays import IntScalar
 
 Matrix = Float[Array, "_i _j"] | Float[np.ndarray, "_i _j"]
 
-BASIS_STREAM, POSITIONS_STREAM, ROUNDING_STREAM = range(3)
-"""Streams of random numbers for redrawn bases, shared positions and the rounding of momenta."""
+BASIS_STREAM, POSITIONS_STREAM = range(2)
+"""Streams of random numbers for redrawn bases and shared positions."""
 
 
 def key_of(seed: int, step: IntScalar, purpose: int) -> PRNGKeyArray:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from demo_optax._src import axes
 from demo_optax._src.axes import AxisName
@@ -41,9 +41,9 @@ def gather_along(
 
 
 def sum_over_shards(
-    arrays: Sequence[Float32[Array, "..."]], over: Sequence[tuple[str, ...]]
-) -> list[Float32[Array, "..."]]:
-    """Adds each array over the axes that shard its tensor, in a fixed order.
+    arrays: Sequence[Float[Array, "..."]], over: Sequence[tuple[str, ...]]
+) -> list[Float[Array, "..."]]:
+    """Adds each array over the axes that shard its tensor, in float32 and in a fixed order.
 
     The order of an all-reduce may vary. ``over`` are the axes of each array; one without any stays
     as it is.
@@ -51,12 +51,12 @@ def sum_over_shards(
     totals = list(arrays)
     for names in dict.fromkeys(filter(None, over)):
         members = [i for i, along in enumerate(over) if along == names]
-        flat = jnp.concatenate([arrays[i].ravel() for i in members])
+        flat = jnp.concatenate([arrays[i].ravel().astype(jnp.float32) for i in members])
         words = gather_along(jax.lax.bitcast_convert_type(flat, jnp.uint32), names)
         total = jax.lax.bitcast_convert_type(words, jnp.float32).sum(axis=0)
         ends = itertools.accumulate(arrays[i].size for i in members)
         for i, x in zip(members, jnp.split(total, list(ends)), strict=False):
-            totals[i] = x.reshape(arrays[i].shape)
+            totals[i] = x.reshape(arrays[i].shape).astype(arrays[i].dtype)
     return totals
 
 
