@@ -77,6 +77,7 @@ def bare(tmp_path_factory):
     return start
 
 
+@pytest.mark.slow
 def test_it_runs_with_these_packages_alone(bare, tmp_path):
     run = bare("-m", "benchmarks.device", "--preset", "tiny", "--folder", str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr

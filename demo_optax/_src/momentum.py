@@ -306,7 +306,7 @@ class Momentum:
         like,
         worker: IntScalar,
         extra_args,
-        follows: BoolScalar | bool = False,
+        follows: BoolScalar | None = None,
     ) -> tuple[Any, DecoupledMomentumState]:
         """Averages all packets; a worker that ``follows`` has sent nothing in this step."""
         exchange: Any = self.exchange
@@ -353,7 +353,7 @@ class Momentum:
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
         momentum = axes.as_varying(state.momentum, tuple(axes.varying(outbox.packets)))
-        if redrawn and follows is not False:  # its momentum is still in the old basis
+        if redrawn and follows is not None:  # its momentum is still in the old basis
             momentum = jax.lax.fori_loop(0, follows.astype(jnp.int32), advance, momentum)
         momentum = jax.lax.fori_loop(0, returns.astype(jnp.int32), put_back, momentum)
 
