@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import demo_optax
 from demo_optax._src.compression.bits import hashes, round_stochastically
@@ -34,6 +35,7 @@ def momenta_after(gradient, start):
 def test_a_momentum_of_ones_decays_on_average_as_in_float32():
     found = momenta_after(np.zeros((64, 64), np.float32), 1.0)
     np.testing.assert_allclose(found.mean(), DECAY**STEPS, rtol=0.02)
+    assert (found < 1).all()
 
 
 def test_what_waits_grows_on_average_as_in_float32():
@@ -41,6 +43,7 @@ def test_what_waits_grows_on_average_as_in_float32():
     found = momenta_after(np.full((64, 64), gradient, np.float32), 0.0)
     expected = gradient * (1 - DECAY**STEPS) / (1 - DECAY)
     np.testing.assert_allclose(found.mean(), expected, rtol=0.02)
+    assert (found > 0).all()
 
 
 def test_rounding_takes_a_neighbour_and_keeps_the_mean():
@@ -54,10 +57,10 @@ def test_rounding_takes_a_neighbour_and_keeps_the_mean():
     assert (np.abs(rounded - wanted) <= step).all()
     assert all(len(np.unique(column)) <= 2 for column in rounded.T)
     deviation = rounded.std(axis=0) / np.sqrt(len(rounded))
-    assert (np.abs(rounded.mean(axis=0) - wanted) <= 3.5 * deviation).all()
+    assert (np.abs(rounded.mean(axis=0) - wanted) <= 3 * deviation).all()
 
 
-def test_rounding_changes_no_number_that_needs_none_and_keeps_what_is_not_finite():
+def test_rounding_changes_no_number_that_needs_none_and_keeps_nan():
     exact = jnp.arange(2**16, dtype=jnp.uint16).view(jnp.bfloat16)
     exact = jnp.where(jnp.abs(exact) < jnp.finfo(jnp.bfloat16).tiny, 0, exact)  # as CPUs may do
     bits = hashes(jnp.full(exact.shape, 3, jnp.uint32))
@@ -65,6 +68,17 @@ def test_rounding_changes_no_number_that_needs_none_and_keeps_what_is_not_finite
     finite = np.isfinite(np.asarray(exact, np.float32))
     np.testing.assert_array_equal(rounded.view(jnp.uint16)[finite], exact.view(jnp.uint16)[finite])
     np.testing.assert_array_equal(np.isnan(rounded), np.isnan(exact))
+
+
+@pytest.mark.parametrize(
+    ("make", "matrix", "others"),
+    [(demo_optax.demo_muon, 6.1, 8.1), (demo_optax.demo_scaled, 6.1, 6.1)],
+)
+def test_a_state_takes_as_many_bytes_as_the_readme_says(make, matrix, others):
+    for shape, limit in (((512, 512), matrix), ((2**18,), others)):
+        state = jax.eval_shape(make(1e-3).init, {"w": jnp.zeros(shape)})
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        assert limit - 0.1 <= held / 2**18 < limit
 
 
 def test_no_two_workers_round_alike():

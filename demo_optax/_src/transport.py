@@ -95,7 +95,7 @@ class SplitTransformation(optax.GradientTransformationExtraArgs):
 
     @property
     def steps_per_round(self) -> int | None:
-        return getattr(self.algorithm, "every", None)
+        return self.algorithm.steps_per_round
 
     def _replace(self, **fields):  # type: ignore[override]
         if "update" in fields:

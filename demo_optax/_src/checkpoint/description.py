@@ -67,11 +67,8 @@ def describe(layout: StateLayout, opt_state) -> dict:
     for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum):
         if not shards.is_momentum(node):
             continue
-        momenta, shapes, keeps = (
-            [],
-            iter(node.shapes),
-            jax.tree.leaves((node.exchange, node.pending)),
-        )
+        momenta, shapes = [], iter(node.shapes)
+        keeps = jax.tree.leaves((node.exchange, node.pending))
         for inside, _ in jax.tree.leaves_with_path(node.momentum):
             place = *path, GetAttrKey("momentum"), *inside
             shape = next(shapes)
