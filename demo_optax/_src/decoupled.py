@@ -251,7 +251,8 @@ class Decoupled:
         aggregate, momentum, outbox = results
         steps, new = self._base_step(aggregate, momentum, state, params, extra_args)
         under_way = outbox if momentum.pending else None
-        ahead = self._ahead(steps, new, under_way, outbox.factor > 0, params, extra_args)
+        moved = params if params is None else optax.apply_updates(params, steps)
+        ahead = self._ahead(steps, new, under_way, outbox.factor > 0, moved, extra_args)
         return steps, (*new[:2], *ahead), outbox
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
@@ -269,9 +270,10 @@ class Decoupled:
         )
         steps, new = self._base_step(aggregate, momentum, state, params, extra_args)
         took_part = (outbox.status == EMPTY) | (outbox.factor > 0)
-        ahead = self._ahead(steps, new, None, took_part, params, extra_args)
         is_applied = momentum.count != state[0].count
         steps = participation.zero_unless(is_applied, steps)
+        moved = optax.apply_updates(params, steps)
+        ahead = self._ahead(steps, new, None, took_part, moved, extra_args)
         return steps, (momentum, *participation.choose(is_applied, (new[1], *ahead), state[1:]))
 
     def empty_outbox(self, params, **extra_args) -> Outbox:
@@ -291,6 +293,8 @@ class Decoupled:
             return ()
         old, structure = jax.tree.flatten(state[2].displacement)
         like = jax.tree.unflatten(jax.tree.structure(after), old)
+        # After the caller's addition of the steps, XLA needs no memory for them any more.
+        after = after if params is None else params
         own = self.momentum.undelivered(state[0], outbox, like, after)
         with jax.numpy_dtype_promotion("standard"):  # between the displacement and the parameters
             ahead, _ = self.base.update(own, state[1], params, **extra_args)

@@ -139,7 +139,7 @@ class Fragments:
 
     def _plan_of_packets(self, fragment) -> Plan:
         shapes = tuple(x.shape for x in jax.tree.leaves(fragment))
-        return make_plan(self.outer.compression, shapes, axes.platform())
+        return make_plan(self.outer.compression, shapes)
 
     # --- tensors, sections of their blocks, and one fragment of these
 

@@ -14,6 +14,7 @@ of workers, unless `apply` is not given the packets and lets the exchange carry 
 import dataclasses
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -30,9 +31,9 @@ from demo_optax._src.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, 
 from demo_optax._src.compression import Compression, MomentumFormat, Plan, make_plan, packet
 from demo_optax._src.compression.bits import (
     checksum,
-    contiguous_strides,
-    hashes,
+    hashed,
     round_stochastically,
+    true_once_computed,
 )
 from demo_optax._src.compression.packet import Message, Origin, Packets
 from demo_optax._src.compression.plan import Part, shared_positions
@@ -225,15 +226,11 @@ class Momentum:
         intact = participation.is_intact(state.precondition, initial, exchange.axis_name, sharded)
         old = participation.choose_state(intact, state.precondition, initial)
         gradient, new = self.precondition.update(gradient, old, params, **extra_args)
-        usable = participation.decide(gradient, exchange.axis_name, sharded=sharded)
-        old = participation.choose_state(usable | ~participates, old, initial)
-        participates &= usable
-        precondition = participation.choose(participates, new, old)
         factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
 
         def send_part(part: Part, tensors, stored, shared):
             # Transform: c = T(g)
-            coefficients = part.split(part.forward(tensors, step))
+            coefficients = part.forward(tensors, step)
 
             # Accumulate: m <- beta m + w c. A worker that skips the step keeps the old m. In the
             # shape of c, XLA fuses this with the transform
@@ -257,11 +254,7 @@ class Momentum:
             coded, message = packet.encode(sections, selected)
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
-            new = [
-                round_stochastically(m, draw(number), self.momentum_dtype)
-                for number, m in enumerate(part.pack(momenta), part.tensors[0])
-            ]
-            return energy, restarted, rows, new
+            return energy, restarted, rows, part.pack(self._rounded(momenta, draw(part)))
 
         specs = axes.specs_of_leaves(gradient, extra_args)
         draw = functools.partial(_bits, plan, specs, (step, worker, _hash_of(plan), 0))
@@ -274,6 +267,8 @@ class Momentum:
             ),
             strict=True,
         )
+        computed = true_once_computed([x for part in momentum for x in part if x.size])
+        precondition = participation.choose(participates & computed, new, old)
         positions, chosen, decoded, coded = list(zip(*plan.join(rows), strict=True)) or [()] * 4
         message = Message(positions, decoded)
         header = metrics.header_of(
@@ -332,10 +327,8 @@ class Momentum:
 
         def put_back(number: Any, momentum):
             def put_back_part(part: Part, rows, stored):
-                draw = functools.partial(_bits, plan, specs, (*seeds, 1 + number))
-                return part.add_to_stored(
-                    stored, rows, list(map(draw, range(*part.tensors))), new_basis
-                )
+                bits = _bits(plan, specs, (*seeds, 1 + number), part)
+                return part.add_to_stored(stored, rows, bits, new_basis)
 
             rows = plan.split_rows(_rows(outbox.message, returned))
             parts = plan.map_parts(put_back_part, rows, plan.per_part(momentum))
@@ -343,12 +336,8 @@ class Momentum:
 
         def advance(number: Any, momentum):
             def advance_part(part: Part, stored):
-                draw = functools.partial(_bits, plan, specs, (*seeds, number))
-                momenta = zip(part.pack(part.unpack(stored, state.count)), stored, strict=True)
-                return [
-                    round_stochastically(x, draw(i), old.dtype) if old.size else old
-                    for i, (x, old) in enumerate(momenta, part.tensors[0])
-                ]
+                bits = _bits(plan, specs, (*seeds, number), part)
+                return part.pack(self._rounded(part.unpack(stored, state.count), bits))
 
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
@@ -371,6 +360,10 @@ class Momentum:
             sent=jnp.full_like(state.sent, False),
         )
 
+    def _rounded(self, momenta: Sequence[Any], bits: Sequence[Any]) -> list[Any]:
+        pairs = zip(momenta, bits, strict=True)
+        return [round_stochastically(m, drawn, self.momentum_dtype) for m, drawn in pairs]
+
     def undelivered(self, state: DecoupledMomentumState, outbox: Outbox | None, like, after) -> Any:
         """Returns T^-1 of the momentum and of a message under way, as a tree like ``like``.
 
@@ -381,7 +374,7 @@ class Momentum:
         def invert(part: Part, stored, rows):
             momenta = part.unpack(stored)
             momenta = part.add(momenta, rows) if outbox else momenta
-            return part.inverse(list(map(jnp.concatenate, momenta)), step)
+            return part.inverse(momenta, step)
 
         factors = [outbox.factor] * len(plan.sections) if outbox else []
         rows = plan.split_rows(_rows(outbox.message, factors)) if outbox else [()] * len(plan.parts)
@@ -398,7 +391,7 @@ class Momentum:
 
     def _plan_of(self, tree) -> Plan:
         shapes = tuple(x.shape for x in jax.tree.leaves(tree))
-        return make_plan(self.compression, shapes, axes.platform())
+        return make_plan(self.compression, shapes)
 
     def _plan_for(self, tree, state, to_send: bool = False) -> Plan:
         """Returns the plan of these tensors, for which the state must have been made.
@@ -440,22 +433,22 @@ def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:
     return list(zip(*message, factors, strict=True))
 
 
-def _bits(plan: Plan, specs: Sequence[Any], seeds: tuple[Any, ...], number: int) -> Any:
-    """Returns random bits for the stored momenta of a tensor.
+def _bits(plan: Plan, specs: Sequence[Any], seeds: tuple[Any, ...], part: Part) -> list[Any]:
+    """Returns random bits for the momenta of each group of a part.
 
     They follow from the seeds, which are the step, the worker, the shapes of all tensors and the
-    purpose, and from the place in the whole tensor, so that devices that hold copies of a shard
-    round alike.
+    purpose, from the tensor, and from the place in the whole tensor, so that devices that hold
+    copies of a shard round alike.
     """
-    *grid, n = plan.geometries[number].stored_shape
-    names = [*map(axes.names, specs[number]), *[()] * len(grid)][: len(grid)]
-    whole = [size * axes.size(over or None) for size, over in zip(grid, names, strict=True)]
-    strides = contiguous_strides((*whole, n))
-    first = jnp.zeros((), jnp.uint32)
-    for size, over, stride in zip(grid, names, strides, strict=False):
-        first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
-    seed = checksum(jnp.stack([jnp.asarray(x).astype(jnp.uint32) for x in (*seeds, number)]))
-    return hashes(jnp.broadcast_to(seed, (*grid, n)), first, strides)
+    tensors = range(*part.tensors)
+    words = [jnp.asarray(x).astype(jnp.uint32) for x in seeds]
+    each = jnp.stack([jnp.stack([*words, jnp.uint32(number)]) for number in tensors])
+    of_blocks = part.per_block(jax.vmap(checksum)(each))
+    first = part.first_places([specs[number] for number in tensors])
+    return [
+        hashed(hashed(seed, place)[:, None], jnp.arange(math.prod(group.sides), dtype="uint32")[None])
+        for group, seed, place in zip(part.groups, of_blocks, first, strict=True)
+    ]
 
 
 def _hash_of(plan: Plan) -> np.uint32:

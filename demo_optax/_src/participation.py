@@ -51,7 +51,8 @@ def decide(
     varying-axes (VMA) information.
     """
     checks.real_leaves("gradient", gradient)
-    finite = jnp.isfinite(energy(jax.tree.leaves(gradient)))
+    energies = [energy([x]) for x in jax.tree.leaves(gradient)]
+    finite = jnp.isfinite(jnp.stack([jnp.float32(0), *energies])).all()
     participates = axes.on_all_devices(finite, axis_name, sharded)
     if PARTICIPATES in extra_args:
         given = jnp.asarray(extra_args[PARTICIPATES])
@@ -76,8 +77,9 @@ def is_intact(
     state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> BoolScalar:
     """Tells whether every leaf that is finite in the initial state is finite in this one too."""
-    each = jax.tree.map(lambda x, first: all_finite(x) | ~all_finite(first), state, initial)
-    intact = jnp.array(jax.tree.leaves(each), bool).all()
+    leaves = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    energies = [energy([x]) for x in leaves]
+    intact = jnp.isfinite(jnp.stack([jnp.float32(0), *energies])).all()
     return axes.on_all_devices(intact, axis_name, sharded)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int64, UInt32
 
 
@@ -66,7 +66,7 @@ def true_once_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
     An ``optimization_barrier`` would not do, because XLA removes unused operands from it. The first
     element of each array is compared with a NaN that no arithmetic returns.
     """
-    first = [to_words(x.reshape(-1)[0].astype(jnp.float32)) for x in arrays]
+    first = [to_words(jnp.max(x).astype(jnp.float32)) for x in arrays]
     return jnp.all(jnp.stack(first) != jnp.uint32(0x7FC0DE40))
 
 
@@ -82,17 +82,20 @@ def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
     return jnp.sum(hashes(words), dtype=jnp.uint32)
 
 
-def hashes(
-    words: UInt32[Array, "*shape"], first: ArrayLike = 0, strides: tuple[int, ...] | None = None
-) -> UInt32[Array, "*shape"]:
+def hashes(words: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """Hashes each word together with its place, one-to-one, for sums modulo 2**32.
 
-    The hash is MurmurHash3's mixer. A slice has the same hashes as the full array if it is given
-    its offset ``first`` and the full array's ``strides`` (contiguous by default). Sums of the words
-    themselves, or of anything linear in them, would miss two flipped signs or two swapped values.
+    Sums of the words themselves, or of anything linear in them, would miss two flipped signs or two
+    swapped values.
     """
-    place = jnp.uint32(first) + positions(words.shape, strides or contiguous_strides(words.shape))
-    x = words + place * jnp.uint32(0x9E3779B9)
+    return hashed(words, positions(words.shape, contiguous_strides(words.shape)))
+
+
+def hashed(
+    seeds: UInt32[Array, "..."], places: UInt32[Array, "..."]
+) -> UInt32[Array, "..."]:
+    """Hashes a seed and a place by MurmurHash3's mixer, one-to-one for each seed."""
+    x = seeds + places * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

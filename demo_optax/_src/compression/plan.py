@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt32
 
+from demo_optax._src import axes
 from demo_optax._src.arrays import (
     Coefficients,
     IntScalar,
@@ -31,15 +31,22 @@ from demo_optax._src.arrays import (
     widest,
 )
 from demo_optax._src.compression import transforms
-from demo_optax._src.compression.bits import round_stochastically, true_once_computed
+from demo_optax._src.compression.bits import (
+    contiguous_strides,
+    positions,
+    round_stochastically,
+    true_once_computed,
+)
 from demo_optax._src.compression.blocks import BlockGeometry, Piece
 from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import Message, Section
 from demo_optax._src.compression.settings import Compression, MomentumFormat
 
 Shape = tuple[int, ...]
+Rows = tuple[Positions, Values, Float[Array, "_blocks 1"]]
+"""Positions, values and factors of a message, with a row for each block of a group."""
 Stored = Float[Array, "*_grid _n"]
-Momenta = list[list[Coefficients]]
+Momenta = list[Coefficients]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,28 +63,24 @@ class Group:
     section: int
     rows: tuple[int, int]
 
-    def divide(self, tree: Any) -> list[Any]:
+    def divide(self, blocks: Shaped[Array, "_blocks ..."]) -> list[Array]:
         """Divides the rows of all blocks among the pieces."""
-        if len(self.members) == 1:
-            return [tree]
-        ends = [0, *itertools.accumulate(piece.num_blocks for _, piece in self.members)]
-        rows = itertools.starmap(slice, itertools.pairwise(ends))
-        return [jax.tree.map(operator.itemgetter(row), tree) for row in rows]
+        ends = itertools.accumulate(piece.num_blocks for _, piece in self.members[:-1])
+        return jnp.split(blocks, list(ends))
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Some neighbouring tensors, cut into blocks and transformed together.
 
-    ``tensors`` is the start and stop (exclusive) of their indices. If ``merged``, the momenta of a
-    group are one array; otherwise each piece has its own. Empty tensors belong to no group.
+    ``tensors`` is the start and stop (exclusive) of their indices. Empty tensors belong to no
+    group.
     """
 
     momentum_format: MomentumFormat
     tensors: tuple[int, int]
     geometries: tuple[BlockGeometry, ...]
     groups: tuple[Group, ...]
-    merged: bool
 
     def forward(
         self, tensors: Sequence[Tensor], step: IntScalar
@@ -110,13 +113,7 @@ class Part:
                 pieces.append(x.reshape([n * side for n, side in sizes]))
         return self._join(pieces, [geometry.shape for geometry in self.geometries])
 
-    def split(self, by_group: Sequence[Any]) -> list[list[Any]]:
-        """Divides each group's rows in the same way as its momenta."""
-        if self.merged:
-            return [[tree] for tree in by_group]
-        return [group.divide(tree) for group, tree in zip(self.groups, by_group, strict=True)]
-
-    def cut(self, stored: Sequence[Shaped[Array, "*_grid _n"]]) -> list[list[Any]]:
+    def cut(self, stored: Sequence[Shaped[Array, "*_grid _n"]]) -> list[Any]:
         """Cuts stored arrays into the blocks of each group, without the padding."""
         blocks = []
         for group in self.groups:
@@ -125,7 +122,7 @@ class Part:
                 bounds = *piece.in_grid, (0, piece.block_size)
                 x = stored[number][tuple(itertools.starmap(slice, bounds))]
                 pieces.append(x.reshape(piece.num_blocks, piece.block_size))
-            blocks.append([jnp.concatenate(pieces)] if self.merged else pieces)
+            blocks.append(jnp.concatenate(pieces))
         return blocks
 
     def unpack(self, stored: Sequence[Stored], step: IntScalar | None = None) -> Momenta:
@@ -133,21 +130,17 @@ class Part:
 
         Given a step, it also changes them from the basis of the previous step to that of this one.
         """
-        momenta: Momenta = jax.tree.map(upcast, self.cut(stored))
+        momenta = list(map(upcast, self.cut(stored)))
         if step is None:
             return momenta
         pairs = zip(self.groups, momenta, strict=True)
-        return [
-            [self.momentum_format.advance(x, group.sides, step) for x in pieces]
-            for group, pieces in pairs
-        ]
+        return [self.momentum_format.advance(m, group.sides, step) for group, m in pairs]
 
     def pack(self, momenta: Momenta) -> list[Stored]:
         """Packs momenta into one array per tensor, padded with zeros; inverts `cut`."""
         shapes, pieces = [geometry.stored_shape for geometry in self.geometries], []
-        for group, arrays in zip(self.groups, momenta, strict=True):
-            arrays = group.divide(arrays[0]) if self.merged else arrays
-            for (number, piece), x in zip(group.members, arrays, strict=True):
+        for group, blocks in zip(self.groups, momenta, strict=True):
+            for (number, piece), x in zip(group.members, group.divide(blocks), strict=True):
                 width = shapes[number][-1]
                 x = jnp.pad(x, ((0, 0), (0, width - piece.block_size)))
                 pieces.append(x.reshape(*piece.grid, width))
@@ -162,28 +155,22 @@ class Part:
         would compute everything twice.
         """
         momenta = jax.lax.optimization_barrier(momenta)
-        selectors = [group.selector for group in self.groups]
-        return momenta, select(selectors, list(map(jnp.concatenate, momenta)), shared)
+        return momenta, select([group.selector for group in self.groups], momenta, shared)
 
-    def add(
-        self,
-        momenta: Momenta,
-        message: Sequence[tuple[Positions, Values, Float[Array, "_blocks 1"]]],
-    ) -> Momenta:
-        """Adds a message to the momenta: positions, values and factors for each group."""
-        result = []
-        for group, pieces, rows in zip(self.groups, momenta, self.split(message), strict=True):
-            add, sums = group.selector.add, []
-            for m, (positions, values, factors) in zip(pieces, rows, strict=True):
-                sums.append(add(m, positions, factors * values))
-            result.append(sums)
-        return result
+    def add(self, momenta: Momenta, message: Sequence[Rows]) -> Momenta:
+        """Adds a message to the momenta."""
+        return [
+            group.selector.add(m, positions, factors * values)
+            for group, m, (positions, values, factors) in zip(
+                self.groups, momenta, message, strict=True
+            )
+        ]
 
     def add_to_stored(
         self,
         stored: Sequence[Stored],
-        message: Sequence[tuple[Positions, Values, Float[Array, "_blocks 1"]]],
-        bits: Sequence[UInt32[Array, "*_grid _n"]],
+        message: Sequence[Rows],
+        bits: Sequence[UInt32[Array, "_blocks _n"]],
         step: IntScalar | None = None,
     ) -> list[Stored]:
         """Adds a message to stored momenta, of which nothing else is computed or rounded.
@@ -192,24 +179,49 @@ class Part:
         previous one, and the momenta in its own.
         """
         result = []
-        parts = self.groups, self.cut(stored), self.cut(bits), self.split(message)
-        for group, momenta, drawn, rows in zip(*parts, strict=True):
-            sums = []
-            for m, b, (positions, values, factors) in zip(momenta, drawn, rows, strict=True):
-                selector, added = group.selector, factors * values
-                if step is not None:
-                    dense = selector.add(jnp.zeros(m.shape, added.dtype), positions, added)
-                    added = self.momentum_format.advance(dense, group.sides, step)
-                    selector, positions = AllCoefficients(m.shape[1]), positions[:, :0]
-                old, noise = selector.take(m, positions), selector.take(b, positions)
-                wide = upcast(old)
-                new = round_stochastically(wide + added.astype(wide.dtype), noise, m.dtype)
-                # The difference of two integers is exact, unlike that of two floats.
-                words, old, new = (x.view(f"uint{8 * x.dtype.itemsize}") for x in (m, old, new))
-                sums.append(selector.add(words, positions, new - old).view(m.dtype))
-            result.append(sums)
+        each = zip(self.groups, self.cut(stored), bits, message, strict=True)
+        for group, m, drawn, (positions, values, factors) in each:
+            selector, added = group.selector, factors * values
+            if step is not None:
+                dense = selector.add(jnp.zeros(m.shape, added.dtype), positions, added)
+                added = self.momentum_format.advance(dense, group.sides, step)
+                selector, positions = AllCoefficients(m.shape[1]), positions[:, :0]
+            old, noise = selector.take(m, positions), selector.take(drawn, positions)
+            wide = upcast(old)
+            new = round_stochastically(wide + added.astype(wide.dtype), noise, m.dtype)
+            # The difference of two integers is exact, unlike that of two floats.
+            words, old, new = (x.view(f"uint{8 * x.dtype.itemsize}") for x in (m, old, new))
+            result.append(selector.add(words, positions, new - old).view(m.dtype))
         pairs = zip(self.pack(result), stored, strict=True)
         return [new if old.size else old for new, old in pairs]
+
+    def first_places(self, specs: Sequence[Any]) -> list[UInt32[Array, "_blocks"]]:
+        """Returns where each block's first coefficient is in its whole tensor, flattened.
+
+        ``specs`` are the partition specs of the part's tensors inside a worker.
+        """
+        places = [_first_places(*pair) for pair in zip(self.geometries, specs, strict=True)]
+        return [
+            jnp.concatenate(
+                [
+                    places[number][tuple(itertools.starmap(slice, piece.in_grid))].reshape(-1)
+                    for number, piece in group.members
+                ]
+            )
+            for group in self.groups
+        ]
+
+    def per_block(self, of_tensors: Shaped[Array, "tensors"]) -> list[Shaped[Array, "_blocks"]]:
+        """Repeats a number of each tensor for all of its blocks."""
+        return [
+            jnp.concatenate(
+                [
+                    jnp.broadcast_to(of_tensors[number], piece.num_blocks)
+                    for number, piece in group.members
+                ]
+            )
+            for group in self.groups
+        ]
 
     def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         members = [member for group in self.groups for member in group.members]
@@ -250,13 +262,9 @@ class Plan:
         """
         results, previous = [], [x for x in after if x.size]
         for part, *trees in zip(self.parts, *arguments, strict=True):
-            if previous and part.merged:
-                first = [x.reshape(-1)[0] for x in previous]
-                trees, _ = jax.lax.optimization_barrier((trees, first))
-            elif previous:
+            if previous:
                 computed = true_once_computed(previous)
-                leaves, structure = jax.tree.flatten(trees[0])
-                trees[0] = structure.unflatten([jnp.where(computed, x, 0) for x in leaves])
+                trees = jax.tree.map(lambda x: jnp.where(computed, x, jnp.zeros((), x.dtype)), trees)
             result = stage(part, *trees)
             last = result[-1] if isinstance(result, tuple) else result
             arrays = [x for x in jax.tree.leaves(last) if x.size]
@@ -304,14 +312,14 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str = "cpu") -> Plan:
-    """Makes the plan of tensors with these shapes; packets are the same on all platforms."""
+def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
+    """Makes the plan of tensors with these shapes."""
     momentum_format = compression.momentum_format
     geometries = tuple(map(momentum_format.geometry, shapes))
     selectors: dict[Shape, Any] = {}  # keyed by the sides of blocks, in the order of the sections
     filled: dict[Shape, int] = {}
     parts: list[Part] = []
-    for start, stop in _part_bounds([math.prod(shape) for shape in shapes], platform):
+    for start, stop in _part_bounds([math.prod(shape) for shape in shapes]):
         members: dict[Shape, list[tuple[int, Piece]]] = {}
         for number, geometry in enumerate(geometries[start:stop]):
             for piece in geometry.pieces:
@@ -327,7 +335,7 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
             section, rows = list(selectors).index(sides), (first, filled[sides])
             groups.append(Group(sides, tuple(pieces), selectors[sides], section, rows))
         tensors = (start, stop), geometries[start:stop]
-        parts.append(Part(momentum_format, *tensors, tuple(groups), merged=platform == "tpu"))
+        parts.append(Part(momentum_format, *tensors, tuple(groups)))
     sections = [
         Section(filled[sides], selector, compression.value_coding)
         for sides, selector in selectors.items()
@@ -335,17 +343,17 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...], platform: str
     return Plan(compression, geometries, tuple(parts), tuple(sections), tuple(selectors))
 
 
-_PARTS = {"cpu": 16, "tpu": 8}  # GPUs have 4
+_PARTS = 4
 _SMALLEST_PART = 2**20  # elements; the programs of a smaller part cost more than they save
 
 
-def _part_bounds(sizes: Sequence[int], platform: str) -> list[tuple[int, int]]:
+def _part_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the start and stop (exclusive) of the tensors of each part.
 
     There are at most `_PARTS` parts of about equal size, and only the last may be smaller than
     `_SMALLEST_PART`.
     """
-    target = max(sum(sizes) / _PARTS.get(platform, 4), _SMALLEST_PART)
+    target = max(sum(sizes) / _PARTS, _SMALLEST_PART)
     bounds, start, size = [], 0, 0
     for number, elements in enumerate(sizes):
         if size and size + elements / 2 > target:
@@ -377,3 +385,15 @@ def select(
         positions.append(selector.select(x) if at is None else at)
         values.append(selector.take(x, positions[-1]))
     return Message(tuple(positions), tuple(values))
+
+
+def _first_places(geometry: BlockGeometry, spec: Any) -> UInt32[Array, "*_grid"]:
+    *grid, n = geometry.stored_shape
+    names = [*map(axes.names, spec), *[()] * len(grid)][: len(grid)]
+    whole = [size * axes.size(over or None) for size, over in zip(grid, names, strict=True)]
+    strides = contiguous_strides((*whole, n))[:-1]
+    first = positions(tuple(grid), strides)
+    for size, over, stride in zip(grid, names, strides, strict=True):
+        if over:
+            first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
+    return first

@@ -107,8 +107,8 @@ def encode(values: Float[Array, "blocks k"], coding: ValueCoding) -> CodedValues
     low, high = (_level(quantiser, field) for field in (below, below + 1))
     # Ties are broken alternately up and down, so that exact zeros do not all become the same level
     # in a coding that has no level at zero.
-    even = (jnp.arange(len(values))[:, None] + jnp.arange(values.shape[1])[None]) % 2 == 0
-    half = jnp.where(even, jnp.float32(0.5), jnp.nextafter(jnp.float32(0.5), jnp.float32(0)))
+    odd = (jnp.arange(len(values))[:, None] + jnp.arange(values.shape[1])[None]) & 1
+    half = jnp.where(odd == 0, np.float32(0.5), np.nextafter(np.float32(0.5), np.float32(0)))
     chosen = jnp.where((scaled - low) / (high - low) > half, below + 1, below)
     return CodedValues(scales, chosen.astype("uint32"))
 
