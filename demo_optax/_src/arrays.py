@@ -32,6 +32,20 @@ def energy(arrays: Iterable[Tensor]) -> FloatScalar:
     return sum(squares, jnp.zeros((), jnp.float32))
 
 
+def zero_unless(condition: BoolScalar, tree):
+    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
+
+
+def true_once_computed(arrays: Iterable[Tensor]) -> BoolScalar:
+    """Returns True, but only after XLA has computed these arrays, none of which is all -inf.
+
+    A select by it orders two computations. An ``optimization_barrier`` does so on TPUs alone, and a
+    single element of an array would be computed without the others.
+    """
+    largest = [jnp.max(x).astype(jnp.float32) for x in arrays]
+    return jnp.all(jnp.array(largest, jnp.float32) != -jnp.inf)
+
+
 def clamp_to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Returns ``x`` in float32, capped at the largest float32 number."""
     return jnp.minimum(x, jnp.finfo(jnp.float32).max).astype(jnp.float32)

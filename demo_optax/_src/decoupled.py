@@ -10,7 +10,12 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed
+from demo_optax._src.arrays import (
+    BoolScalar,
+    in_dtype_of,
+    unboxed,
+    zero_unless,
+)
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
 from demo_optax._src.exchange import Exchange, Outbox
@@ -271,7 +276,7 @@ class Decoupled:
         steps, new = self._base_step(aggregate, momentum, state, params, extra_args)
         took_part = (outbox.status == EMPTY) | (outbox.factor > 0)
         is_applied = momentum.count != state[0].count
-        steps = participation.zero_unless(is_applied, steps)
+        steps = zero_unless(is_applied, steps)
         moved = optax.apply_updates(params, steps)
         ahead = self._ahead(steps, new, None, took_part, moved, extra_args)
         return steps, (momentum, *participation.choose(is_applied, (new[1], *ahead), state[1:]))
@@ -283,7 +288,7 @@ class Decoupled:
         steps, new = self.base.update(aggregate, state[1], params, **extra_args)
         # Without participants only the counts of schedules change, like that of the momentum.
         participants = momentum.metrics.participants
-        steps = participation.zero_unless(participants > 0, steps)
+        steps = zero_unless(participants > 0, steps)
         new = participation.choose_state(participants > 0, new, state[1])
         return steps, (momentum, new, *state[2:])
 

@@ -26,8 +26,12 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 from jaxtyping import Array, Float
 
-from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import IntScalar, in_dtype_of
+from demo_optax._src import axes, checks
+from demo_optax._src.arrays import (
+    IntScalar,
+    in_dtype_of,
+    zero_unless,
+)
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan, make_plan, transforms
 from demo_optax._src.compression.plan import Shape
@@ -124,7 +128,7 @@ class Fragments:
         own, progress = self._state_of(state.outer, params, number), self._cut(gradient, number)
         outbox, new = self.outer.send(progress, own, self._cut(params, number), **extra_args)
         # A worker that the outer optimizer excludes keeps its progress.
-        progress = participation.zero_unless(outbox.factor > 0, progress)
+        progress = zero_unless(outbox.factor > 0, progress)
         return state._replace(
             outer=self._with_state_of(state.outer, new, number),
             pending=self._kept(outbox._replace(progress=progress)),

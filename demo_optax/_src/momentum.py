@@ -12,29 +12,29 @@ of workers, unless `apply` is not given the packets and lets the exchange carry 
 """
 
 import dataclasses
-import functools
 import itertools
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from demo_optax._src import axes, checks, metrics, participation, transport
-from demo_optax._src.arrays import BoolScalar, IntScalar, in_dtype_of, unboxed, widest
-from demo_optax._src.compression import Compression, MomentumFormat, Plan, make_plan, packet
-from demo_optax._src.compression.bits import (
-    checksum,
-    hashed,
-    round_stochastically,
+from demo_optax._src.arrays import (
+    BoolScalar,
+    IntScalar,
+    in_dtype_of,
     true_once_computed,
+    unboxed,
+    widest,
+    zero_unless,
 )
+from demo_optax._src.compression import Compression, MomentumFormat, Plan, make_plan, packet
+from demo_optax._src.compression.bits import round_stochastically
 from demo_optax._src.compression.packet import Message, Origin, Packets
 from demo_optax._src.compression.plan import Part, shared_positions
 from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
@@ -195,7 +195,7 @@ class Momentum:
             row, packets = transport.row_of(worker, axis_name, rows), jnp.asarray(packets)
         is_own = (outbox.status == MESSAGE) & (outbox.step == state.count)
         is_current = jnp.where(state.sent, is_own, outbox.status == EMPTY)
-        packets, to_carry = participation.zero_unless(is_current, (packets, outbox.packets))
+        packets, to_carry = zero_unless(is_current, (packets, outbox.packets))
         factor = jnp.where(is_current, outbox.factor, 0)
         outbox = outbox._replace(packets=to_carry, factor=factor, step=state.count)
         follows = is_current & ~state.sent
@@ -254,10 +254,10 @@ class Momentum:
             coded, message = packet.encode(sections, selected)
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
-            return energy, restarted, rows, part.pack(self._rounded(momenta, draw(part)))
+            bits = part.random_bits(_seeds(plan, step, worker, 0), specs)
+            return energy, restarted, rows, part.pack(self._rounded(momenta, bits))
 
         specs = axes.specs_of_leaves(gradient, extra_args)
-        draw = functools.partial(_bits, plan, specs, (step, worker, _hash_of(plan), 0))
         energies, restarted, rows, momentum = zip(
             *plan.map_parts(
                 send_part,
@@ -322,12 +322,11 @@ class Momentum:
         returned = [outbox.factor * (1 - fraction) for fraction in accepted]
         returns = jnp.array([jnp.any(x != 0) for x in returned], bool).any()
         redrawn = is_redrawn(self.compression.transform)
-        seeds = state.count, worker, _hash_of(plan)
         new_basis = state.count if redrawn and isinstance(exchange, Delayed) else None
 
         def put_back(number: Any, momentum):
             def put_back_part(part: Part, rows, stored):
-                bits = _bits(plan, specs, (*seeds, 1 + number), part)
+                bits = part.random_bits(_seeds(plan, state.count, worker, 1 + number), specs)
                 return part.add_to_stored(stored, rows, bits, new_basis)
 
             rows = plan.split_rows(_rows(outbox.message, returned))
@@ -336,7 +335,7 @@ class Momentum:
 
         def advance(number: Any, momentum):
             def advance_part(part: Part, stored):
-                bits = _bits(plan, specs, (*seeds, number), part)
+                bits = part.random_bits(_seeds(plan, state.count, worker, number), specs)
                 return part.pack(self._rounded(part.unpack(stored, state.count), bits))
 
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
@@ -433,26 +432,10 @@ def _rows(message: Message, factors: Sequence[Any]) -> list[Any]:
     return list(zip(*message, factors, strict=True))
 
 
-def _bits(plan: Plan, specs: Sequence[Any], seeds: tuple[Any, ...], part: Part) -> list[Any]:
-    """Returns random bits for the momenta of each group of a part.
-
-    They follow from the seeds, which are the step, the worker, the shapes of all tensors and the
-    purpose, from the tensor, and from the place in the whole tensor, so that devices that hold
-    copies of a shard round alike.
-    """
-    tensors = range(*part.tensors)
-    words = [jnp.asarray(x).astype(jnp.uint32) for x in seeds]
-    each = jnp.stack([jnp.stack([*words, jnp.uint32(number)]) for number in tensors])
-    of_blocks = part.per_block(jax.vmap(checksum)(each))
-    first = part.first_places([specs[number] for number in tensors])
-    return [
-        hashed(hashed(seed, place)[:, None], jnp.arange(math.prod(group.sides), dtype="uint32")[None])
-        for group, seed, place in zip(part.groups, of_blocks, first, strict=True)
-    ]
-
-
-def _hash_of(plan: Plan) -> np.uint32:
-    return np.uint32(zlib.crc32(repr([geometry.shape for geometry in plan.geometries]).encode()))
+def _seeds(plan: Plan, step: IntScalar, worker: IntScalar, purpose: Any) -> Any:
+    """Returns what the random bits of a rounding follow from, besides the place in a tensor."""
+    shapes = zlib.crc32(repr([geometry.shape for geometry in plan.geometries]).encode())
+    return jnp.stack([jnp.asarray(x, jnp.uint32) for x in (step, worker, shapes, purpose)])
 
 
 def _as_tree(like, leaves_of_parts: Sequence[Sequence[Any]]):

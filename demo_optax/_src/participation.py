@@ -52,7 +52,8 @@ def decide(
     """
     checks.real_leaves("gradient", gradient)
     energies = [energy([x]) for x in jax.tree.leaves(gradient)]
-    finite = jnp.isfinite(jnp.stack([jnp.float32(0), *energies])).all()
+    # Of a sum of the energies, XLA would repeat all additions wherever the flag is used.
+    finite = jnp.isfinite(jnp.array(energies, jnp.float32)).all()
     participates = axes.on_all_devices(finite, axis_name, sharded)
     if PARTICIPATES in extra_args:
         given = jnp.asarray(extra_args[PARTICIPATES])
@@ -77,9 +78,13 @@ def is_intact(
     state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> BoolScalar:
     """Tells whether every leaf that is finite in the initial state is finite in this one too."""
-    leaves = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    energies = [energy([x]) for x in leaves]
-    intact = jnp.isfinite(jnp.stack([jnp.float32(0), *energies])).all()
+
+    def are_finite(tree):
+        leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
+        return jnp.isfinite(jnp.array(largest, jnp.float32))
+
+    intact = (are_finite(state) | ~are_finite(initial)).all()
     return axes.on_all_devices(intact, axis_name, sharded)
 
 
@@ -149,10 +154,6 @@ def reset_nonfinite_blocks(momenta: Any) -> tuple[Any, FloatScalar, IntScalar]:
         restarted += jnp.sum(~finite, dtype=jnp.int32)
         new.append(jnp.where(finite[..., None], m, 0))
     return structure.unflatten(new), total, restarted
-
-
-def zero_unless(condition: BoolScalar, updates):
-    return jax.tree.map(lambda u: jnp.where(condition, u, jnp.zeros_like(u)), updates)
 
 
 def keep_local_state(

@@ -9,7 +9,13 @@ import optax
 from jax.core import Tracer
 
 from demo_optax._src import axes, checks, participation, round_checks, transport
-from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed, upcast
+from demo_optax._src.arrays import (
+    BoolScalar,
+    in_dtype_of,
+    unboxed,
+    upcast,
+    zero_unless,
+)
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
 from demo_optax._src.decoupled import LookAheadState
@@ -275,7 +281,7 @@ class LocalSteps:
             change, extra, new = self._end_round(gradient, new, params, extra_args)
             outbox, outer = self.outer.send(change, new.outer, params, worker=worker, **extra)
             # A worker that the outer optimizer excludes keeps its progress.
-            progress = participation.zero_unless(outbox.factor > 0, change)
+            progress = zero_unless(outbox.factor > 0, change)
             new = new._replace(outer=outer)
             if nodes(outer, LookAheadState):  # which holds the progress from now on
                 trees = new.displacement, unboxed(progress)
@@ -353,7 +359,7 @@ class LocalSteps:
         sends = finite & (state.weight > 0)
         initial = self.inner.init(params)
         intact = participation.is_intact(state.inner, initial, self.axis_name, sharded)
-        displacement = participation.zero_unless(finite, state.displacement)
+        displacement = zero_unless(finite, state.displacement)
         change = jax.tree.map(
             lambda d, g: in_dtype_of(jnp.where(sends, -d, 0), g), displacement, unboxed(gradient)
         )

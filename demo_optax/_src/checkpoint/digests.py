@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from demo_optax._src.compression.bits import contiguous_strides, hashes, to_words
+from demo_optax._src.compression.bits import contiguous_strides, hashed, positions, to_words
 
 _PIECE = 2**24  # words of a host's array that are put on a device at once
 
@@ -78,7 +78,8 @@ def _sums(x, number: int) -> list[jax.Array]:
 
 @partial(jax.jit, static_argnums=2)
 def _sum_of_hashes(x, first, strides: tuple[int, ...]):
-    return jnp.sum(hashes(to_words(x), first, strides), dtype=jnp.uint32)
+    words = to_words(x)
+    return jnp.sum(hashed(words, first + positions(words.shape, strides)), dtype=jnp.uint32)
 
 
 def _words(x) -> np.ndarray:

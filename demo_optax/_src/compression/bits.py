@@ -1,13 +1,12 @@
 """Packing of bit fields into 32-bit words, conversion of arrays to words, and a checksum."""
 
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int64, UInt32
+from jaxtyping import Array, Float, Int64, UInt32
 
 
 def words_of(fields: int, bits: int) -> int:
@@ -60,16 +59,6 @@ def _period(bits: int) -> tuple[int, Int64[np.ndarray, "fields"], UInt32[np.ndar
     return bits // divisor, word, shift.astype(np.uint32)[None]
 
 
-def true_once_computed(arrays: Sequence[Array]) -> Bool[Array, ""]:
-    """Returns True in a way that XLA cannot fold, since it depends on these arrays.
-
-    An ``optimization_barrier`` would not do, because XLA removes unused operands from it. The first
-    element of each array is compared with a NaN that no arithmetic returns.
-    """
-    first = [to_words(jnp.max(x).astype(jnp.float32)) for x in arrays]
-    return jnp.all(jnp.stack(first) != jnp.uint32(0x7FC0DE40))
-
-
 def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
     """Returns a checksum that always changes with a single word.
 
@@ -91,9 +80,7 @@ def hashes(words: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return hashed(words, positions(words.shape, contiguous_strides(words.shape)))
 
 
-def hashed(
-    seeds: UInt32[Array, "..."], places: UInt32[Array, "..."]
-) -> UInt32[Array, "..."]:
+def hashed(seeds: UInt32[Array, "..."], places: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Hashes a seed and a place by MurmurHash3's mixer, one-to-one for each seed."""
     x = seeds + places * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)

@@ -27,15 +27,18 @@ from demo_optax._src.arrays import (
     Positions,
     Tensor,
     Values,
+    true_once_computed,
     upcast,
     widest,
+    zero_unless,
 )
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.bits import (
+    checksum,
     contiguous_strides,
+    hashed,
     positions,
     round_stochastically,
-    true_once_computed,
 )
 from demo_optax._src.compression.blocks import BlockGeometry, Piece
 from demo_optax._src.compression.known_positions import AllCoefficients
@@ -180,48 +183,43 @@ class Part:
         """
         result = []
         each = zip(self.groups, self.cut(stored), bits, message, strict=True)
-        for group, m, drawn, (positions, values, factors) in each:
+        for group, m, drawn, (at, values, factors) in each:
             selector, added = group.selector, factors * values
             if step is not None:
-                dense = selector.add(jnp.zeros(m.shape, added.dtype), positions, added)
+                dense = selector.add(jnp.zeros(m.shape, added.dtype), at, added)
                 added = self.momentum_format.advance(dense, group.sides, step)
-                selector, positions = AllCoefficients(m.shape[1]), positions[:, :0]
-            old, noise = selector.take(m, positions), selector.take(drawn, positions)
+                selector, at = AllCoefficients(m.shape[1]), at[:, :0]
+            old, noise = selector.take(m, at), selector.take(drawn, at)
             wide = upcast(old)
             new = round_stochastically(wide + added.astype(wide.dtype), noise, m.dtype)
             # The difference of two integers is exact, unlike that of two floats.
             words, old, new = (x.view(f"uint{8 * x.dtype.itemsize}") for x in (m, old, new))
-            result.append(selector.add(words, positions, new - old).view(m.dtype))
+            result.append(selector.add(words, at, new - old).view(m.dtype))
         pairs = zip(self.pack(result), stored, strict=True)
         return [new if old.size else old for new, old in pairs]
 
-    def first_places(self, specs: Sequence[Any]) -> list[UInt32[Array, "_blocks"]]:
-        """Returns where each block's first coefficient is in its whole tensor, flattened.
+    def random_bits(
+        self, seeds: UInt32[Array, "seeds"], specs: Sequence[Any]
+    ) -> list[UInt32[Array, "_blocks _n"]]:
+        """Returns random bits for the coefficients of each group.
 
-        ``specs`` are the partition specs of the part's tensors inside a worker.
+        They follow from the seeds, the tensor and the place in the whole tensor, so that devices
+        that hold copies of a shard draw alike. ``specs`` has a partition spec for each tensor of
+        the plan.
         """
-        places = [_first_places(*pair) for pair in zip(self.geometries, specs, strict=True)]
-        return [
-            jnp.concatenate(
-                [
-                    places[number][tuple(itertools.starmap(slice, piece.in_grid))].reshape(-1)
-                    for number, piece in group.members
-                ]
-            )
-            for group in self.groups
-        ]
-
-    def per_block(self, of_tensors: Shaped[Array, "tensors"]) -> list[Shaped[Array, "_blocks"]]:
-        """Repeats a number of each tensor for all of its blocks."""
-        return [
-            jnp.concatenate(
-                [
-                    jnp.broadcast_to(of_tensors[number], piece.num_blocks)
-                    for number, piece in group.members
-                ]
-            )
-            for group in self.groups
-        ]
+        seed, of_blocks = checksum(seeds), []
+        for number, geometry in enumerate(self.geometries, self.tensors[0]):
+            places = _first_places(geometry, specs[number])
+            of_blocks.append(hashed(hashed(seed, jnp.uint32(number)), places))
+        result = []
+        for group in self.groups:
+            pieces = [
+                of_blocks[number][tuple(itertools.starmap(slice, piece.in_grid))].reshape(-1)
+                for number, piece in group.members
+            ]
+            places = jnp.arange(math.prod(group.sides), dtype=jnp.uint32)
+            result.append(hashed(jnp.concatenate(pieces)[:, None], places[None]))
+        return result
 
     def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         members = [member for group in self.groups for member in group.members]
@@ -251,20 +249,15 @@ class Plan:
     ) -> list[Any]:
         """Calls ``stage(part, *its_arguments)`` for one part after another, and ``after`` arrays.
 
-        The arguments of a part depend on results of the previous part, so that XLA neither holds
-        the temporary arrays of all parts in memory nor merges their products. Since XLA removes
-        barriers on CPUs and GPUs, a select makes the first argument depend on these results there,
-        and that argument alone, which should be small.
-
-        ``stage`` returns a list of arrays or a tuple of results. The next part waits for the floats
-        in the last element of a tuple; memory would grow if it waited for the others as well. Each
-        of the further ``arguments`` holds one tree per part.
+        The arguments of a part, one tree of each, depend on results of the previous part, so that
+        XLA neither holds the temporary arrays of all parts in memory nor merges their products.
+        ``stage`` returns a list of arrays or a tuple of results, of which the next part waits for
+        the floats in the last element.
         """
         results, previous = [], [x for x in after if x.size]
         for part, *trees in zip(self.parts, *arguments, strict=True):
             if previous:
-                computed = true_once_computed(previous)
-                trees = jax.tree.map(lambda x: jnp.where(computed, x, jnp.zeros((), x.dtype)), trees)
+                trees = zero_unless(true_once_computed(previous), trees)
             result = stage(part, *trees)
             last = result[-1] if isinstance(result, tuple) else result
             arrays = [x for x in jax.tree.leaves(last) if x.size]
@@ -388,12 +381,13 @@ def select(
 
 
 def _first_places(geometry: BlockGeometry, spec: Any) -> UInt32[Array, "*_grid"]:
+    """Returns the places of the blocks of a shard, in the flattened coefficients of the tensor."""
     *grid, n = geometry.stored_shape
     names = [*map(axes.names, spec), *[()] * len(grid)][: len(grid)]
     whole = [size * axes.size(over or None) for size, over in zip(grid, names, strict=True)]
     strides = contiguous_strides((*whole, n))[:-1]
-    first = positions(tuple(grid), strides)
+    places = positions(tuple(grid), strides)
     for size, over, stride in zip(grid, names, strides, strict=True):
         if over:
-            first += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
-    return first
+            places += axes.index(over).astype(jnp.uint32) * jnp.uint32(size * stride % 2**32)
+    return places

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from demo_optax._src import axes
-from demo_optax._src.arrays import Coefficients, IntScalar
+from demo_optax._src.arrays import Coefficients, IntScalar, true_once_computed
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan
-from demo_optax._src.compression.bits import true_once_computed
 from demo_optax._src.compression.packet import Message, PacketLayout, Packets
 from demo_optax._src.metrics import ExchangeMetrics
 

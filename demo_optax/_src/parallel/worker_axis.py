@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed
+from demo_optax._src.arrays import (
+    IntScalar,
+    boxed_inside,
+    unboxed,
+    zero_unless,
+)
 from demo_optax._src.axes import AxisName, sharded_axes
 from demo_optax._src.compression.settings import STATIC_NODES
 from demo_optax._src.local_state import LocalStepsState
@@ -187,7 +192,7 @@ def _zero_updates_of_nobody(updates, state):
         if not counts:  # the exchange is not one of ours
             return update
         participants = jnp.max(jnp.stack(counts))
-        return participation.zero_unless(participants > 0, update)
+        return zero_unless(participants > 0, update)
 
     return jax.tree.map_with_path(zero, updates)
 
