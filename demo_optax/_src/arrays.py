@@ -39,10 +39,9 @@ def zero_unless(condition: BoolScalar, tree):
 def true_once_computed(arrays: Iterable[Tensor]) -> BoolScalar:
     """Returns True, but only after XLA has computed these arrays, none of which is all -inf.
 
-    A select by it orders two computations. An ``optimization_barrier`` does so on TPUs alone, and a
-    single element of an array would be computed without the others.
+    A single element of each would not do, as XLA would compute it without the others.
     """
-    largest = [jnp.max(x).astype(jnp.float32) for x in arrays]
+    largest = [jnp.max(x).astype(jnp.float32) for x in arrays if x.size]
     return jnp.all(jnp.array(largest, jnp.float32) != -jnp.inf)
 
 

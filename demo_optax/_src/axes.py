@@ -5,7 +5,7 @@ Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
-from demo_optax._src.arrays import reusable, unboxed
+from demo_optax._src.arrays import reusable, true_once_computed, unboxed
 
 AxisName = str | tuple[str, ...] | None
 
@@ -84,6 +84,22 @@ def as_varying(tree, axis_name: AxisName):
 def varying_like(x: jax.Array, reference: ArrayLike | jax.ShapeDtypeStruct) -> jax.Array:
     """Types ``x`` as varying over the axes of ``reference``, as a scan's first carry must be."""
     return as_varying(x, tuple(varying(reference)))
+
+
+def after(arrays: Sequence[jax.Array], tree: Any) -> Any:
+    """Returns a tree whose floats XLA computes only after those arrays that may enter their types.
+
+    A select orders the two, since ``optimization_barrier`` has an effect on TPUs alone.
+    """
+    computed = {}
+
+    def select(x):
+        over = varying(x)
+        if over not in computed:
+            computed[over] = true_once_computed([y for y in arrays if varying(y) <= over])
+        return jnp.where(computed[over], x, jnp.zeros_like(x))
+
+    return jax.tree.map(lambda x: select(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:

@@ -56,12 +56,12 @@ def decoupled_momentum(
     value coding stays in its momentum. All workers return the same :math:`u` to the last bit, in
     the parameters' shapes, for the next transformation of the chain.
 
-    A worker sends nothing on a step whose gradient is infinite or NaN, before or after the
-    preconditioner. Its momentum does not change then, nor does its preconditioner if the gradient
-    itself is not finite. If no worker sends, the update is zero. All workers reject a damaged
-    packet, whose content stays in its sender's momentum. A block of the momentum that is not finite
-    is reset to zero. A preconditioner is reset, except for its schedules and injected
-    hyperparameters, if its state is not finite or if it makes a finite gradient infinite or NaN.
+    A worker sends nothing on a step whose gradient is infinite or NaN, and neither its momentum nor
+    its preconditioner changes then. If no worker sends, the update is zero. All workers reject a
+    damaged packet, whose content stays in its sender's momentum. A block of the momentum that is
+    not finite, such as one that a preconditioner has made so, is reset to zero, and so is the
+    preconditioner, except for its schedules and injected hyperparameters. A preconditioner whose
+    state is not finite is reset before it is used.
 
     Args:
       decay: :math:`\beta` in [0, 1]. 0.999 suits runs of many thousand steps, 0.95 short ones. With

@@ -28,7 +28,6 @@ from demo_optax._src.arrays import (
     BoolScalar,
     IntScalar,
     in_dtype_of,
-    true_once_computed,
     unboxed,
     widest,
     zero_unless,
@@ -267,8 +266,11 @@ class Momentum:
             ),
             strict=True,
         )
-        computed = true_once_computed([x for part in momentum for x in part if x.size])
-        precondition = participation.choose(participates & computed, new, old)
+        # XLA then writes the new state over the old one, which the gradients of all parts need.
+        new = participation.choose(participates, axes.after(jax.tree.leaves(momentum), new), old)
+        finite = jnp.sum(jnp.stack(restarted)) == 0
+        finite = axes.on_all_devices(finite, exchange.axis_name, sharded)
+        precondition = participation.choose_state(finite, new, initial)
         positions, chosen, decoded, coded = list(zip(*plan.join(rows), strict=True)) or [()] * 4
         message = Message(positions, decoded)
         header = metrics.header_of(

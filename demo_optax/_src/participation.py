@@ -11,8 +11,8 @@ overflow float32. The worker then skips the step: it sends packets with a delibe
 checksum, which every worker rejects, keeps its local state, and applies the packets of the others.
 
 The train step passes the flag on as the extra argument `PARTICIPATES`. A link of an optax chain
-before the exchange, or the preconditioner, may still make the gradient non-finite, which excludes
-the worker for the rest of the step and resets such a preconditioner.
+before the exchange may still make the gradient non-finite, which excludes the worker for the rest
+of the step. Where a preconditioner does so, it is reset together with the blocks concerned.
 """
 
 from collections.abc import Mapping

@@ -27,10 +27,8 @@ from demo_optax._src.arrays import (
     Positions,
     Tensor,
     Values,
-    true_once_computed,
     upcast,
     widest,
-    zero_unless,
 )
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.bits import (
@@ -254,14 +252,11 @@ class Plan:
         ``stage`` returns a list of arrays or a tuple of results, of which the next part waits for
         the floats in the last element.
         """
-        results, previous = [], [x for x in after if x.size]
+        results, previous = [], after
         for part, *trees in zip(self.parts, *arguments, strict=True):
-            if previous:
-                trees = zero_unless(true_once_computed(previous), trees)
-            result = stage(part, *trees)
+            result = stage(part, *axes.after(previous, trees))
             last = result[-1] if isinstance(result, tuple) else result
-            arrays = [x for x in jax.tree.leaves(last) if x.size]
-            previous = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+            previous = [x for x in jax.tree.leaves(last) if jnp.issubdtype(x.dtype, jnp.floating)]
             results.append(result)
         return results
 
