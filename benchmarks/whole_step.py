@@ -20,10 +20,11 @@ WORKERS, SEQUENCES, LENGTH = 8, 8, 1024
 
 def optimizers() -> dict:
     """Those of the table by their names there, which exchange over the axis "data"."""
+    import optax
+
     import demo_optax
     from benchmarks.device.models import RATE, matrices
     from benchmarks.device.models import optimizers as made_of
-    import optax
 
     made, mean = made_of("data"), demo_optax.mean_over_workers("data")
     numbers = dict(weight_dimension_numbers=matrices, axis_name="data")

@@ -67,7 +67,9 @@ def test_choose_says_where_the_trainer_has_no_settings_and_how_the_rate_differs(
 
 
 def test_choose_takes_its_options(printed):
-    assert "Take D: demo_scaled" in printed(f"{CHOOSE} --little-memory")
+    assert "needs 6 GB without the activations, more than 5 GB." in printed(
+        f"{CHOOSE} --memory 5GB"
+    )
     dense = [
         printed(f"{CHOOSE} --dtype {dtype}").split("AdamW, all-reduce")[1].split()[1]
         for dtype in ("bfloat16", "float32")

@@ -10,6 +10,7 @@ from demo_optax._src.accounting.traffic import StepTime, step_times
 from demo_optax._src.exchange import Delayed
 
 REQUESTS = 4  # in a row, of a swarm's step: write a packet, look, read packets, write the manifest
+TEMPORARY = 6  # bytes a parameter: the most that an update of ours needs for an H100 or a TPU v5e
 LOSSES = Path(__file__).with_name("losses.json")
 """The losses behind `MEASUREMENTS`, which ``python -m benchmarks.quality write`` writes."""
 
@@ -50,6 +51,8 @@ class Candidate(NamedTuple):
       time: bytes and seconds of a step, whose compute includes that of an orthogonal step.
       loss: the measured loss, of the runs whose number of workers is closest; None without runs.
       learning_rate: the rate to begin with if no AdamW was tuned for the model.
+      memory: bytes of float32 parameters and gradients, the state and what an update needs for a
+        while, without the activations.
 
     Example:
       >>> import demo_optax
@@ -64,6 +67,7 @@ class Candidate(NamedTuple):
     time: StepTime
     loss: MeasuredLoss | None
     learning_rate: float
+    memory: float
 
     @property
     def exchange(self) -> float:
@@ -99,6 +103,12 @@ def measured_loss(method: Method, workers: int) -> MeasuredLoss | None:
     return min(
         measured_losses(method), key=lambda x: abs(math.log(x.workers / workers)), default=None
     )
+
+
+def memory_of(method: Method, params: int) -> float:
+    """Returns the bytes of `Candidate.memory` for a number of parameters."""
+    parameters, gradients = 4, 4
+    return params * (parameters + gradients + method.state + TEMPORARY)
 
 
 def evaluate(

@@ -14,6 +14,7 @@ from demo_optax._src.accounting.candidates import (
     evaluate,
     evaluate_in_swarm,
     measured_loss,
+    memory_of,
 )
 from demo_optax._src.accounting.methods import Method, methods, methods_in_swarm
 from demo_optax._src.accounting.rules import (
@@ -21,6 +22,7 @@ from demo_optax._src.accounting.rules import (
     choose_round,
     choose_row,
     chooses_muon,
+    does_not_fit,
     swarm_warnings,
     warnings,
 )
@@ -64,7 +66,7 @@ def choose(
     batch_tokens: int,
     width: int,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    little_memory: bool = False,
+    memory: float | None = None,
     swarm: bool = False,
     upload: float | None = None,
 ) -> Choice:
@@ -82,8 +84,8 @@ def choose(
       batch_tokens: tokens in the batch of one worker.
       width: width of the model.
       dtype: dtype of the parameters, in which a dense all-reduce sends the gradients.
-      little_memory: avoid `demo_optax.demo_muon`, whose update needs more temporary memory on GPUs
-        than that of `demo_optax.demo_scaled`.
+      memory: bytes of memory of a worker, for parameters, gradients, the optimizer and activations.
+        What needs more without the activations is not chosen.
       swarm: compare what a swarm can carry. ``latency`` is then that of a request to the store, and
         ``bandwidth`` that at which each worker reads from it.
       upload: bits per second at which each worker writes to the store of a swarm, by default as
@@ -105,6 +107,8 @@ def choose(
     checks.in_interval("latency", latency, "[0, inf)")
     checks.in_interval("compute_time", compute_time, "(0, inf)")
     checks.one_of("dtype", dtype, ("bfloat16", "float32"))
+    if memory is not None:
+        checks.in_interval("memory", memory, "(0, inf)")
     if upload is not None:
         checks.in_interval("upload", upload, "(0, inf)")
         if not swarm:
@@ -116,7 +120,7 @@ def choose(
     if isinstance(params, (int, float, np.number)):
         checks.static_integer("params", params, at_least=1)
         params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
-    extra = 5 * width / batch_tokens
+    extra, count = 5 * width / batch_tokens, dense_bytes(params, 1)
 
     def time_of(method: Method) -> StepTime:
         compute = compute_time * (1 + extra * method.orthogonal)
@@ -132,6 +136,7 @@ def choose(
                 time_of(method),
                 measured_loss(method, workers),
                 method.rate * TUNED_RATE * TUNED_WIDTH / width,
+                memory_of(method, count),
             )
             for method in methods
         )
@@ -142,19 +147,26 @@ def choose(
     else:
         backs = BACKS if workers > FEW_WORKERS else BACKS[-1:]
         found, row, reason = _choose_back([candidates(methods(n)) for n in backs], compute_time)
+    of_row = _of_row(row, found)
+    fitting = [c for c in of_row if memory is None or c.memory <= memory]
     if row == "E":
-        chosen, why = choose_round(_of_row(row, found), compute_time)
+        chosen, why = choose_round(fitting or of_row, compute_time)
     else:
-        orthogonal, why = chooses_muon(row, extra, little_memory)
-        chosen = next(c for c in _of_row(row, found) if c.method.orthogonal is orthogonal)
-    size = dense_bytes(params, 1)
-    said = warnings(chosen, size, workers)
+        orthogonal, why = chooses_muon(row, extra)
+        chosen = next(c for c in of_row if c.method.orthogonal is orthogonal)
+        if fitting and chosen not in fitting:
+            why = does_not_fit(chosen, memory)
+            (chosen,) = fitting
+    said = warnings(chosen, count, workers)
     if chosen.method.setting is None and chosen.method.flags and dtype == "bfloat16":
         said.append("The trainer's parameters are float32: for its times give dtype float32.")
-    if row == "E" and little_memory:
-        said.append("Memory is short, but rounds keep at least as many numbers as demo_muon.")
+    if not fitting:
+        said.append(
+            does_not_fit(chosen, memory) + " Give each worker more devices, and shard the "
+            "parameters over them with param_specs."
+        )
     if swarm:
-        said += swarm_warnings(chosen, compute_time, size, upload)
+        said += swarm_warnings(chosen, compute_time, count, upload)
     return Choice(found, chosen, (reason, why), tuple(said))
 
 

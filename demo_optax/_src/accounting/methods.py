@@ -86,6 +86,7 @@ class Method:
       orthogonal: whether it makes matrices orthogonal, which takes compute.
       local_steps: steps for one exchange.
       fragments: fragments of a round, one after another.
+      state: bytes that the state of the optimizer takes for each element of a matrix.
 
     Example:
       >>> methods(topk_back=128)[2].code
@@ -101,6 +102,7 @@ class Method:
     orthogonal: bool = False
     local_steps: int = 1
     fragments: int | None = None
+    state: float = 6.0
 
 
 def methods(topk_back: int) -> list[Method]:
@@ -108,14 +110,23 @@ def methods(topk_back: int) -> list[Method]:
     gather = AllGather("data")
     back = TwoPhase("data", topk_back=topk_back, value_coding_back="int4")
     return [
-        Method("A", "AdamW, all-reduce", None, _all_reduced(ADAMW), "--optimizer adamw"),
-        Method("A", "Muon, all-reduce", None, _all_reduced(MUON), None, 2.0, orthogonal=True),
+        Method("A", "AdamW, all-reduce", None, _all_reduced(ADAMW), "--optimizer adamw", state=8),
+        Method(
+            "A",
+            "Muon, all-reduce",
+            None,
+            _all_reduced(MUON),
+            None,
+            rate=2.0,
+            orthogonal=True,
+            state=4,
+        ),
         _on_every_step("B", "demo_muon", gather, orthogonal=True),
         _on_every_step("B", "demo_scaled", gather),
         _delayed("C", "demo_muon", "delayed", gather, 1.5, orthogonal=True),
-        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5),
+        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5, state=8),
         _delayed("D", "demo_muon", "two phases, delayed", back, 1.5, orthogonal=True),
-        _delayed("D", "demo_scaled", "two phases, delayed", back, 1.0, rate=0.5),
+        _delayed("D", "demo_scaled", "two phases, delayed", back, 1.0, rate=0.5, state=8),
         Method(
             "E",
             "DiLoCo, all-reduce",
@@ -124,6 +135,7 @@ def methods(topk_back: int) -> list[Method]:
             DILOCO,
             rate=0.5,
             local_steps=LOCAL_STEPS,
+            state=16,
         ),
         *_diloco_int8(),
         *_sparseloco(512),
@@ -145,7 +157,7 @@ def methods_in_swarm() -> list[Method]:
         _on_every_step("B", "demo_muon", gather, orthogonal=True),
         _on_every_step("B", "demo_scaled", gather),
         _delayed("C", "demo_muon", "delayed", gather, 1.5, orthogonal=True),
-        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5),
+        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5, state=8),
     ]
     made = "(rate)", "(rate)", "(rate, look_ahead=1.5)", "(rate, look_ahead=1.0)"
     names = [method.name.partition(",")[0] for method in every_step]
@@ -154,10 +166,15 @@ def methods_in_swarm() -> list[Method]:
             _in_swarm(method, f"tx = demo_optax.{name}{arguments}")
             for method, name, arguments in zip(every_step, names, made, strict=True)
         ],
-        _round_in_swarm("DiLoCo int8", EVERY_ELEMENT, NESTEROV, 1.0, DILOCO, rate=0.5),
+        _round_in_swarm("DiLoCo int8", EVERY_ELEMENT, NESTEROV, 1.0, 20.0, DILOCO, rate=0.5),
         *[
             _round_in_swarm(
-                f"SparseLoCo k={topk}", _sparse(topk), "optax.sgd(1.0)", 0.95, _sparse_flags(topk)
+                f"SparseLoCo k={topk}",
+                _sparse(topk),
+                "optax.sgd(1.0)",
+                0.95,
+                16.0,
+                _sparse_flags(topk),
             )
             for topk in (512, 64)
         ],
@@ -220,7 +237,8 @@ def _diloco_int8() -> list[Method]:
     def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
         name = f"DiLoCo int8, {way}"
         trainer = DILOCO + _flags_of(exchange, fragments) if fragments else None
-        return _round(name, EVERY_ELEMENT, exchange, NESTEROV, 1.0, trainer, fragments, rate=0.5)
+        base = NESTEROV, 1.0, 20.0
+        return _round(name, EVERY_ELEMENT, exchange, *base, trainer, fragments, rate=0.5)
 
     return _ways(method, TwoPhase("data"))
 
@@ -229,7 +247,8 @@ def _sparseloco(topk: int) -> list[Method]:
     def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
         trainer = _sparse_flags(topk) + _flags_of(exchange, fragments)
         name = f"SparseLoCo k={topk}, {way}"
-        return _round(name, _sparse(topk), exchange, "optax.sgd(1.0)", 0.95, trainer, fragments)
+        base = "optax.sgd(1.0)", 0.95, 16.0
+        return _round(name, _sparse(topk), exchange, *base, trainer, fragments)
 
     return _ways(method, TwoPhase("data", value_coding_back="int4"))
 
@@ -259,6 +278,7 @@ def _round(
     exchange: Exchange,
     base: str,
     decay: float,
+    state: float,
     flags: str | None,
     fragments: int | None,
     rate: float = 1.0,
@@ -271,16 +291,23 @@ def _round(
         steps=STEPS_IN_FRAGMENTS if fragments else STEPS,
     )
     setting = sent, exchange
-    return Method("E", name, setting, code, flags, rate, False, LOCAL_STEPS, fragments)
+    return Method("E", name, setting, code, flags, rate, False, LOCAL_STEPS, fragments, state)
 
 
 def _round_in_swarm(
-    name: str, sent: Compression, base: str, decay: float, flags: str, rate: float = 1.0
+    name: str,
+    sent: Compression,
+    base: str,
+    decay: float,
+    state: float,
+    flags: str,
+    rate: float = 1.0,
 ) -> Method:
     setting = sent, Delayed(AllGather())
     code = ROUNDS_IN_SWARM.format(sent=_code_of(sent), decay=decay, base=base)
     name = f"{name}, delayed"
-    return _in_swarm(Method("E", name, setting, "", flags, rate, False, LOCAL_STEPS), code)
+    method = Method("E", name, setting, "", flags, rate, False, LOCAL_STEPS, state=state)
+    return _in_swarm(method, code)
 
 
 def _in_swarm(method: Method, code: str) -> Method:

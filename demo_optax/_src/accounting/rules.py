@@ -36,14 +36,17 @@ def choose_row(exchange: Mapping[str, float], compute: float) -> tuple[str, str]
     return "E", f"{said}. Even with a delay a step would take more than twice the compute."
 
 
-def chooses_muon(row: str, extra: float, little_memory: bool) -> tuple[bool, str]:
+def chooses_muon(row: str, extra: float) -> tuple[bool, str]:
     """Returns whether matrices are made orthogonal, for ``extra`` of the compute in addition."""
     most = LARGEST_ORTHOGONAL_STEP[row]
-    if little_memory and row != "A":
-        return False, "Memory is short, and demo_muon keeps the most numbers for each parameter."
     is_small = extra <= most
     size = "at most" if is_small else "more than"
     return is_small, f"Orthogonal steps add {extra:.0%} to the compute, {size} {most:.0%}."
+
+
+def does_not_fit(candidate: Candidate, memory: float | None) -> str:
+    needed = f"{candidate.method.name} needs {candidate.memory / 1e9:.3g} GB"
+    return f"{needed} without the activations, more than {(memory or 0) / 1e9:.3g} GB."
 
 
 def choose_round(rounds: Sequence[Candidate], compute: float) -> tuple[Candidate, str]:

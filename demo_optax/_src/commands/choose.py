@@ -10,7 +10,7 @@ import textwrap
 from demo_optax._src.accounting.candidates import Candidate
 from demo_optax._src.accounting.choose import choose
 from demo_optax._src.accounting.rules import short
-from demo_optax._src.commands.quantities import bandwidth, count, duration, with_unit
+from demo_optax._src.commands.quantities import bandwidth, count, duration, memory, with_unit
 from demo_optax._src.commands.tables import print_table
 
 
@@ -46,9 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the parameters, in which a dense all-reduce sends gradients",
     )
     parser.add_argument(
-        "--little-memory",
-        action="store_true",
-        help="takes no demo_muon, which keeps four float32 numbers for each parameter",
+        "--memory",
+        type=memory,
+        default=None,
+        help="of a worker, as in 80GB; takes nothing that needs more",
     )
 
 
@@ -64,8 +65,17 @@ def run(args: argparse.Namespace) -> None:
     )
     print_table(
         "Seconds include the orthogonal steps of Muon. MB cross the link of a worker in each "
-        "direction. Losses are in nats per byte.",
-        ("   row and method", "s a step", "MB a step", "loss - AdamW's", "seeds", "measured with"),
+        "direction. GB are those of parameters, gradients and optimizer, without activations. "
+        "Losses are in nats per byte.",
+        (
+            "   row and method",
+            "s a step",
+            "MB a step",
+            "GB",
+            "loss - AdamW's",
+            "seeds",
+            "measured with",
+        ),
         *[_cells(candidate, candidate is chosen) for candidate in choice.candidates],
     )
     print(f"Take {chosen.method.row}: {chosen.method.name}.")
@@ -90,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 def _cells(candidate: Candidate, is_chosen: bool) -> tuple[str, ...]:
     method, time, loss = candidate.method, candidate.time, candidate.loss
     name = f"{'>' if is_chosen else ' '} {method.row} {method.name}"
-    costs = f"{time.step:,.2f}", f"{time.wire / 1e6:,.1f}"
+    costs = f"{time.step:,.2f}", f"{time.wire / 1e6:,.1f}", f"{candidate.memory / 1e9:.3g}"
     if loss is None:
         return name, *costs, "not trained", "", ""
     error = "" if loss.error is None else f" +/- {loss.error:.3f}"

@@ -10,6 +10,7 @@ COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 UNITS = {
     "bandwidth": (r"([kKmMgGtT]?)(?:bits?|b)(?:/s|ps)?", "bit, kbit, Mbit, Gbit, Tbit", "100Mbit"),
     "time": ("(us|µs|ms|s|min|h)", "us, ms, s, min, h", "20ms"),
+    "memory size": ("([kKmMgGtT]?)B", "B, kB, MB, GB, TB", "80GB"),
     "number": ("([kKmMbBtT]?)", "k, M, B, T or no unit", "300M"),
 }
 """The pattern of a unit, the units in words, and an example."""
@@ -40,6 +41,17 @@ def duration(text: str) -> float:
     """
     number, unit = _parse("time", text)
     return number * SECONDS[unit]
+
+
+def memory(text: str) -> float:
+    """Parses a size of memory, and returns bytes.
+
+    Example:
+      >>> memory("80GB")
+      80000000000.0
+    """
+    number, prefix = _parse("memory size", text)
+    return number * PREFIXES[prefix.lower()]
 
 
 def count(text: str) -> int:
