@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend import core
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
@@ -24,9 +23,6 @@ AxisName = str | tuple[str, ...] | None
 
 PARAM_SPECS = "param_specs"
 """This extra argument of an update holds the specs of the parameters whose shards it sees."""
-
-TRACING_ARGUMENTS = {"value": np.float32(0)}
-"""Updates are traced with these, since ``optax.contrib.reduce_on_plateau`` needs ``value``."""
 
 _SENDS_NOTHING = (
     "axis_index", "precv", "preduced", "pvary", "reduced_vary_cast", "vary_unreduced_cast",
@@ -172,13 +168,13 @@ def replicated_axes(x: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
     return others if types_are_tracked(manual) else ()
 
 
-def trace_worker(fn: Callable[[], Any], mesh: AbstractMesh | None) -> tuple[Any, Any]:
+def trace_worker(fn: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> tuple[Any, Any]:
     """Traces a function without arguments as a worker on a mesh; returns program and results.
 
     Nothing is computed or allocated, and the mesh in context is ignored. Without a mesh there is no
     axis, and the worker is the only one.
     """
-    results = []
+    results, mesh = [], mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
     def worker():
         results.append(fn())
@@ -189,7 +185,7 @@ def trace_worker(fn: Callable[[], Any], mesh: AbstractMesh | None) -> tuple[Any,
         return jax.make_jaxpr(program)(), results[-1]
 
 
-def bytes_handed_over(program, axis_name: AxisName) -> int | None:
+def bytes_handed_over(program: core.ClosedJaxpr, axis_name: AxisName) -> int | None:
     """Returns the bytes that one device hands to a traced program's collectives on ``axis_name``.
 
     A collective in a scan counts once per iteration, and a conditional counts as its branch that

@@ -52,7 +52,8 @@ class LocalStepsState(NamedTuple):
     pending: Any = ()
 
     handles_nonfinite = True
-    local_fields = ("mini_step", "weight", "displacement", "inner", "pending")
+    local_fields = ("weight", "displacement", "inner")
+    own_fields = ("mini_step", "pending")  # of a worker that does not step together with the others
 
 
 def local_parameters(params, opt_state):

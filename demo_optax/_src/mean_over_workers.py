@@ -20,6 +20,8 @@ class MeanOverWorkersState(NamedTuple):
 
     participants: IntScalar
 
+    exchanges = True
+
 
 def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
     """Averages the workers' gradients by a dense all-reduce, as in ordinary data parallelism.

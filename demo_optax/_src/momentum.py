@@ -86,8 +86,10 @@ class DecoupledMomentumState(NamedTuple):
     momentum_format: MomentumFormat
     shapes: TensorShapes
 
+    exchanges = True
     handles_nonfinite = True
-    local_fields = ("momentum", "precondition", "exchange", "pending", "sent")
+    local_fields = ("momentum", "precondition", "exchange")
+    own_fields = ("pending", "sent")  # of a worker that does not step together with the others
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -182,6 +182,6 @@ def keep_local_state(
             return new._replace(inner_opt_state=kept)
         if handles_nonfinite(new) or not varies_over_workers:
             return new
-        return jnp.where(participates, new, old)
+        return jnp.where(participates, new, reusable(old))
 
     return jax.tree.map(kept_node, new, old, varies_over_workers, is_leaf=handles_nonfinite)

@@ -57,7 +57,7 @@ def test_state_in_front_of_the_exchange_is_local_and_behind_it_shared():
     tx = optax.chain(optax.scale_by_adam(), MOMENTUM, optax.scale_by_adam(), optax.scale(-1e-2))
     before, momentum, behind, _ = specs_of(tx)
     assert same((before.mu, before.nu), LOCAL)
-    assert before.count == SHARED
+    assert before.count == LOCAL
     assert same(momentum.momentum, LOCAL)
     assert momentum.count == SHARED
     assert same(momentum.metrics, SHARED)

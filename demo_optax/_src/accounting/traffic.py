@@ -20,6 +20,7 @@ from demo_optax._src.exchange.protocol import Traffic
 from demo_optax._src.fragments import plan_of_fragment, require_divides
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import find_layout
+from demo_optax._src.parallel.worker_axis import bytes_handed_over
 from demo_optax._src.transport import SplitTransformation, require_carried
 
 PRESETS = {"300m": 1024, "1b": 2048}
@@ -112,7 +113,8 @@ def packet_bytes(
     if mesh is None:
         names = axes.names(axis_name) or ("",)  # which no optimizer exchanges over
         mesh = AbstractMesh((workers, *[1] * (len(names) - 1)), names)
-    sent = find_layout(tx, params, mesh, axis_name or (), param_specs).sent
+    layout = find_layout(tx, params, mesh, axis_name or (), param_specs)
+    sent = bytes_handed_over(tx, layout)
     if sent is None:
         raise ValueError(
             "the optimizer exchanges in a jax.lax.while_loop(...), whose passes nobody knows: "

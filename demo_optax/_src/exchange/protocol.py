@@ -59,6 +59,8 @@ class Outbox(NamedTuple):
     status: IntScalar
     progress: Any = ()
 
+    local_fields = ("packets", "message", "factor", "progress")
+
     @classmethod
     def empty(cls, plan: Plan, exchange: "Exchange", progress: Any = ()) -> "Outbox":
         """Makes the outbox of a worker that has sent nothing, with packets that are ignored."""

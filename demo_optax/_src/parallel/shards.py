@@ -261,12 +261,32 @@ def require_global(batch, specs) -> None:
             )
 
 
-def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
-    """Gives all devices along some axes the value of the first.
+def made_equal(tree, specs, copied_axes: Any, axis_name: AxisName):
+    """Gives all devices of a worker the first one's values of what they hold copies of.
 
-    Each device of a worker exchanged its own copy of the state that all of them hold. If one of
-    their packets were rejected, the copies would differ from then on.
+    Each of them exchanged its own copy. If one of their packets were rejected, the copies would
+    differ from then on. ``copied_axes``, one set or one for each leaf, are the axes along which
+    there may be copies.
     """
+
+    def equal(path, x, spec, copied):
+        over = axes.varying(x) - {*axes_of(spec)} - {*axes.names(axis_name)}
+        if not over <= copied:
+            raise ValueError(
+                f"leaf{keystr(path)} of the optimizer state, of shape {x.shape}, differs between "
+                f"the shards of a worker, over {sorted(over)}, but cannot be sharded "
+                "like a parameter. Leave its parameter whole (param_specs=P()), or use an "
+                "optimizer whose state has the shapes of the parameters."
+            )
+        return from_first(x, over)
+
+    if isinstance(copied_axes, frozenset):
+        copied_axes = jax.tree.map(lambda _: copied_axes, tree)
+    return jax.tree.map_with_path(equal, tree, specs, copied_axes)
+
+
+def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:
+    """Gives all devices along some axes the value of the first."""
     if not copied_axes:
         return x
     names = tuple(sorted(copied_axes))

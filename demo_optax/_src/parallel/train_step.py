@@ -18,7 +18,6 @@ from demo_optax._src.local_state import has_exchanged, local_parameters
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
 from demo_optax._src.parallel import gradients, shards, worker_axis, worker_gradient
 from demo_optax._src.parallel.layout import StateLayout, find_layout
-from demo_optax._src.participation import PARTICIPATES
 
 Sharding = Literal["manual", "auto"]
 
@@ -62,7 +61,7 @@ class TrainMetrics(NamedTuple):
     custom: Any
     exchanged: jax.Array
     exchange: ExchangeMetrics | None
-    packet_bytes: int
+    packet_bytes: int | None
 
 
 def make_train_step(
@@ -171,24 +170,28 @@ def make_train_step(
         leaf_batch_specs = specs_of_batch(batch)
         rows = shards.row_dimensions(leaf_batch_specs, axis_name)
 
+        sent = []
+
         def on_device(params, opt_state, state, batch, key, extra_args):
             old = worker_axis.own_entries(opt_state, layout)
             local_params = local_parameters(params, old)
             state = jax.tree.map(lambda x: x[0], state)
             results = gradients_on_device(local_params, state, batch, key, layout.params, rows)
             args = results.gradients, old, params, extra_args, jnp.isfinite(results.gradient_norm)
-            updates, new = worker_axis.update_on_device(layout, *args)
+            updates, new, number = worker_axis.update_on_device(tx, layout, *args)
+            sent.append(number)
             results = results._replace(gradients=results.gradients if metrics_fn else None)
             return worker_gradient.stack(results), updates, worker_axis.stack_entries(new, layout)
 
         specs = worker_gradient.stacked_results_specs(layout.params, mesh, axis_name)
         specs = specs._replace(gradients=specs.gradients if metrics_fn else None)
-        return jax.shard_map(
+        results = jax.shard_map(
             on_device,
             mesh=mesh,
             in_specs=(layout.params, layout.state, P(axis_name), leaf_batch_specs, P(), P()),
             out_specs=(specs, layout.params, layout.state),
         )(params, opt_state, state, batch, key, extra_args)
+        return *results, sent[-1]
 
     def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
         """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
@@ -197,9 +200,9 @@ def make_train_step(
         results = gradients_of(
             local_params, state, batch, *key, params_are_replicated=local_params is params
         )
-        participates = {PARTICIPATES: jnp.isfinite(results.gradient_norm)}
+        participates = jnp.isfinite(results.gradient_norm)
         args = results.gradients, opt_state, params, extra_args, participates
-        return results, *worker_axis.update_stacked(layout, *args)
+        return results, *worker_axis.update_stacked(tx, layout, *args)
 
     # The update needs types with VMA information even if the loss does not.
     if manual and check_vma:
@@ -222,14 +225,13 @@ def make_train_step(
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
     def placed_step(layout, params, *args):
-        results, updates, opt_state = gradient_and_update(layout, params, *args)
+        results, updates, opt_state, sent = gradient_and_update(layout, params, *args)
         custom = None
         if metrics_fn is not None:
             over = None if simulated else axis_name
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
-        sent: Any = layout.sent
         sent = None if sent is None else StaticInt(sent * mesh.size // workers)
         metrics = TrainMetrics(
             loss=results.loss,
@@ -243,10 +245,15 @@ def make_train_step(
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
 
+    layouts: dict[Any, StateLayout] = {}
+
     def layout_for(params, opt_state) -> StateLayout:
-        layout = find_layout(tx, params, mesh, axis_name, param_specs)
-        worker_axis.require_state(opt_state, layout)
-        return layout
+        shapes, structure = jax.tree.flatten(checks.shapes_of("parameter", params))
+        key = structure, tuple(shapes), jnp.result_type(float)
+        if key not in layouts:
+            layouts[key] = find_layout(tx, params, mesh, axis_name, param_specs)
+        worker_axis.require_state(opt_state, layouts[key])
+        return layouts[key]
 
     @functools.lru_cache(8)
     def specs_of_shapes(structure, shapes):

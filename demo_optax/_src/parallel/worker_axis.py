@@ -5,7 +5,6 @@ then mix the parts of several workers. Outside the step such leaves have a leadi
 entry per worker, sharded over the workers.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
@@ -24,13 +24,13 @@ from demo_optax._src.arrays import (
     unboxed,
     zero_unless,
 )
-from demo_optax._src.axes import AxisName, sharded_axes
+from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
 from demo_optax._src.compression.settings import STATIC_NODES
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import StateLayout, find_layout, update_with_specs
+from demo_optax._src.parallel.layout import StateLayout, empty_like, find_layout
 from demo_optax._src.participation import PARTICIPATES
 
 
@@ -100,7 +100,7 @@ def stack_workers(
             one = jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape[1:], g.dtype), updates)
             layout = layout_for(one)
             require_state(state, layout)
-            return update_stacked(layout, updates, state, params, extra_args)
+            return update_stacked(tx, layout, updates, state, params, extra_args)[:2]
         if left := [name for name in shards.inner_axes(mesh, axis_name) if name not in manual]:
             raise ValueError(
                 f"update is called inside of a shard_map that leaves the axes {left} to the "
@@ -110,10 +110,8 @@ def stack_workers(
         specs = shards.leaf_specs(updates, param_specs, mesh, axis_name)
         layout = layout_for(shards.whole_shapes(updates, specs, mesh))
         require_state(state, layout, on_device=True)
-        # Not jitted, so that extra arguments may be anything.
-        layout = dataclasses.replace(layout, update=update_with_specs(tx, layout.params))
         old = own_entries(state, layout)
-        updates, new = update_on_device(layout, updates, old, params, extra_args)
+        updates, new, _ = update_on_device(tx, layout, updates, old, params, extra_args)
         return updates, stack_entries(new, layout)
 
     def shardings_of(params):
@@ -123,12 +121,14 @@ def stack_workers(
     return Stacked(init_fn, update_fn)
 
 
-def update_stacked(layout: StateLayout, gradients, state, params, extra_args, stacked_args=None):
+def update_stacked(
+    tx, layout: StateLayout, gradients, state, params, extra_args, participates=None
+):
     """Runs the optimizer on stacked gradients, inside a ``jax.shard_map``.
 
-    Each worker gets its own entries of ``stacked_args``, and all workers get the same
-    ``extra_args``. Whether a worker participates follows from its gradient, unless ``stacked_args``
-    say so.
+    All workers get the same ``extra_args``. Whether a worker participates follows from its
+    gradient, unless ``participates``, bools ``(workers,)``, say so. The third result is that of
+    `update_on_device`.
     """
     mesh = layout.mesh
     specs = (
@@ -138,45 +138,155 @@ def update_stacked(layout: StateLayout, gradients, state, params, extra_args, st
         P(layout.axis_name),
     )
 
-    def on_device(gradients, state, params, stacked_args, extra_args):
-        gradient, own_args = jax.tree.map(lambda x: x[0], (gradients, stacked_args))
-        old, participates = own_entries(state, layout), own_args.pop(PARTICIPATES, None)
-        args = gradient, old, params, {**extra_args, **own_args}, participates
-        updates, new = update_on_device(layout, *args)
+    sent = []
+
+    def on_device(gradients, state, params, participates, extra_args):
+        gradient, participates = jax.tree.map(lambda x: x[0], (gradients, participates))
+        args = gradient, own_entries(state, layout), params, extra_args, participates
+        updates, new, number = update_on_device(tx, layout, *args)
+        sent.append(number)
         return updates, stack_entries(new, layout)
 
-    args = shards.constrain_sharding((gradients, state, params, stacked_args or {}), mesh, specs)
+    args = shards.constrain_sharding((gradients, state, params, participates), mesh, specs)
     results = layout.params, layout.state
     on_workers = shards.map_workers(on_device, mesh, layout.axis_name, (*specs, P()), results)
-    return on_workers(*args, extra_args)
+    try:
+        return *on_workers(*args, extra_args), sent[-1]
+    except ValueError as error:
+        if "out_axes" in str(error):  # simulated workers have no types
+            error.add_note(_DRIFTS.format("", layout.axis_name))
+        raise
 
 
-def update_on_device(layout: StateLayout, gradient, old, params, extra_args, participates=None):
+def update_on_device(
+    tx, layout: StateLayout, gradient, old, params, extra_args, participates=None
+) -> tuple[Any, Any, int | None]:
     """Computes the updates and state of one device from its worker's gradient and state.
 
-    ``participates`` tells whether the worker's gradient is finite, if that is known already.
+    ``participates`` tells whether the worker's gradient is finite, if that is known already. The
+    third result is the number of bytes that the device hands to collectives between workers.
     """
     structure: Any = jax.tree.structure(gradient)
     gradient, params = unboxed(gradient), unboxed(params)
-    sharded = sharded_axes(unboxed(layout.params))
+    specs, axis_name = unboxed(layout.params), layout.axis_name
+    sharded = sharded_axes(specs)
     if participates is None:
-        participates = participation.decide(gradient, layout.axis_name, extra_args, sharded)
+        participates = participation.decide(gradient, axis_name, extra_args, sharded)
     else:
         participates &= extra_args.get(PARTICIPATES, True)
-    updates, new = layout.update(gradient, old, params, {**extra_args, PARTICIPATES: participates})
+    inner = boxed_inside(tx, layout.params)
 
-    def zero_if_frozen(x, frozen):
-        return jnp.zeros(x.shape, x.dtype) if frozen else x
+    @jax.jit
+    def update(gradient, old, params, participates):
+        extra = {**extra_args, PARTICIPATES: participates, PARAM_SPECS: specs}
+        updates, new = inner.update(gradient, old, params, **extra)
+        return updates, shards.merge_shard_metrics(new, old, sharded)
 
-    updates = jax.tree.map(zero_if_frozen, updates, layout.frozen)
-    updates = jax.tree.map(shards.from_first, updates, layout.update_replicated_axes)
-    new = shards.merge_shard_metrics(new, old, sharded)
-    new = jax.tree.map(shards.from_first, new, layout.state_replicated_axes)
+    args = gradient, old, params, participates
+    try:
+        program = update.trace(*args).jaxpr
+        updates, new = update(*args)
+    except (TypeError, ValueError) as error:
+        if any(map(_is_alone, jax.tree.leaves(old, is_leaf=_is_alone))):
+            error.add_note(_ALONE)
+        raise
+    updates = _frozen_zeros(program, updates, args, axis_name)
+    everywhere = frozenset(shards.inner_axes(layout.mesh, axis_name))
+    updates = shards.made_equal(updates, specs, everywhere, axis_name)
+    new = shards.made_equal(new, layout.state, layout.copied_axes, axis_name)
     new = participation.keep_local_state(
-        new, old, layout.varies_over_workers, participates, layout.axis_name, sharded
+        new, old, layout.varies_over_workers, participates, axis_name, sharded
     )
+    _require_shared(new, layout)
     updates = _zero_updates_of_nobody(updates, new)
-    return structure.unflatten(jax.tree.leaves(updates)), new
+    sent = axes.bytes_handed_over(program, axis_name)
+    return structure.unflatten(jax.tree.leaves(updates)), new, sent
+
+
+def bytes_handed_over(tx, layout: StateLayout) -> int | None:
+    """Returns the third result of `update_on_device`, without computing anything."""
+    workers, specs = axes.names(layout.axis_name), unboxed(layout.params)
+    extra_args = {"value": np.float32(0)}  # of optax.contrib.reduce_on_plateau
+
+    def trace():
+        params = jax.tree.map(axes.as_varying, empty_like(parts), jax.tree.map(axes.axes_of, specs))
+        gradient = axes.as_varying(params, workers)
+        state = jax.tree.map(axes.as_varying, empty_like(layout.worker_state_shapes), over)
+        return update_on_device(tx, layout, gradient, state, params, extra_args)[2]
+
+    parts = layout.parts
+    over = jax.tree.map(
+        lambda spec, is_local: (*axes.axes_of(spec), *workers * is_local),
+        layout.state,
+        layout.varies_over_workers,
+    )
+    return axes.trace_worker(trace, layout.mesh)[1]
+
+
+_DECIDE_ALONE = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
+_ALONE = (
+    "optax.MultiSteps, apply_if_finite, conditionally_transform and conditionally_mask let each "
+    "worker decide alone whether it takes part in a step: accumulate with "
+    "make_train_step(microbatches=...) or demo_optax.multi_steps instead, and leave conditions on "
+    "the gradient out; workers whose gradient is not finite are left out already."
+)
+_DRIFTS = (
+    "the optimizer's updates differ between the workers of axis {1!r}{0}, so their parameters "
+    "would drift apart unseen. It must exchange over that axis: give "
+    "demo_optax.decoupled_momentum (or demo_optax.demo, ...) axis_name={1!r}, or put "
+    "demo_optax.mean_over_workers({1!r}) in front of an ordinary optimizer. "
+    "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
+)
+
+
+def _is_alone(x) -> bool:
+    return isinstance(x, _DECIDE_ALONE)
+
+
+def _differs(x, axis_name: AxisName) -> bool:
+    return not axes.varying(x).isdisjoint(axes.names(axis_name))
+
+
+def _frozen_zeros(program, updates, args, axis_name: AxisName):
+    """Replaces updates that are zero although their type says that they differ between workers.
+
+    An update counts as zero if it depends on no parameter and on no argument that differs between
+    workers, as with ``optax.set_to_zero``. Any other that differs between workers is refused.
+    """
+    gradient, old, params, participates = args
+    is_local = [_differs(x, axis_name) for x in jax.tree.leaves((gradient, old))]
+    is_local += [True] * len(jax.tree.leaves((params, participates)))
+    leaves, results = jax.tree.leaves_with_path(updates), []
+    for number, (path, x) in enumerate(leaves):
+        if _differs(x, axis_name):
+            wanted = [i == number for i in range(len(program.jaxpr.outvars))]
+            _, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+            if any(a and b for a, b in zip(used, is_local, strict=True)):
+                first = f" (first: parameter{keystr(path)})"
+                raise ValueError(_DRIFTS.format(first, axis_name))
+            x = jnp.zeros(x.shape, x.dtype)
+        results.append(x)
+    return jax.tree.unflatten(jax.tree.structure(updates), results)
+
+
+def _require_shared(state, layout: StateLayout) -> None:
+    """Refuses a leaf that is declared to be shared, but differs between workers."""
+
+    def check(path, x, is_local):
+        if not is_local and _differs(x, layout.axis_name):
+            raise ValueError(
+                f"leaf{keystr(path)} of the optimizer state differs between the workers of axis "
+                f"{layout.axis_name!r}, but is none of the fields that belong to a worker: what "
+                "stands in front of the exchange must stand there in an optax.chain, and an "
+                "optimizer of your own that exchanges names its local_fields."
+            )
+
+    jax.tree.map_with_path(check, state, layout.varies_over_workers)
 
 
 def _zero_updates_of_nobody(updates, state):
@@ -219,9 +329,11 @@ def _exchanges(state) -> list[tuple[list, IntScalar]]:
 
 def stack_entries(state, layout: StateLayout):
     """Gives each leaf that differs between workers a leading axis of length 1."""
-    return jax.tree.map(
-        lambda x, varies: x[None] if varies else x, state, layout.varies_over_workers
-    )
+
+    def stack(x, is_local):
+        return axes.as_varying(x, layout.axis_name)[None] if is_local else x
+
+    return jax.tree.map(stack, state, layout.varies_over_workers)
 
 
 def init_opt_state(
@@ -272,7 +384,9 @@ def init_stacked(tx, layout: StateLayout, params):
     tx = boxed_inside(tx, layout.params)
 
     def init(params):
-        return stack_entries(tx.init(params), layout)
+        state = tx.init(params)
+        equal = shards.made_equal(state, layout.state, layout.copied_axes, layout.axis_name)
+        return stack_entries(equal, layout)
 
     on_workers = shards.map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
     # All parameters are kept, so that a state of zeros is bound to a device if they are.

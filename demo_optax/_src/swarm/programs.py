@@ -81,6 +81,12 @@ def compile_programs(
     over_shards = P(shard_axes or None)
     progress = arrays.unboxed(layout.params) if tx.steps_per_round else ()
     outbox_specs: Any = Outbox._make((over_shards, over_shards, P(), P(), P(), progress))
+    made_equal = functools.partial(
+        shards.made_equal,
+        specs=arrays.unboxed(layout.params),
+        copied_axes=frozenset(mesh.axis_names),
+        axis_name=(),
+    )
     gradients_of = stacked_gradients(
         loss_fn, mesh, axis_name, manual=True, stateful=False, **options
     )
@@ -99,9 +105,7 @@ def compile_programs(
             outbox, new = _on_device(tx, tx.send, layout, gradient, opt_state, params, **extra)
             packets, message = jax.tree.map(lambda x: x[None], (outbox.packets, outbox.message))
             if tx.steps_per_round:
-                replicated = layout.update_replicated_axes
-                progress = jax.tree.map(shards.from_first, outbox.progress, replicated)
-                outbox = outbox._replace(progress=progress)
+                outbox = outbox._replace(progress=made_equal(outbox.progress))
             return outbox._replace(packets=packets, message=message), new
 
         specs = layout.params, layout.state, layout.params, P()
@@ -125,8 +129,8 @@ def compile_programs(
                 return tx.apply(packets[0], outbox, state, params, worker=slot, **options)
 
             updates, new = _on_device(tx, half, layout, params, opt_state, params)
-            updates = jax.tree.map(shards.from_first, updates, layout.update_replicated_axes)
-            updates = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(updates))
+            leaves = jax.tree.leaves(made_equal(updates))
+            updates = jax.tree.unflatten(jax.tree.structure(params), leaves)
             return updates, shards.merge_shard_metrics(new, opt_state, sharded)
 
         specs = layout.params, layout.state, outbox_specs, over_shards, P()
@@ -245,7 +249,7 @@ def _on_device(tx, half: Callable, layout, gradient, state, params, **options) -
     inside = arrays.boxed_inside(half_tx, layout.params)
     options[PARAM_SPECS], gradient, params = arrays.unboxed((layout.params, gradient, params))
     result: Any = inside.update(gradient, state, params, **options)
-    return result[0], jax.tree.map(shards.from_first, result[1], layout.state_replicated_axes)
+    return result[0], shards.made_equal(result[1], layout.state, layout.copied_axes, ())
 
 
 def _first(stacked) -> Any:

@@ -8,6 +8,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from demo_optax._src.arrays import is_key, unwrap_keys, wrap_keys
+from demo_optax._src.parallel.layout import local_leaves
 
 
 def shared_leaves(params, opt_state) -> list[jax.Array]:
@@ -31,18 +32,7 @@ def replace_leaves(shardings: Any, params, opt_state, leaves: list[Any]) -> tupl
 
 def _is_local(opt_state) -> Any:
     """Marks the leaves that belong to one worker, as the states' types say."""
-
-    def names_fields(node) -> bool:
-        return hasattr(type(node), "local_fields")
-
-    def mark(node):
-        if not names_fields(node):
-            return False
-        marks = {name: _is_local(value) for name, value in node._asdict().items()}
-        local = {name: jax.tree.map(lambda _: True, marks[name]) for name in node.local_fields}
-        return node._replace(**(marks | local))
-
-    return jax.tree.map(mark, opt_state, is_leaf=names_fields)
+    return local_leaves(opt_state, ("local_fields", "own_fields"))
 
 
 def to_host(x: jax.Array) -> np.ndarray:
