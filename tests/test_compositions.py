@@ -91,7 +91,8 @@ def test_it_trains_and_replicas_stay_alike(name):
 def test_it_is_refused_with_advice(name, annotations_unchecked):
     tx, advice = REFUSED[name]
     with pytest.raises((TypeError, ValueError), match=advice):
-        demo_optax.init_opt_state(tx, model.init(), MESH)
+        params, state = workers.initial(tx, MESH)
+        workers.step_of(tx, MESH)(params, state, model.batch(0))
 
 
 @pytest.mark.parametrize("shape", [slow((6, 8)), (MESH.size, 8)])

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed, TwoPhase
 from demo_optax._src.exchange.collectives import sum_over_shards
-from demo_optax._src.parallel.layout import find_layout
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
 from tests.sweeps import sweep
@@ -120,9 +119,19 @@ def test_accumulation_in_sharded_workers_types_nothing_as_sharded_that_is_whole(
     params = {"w": np.ones((16, 8), np.float32), "u": np.ones((8, 8), np.float32)}
     specs = {"w": jax.P("fsdp"), "u": jax.P()}
     tx = demo_optax.multi_steps(make(0.1, SMALL, axis_name="data", look_ahead=None), 2)
-    layout = find_layout(tx, params, mesh, "data", specs)
-    over = optax.tree.get(layout.state_replicated_axes, "nu")
-    assert over == {"w": frozenset(), "u": frozenset()}
+    nu = optax.tree.get(demo_optax.state_specs(tx, params, mesh, "data", specs), "nu")
+    by_output = make is demo_optax.demo_muon  # with one number for each column
+    assert nu == {"w": P("data") if by_output else P("data", "fsdp"), "u": P("data")}
+    after, *_ = workers.train(
+        tx,
+        range(2),
+        mesh=mesh,
+        params=lambda: params,
+        loss=lambda p, x: jnp.mean(((x @ p["w"]) @ p["u"]) ** 2),
+        batch=lambda _: np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32),
+        param_specs=specs,
+    )
+    assert all((np.asarray(after[name]) != params[name]).any() for name in params)
 
 
 @sweep(demo_optax.demo_scaled, make=[demo_optax.demo_sgd, demo_optax.demo_scaled])
@@ -300,8 +309,11 @@ def test_an_optimizer_that_changes_is_traced_again(annotations_unchecked):
 
 def test_muon_without_an_axis_is_told_to_name_the_workers():
     tx, params = demo_optax.demo_muon(1e-3), np.ones((16, 8), np.float32)
+    mesh = workers.mesh_of(2)
+    step = demo_optax.make_train_step(lambda w, x: jnp.sum(x @ w), tx, mesh)
+    state = demo_optax.init_opt_state(tx, params, mesh)
     with pytest.raises(ValueError, match=r"demo_muon\(\.\.\., axis_name='data'\)"):
-        demo_optax.init_opt_state(tx, params, workers.mesh_of(2))
+        step(params, state, np.ones((2, 16), np.float32))
 
 
 def test_the_metrics_of_a_dense_optimizer_are_not_checked():

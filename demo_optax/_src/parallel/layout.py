@@ -209,8 +209,13 @@ def _state_specs(shapes, is_local, params, param_specs, mesh, axis_name: AxisNam
         is_number = leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf))
         return P(*front), frozenset(inner if is_number else ())
 
-    both = jax.tree.map_with_path(spec_of, shapes, is_local)
-    return jax.tree.transpose(jax.tree.structure(shapes), jax.tree.structure((0, 0)), both)
+    structure: Any
+    leaves, structure = jax.tree.flatten_with_path(shapes)
+    pairs = [
+        spec_of(path, x, own)
+        for (path, x), own in zip(leaves, jax.tree.leaves(is_local), strict=True)
+    ]
+    return tuple(structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
 
 
 def _paths_of_devices(state) -> set:
