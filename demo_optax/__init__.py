@@ -4,6 +4,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from demo_optax._src.axes import AxisName as AxisName
 from demo_optax._src.compression import Compression as Compression
+from demo_optax._src.compression import Selection as Selection
+from demo_optax._src.compression import TransformName as TransformName
+from demo_optax._src.compression import ValueCoding as ValueCoding
 from demo_optax._src.decoupled import LookAheadState as LookAheadState
 from demo_optax._src.decoupled import decoupled as decoupled
 from demo_optax._src.decoupled import decoupled_momentum as decoupled_momentum

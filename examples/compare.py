@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.table import Table
 
-from demo_optax._src.places import folder_of
+from demo_optax.checkpoint import folder_of
 from lm import config as configuration
 from lm import output
 from lm.config import Config, Count

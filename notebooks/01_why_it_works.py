@@ -44,7 +44,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
-from demo_optax._src.compression import transforms
 from lm.config import Config
 from lm.setup import batches_of, prepare
 
@@ -123,7 +122,7 @@ def blocks_of(tree):
 
 
 BASES = {
-    "dct": transforms.dct_basis(64),
+    "dct": np.asarray(jax.scipy.fft.dct(jnp.eye(64), norm="ortho", axis=0)),
     "random": np.asarray(jax.random.orthogonal(jax.random.key(0), 64)),
     "identity": np.eye(64),
 }

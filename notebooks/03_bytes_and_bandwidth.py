@@ -42,8 +42,7 @@ import math
 import jax
 import numpy as np
 
-from demo_optax._src.accounting.traffic import index_cost
-from demo_optax.accounting import preset_shapes
+from demo_optax.accounting import index_cost, preset_shapes
 
 plt.rcParams.update({"figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
 shapes = preset_shapes("300m")  # the paper's smaller model; any tree of shapes or arrays will do

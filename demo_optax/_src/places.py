@@ -14,6 +14,10 @@ def folder_of(place: str | os.PathLike) -> pathlib.Path | None:
     Raises:
       ValueError: the place is empty, the URL has gone through `pathlib.Path`, or it names a folder
         on another host.
+
+    Example:
+      >>> folder_of("file:///data/run").as_posix(), folder_of("s3://bucket/run")
+      ('/data/run', None)
     """
     path = str(place)
     if not path:

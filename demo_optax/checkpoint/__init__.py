@@ -5,3 +5,4 @@ from demo_optax._src.checkpoint.reading import DamagedCheckpoint as DamagedCheck
 from demo_optax._src.checkpoint.reading import load_params as load_params
 from demo_optax._src.checkpoint.storage import Checkpoint as Checkpoint
 from demo_optax._src.checkpoint.storage import Checkpointer as Checkpointer
+from demo_optax._src.places import folder_of as folder_of

@@ -1,5 +1,6 @@
 """Trains with workers that come and go, over any object store and without collectives."""
 
+from demo_optax._src.swarm.agreement import jax_settings as jax_settings
 from demo_optax._src.swarm.history import History as History
 from demo_optax._src.swarm.history import read_history as read_history
 from demo_optax._src.swarm.history import status as status

@@ -16,7 +16,7 @@ from importlib import metadata
 import jax
 from jax._src.distributed import global_state
 
-from demo_optax._src.swarm.agreement import jax_settings
+from demo_optax.swarm import jax_settings
 
 from . import hosts
 from .config import Config

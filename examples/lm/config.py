@@ -14,10 +14,8 @@ import yaml
 from pydantic import Field
 from rich.console import Console
 
-from demo_optax._src.compression.selection import Selection
-from demo_optax._src.compression.transforms import TransformName
-from demo_optax._src.compression.values import ValueCoding
-from demo_optax._src.places import folder_of
+from demo_optax import Selection, TransformName, ValueCoding
+from demo_optax.checkpoint import folder_of
 
 from .model import PresetName
 from .recipes import OptimizerName

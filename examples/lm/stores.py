@@ -9,7 +9,7 @@ from typing import Any
 
 import fsspec
 
-from demo_optax._src.places import folder_of
+from demo_optax.checkpoint import folder_of
 
 
 def exists(place: str) -> bool:

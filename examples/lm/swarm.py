@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 from rich import progress
 
 import demo_optax
-from demo_optax._src.places import folder_of
-from demo_optax.checkpoint import Checkpointer
+from demo_optax.checkpoint import Checkpointer, folder_of
 from demo_optax.swarm import (
     Left,
     Member,

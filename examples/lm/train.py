@@ -17,8 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax._src.places import folder_of
-from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint
+from demo_optax.checkpoint import Checkpointer, DamagedCheckpoint, folder_of
 
 from . import agreement, data, hosts, logs, report
 from .config import Config, refuse

@@ -7,7 +7,7 @@ from pathlib import Path
 import pydantic
 from etils import epath
 
-from demo_optax._src.places import folder_of
+from demo_optax.checkpoint import folder_of
 
 from . import stores
 from .config import DEFAULT, Config

@@ -21,7 +21,14 @@ JAX_SETTINGS = (
 
 
 def jax_settings() -> dict[str, str]:
-    """Returns the settings of JAX that decide a program's random numbers and dtypes."""
+    """Returns the settings of JAX that decide a program's random numbers and dtypes.
+
+    All workers of a run need the same ones.
+
+    Example:
+      >>> jax_settings()["jax_default_prng_impl"]
+      'threefry2x32'
+    """
     return {name: str(getattr(jax.config, name)) for name in JAX_SETTINGS}
 
 
