@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import pathlib
+import re
 import weakref
 
 import jax
@@ -366,3 +368,15 @@ def test_a_preconditioner_keeps_its_dtype(dtypes, with_params):
     _, after = jax.eval_shape(tx.update, gradient, state, params if with_params else None)
     assert state[0].precondition.nu.dtype == dtypes[0]
     assert after[0].precondition.nu.dtype == dtypes[0]
+
+
+def test_nothing_outside_imports_private_modules():
+    root = pathlib.Path(demo_optax.__file__).parents[1]
+    found = [
+        path
+        for folder in ("examples", "notebooks", "docs")
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".ipynb") and "_build" not in path.parts
+        if re.search(r"(from|import) demo_optax\._src", path.read_text())
+    ]
+    assert found == []

@@ -161,71 +161,34 @@ def make_train_step(
     workers = shards.num_workers(mesh, axis_name)
     simulated = shards.is_simulated(mesh, axis_name)
     manual = sharding == "manual" and not simulated
-    settings: Any = dict(microbatches=microbatches, clip_norm=clip_norm, stateful=stateful)
 
-    def mapped_once(layout, params, opt_state, state, batch, key, extra_args):
-        """Computes gradient and update of each device in one ``jax.shard_map``."""
-        worker_gradient.require_differentiable(params)
-        batch = jax.tree.map(jnp.asarray, batch)
-        leaf_batch_specs = specs_of_batch(batch)
-        rows = shards.row_dimensions(leaf_batch_specs, axis_name)
-
-        sent = []
-
-        def on_device(params, opt_state, state, batch, key, extra_args):
-            old = worker_axis.own_entries(opt_state, layout)
-            local_params = local_parameters(params, old)
-            state = jax.tree.map(lambda x: x[0], state)
-            results = gradients_on_device(local_params, state, batch, key, layout.params, rows)
-            args = results.gradients, old, params, extra_args, jnp.isfinite(results.gradient_norm)
-            updates, new, number = worker_axis.update_on_device(tx, layout, *args)
-            sent.append(number)
-            results = results._replace(gradients=results.gradients if metrics_fn else None)
-            return worker_gradient.stack(results), updates, worker_axis.stack_entries(new, layout)
-
-        specs = worker_gradient.stacked_results_specs(layout.params, mesh, axis_name)
-        specs = specs._replace(gradients=specs.gradients if metrics_fn else None)
-        results = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(layout.params, layout.state, P(axis_name), leaf_batch_specs, P(), P()),
-            out_specs=(specs, layout.params, layout.state),
-        )(params, opt_state, state, batch, key, extra_args)
-        return *results, sent[-1]
-
-    def mapped_twice(layout, params, opt_state, state, batch, key, extra_args):
-        """Computes stacked gradients, and then the update in a ``jax.shard_map`` of its own."""
-        copies = shards.copies(params, mesh, axis_name, layout.params)
-        local_params = local_parameters(copies, opt_state)
-        results = gradients_of(
-            local_params, state, batch, *key, params_are_replicated=local_params is params
-        )
-        participates = jnp.isfinite(results.gradient_norm)
-        args = results.gradients, opt_state, params, extra_args, participates
-        return results, *worker_axis.update_stacked(tx, layout, *args)
-
-    # The update needs types with VMA information even if the loss does not.
-    if manual and check_vma:
-        gradient_and_update, inner = mapped_once, shards.inner_axes(mesh, axis_name)
-        gradients_on_device = worker_gradient.gradients_on_device(
-            loss_fn, axis_name, inner, **settings
-        )
-    else:
-        gradient_and_update = mapped_twice
-        gradients_of = gradients.stacked_gradients(
-            loss_fn,
-            mesh,
-            axis_name,
-            manual=manual,
-            param_specs=param_specs,
-            batch_specs=batch_specs,
-            check_vma=check_vma,
-            **settings,
-        )
+    gradients_of = gradients.stacked_gradients(
+        loss_fn,
+        mesh,
+        axis_name,
+        manual=manual,
+        microbatches=microbatches,
+        clip_norm=clip_norm,
+        stateful=stateful,
+        param_specs=param_specs,
+        batch_specs=batch_specs,
+        check_vma=check_vma,
+    )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3) if donate else ())
-    def placed_step(layout, params, *args):
-        results, updates, opt_state, sent = gradient_and_update(layout, params, *args)
+    def placed_step(layout, params, opt_state, state, batch, key, extra_args):
+        copies = shards.copies(params, mesh, axis_name, layout.params)
+        local = local_parameters(copies, opt_state)
+        results = gradients_of(local, state, batch, *key, params_are_replicated=local is params)
+        updates, opt_state, sent = worker_axis.update_stacked(
+            tx,
+            layout,
+            results.gradients,
+            opt_state,
+            params,
+            extra_args,
+            jnp.isfinite(results.gradient_norm),
+        )
         custom = None
         if metrics_fn is not None:
             over = None if simulated else axis_name
