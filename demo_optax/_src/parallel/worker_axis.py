@@ -261,6 +261,8 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
     gradient, old, params, participates = args
     is_local = [_differs(x, axis_name) for x in jax.tree.leaves((gradient, old))]
     is_local += [True] * len(jax.tree.leaves((params, participates)))
+    # Extra arguments come first.
+    is_local = [True] * (len(program.jaxpr.invars) - len(is_local)) + is_local
     leaves, results = jax.tree.leaves_with_path(updates), []
     for number, (path, x) in enumerate(leaves):
         if _differs(x, axis_name):
