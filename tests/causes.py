@@ -108,16 +108,25 @@ def batch_on_more_devices():
     jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), two()))(1.0, batch, opt_state=())
 
 
+def first_step(tx, mesh=None, **options):
+    """Trains a model of matrices and vectors for one step."""
+    mesh = mesh or two()
+    specs = options.get("param_specs")
+    state = demo_optax.init_opt_state(tx, model.init(), mesh, param_specs=specs)
+    step_of(tx, mesh, **options)(model.init(), state, model.batch(0))
+
+
 def state_unlike_any_parameter():
     def row_sums(updates, state, params=None):
         del params
-        return updates, jax.tree.map(lambda g: jnp.sum(jnp.square(g), 1), updates)
+        return updates, jax.tree.map(lambda g: jnp.sum(jnp.square(g), -1), updates)
 
     scale = optax.GradientTransformation(
-        lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[0]), params), row_sums
+        lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[:-1]), params), row_sums
     )
     tx = demo_optax.demo(1e-3, axis_name="data", precondition=scale)
-    demo_optax.init_opt_state(tx, {"w": jnp.ones((8, 6))}, inner(), "data", P(None, "fsdp"))
+    specs = {"hidden": P(None, "fsdp"), "out": P(), "bias": P()}
+    first_step(tx, inner(), param_specs=specs)
 
 
 def orthogonal_shards_without_specs():
@@ -132,10 +141,9 @@ def orthogonal_shards_without_specs():
 
 
 def flattened_shards():
-    specs = {"a": P("fsdp"), "b": P()}
+    specs = {"hidden": P("fsdp"), "out": P(), "bias": P()}
     tx = optax.flatten(demo_optax.demo_scaled(1e-3, axis_name="data"))
-    params = {"a": jnp.ones((4, 4)), "b": jnp.ones(4)}
-    demo_optax.init_opt_state(tx, params, inner(), param_specs=specs)
+    first_step(tx, inner(), param_specs=specs)
 
 
 MASK = {"hidden": True, "out": True, "bias": False}
@@ -190,7 +198,7 @@ def with_three_numbers():
 
 def fragments_of_shards():
     tx = demo_optax.local_steps(optax.sgd(0.1), DEMO, 4, fragments=4, axis_name="data")
-    demo_optax.state_specs(tx, model.init(), inner(), param_specs=P("fsdp"))
+    first_step(tx, inner(), param_specs={"hidden": P("fsdp"), "out": P(), "bias": P()})
 
 
 def local_steps_of_a_part():
@@ -285,7 +293,8 @@ RAISED = [
     lambda: demo_optax.init_opt_state(DEMO, model.init(), inner(), "data", P("data")),
     lambda: step_of(DEMO, inner(), sharding="compiler"),
     # the worker axis
-    lambda: demo_optax.init_opt_state(optax.adam(1e-3), model.init(), two()),
+    lambda: first_step(optax.adam(1e-3)),
+    lambda: first_step(optax.named_chain(("ema", optax.ema(0.9)), ("demo", DEMO))),
     state_unlike_any_parameter,
     lambda: step_of(DEMO, two())(model.init(), optax.adam(1.0).init(model.init()), model.batch(0)),
     lambda: step_of(DEMO, two())(model.init(), state_of(4), model.batch(0)),
@@ -331,15 +340,11 @@ RAISED = [
     state_of_the_model_without_aux,
     # local steps
     lambda: ALONE_LOCALLY.update(model.init(), ALONE_LOCALLY.init(model.init())),
-    lambda: demo_optax.init_opt_state(
-        local_steps(demo_optax.mean_over_workers("data"), DEMO), model.init(), two()
-    ),
+    lambda: first_step(local_steps(demo_optax.mean_over_workers("data"), DEMO)),
     lambda: local_steps(ALONE, DEMO).init(model.init()),
     lambda: local_steps(optax.sgd(0.1), ALONE),
-    lambda: demo_optax.init_opt_state(
-        demo_optax.local_steps(optax.sgd(0.1), demo_optax.mean_over_workers("data"), 2),
-        model.init(),
-        two(),
+    lambda: first_step(
+        demo_optax.local_steps(optax.sgd(0.1), demo_optax.mean_over_workers("data"), 2)
     ),
     lambda: demo_optax.local_steps(optax.sgd(0.1), LOOKING_AHEAD, 2).init(model.init()),
     lambda: demo_optax.local_steps(optax.sgd(0.1), LOOKING_AHEAD, 2, merge=0.5).init(model.init()),

@@ -64,13 +64,13 @@ def test_frozen_parameters_stay_and_send_nothing():
 def test_updates_that_are_not_zero_are_never_taken_for_frozen(local):
     tx = optax.partition({"trained": DEMO, "frozen": local}, FIRST_LAYER)
     with pytest.raises(ValueError, match=r"updates differ between the workers.*'bias'"):
-        demo_optax.init_opt_state(tx, model.init(), MESH)
+        train(tx)
 
 
 def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
     def refused(tx):
         with pytest.raises((TypeError, ValueError)) as error:
-            demo_optax.init_opt_state(tx, model.init(), MESH)
+            train(tx)
         return "".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
     assert "microbatches" in refused(optax.MultiSteps(DEMO, 2))
@@ -79,15 +79,17 @@ def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
     assert "microbatches" not in refused(twice)
 
 
-def test_an_argument_that_no_trace_can_know_needs_a_default(annotations_unchecked):
+def test_an_argument_without_a_default_is_that_of_the_step():
     def update(updates, state, params=None, *, temperature, **rest):
-        del params, temperature, rest
-        return updates, state
+        del params, rest
+        return jax.tree.map(lambda u: -temperature * u, updates), state
 
-    tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    with pytest.raises(TypeError, match="temperature") as refused:
-        demo_optax.init_opt_state(tx, model.init(), MESH)
-    assert "give the others a default" in "".join(refused.value.__notes__)
+    heated = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    tx = optax.chain(demo_optax.mean_over_workers("data"), heated)
+    params, state = workers.initial(tx, MESH)
+    params, state, _ = workers.step_of(tx, MESH)(params, state, model.batch(0), temperature=0.0)
+    for name, x in model.init().items():
+        np.testing.assert_array_equal(params[name], x)
 
 
 def test_a_preconditioner_with_random_keys_trains():

@@ -214,8 +214,7 @@ def test_a_round_that_was_begun_longer_ends_at_once():
 def test_an_axis_other_than_that_of_the_outer_optimizer_is_refused(outer):
     mesh = workers.mesh_of(4)
     with pytest.raises(ValueError, match=r"outer exchanges over .*axis_name='data'"):
-        tx = demo_optax.local_steps(optax.sgd(1.0), outer, every=2)
-        demo_optax.init_opt_state(tx, model.init(), mesh)
+        train(demo_optax.local_steps(optax.sgd(1.0), outer, every=2), range(1), mesh=mesh)
 
 
 @pytest.mark.parametrize("merge", [None, 0.5])

@@ -131,7 +131,7 @@ def compile_programs(
             updates, new = _on_device(tx, half, layout, params, opt_state, params)
             leaves = jax.tree.leaves(made_equal(updates))
             updates = jax.tree.unflatten(jax.tree.structure(params), leaves)
-            return updates, shards.merge_shard_metrics(new, opt_state, sharded)
+            return updates, new
 
         specs = layout.params, layout.state, outbox_specs, over_shards, P()
         updates, opt_state = jax.shard_map(
@@ -248,8 +248,9 @@ def _on_device(tx, half: Callable, layout, gradient, state, params, **options) -
     half_tx = optax.GradientTransformationExtraArgs(tx.init, half)
     inside = arrays.boxed_inside(half_tx, layout.params)
     options[PARAM_SPECS], gradient, params = arrays.unboxed((layout.params, gradient, params))
-    result: Any = inside.update(gradient, state, params, **options)
-    return result[0], shards.made_equal(result[1], layout.state, layout.copied_axes, ())
+    result, new = inside.update(gradient, state, params, **options)
+    new = shards.merge_shard_metrics(new, state, sharded_axes(options[PARAM_SPECS]))
+    return result, shards.made_equal(new, layout.state, layout.copied_axes, ())
 
 
 def _first(stacked) -> Any:
