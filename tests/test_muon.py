@@ -251,8 +251,13 @@ def test_a_norm_of_each_shard_before_it_is_named_as_a_cause():
     specs = {"a": P("fsdp"), "b": P()}
     muon = demo_optax.demo_muon(1e-3, axis_name="data")
     tx = optax.chain(optax.clip_by_global_norm(1.0), muon)
+    mesh = mesh_of(2, 2)
+    state = demo_optax.init_opt_state(tx, params, mesh, param_specs=specs)
+    step = demo_optax.make_train_step(
+        lambda p, x: jnp.mean((x @ p["a"]) @ p["b"]), tx, mesh, param_specs=specs
+    )
     with pytest.raises(ValueError, match=r"use make_train_step\(clip_norm=\.\.\.\) instead"):
-        demo_optax.init_opt_state(tx, params, mesh_of(2, 2), param_specs=specs)
+        step(params, state, jnp.ones((4, 8)))
 
 
 @pytest.mark.parametrize(

@@ -386,9 +386,9 @@ def init_stacked(tx, layout: StateLayout, params):
     tx = boxed_inside(tx, layout.params)
 
     def init(params):
-        state = tx.init(params)
-        equal = shards.made_equal(state, layout.state, layout.copied_axes, layout.axis_name)
-        return stack_entries(equal, layout)
+        everywhere = frozenset(shards.inner_axes(mesh, layout.axis_name))
+        state = shards.made_equal(tx.init(params), layout.state, everywhere, layout.axis_name)
+        return stack_entries(state, layout)
 
     on_workers = shards.map_workers(init, mesh, layout.axis_name, (specs,), layout.state)
     # All parameters are kept, so that a state of zeros is bound to a device if they are.
