@@ -106,7 +106,7 @@ def packet_bytes(
         if exchange.axis_name is None:
             return 0
         if mesh is None:
-            return _traffic(tx, params, workers, exchange).sent
+            return packet_traffic((tx, exchange), params, workers).sent
         tx = decoupled_momentum(compression=tx, exchange=exchange)
 
     if mesh is None:
@@ -120,34 +120,6 @@ def packet_bytes(
             "integer to another."
         )
     return sent * mesh.size // shards.num_workers(mesh, axis_name or ())
-
-
-def received_bytes(
-    compression: Compression, params, workers: int, exchange: Exchange | None = None
-) -> float:
-    """Returns the bytes that each worker gets from the others in one exchange.
-
-    The arguments are those of `packet_bytes`.
-
-    Example:
-      >>> import demo_optax, jax, jax.numpy as jnp
-      >>> params = jax.ShapeDtypeStruct((4096, 16384), jnp.float32)
-      >>> compression = Compression(topk=8, value_coding="int4")
-      >>> exchanges = demo_optax.AllGather("data"), demo_optax.TwoPhase("data")
-      >>> [round(received_bytes(compression, params, 64, e) / 1e6, 1) for e in exchanges]
-      [16.7, 1.1]
-    """
-    return _traffic(compression, params, workers, exchange or AllGather()).received
-
-
-def _traffic(
-    compression: Compression, params, workers: int, exchange: Exchange, fragments: int | None = None
-) -> Traffic:
-    checks.real_leaves("parameter", params)
-    shapes = tuple(_shapes(params))
-    if fragments is None:
-        return exchange.traffic(make_plan(compression, shapes), workers)
-    return exchange.traffic(plan_of_fragment(compression, shapes, fragments), workers)
 
 
 def _shapes(params) -> list[tuple[int, ...]]:
@@ -224,8 +196,45 @@ class StepTime(NamedTuple):
     hiding_bandwidth: float
 
 
-_DENSE = {"float32": 4, "bfloat16": 2}
+def step_time(
+    traffic: Traffic, bandwidth: float, latency: float, compute_time: float, steps: int = 1
+) -> StepTime:
+    """Returns the seconds of a step with one exchange in this number of steps."""
+    wire = traffic.received / steps
+    transfer, waiting = 8 * wire / bandwidth, traffic.rounds * latency / steps
+    exchange, spare = transfer + waiting, compute_time - waiting
+    step = max(compute_time, exchange) if traffic.overlaps else compute_time + exchange
+    hiding = 8 * wire / spare if spare > 0 else math.inf
+    return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
+
+
 Setting = Compression | tuple[Compression, Exchange]
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def dense_traffic(params, workers: int, dtype: str) -> Traffic:
+    """Returns the traffic of an all-reduce of the gradient, in a ring."""
+    size = dense_bytes(params, BYTES[dtype])
+    return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
+
+
+def packet_traffic(
+    setting: Setting, params, workers: int, local_steps: int = 1, fragments: int | None = None
+) -> Traffic:
+    """Returns the traffic of one exchange of packets; the arguments are those of `step_times`."""
+    compression, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
+    if fragments is not None and isinstance(exchange, Delayed):
+        raise ValueError(
+            f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
+            f"them, but the exchange is {exchange}: leave out the delay or the fragments."
+        )
+    checks.real_leaves("parameter", params)
+    shapes = tuple(_shapes(params))
+    if fragments is None:
+        traffic = exchange.traffic(make_plan(compression, shapes), workers)
+        return traffic._replace(overlaps=traffic.overlaps and local_steps == 1)
+    traffic = exchange.traffic(plan_of_fragment(compression, shapes, fragments), workers)
+    return traffic._replace(overlaps=fragments == local_steps)
 
 
 def step_times(
@@ -284,33 +293,14 @@ def step_times(
     if fragments is not None:
         require_divides(fragments, local_steps, "local_steps")
 
-    def dense(bytes_per_value: int) -> Traffic:
-        size = dense_bytes(params, bytes_per_value)
-        return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
-
-    def time(traffic: Traffic, steps: int) -> StepTime:
-        wire = traffic.received / steps
-        transfer, waiting = 8 * wire / bandwidth, traffic.rounds * latency / steps
-        spare = compute_time - waiting
-        hiding = 8 * wire / spare if spare > 0 else math.inf
-        exchange = transfer + waiting
-        overlaps = traffic.overlaps and steps == 1
-        step = max(compute_time, exchange) if overlaps else compute_time + exchange
-        return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
-
-    times = {f"AdamW, {dtype}": time(dense(size), 1) for dtype, size in _DENSE.items()}
+    link = bandwidth, latency, compute_time
+    dense = {dtype: dense_traffic(params, workers, dtype) for dtype in BYTES}
+    times = {f"AdamW, {dtype}": step_time(each, *link) for dtype, each in dense.items()}
     if local_steps > 1:
-        times |= {f"DiLoCo, {name}": time(dense(n), local_steps) for name, n in _DENSE.items()}
+        rounds = {dtype: step_time(each, *link, local_steps) for dtype, each in dense.items()}
+        times |= {f"DiLoCo, {dtype}": time for dtype, time in rounds.items()}
     settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
     for name, setting in settings.items():
-        setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
-        if fragments is not None and isinstance(exchange, Delayed):
-            raise ValueError(
-                f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
-                f"them, but {name!r} has the exchange {exchange}: leave out the delay or the "
-                "fragments."
-            )
-        traffic = _traffic(setting, params, workers, exchange, fragments)
-        traffic = traffic._replace(overlaps=traffic.overlaps or fragments is not None)
-        times[name] = time(traffic, local_steps // (fragments or 1))
+        traffic = packet_traffic(setting, params, workers, local_steps, fragments)
+        times[name] = step_time(traffic, *link, local_steps // (fragments or 1))
     return times
