@@ -165,7 +165,7 @@ def test_owners_of_many_workers_send_as_many_coefficients_back_as_the_link_allow
     chosen = choose(link, 64).chosen
     assert chosen.method.setting[1].inner.topk_back == back
     assert f"topk_back={back}" in chosen.method.code
-    assert chosen.exchange <= 2
+    assert chosen.time.exchange <= 2
     assert (
         choose(link, 16).chosen.method.row != "D" or "=128" in choose(link, 16).chosen.method.code
     )
@@ -388,10 +388,10 @@ def test_the_latency_of_a_swarm_is_that_of_four_requests():
 
 def test_rounds_of_a_swarm_travel_during_the_next_round():
     fast, slow = (by_swarm(link).candidates[-1] for link in ("100Mbit", "1Mbit"))
-    assert fast.time.step == 1.0 > fast.exchange > 0
-    assert slow.time.step == slow.exchange > 2.0
+    assert fast.time.step == 1.0 > fast.time.exchange > 0
+    assert slow.time.step == slow.time.exchange > 2.0
     rounds = " ".join(by_swarm("1Mbit").warnings)
-    assert f"for about {math.ceil(30 * slow.exchange)} steps, and no run has" in rounds
+    assert f"for about {math.ceil(30 * slow.time.exchange)} steps, and no run has" in rounds
     assert "A round lasts" not in " ".join(by_swarm("20Mbit").warnings)
 
 

@@ -66,11 +66,6 @@ class Candidate(NamedTuple):
     learning_rate: float
     memory: float
 
-    @property
-    def exchange(self) -> float:
-        """Seconds of the exchange in each step, whether the compute hides them or not."""
-        return self.time.transfer + self.time.waiting
-
 
 def read_losses() -> Any:
     """Returns what the studies measured: their largest model, most workers, and the methods."""

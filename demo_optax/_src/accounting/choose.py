@@ -19,15 +19,7 @@ from demo_optax._src.accounting.rules import (
     swarm_warnings,
     warnings,
 )
-from demo_optax._src.accounting.traffic import (
-    BYTES,
-    StepTime,
-    dense_bytes,
-    dense_traffic,
-    packet_traffic,
-    step_time,
-)
-from demo_optax._src.exchange.protocol import Traffic
+from demo_optax._src.accounting.traffic import BYTES, dense_bytes, step_time
 
 BACKS = 512, 256, 128  # coefficients that owners send back of each block
 FEW_WORKERS = 16  # for whom the fewest are enough
@@ -123,29 +115,17 @@ def choose(
         params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
     extra, count = 5 * width / batch_tokens, dense_bytes(params, 1)
 
-    def time_of(method: Method) -> StepTime:
-        steps, compute = method.local_steps, compute_time * (1 + extra * method.orthogonal)
-        if method.setting is None:
-            traffic = dense_traffic(params, workers, dtype)
-        else:
-            traffic = packet_traffic(method.setting, params, workers, steps, method.fragments)
-        if not swarm:
-            exchanges = steps // (method.fragments or 1)
-            return step_time(traffic, bandwidth, latency, compute, exchanges)
-        # A worker writes its own packet, and then reads those of the others.
-        load = traffic.sent * bandwidth / upload + traffic.received
-        stored = Traffic(traffic.sent, load, REQUESTS, overlaps=method.delayed)
-        time = step_time(stored, bandwidth, latency, compute, steps)
-        return time._replace(wire=round(traffic.received / steps))
-
     def candidate(method: Method) -> Candidate:
-        return Candidate(
-            method,
-            time_of(method),
-            measured_loss(method, workers),
-            method.rate * TUNED_RATE * TUNED_WIDTH / width,
-            count * (NEEDED + method.state),
-        )
+        compute, steps = compute_time * (1 + extra * method.orthogonal), method.local_steps
+        link = workers, bandwidth, latency, compute
+        time = step_time(method.setting or dtype, params, *link, steps, method.fragments)
+        if swarm:  # A worker writes its own packet, and then reads those of the others.
+            transfer = time.transfer + 8 * time.packet / upload / steps
+            waiting, overlaps = REQUESTS * latency / steps, method.row != "B"
+            time = time._replace(transfer=transfer, waiting=waiting, overlaps=overlaps)
+        rate = method.rate * TUNED_RATE * TUNED_WIDTH / width
+        needed = count * (NEEDED + method.state)
+        return Candidate(method, time, measured_loss(method, workers), rate, needed)
 
     backs = BACKS if workers > FEW_WORKERS else BACKS[-1:]
     compared = [methods_in_swarm()] if swarm else map(methods, backs)
@@ -168,7 +148,7 @@ def _choose_back(
 
     The last of ``by_back`` send the fewest coefficients.
     """
-    *more, fewest = [{x.method.row: x.exchange for x in candidates} for candidates in by_back]
+    *more, fewest = [{x.method.row: x.time.exchange for x in candidates} for candidates in by_back]
     row, reason = choose_row(fewest, compute_time)
     most = min(LARGEST_STEP * compute_time, fewest["C"])
     allowed = [each for each, exchange in zip(by_back, more, strict=False) if exchange["D"] <= most]

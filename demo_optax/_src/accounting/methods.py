@@ -58,11 +58,6 @@ class Method:
         return LOCAL_STEPS if self.row == "E" else 1
 
     @property
-    def delayed(self) -> bool:
-        """Whether packets travel during the next step, or the next round in a swarm."""
-        return self.setting is not None and isinstance(self.setting[1], Delayed)
-
-    @property
     def in_swarm(self) -> bool:
         """Whether packets travel through the store of a swarm."""
         return self.setting is not None and self.setting[1].axis_name is None

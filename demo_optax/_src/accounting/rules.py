@@ -81,8 +81,7 @@ def warnings(
         f"{short(loss.parameters)}.": params > largest,
         f"No run of ours has more than {most} workers.": workers > most,
         f"The loss is that of {loss.workers} workers, not of {workers}.": not 1 / 2 <= ratio <= 2,
-        "In these runs its loss was higher than AdamW's.": loss.difference > 0
-        and method.row != "E",
+        "In these runs its loss was higher than AdamW's.": loss.difference > 0 and not in_rounds,
         "The loss is that of one seed.": loss.seeds == 1,
         f"The loss was measured in another way ({loss.differs}).": loss.differs != "",
         "Local steps need batches as large as each worker can take.": in_rounds,
@@ -99,7 +98,7 @@ def swarm_warnings(
 ) -> dict[str, bool]:
     """Returns sentences about the time that packets and snapshots take through a store."""
     every = chosen.method.local_steps
-    steps = math.ceil(every * chosen.exchange / compute)
+    steps = math.ceil(every * chosen.time.exchange / compute)
     leaves = 2 if chosen.method.optimizer == "diloco" else 1
     seconds = 32 * params * leaves / upload
     # Half of the time is for packets, and half of the rest for a worker that reads it to join.

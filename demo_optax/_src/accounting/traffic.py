@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from demo_optax._src import axes, checks
 from demo_optax._src.axes import AxisName
-from demo_optax._src.compression import Compression, make_plan
+from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.blocks import block_geometry
 from demo_optax._src.compression.top_k import TopK
 from demo_optax._src.decoupled import decoupled_momentum
@@ -106,7 +106,7 @@ def packet_bytes(
         if exchange.axis_name is None:
             return 0
         if mesh is None:
-            return packet_traffic((tx, exchange), params, workers).sent
+            return exchange.traffic(_plan(tx, params), workers).sent
         tx = decoupled_momentum(compression=tx, exchange=exchange)
 
     if mesh is None:
@@ -120,6 +120,14 @@ def packet_bytes(
             "integer to another."
         )
     return sent * mesh.size // shards.num_workers(mesh, axis_name or ())
+
+
+def _plan(compression: Compression, params, fragments: int | None = None) -> Plan:
+    checks.real_leaves("parameter", params)
+    shapes = tuple(_shapes(params))
+    if fragments is None:
+        return make_plan(compression, shapes)
+    return plan_of_fragment(compression, shapes, fragments)
 
 
 def _shapes(params) -> list[tuple[int, ...]]:
@@ -181,60 +189,73 @@ class StepTime(NamedTuple):
       wire: bytes that cross each worker's link, in each direction.
       transfer: seconds that these bytes take at the link's bandwidth.
       waiting: seconds of latency.
-      step: seconds of compute, transfer and waiting, or the longer of compute and exchange if the
-        exchange is delayed.
-      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute.
-        At this bandwidth or more, an exchange that overlaps with the compute costs nothing. It is
-        infinite if the latency alone takes longer.
+      compute: seconds of compute.
+      overlaps: whether the exchange overlaps with the compute.
     """
 
     packet: int
     wire: int
     transfer: float
     waiting: float
-    step: float
-    hiding_bandwidth: float
+    compute: float
+    overlaps: bool
 
+    @property
+    def exchange(self) -> float:
+        """Seconds of the exchange, whether the compute hides them or not."""
+        return self.transfer + self.waiting
 
-def step_time(
-    traffic: Traffic, bandwidth: float, latency: float, compute_time: float, steps: int = 1
-) -> StepTime:
-    """Returns the seconds of a step with one exchange in this number of steps."""
-    wire = traffic.received / steps
-    transfer, waiting = 8 * wire / bandwidth, traffic.rounds * latency / steps
-    exchange, spare = transfer + waiting, compute_time - waiting
-    step = max(compute_time, exchange) if traffic.overlaps else compute_time + exchange
-    hiding = 8 * wire / spare if spare > 0 else math.inf
-    return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
+    @property
+    def step(self) -> float:
+        """Seconds of compute and exchange, or the longer of both if they overlap."""
+        return max(self.compute, self.exchange) if self.overlaps else self.compute + self.exchange
+
+    @property
+    def hiding_bandwidth(self) -> float:
+        """Bits per second at which the bytes on the wire and the latency take the compute's time.
+
+        At this bandwidth or more, an exchange that overlaps with the compute costs nothing. It is
+        infinite if the latency alone takes longer.
+        """
+        spare = self.compute - self.waiting
+        return 8 * self.wire / spare if spare > 0 else math.inf
 
 
 Setting = Compression | tuple[Compression, Exchange]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def dense_traffic(params, workers: int, dtype: str) -> Traffic:
-    """Returns the traffic of an all-reduce of the gradient, in a ring."""
-    size = dense_bytes(params, BYTES[dtype])
-    return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
+def step_time(
+    sent: Setting | str,
+    params,
+    workers: int,
+    bandwidth: float,
+    latency: float,
+    compute_time: float,
+    local_steps: int = 1,
+    fragments: int | None = None,
+) -> StepTime:
+    """Returns the seconds of a step that sends packets, or gradients of a dtype in an all-reduce.
 
-
-def packet_traffic(
-    setting: Setting, params, workers: int, local_steps: int = 1, fragments: int | None = None
-) -> Traffic:
-    """Returns the traffic of one exchange of packets; the arguments are those of `step_times`."""
-    compression, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
-    if fragments is not None and isinstance(exchange, Delayed):
-        raise ValueError(
-            f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
-            f"them, but the exchange is {exchange}: leave out the delay or the fragments."
-        )
-    checks.real_leaves("parameter", params)
-    shapes = tuple(_shapes(params))
-    if fragments is None:
-        traffic = exchange.traffic(make_plan(compression, shapes), workers)
-        return traffic._replace(overlaps=traffic.overlaps and local_steps == 1)
-    traffic = exchange.traffic(plan_of_fragment(compression, shapes, fragments), workers)
-    return traffic._replace(overlaps=fragments == local_steps)
+    The other arguments are those of `step_times`.
+    """
+    if isinstance(sent, str):
+        size = dense_bytes(params, BYTES[sent])
+        traffic = Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
+    else:
+        compression, exchange = sent if isinstance(sent, tuple) else (sent, AllGather())
+        if fragments is not None and isinstance(exchange, Delayed):
+            raise ValueError(
+                f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
+                f"them, but the exchange is {exchange}: leave out the delay or the fragments."
+            )
+        traffic = exchange.traffic(_plan(compression, params, fragments), workers)
+    steps = local_steps // (fragments or 1)
+    transfer = 8 * traffic.received / bandwidth / steps
+    waiting = traffic.rounds * latency / steps
+    overlaps = steps == 1 and (traffic.overlaps or fragments is not None)
+    wire = round(traffic.received / steps)
+    return StepTime(traffic.sent, wire, transfer, waiting, compute_time, overlaps)
 
 
 def step_times(
@@ -293,14 +314,11 @@ def step_times(
     if fragments is not None:
         require_divides(fragments, local_steps, "local_steps")
 
-    link = bandwidth, latency, compute_time
-    dense = {dtype: dense_traffic(params, workers, dtype) for dtype in BYTES}
-    times = {f"AdamW, {dtype}": step_time(each, *link) for dtype, each in dense.items()}
+    link = params, workers, bandwidth, latency, compute_time
+    times = {f"AdamW, {dtype}": step_time(dtype, *link) for dtype in BYTES}
     if local_steps > 1:
-        rounds = {dtype: step_time(each, *link, local_steps) for dtype, each in dense.items()}
-        times |= {f"DiLoCo, {dtype}": time for dtype, time in rounds.items()}
+        times |= {f"DiLoCo, {dtype}": step_time(dtype, *link, local_steps) for dtype in BYTES}
     settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
     for name, setting in settings.items():
-        traffic = packet_traffic(setting, params, workers, local_steps, fragments)
-        times[name] = step_time(traffic, *link, local_steps // (fragments or 1))
+        times[name] = step_time(setting, *link, local_steps, fragments)
     return times

@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         print(
             "With the trainer, beside your --preset, --batch-size and --sequence-length:\n\n"
-            f"    python examples/train_lm.py {chosen.method.flags} "
-            f"--learning-rate {rate}"
+            f"    python examples/train_lm.py {chosen.method.flags} --learning-rate {rate}"
         )
     for warning in choice.warnings:
         print(f"\nWarning: {warning}", end="")
