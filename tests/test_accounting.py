@@ -270,7 +270,7 @@ def test_step_times_add_up():
     assert rounds["AdamW, float32"] == dense
     alone = demo_optax.accounting.step_times(params, settings, 1, 1e8, 0.01, 2.0)
     assert {time.step for time in alone.values()} == {2.0}
-    with pytest.raises(ValueError, match="workers >= 1"):
+    with pytest.raises(ValueError, match="workers must be at least 1, not 0"):
         demo_optax.accounting.step_times(params, settings, 0, 1e8)
 
 

@@ -41,8 +41,8 @@ def choose_optimizer(
 ) -> tuple[Candidate, str]:
     """Returns one of a row's two candidates, of which one makes matrices orthogonal.
 
-    It does so for ``extra`` of the compute. If only one of the two fits into the memory, it is
-    taken.
+    Orthogonal steps add ``extra`` of the compute. A candidate that does not fit into the memory
+    gives way to one that does.
     """
     most = LARGEST_ORTHOGONAL_STEP[of_row[0].method.row]
     first, other = sorted(of_row, key=lambda c: c.method.orthogonal is (extra > most))

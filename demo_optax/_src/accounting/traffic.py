@@ -295,7 +295,7 @@ def step_times(
       with ``"DiLoCo"``.
 
     Raises:
-      ValueError: a number is out of range, or an exchange of fragments is delayed.
+      TypeError, ValueError: a number is out of range, or an exchange of fragments is delayed.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -305,12 +305,11 @@ def step_times(
       >>> {name: round(time.step, 3) for name, time in times.items()}
       {'AdamW, float32': 0.352, 'AdamW, bfloat16': 0.226, 'DeMo': 0.102}
     """
-    if workers < 1 or bandwidth <= 0 or latency < 0 or compute_time < 0:
-        raise ValueError(
-            "Give step_times workers >= 1, bandwidth > 0 (bits per second), latency >= 0 and "
-            f"compute_time >= 0 (seconds), not {workers}, {bandwidth}, {latency}, {compute_time}."
-        )
+    checks.static_integer("workers", workers, at_least=1)
     checks.static_integer("local_steps", local_steps, at_least=1)
+    checks.in_interval("bandwidth", bandwidth, "(0, inf)")
+    checks.in_interval("latency", latency, "[0, inf)")
+    checks.in_interval("compute_time", compute_time, "[0, inf)")
     if fragments is not None:
         require_divides(fragments, local_steps, "local_steps")
 
