@@ -362,7 +362,6 @@ RAISED = [
     differing_replicas,
     lambda: demo_optax.check_replicas({"w": np.ones(3)}, two()),
     # accounting
-    lambda: demo_optax.accounting.step_times(model.init(), demo_optax.Compression(), 0, 1e9),
     lambda: demo_optax.accounting.step_times(
         model.init(),
         (demo_optax.Compression(), demo_optax.Delayed(demo_optax.AllGather())),

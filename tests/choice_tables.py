@@ -58,7 +58,7 @@ def _methods() -> str:
     heads = ["", "Method", "Times AdamW's rate", "Loss minus AdamW's"]
     lines = [heads, ["---"] * len(heads)]
     for method in methods(topk_back=128):
-        losses = list(map(_loss_cell, measured_losses(method))) or ["not trained"]
+        losses = map(_loss_cell, measured_losses(method))
         cells = f"**{method.row}**", _take(method), f"{method.rate:g}", "; ".join(losses)
         lines.append(list(cells))
     return _table(lines)

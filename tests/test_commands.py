@@ -100,9 +100,9 @@ def test_bytes_prints_its_tables(printed):
 def test_bytes_knows_every_exchange(printed):
     shown = printed(f"{BYTES} --exchange two-phase --topk-back 16 --delay 1")
     exchange = demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=16))
-    counted = Compression(topk=8, value_coding="int4"), accounting.preset_shapes("300m"), 64
-    size = accounting.received_bytes(*counted, exchange)
-    assert f"Each of 64 workers gets {size:,.0f} bytes a step" in shown
+    setting = Compression(topk=8, value_coding="int4"), exchange
+    time = accounting.step_times(accounting.preset_shapes("300m"), setting, 64, 1e9)["DeMo"]
+    assert f"Each of 64 workers gets {time.wire:,} bytes a step" in shown
 
 
 COMMAND_LINES = [

@@ -103,7 +103,7 @@ ENTRIES = {
     ),
     "dense_bytes": demo_optax.accounting.dense_bytes,
     "reference_bytes": demo_optax.accounting.reference_bytes,
-    "received_bytes": lambda params: demo_optax.accounting.received_bytes(Compression(), params, 2),
+    "step_times": lambda params: demo_optax.accounting.step_times(params, Compression(), 2, 1e9),
     "init_model_state": lambda state: demo_optax.init_model_state(state, workers.mesh_of(2)),
 }
 
@@ -193,7 +193,7 @@ FROZEN = optax.partition({"x": DEMO, "y": optax.set_to_zero()}, {"w": "y", "v": 
         lambda: demo_optax.packet_bytes(Compression(), COMPLEX, axis_name="data"),
         lambda: demo_optax.packet_bytes(DENSE, COMPLEX, axis_name="data"),
         lambda: demo_optax.packet_bytes(DENSE, COMPLEX, mesh=SIMULATED),
-        lambda: demo_optax.accounting.received_bytes(Compression(), COMPLEX, 4),
+        lambda: demo_optax.accounting.step_times(COMPLEX, Compression(), 4, 1e9),
     ],
 )
 def test_no_function_takes_complex_parameters(fn):

@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Queue
 
 from benchmarks.tools import pages
-from demo_optax._src.accounting.candidates import LOSSES
+from demo_optax._src.accounting.candidates import LOSSES, read_losses
 
 from . import pictures, tables
 from .study import Job, Result, Study, read
@@ -49,7 +49,7 @@ def main() -> None:
         print("\n\n".join(f"{study.name}\n\n{tables.of_study(study)}" for study in chosen))
     else:
         pages.write(tables.PAGES, tables.KIND, tables.table_of(studies))
-        LOSSES.write_text(tables.losses(studies))
+        LOSSES.write_text(tables.losses(studies, read_losses()))
         pictures.draw(studies)
 
 

@@ -5,7 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ from scipy import stats
 
 import demo_optax
 from benchmarks.tools import pages
-from demo_optax._src.accounting.methods import MEASUREMENTS
 from lm.model import PRESETS, PresetName, build
 
 from .study import BASELINE, Method, Result, Study
@@ -137,23 +136,26 @@ def table_of(studies: Mapping[str, Study]) -> pages.Table:
     return lambda name, patterns: of_study(studies[name], patterns)
 
 
-def losses(studies: Mapping[str, Study]) -> str:
-    """What `demo-optax choose` weighs, as JSON: the losses that MEASUREMENTS names."""
+def losses(studies: Mapping[str, Study], written: Mapping[str, Any]) -> str:
+    """What `demo-optax choose` weighs, as JSON: the losses of the studies that it names."""
     made = {(study.name, row.method.name): row for study in studies.values() for row in rows(study)}
 
-    def loss(study: str, method: str) -> dict[str, str | float | None]:
+    def measured(entry: Mapping[str, Any]) -> dict[str, str | float | None]:
+        study, method = entry["study"], entry["method"]
+        if (study, method) not in made:
+            raise ValueError(f"{method!r} of the study {study!r} has no result: train it.")
         row, baseline = made[study, method], studies[study].methods[BASELINE]
         difference, settings = row.difference or Mean(0.0, None), row.method.settings
         counts = dict(seeds=len(row.seeds), workers=settings.get("workers", 8))
         size = dict(parameters=dense_gradient(settings["preset"]) // 4, steps=settings["steps"])
-        found = dict(study=study, method=method, difference=difference.value)
+        named = dict(study=study, method=method, differs=entry["differs"])
+        found = dict(difference=difference.value, error=difference.error)
         rate = row.method.learning_rate / baseline.learning_rate
-        return dict(**found, error=difference.error, **counts, **size, rate=rate)
+        return named | found | counts | size | dict(rate=rate)
 
-    named = dict.fromkeys(each[:2] for every in MEASUREMENTS.values() for each in every)
-    if missing := named.keys() - made.keys():
-        raise ValueError(f"MEASUREMENTS names {missing}, which have no result: train them.")
     presets = {row.method.settings["preset"] for row in made.values()}
-    found = dict(largest_model=max(map(dense_gradient, presets)) // 4)
+    found: dict[str, Any] = dict(largest_model=max(map(dense_gradient, presets)) // 4)
     found["most_workers"] = max(row.method.settings.get("workers", 8) for row in made.values())
-    return json.dumps(found | dict(losses=[loss(*x) for x in named]), indent=1) + "\n"
+    methods = written["methods"].items()
+    found["methods"] = {name: list(map(measured, entries)) for name, entries in methods}
+    return json.dumps(found, indent=1) + "\n"

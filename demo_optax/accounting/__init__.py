@@ -11,6 +11,5 @@ from demo_optax._src.accounting.traffic import dense_bytes as dense_bytes
 from demo_optax._src.accounting.traffic import index_cost as index_cost
 from demo_optax._src.accounting.traffic import packet_bytes as packet_bytes
 from demo_optax._src.accounting.traffic import preset_shapes as preset_shapes
-from demo_optax._src.accounting.traffic import received_bytes as received_bytes
 from demo_optax._src.accounting.traffic import reference_bytes as reference_bytes
 from demo_optax._src.accounting.traffic import step_times as step_times

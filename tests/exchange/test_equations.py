@@ -390,9 +390,9 @@ def test_one_deal_and_one_gather_as_large_as_accounted(count, selection):
     counted = demo_optax.packet_bytes(compression, params, exchange=exchange, workers=count)
     assert sum(c.operand_bytes for c in found) == counted
     assert counted == demo_optax.packet_bytes(tx, params, workers=count)
-    received = accounting.received_bytes(compression, params, count, exchange)
+    time = accounting.step_times(params, (compression, exchange), count, 1e9)["DeMo"]
     dealt, gathered = (c.operand_bytes for c in found)
-    assert received == (dealt / count + gathered) * (count - 1)
+    assert time.wire == (dealt / count + gathered) * (count - 1)
 
 
 @sweep(("gather", 0), ("two-phase", 1), name=AT_ONCE, delay=[0, 1])

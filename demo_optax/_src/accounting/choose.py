@@ -9,28 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src import checks
-from demo_optax._src.accounting.candidates import (
-    Candidate,
-    evaluate,
-    evaluate_in_swarm,
-    measured_loss,
-    memory_of,
-)
+from demo_optax._src.accounting.candidates import Candidate, measured_loss
 from demo_optax._src.accounting.methods import Method, methods, methods_in_swarm
 from demo_optax._src.accounting.rules import (
     LARGEST_STEP,
+    choose_optimizer,
     choose_round,
     choose_row,
-    chooses_muon,
-    does_not_fit,
     swarm_warnings,
     warnings,
 )
-from demo_optax._src.accounting.traffic import StepTime, dense_bytes
+from demo_optax._src.accounting.traffic import BYTES, dense_bytes, step_time
 
 BACKS = 512, 256, 128  # coefficients that owners send back of each block
 FEW_WORKERS = 16  # for whom the fewest are enough
 TUNED_RATE, TUNED_WIDTH = 3e-3, 128
+NEEDED = 14  # bytes a parameter: itself, its gradient, and 6 that an update needs for a while
+REQUESTS = 4  # in a row, of a swarm's step: write a packet, look, read packets, write the manifest
 
 
 class Choice(NamedTuple):
@@ -66,7 +61,7 @@ def choose(
     batch_tokens: int,
     width: int,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
-    memory: float | None = None,
+    memory: float = math.inf,
     swarm: bool = False,
     upload: float | None = None,
 ) -> Choice:
@@ -106,68 +101,44 @@ def choose(
     checks.in_interval("bandwidth", bandwidth, "(0, inf)")
     checks.in_interval("latency", latency, "[0, inf)")
     checks.in_interval("compute_time", compute_time, "(0, inf)")
-    checks.one_of("dtype", dtype, ("bfloat16", "float32"))
-    if memory is not None:
-        checks.in_interval("memory", memory, "(0, inf)")
-    if upload is not None:
-        checks.in_interval("upload", upload, "(0, inf)")
-        if not swarm:
-            raise ValueError(
-                f"upload={upload} is for a swarm. Elsewhere workers send and receive at once: give "
-                "bandwidth the lower of the two, and leave out upload."
-            )
-    upload = upload or bandwidth
+    checks.one_of("dtype", dtype, sorted(BYTES))
+    checks.in_interval("memory", memory, "(0, inf]")
+    if upload is not None and not swarm:
+        raise ValueError(
+            f"upload={upload} is for a swarm. Elsewhere workers send and receive at once: give "
+            "bandwidth the lower of the two, and leave out upload."
+        )
+    upload = bandwidth if upload is None else upload
+    checks.in_interval("upload", upload, "(0, inf)")
     if isinstance(params, (int, float, np.number)):
         checks.static_integer("params", params, at_least=1)
         params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
     extra, count = 5 * width / batch_tokens, dense_bytes(params, 1)
 
-    def time_of(method: Method) -> StepTime:
-        compute = compute_time * (1 + extra * method.orthogonal)
-        if swarm:
-            link = workers, bandwidth, upload, latency
-            return evaluate_in_swarm(method, params, *link, compute)
-        return evaluate(method, params, workers, bandwidth, latency, compute, dtype)
+    def candidate(method: Method) -> Candidate:
+        compute, steps = compute_time * (1 + extra * method.orthogonal), method.local_steps
+        link = workers, bandwidth, latency, compute
+        time = step_time(method.setting or dtype, params, *link, steps, method.fragments)
+        if swarm:  # A worker writes its own packet, and then reads those of the others.
+            transfer = time.transfer + 8 * time.packet / upload / steps
+            waiting, overlaps = REQUESTS * latency / steps, method.row != "B"
+            time = time._replace(transfer=transfer, waiting=waiting, overlaps=overlaps)
+        rate = method.rate * TUNED_RATE * TUNED_WIDTH / width
+        needed = count * (NEEDED + method.state)
+        return Candidate(method, time, measured_loss(method, workers), rate, needed)
 
-    def candidates(methods: Sequence[Method]) -> tuple[Candidate, ...]:
-        return tuple(
-            Candidate(
-                method,
-                time_of(method),
-                measured_loss(method, workers),
-                method.rate * TUNED_RATE * TUNED_WIDTH / width,
-                memory_of(method, count),
-            )
-            for method in methods
-        )
-
-    if swarm:
-        found = candidates(methods_in_swarm())
-        row, reason = choose_row({"B": _of_row("B", found)[0].exchange}, compute_time)
-    else:
-        backs = BACKS if workers > FEW_WORKERS else BACKS[-1:]
-        found, row, reason = _choose_back([candidates(methods(n)) for n in backs], compute_time)
-    of_row = _of_row(row, found)
-    fitting = [c for c in of_row if memory is None or c.memory <= memory]
+    backs = BACKS if workers > FEW_WORKERS else BACKS[-1:]
+    compared = [methods_in_swarm()] if swarm else map(methods, backs)
+    found, row, reason = _choose_back([tuple(map(candidate, x)) for x in compared], compute_time)
+    of_row = [each for each in found if each.method.row == row]
     if row == "E":
-        chosen, why = choose_round(fitting or of_row, compute_time)
+        chosen, why = choose_round(of_row, compute_time, memory)
     else:
-        orthogonal, why = chooses_muon(row, extra)
-        chosen = next(c for c in of_row if c.method.orthogonal is orthogonal)
-        if fitting and chosen not in fitting:
-            why = does_not_fit(chosen, memory)
-            (chosen,) = fitting
-    said = warnings(chosen, count, workers)
-    if chosen.method.setting is None and chosen.method.flags and dtype == "bfloat16":
-        said.append("The trainer's parameters are float32: for its times give dtype float32.")
-    if not fitting:
-        said.append(
-            does_not_fit(chosen, memory) + " Give each worker more devices, and shard the "
-            "parameters over them with param_specs."
-        )
-    if swarm:
-        said += swarm_warnings(chosen, compute_time, count, upload)
-    return Choice(found, chosen, (reason, why), tuple(said))
+        chosen, why = choose_optimizer(of_row, extra, memory)
+    said = warnings(chosen, count, workers, memory, dtype)
+    said |= swarm_warnings(chosen, count, upload, compute_time) if swarm else {}
+    true = tuple(sentence for sentence, is_true in said.items() if is_true)
+    return Choice(found, chosen, (reason, why), true)
 
 
 def _choose_back(
@@ -177,17 +148,11 @@ def _choose_back(
 
     The last of ``by_back`` send the fewest coefficients.
     """
-    fewest = by_back[-1]
-    exchange = {c.method.row: c.exchange for c in fewest}
-    row, reason = choose_row(exchange, compute_time)
-    most = min(LARGEST_STEP * compute_time, exchange["C"])
-    fast = (found for found in by_back if _of_row("D", found)[0].exchange <= most)
-    found = next(fast, fewest)
-    if row == "D" and found is not fewest:
+    *more, fewest = [{x.method.row: x.time.exchange for x in candidates} for candidates in by_back]
+    row, reason = choose_row(fewest, compute_time)
+    most = min(LARGEST_STEP * compute_time, fewest["C"])
+    allowed = [each for each, exchange in zip(by_back, more, strict=False) if exchange["D"] <= most]
+    if row == "D" and allowed:
         reason += " The owners send as many coefficients back as that allows while two phases stay"
         reason += " the shorter."
-    return found, row, reason
-
-
-def _of_row(row: str, candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.method.row == row]
+    return (*allowed, by_back[-1])[0], row, reason

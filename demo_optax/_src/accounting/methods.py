@@ -1,4 +1,4 @@
-"""The methods that `choose` compares: what each sends, which study measured it, and how to use it.
+"""The methods that `choose` compares: what each sends, how to use it, and which study measured it.
 
 Each method has the letter of a row: A all-reduces whole gradients, B to D exchange packets on every
 step, and E exchanges once in a round of local steps. A swarm has B, C and E, without an axis.
@@ -6,70 +6,17 @@ step, and E exchanges once in a round of local steps. A swarm has B, C and E, wi
 
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 from demo_optax._src.compression import Compression
 from demo_optax._src.exchange import AllGather, Delayed, Exchange, TwoPhase
 
 LOCAL_STEPS = 30
 SIGNS = Compression(32, value_coding="sign", selection="bins")
-EVERY_ELEMENT = Compression(4096, value_coding="int8", transform="identity")
-
-
-class Measurement(NamedTuple):
-    """A method of a study that measured a loss, and how it differs from the method here."""
-
-    study: str
-    method: str
-    differs: str = ""
-
-
-MEASUREMENTS = {
-    "AdamW, all-reduce": [Measurement("final", "AdamW")],
-    "Muon, all-reduce": [Measurement("final", "Muon")],
-    "demo_muon": [Measurement("final", "DeMo-Muon"), Measurement("workers", "DeMo-Muon")],
-    "demo_scaled": [Measurement("final", "DeMo-scaled"), Measurement("workers", "DeMo-scaled")],
-    "demo_muon, delayed": [Measurement("final", "DeMo-Muon, delayed")],
-    "demo_scaled, delayed": [
-        Measurement("final", "DeMo-scaled, delayed, half the rate, look-ahead 1")
-    ],
-    "demo_muon, two phases, delayed": [
-        Measurement("final", "DeMo-Muon, two phases, delayed"),
-        Measurement("workers", "DeMo-Muon, two phases, 512 int4 back", "512 back, no delay"),
-    ],
-    "demo_scaled, two phases, delayed": [
-        Measurement("final", "DeMo-scaled, delayed, half the rate, look-ahead 1", "all-gather"),
-        Measurement("workers", "DeMo-scaled, two phases, 512 int4 back", "512 back, no delay"),
-    ],
-    "DiLoCo, all-reduce": [Measurement("local", "DiLoCo, H = 30")],
-    "DiLoCo int8, all-gather": [Measurement("local", "DiLoCo, H = 30", "float32")],
-    "DiLoCo int8, two phases": [Measurement("local", "DiLoCo, H = 30", "float32, all-reduce")],
-    "DiLoCo int8, fragments": [Measurement("rounds", "DiLoCo, int8, 30 fragments")],
-    "DiLoCo int8, fragments in two phases": [
-        Measurement("rounds", "DiLoCo, int8, 30 fragments", "all-gather")
-    ],
-    "SparseLoCo k=512, all-gather": [Measurement("local", "SparseLoCo, H = 30, k = 512")],
-    "SparseLoCo k=512, two phases": [
-        Measurement("local", "SparseLoCo, H = 30, k = 512", "all-gather")
-    ],
-    "SparseLoCo k=512, fragments": [
-        Measurement("local", "SparseLoCo, H = 30, k = 512", "no fragments")
-    ],
-    "SparseLoCo k=512, fragments in two phases": [
-        Measurement("local", "SparseLoCo, H = 30, k = 512", "no fragments, all-gather")
-    ],
-    "SparseLoCo k=64, all-gather": [Measurement("local", "SparseLoCo, H = 30")],
-    "SparseLoCo k=64, two phases": [Measurement("local", "SparseLoCo, H = 30", "all-gather")],
-    "SparseLoCo k=64, fragments": [Measurement("local", "SparseLoCo, H = 30", "no fragments")],
-    "SparseLoCo k=64, fragments in two phases": [
-        Measurement("local", "SparseLoCo, H = 30", "no fragments, all-gather")
-    ],
-    "DiLoCo int8, delayed": [Measurement("local", "DiLoCo, H = 30", "float32, no delay")],
-    "SparseLoCo k=512, delayed": [Measurement("local", "SparseLoCo, H = 30, k = 512", "no delay")],
-    "SparseLoCo k=64, delayed": [Measurement("local", "SparseLoCo, H = 30", "no delay")],
-}
-"""The measurements of each method by its name, from studies of benchmarks/quality/studies.yaml."""
+INT8 = Compression(4096, value_coding="int8", transform="identity")
+SPARSE_64 = Compression(64, value_coding="int2", transform="identity")
+SPARSE_512 = dataclasses.replace(SPARSE_64, topk=512)
+NOT_IN_TRAINER = "Muon, all-reduce", "DiLoCo int8, all-gather", "DiLoCo int8, two phases"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +25,13 @@ class Method:
 
     Attributes:
       row: its letter.
-      name: its name, by which `MEASUREMENTS` has its losses.
+      name: its name, by which ``losses.json`` has its losses.
       setting: what it sends and how; None for an all-reduce.
-      code: lines that make the optax optimizer ``tx`` from a learning rate ``rate``.
-      flags: settings of ``examples/train_lm.py``; None if the trainer does not have the method.
+      optimizer: the name of its optimizer in ``examples/train_lm.py``.
       rate: its learning rate as a multiple of AdamW's.
-      orthogonal: whether it makes matrices orthogonal, which takes compute.
-      local_steps: steps for one exchange.
-      fragments: fragments of a round, one after another.
       state: bytes that the state of the optimizer takes for each element of a matrix.
+      look_ahead: the look-ahead with a delay on every step.
+      fragments: fragments of a round, one after another.
 
     Example:
       >>> methods(topk_back=128)[2].code
@@ -96,50 +41,103 @@ class Method:
     row: str
     name: str
     setting: tuple[Compression, Exchange] | None
-    code: str
-    flags: str | None
+    optimizer: str
     rate: float = 1.0
-    orthogonal: bool = False
-    local_steps: int = 1
-    fragments: int | None = None
     state: float = 6.0
+    look_ahead: float | None = None
+    fragments: int | None = None
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether it makes matrices orthogonal, which takes compute."""
+        return "muon" in self.optimizer
+
+    @property
+    def local_steps(self) -> int:
+        """Steps for one exchange."""
+        return LOCAL_STEPS if self.row == "E" else 1
+
+    @property
+    def in_swarm(self) -> bool:
+        """Whether packets travel through the store of a swarm."""
+        return self.setting is not None and self.setting[1].axis_name is None
+
+    @property
+    def code(self) -> str:
+        """Lines that make the optax optimizer ``tx`` from a learning rate ``rate``."""
+        sent, exchange = self.setting or (None, None)
+        kind = "swarm" if self.in_swarm else "packets" if sent else "mean"
+        return LINES[kind, self.row].format(
+            function=self.optimizer.replace("-", "_"),
+            sent=sent and _call(sent),
+            exchange=exchange and _call(_undelayed(exchange)),
+            base=BASES.get(self.optimizer),
+            inner=BASES["adamw"],
+            decay=DECAYS.get(self.optimizer),
+            look_ahead=self.look_ahead,
+            steps=STEPS_IN_FRAGMENTS if self.fragments else STEPS,
+        )
+
+    @property
+    def flags(self) -> str | None:
+        """Settings of ``examples/train_lm.py``; None if the trainer does not have the method."""
+        if self.name in NOT_IN_TRAINER:
+            return None
+        sent, exchange = self.setting or (None, None)
+        sparse = sent if self.optimizer == "sparseloco" else None
+        back = owners if isinstance(owners := _undelayed(exchange), TwoPhase) else None
+        given = {
+            "swarm": "s3://bucket/run" if self.in_swarm else None,
+            "worker": "paris" if self.in_swarm else None,
+            "optimizer": self.optimizer,
+            "local-steps": LOCAL_STEPS if self.row == "E" else None,
+            "topk": sparse and sparse.topk,
+            "value-coding": sparse and sparse.value_coding,
+            "look-ahead": self.look_ahead,
+            "delay": self.look_ahead and 1,
+            "fragments": self.fragments,
+            "exchange": back and "two-phase",
+            "topk-back": back and back.topk_back,
+            "value-coding-back": back and back.value_coding_back,
+        }
+        return " ".join(f"--{flag} {value}" for flag, value in given.items() if value is not None)
 
 
 def methods(topk_back: int) -> list[Method]:
     """Returns all methods; in row D the owners send ``topk_back`` coefficients back."""
-    gather = AllGather("data")
-    back = TwoPhase("data", topk_back=topk_back, value_coding_back="int4")
+    gather, back = AllGather("data"), TwoPhase("data", value_coding_back="int4")
+    packets, gathered = (SIGNS, gather), (SIGNS, Delayed(gather))
+    owned = SIGNS, Delayed(dataclasses.replace(back, topk_back=topk_back))
+    muon: Any = dict(optimizer="demo-muon", look_ahead=1.5)
+    scaled: Any = dict(optimizer="demo-scaled", look_ahead=1.0, rate=0.5, state=8.0)
     return [
-        Method("A", "AdamW, all-reduce", None, _all_reduced(ADAMW), "--optimizer adamw", state=8),
-        Method(
-            "A",
-            "Muon, all-reduce",
-            None,
-            _all_reduced(MUON),
-            None,
-            rate=2.0,
-            orthogonal=True,
-            state=4,
-        ),
-        _on_every_step("B", "demo_muon", gather, orthogonal=True),
-        _on_every_step("B", "demo_scaled", gather),
-        _delayed("C", "demo_muon", "delayed", gather, 1.5, orthogonal=True),
-        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5, state=8),
-        _delayed("D", "demo_muon", "two phases, delayed", back, 1.5, orthogonal=True),
-        _delayed("D", "demo_scaled", "two phases, delayed", back, 1.0, rate=0.5, state=8),
-        Method(
-            "E",
-            "DiLoCo, all-reduce",
-            None,
-            f"{MEAN}\nouter = optax.chain(mean, {NESTEROV})\n{INNER}\n{STEPS}",
-            DILOCO,
-            rate=0.5,
-            local_steps=LOCAL_STEPS,
-            state=16,
-        ),
-        *_diloco_int8(),
-        *_sparseloco(512),
-        *_sparseloco(64),
+        Method("A", "AdamW, all-reduce", None, "adamw", state=8.0),
+        Method("A", "Muon, all-reduce", None, "muon", rate=2.0, state=4.0),
+        Method("B", "demo_muon", packets, "demo-muon"),
+        Method("B", "demo_scaled", packets, "demo-scaled"),
+        Method("C", "demo_muon, delayed", gathered, **muon),
+        Method("C", "demo_scaled, delayed", gathered, **scaled),
+        Method("D", "demo_muon, two phases, delayed", owned, **muon),
+        Method("D", "demo_scaled, two phases, delayed", owned, **scaled),
+        Method("E", "DiLoCo, all-reduce", None, "diloco", rate=0.5, state=16.0),
+        *_rounds("DiLoCo int8", INT8, TwoPhase("data"), "diloco", rate=0.5, state=20.0),
+        *_rounds("SparseLoCo k=512", SPARSE_512, back, "sparseloco", state=16.0),
+        *_rounds("SparseLoCo k=64", SPARSE_64, back, "sparseloco", state=16.0),
+    ]
+
+
+def _rounds(name: str, sent: Compression, back: TwoPhase, *args, **options) -> list[Method]:
+    """Returns a round with each exchange, at its end and in fragments."""
+    gather, fragments = AllGather("data"), LOCAL_STEPS
+    ways = {
+        "all-gather": (gather, None),
+        "two phases": (back, None),
+        "fragments": (gather, fragments),
+        "fragments in two phases": (back, fragments),
+    }
+    return [
+        Method("E", f"{name}, {way}", (sent, exchange), *args, fragments=number, **options)
+        for way, (exchange, number) in ways.items()
     ]
 
 
@@ -152,187 +150,79 @@ def methods_in_swarm() -> list[Method]:
       tx = demo_optax.demo_muon(rate, look_ahead=1.5)
       worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)
     """
-    gather = AllGather()
-    every_step = [
-        _on_every_step("B", "demo_muon", gather, orthogonal=True),
-        _on_every_step("B", "demo_scaled", gather),
-        _delayed("C", "demo_muon", "delayed", gather, 1.5, orthogonal=True),
-        _delayed("C", "demo_scaled", "delayed", gather, 1.0, rate=0.5, state=8),
-    ]
-    made = "(rate)", "(rate)", "(rate, look_ahead=1.5)", "(rate, look_ahead=1.0)"
-    names = [method.name.partition(",")[0] for method in every_step]
-    return [
-        *[
-            _in_swarm(method, f"tx = demo_optax.{name}{arguments}")
-            for method, name, arguments in zip(every_step, names, made, strict=True)
-        ],
-        _round_in_swarm("DiLoCo int8", EVERY_ELEMENT, NESTEROV, 1.0, 20.0, DILOCO, rate=0.5),
-        *[
-            _round_in_swarm(
-                f"SparseLoCo k={topk}",
-                _sparse(topk),
-                "optax.sgd(1.0)",
-                0.95,
-                16.0,
-                _sparse_flags(topk),
-            )
-            for topk in (512, 64)
-        ],
-    ]
+    found = []
+    for method in methods(topk_back=128):
+        sent, exchange = method.setting or (None, None)
+        if sent and _undelayed(exchange) == AllGather("data") and not method.fragments:
+            alone = AllGather() if method.row == "B" else Delayed(AllGather())
+            name = method.name.replace("all-gather", "delayed")
+            found.append(dataclasses.replace(method, name=name, setting=(sent, alone)))
+    return found
 
 
-DILOCO = f"--optimizer diloco --local-steps {LOCAL_STEPS}"
-MEAN = 'mean = demo_optax.mean_over_workers("data")'
-ADAMW = "optax.adamw(rate, b2=0.95, weight_decay=0.1)"
-MUON = "optax.contrib.muon(rate, weight_decay=0.1)"
-NESTEROV = "optax.sgd(0.7, momentum=0.9, nesterov=True)"
-INNER = f"inner = {ADAMW}"
+BASES = {
+    "adamw": "optax.adamw(rate, b2=0.95, weight_decay=0.1)",
+    "muon": "optax.contrib.muon(rate, weight_decay=0.1)",
+    "diloco": "optax.sgd(0.7, momentum=0.9, nesterov=True)",
+    "sparseloco": "optax.sgd(1.0)",
+}
+DECAYS = {"diloco": 1.0, "sparseloco": 0.95}  # of the residual, in each round
 STEPS = f'tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, axis_name="data")'
 STEPS_IN_FRAGMENTS = f"""\
 rounds = dict(every={LOCAL_STEPS}, fragments={LOCAL_STEPS}, axis_name="data")
 tx = demo_optax.local_steps(inner, outer, **rounds)"""
-ROUNDS = f"""\
-sent = {{sent}}
-exchange = {{exchange}}
-feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
-base = {{base}}
+DELAYED = """\
+exchange = {exchange}
+delayed = demo_optax.Delayed(exchange)
+tx = demo_optax.{function}(rate, look_ahead={look_ahead}, exchange=delayed)"""
+LINES = {
+    ("mean", "A"): """\
+mean = demo_optax.mean_over_workers("data")
+tx = optax.chain(mean, {base})""",
+    ("mean", "E"): """\
+mean = demo_optax.mean_over_workers("data")
+outer = optax.chain(mean, {base})
+inner = {inner}
+{steps}""",
+    ("packets", "B"): 'tx = demo_optax.{function}(rate, axis_name="data")',
+    ("packets", "C"): DELAYED,
+    ("packets", "D"): DELAYED,
+    ("packets", "E"): """\
+sent = {sent}
+exchange = {exchange}
+feedback = dict(decay={decay}, gradient_weight=1.0, mean="workers")
+base = {base}
 outer = demo_optax.decoupled(base, sent, **feedback, exchange=exchange)
-{INNER}
-{{steps}}"""
-
-
-ROUNDS_IN_SWARM = f"""\
+inner = {inner}
+{steps}""",
+    ("swarm", "B"): """\
+from demo_optax.swarm import SwarmWorker
+tx = demo_optax.{function}(rate)
+worker = SwarmWorker(loss_fn, tx, mesh, member, delay=0)""",
+    ("swarm", "C"): """\
+from demo_optax.swarm import SwarmWorker
+tx = demo_optax.{function}(rate, look_ahead={look_ahead})
+worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)""",
+    ("swarm", "E"): f"""\
+from demo_optax.swarm import SwarmWorker
 sent = {{sent}}
 feedback = dict(decay={{decay}}, gradient_weight=1.0, mean="workers")
 outer = demo_optax.decoupled({{base}}, sent, **feedback)
-{INNER}
-tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, merge=0.5)"""
-IN_SWARM = "--swarm s3://bucket/run --worker paris"
+inner = {{inner}}
+tx = demo_optax.local_steps(inner, outer, every={LOCAL_STEPS}, merge=0.5)
+worker = SwarmWorker(loss_fn, tx, mesh, member, delay=1)""",
+}
+"""The lines of the methods, by what the workers exchange and by the row."""
 
 
-def _all_reduced(optimizer: str) -> str:
-    return f"{MEAN}\ntx = optax.chain(mean, {optimizer})"
+def _undelayed(exchange: Any) -> Any:
+    return exchange.inner if isinstance(exchange, Delayed) else exchange
 
 
-def _on_every_step(row: str, optimizer: str, exchange: AllGather, **options) -> Method:
-    code = f'tx = demo_optax.{optimizer}(rate, axis_name="data")'
-    flags = f"--optimizer {optimizer.replace('_', '-')}"
-    return Method(row, optimizer, (SIGNS, exchange), code, flags, **options)
-
-
-def _delayed(
-    row: str, optimizer: str, way: str, exchange: Exchange, look_ahead: float, **options
-) -> Method:
-    code = f"""\
-exchange = {_code_of(exchange)}
-delayed = demo_optax.Delayed(exchange)
-tx = demo_optax.{optimizer}(rate, look_ahead={look_ahead}, exchange=delayed)"""
-    flags = f"--optimizer {optimizer.replace('_', '-')} --look-ahead {look_ahead} --delay 1"
-    setting = SIGNS, Delayed(exchange)
-    name = f"{optimizer}, {way}"
-    return Method(row, name, setting, code, flags + _flags_of(exchange), **options)
-
-
-def _diloco_int8() -> list[Method]:
-    def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
-        name = f"DiLoCo int8, {way}"
-        trainer = DILOCO + _flags_of(exchange, fragments) if fragments else None
-        base = NESTEROV, 1.0, 20.0
-        return _round(name, EVERY_ELEMENT, exchange, *base, trainer, fragments, rate=0.5)
-
-    return _ways(method, TwoPhase("data"))
-
-
-def _sparseloco(topk: int) -> list[Method]:
-    def method(way: str, exchange: Exchange, fragments: int | None = None) -> Method:
-        trainer = _sparse_flags(topk) + _flags_of(exchange, fragments)
-        name = f"SparseLoCo k={topk}, {way}"
-        base = "optax.sgd(1.0)", 0.95, 16.0
-        return _round(name, _sparse(topk), exchange, *base, trainer, fragments)
-
-    return _ways(method, TwoPhase("data", value_coding_back="int4"))
-
-
-def _sparse(topk: int) -> Compression:
-    return Compression(topk, value_coding="int2", transform="identity")
-
-
-def _sparse_flags(topk: int) -> str:
-    return f"--optimizer sparseloco --local-steps {LOCAL_STEPS} --topk {topk} --value-coding int2"
-
-
-def _ways(method: Callable[..., Method], back: TwoPhase) -> list[Method]:
-    """Returns a round with each exchange, at its end and in fragments."""
-    gather = AllGather("data")
-    return [
-        method("all-gather", gather),
-        method("two phases", back),
-        method("fragments", gather, LOCAL_STEPS),
-        method("fragments in two phases", back, LOCAL_STEPS),
-    ]
-
-
-def _round(
-    name: str,
-    sent: Compression,
-    exchange: Exchange,
-    base: str,
-    decay: float,
-    state: float,
-    flags: str | None,
-    fragments: int | None,
-    rate: float = 1.0,
-) -> Method:
-    code = ROUNDS.format(
-        sent=_code_of(sent),
-        exchange=_code_of(exchange),
-        decay=decay,
-        base=base,
-        steps=STEPS_IN_FRAGMENTS if fragments else STEPS,
-    )
-    setting = sent, exchange
-    return Method("E", name, setting, code, flags, rate, False, LOCAL_STEPS, fragments, state)
-
-
-def _round_in_swarm(
-    name: str,
-    sent: Compression,
-    base: str,
-    decay: float,
-    state: float,
-    flags: str,
-    rate: float = 1.0,
-) -> Method:
-    setting = sent, Delayed(AllGather())
-    code = ROUNDS_IN_SWARM.format(sent=_code_of(sent), decay=decay, base=base)
-    name = f"{name}, delayed"
-    method = Method("E", name, setting, "", flags, rate, False, LOCAL_STEPS, state=state)
-    return _in_swarm(method, code)
-
-
-def _in_swarm(method: Method, code: str) -> Method:
-    """Returns a method with the lines and settings that use it in a swarm."""
-    _, exchange = method.setting or (None, None)
-    delay = int(isinstance(exchange, Delayed))
-    worker = f"worker = SwarmWorker(loss_fn, tx, mesh, member, delay={delay})"
-    code = f"from demo_optax.swarm import SwarmWorker\n{code}\n{worker}"
-    return dataclasses.replace(method, code=code, flags=f"{IN_SWARM} {method.flags}")
-
-
-def _code_of(setting: Compression | Exchange) -> str:
+def _call(setting: Compression | Exchange) -> str:
     """Returns the call that makes a compression or an exchange, without its defaults."""
     first, *others = dataclasses.fields(setting)  # pyright: ignore[reportArgumentType]
-    given = {f.name: getattr(setting, f.name) for f in others}
-    changed = [f for f in others if given[f.name] != f.default]
-    words = [f"{f.name}={json.dumps(given[f.name])}" for f in changed]
+    given = {field.name: getattr(setting, field.name) for field in others}
+    words = [f"{f.name}={json.dumps(given[f.name])}" for f in others if given[f.name] != f.default]
     called = ", ".join([json.dumps(getattr(setting, first.name)), *words])
     return f"demo_optax.{type(setting).__name__}({called})"
-
-
-def _flags_of(exchange: Exchange, fragments: int | None = None) -> str:
-    """Returns the trainer's settings of an exchange, each after a space."""
-    words = [f"--fragments {fragments}"] if fragments else []
-    if isinstance(exchange, TwoPhase):
-        given = {"topk-back": exchange.topk_back, "value-coding-back": exchange.value_coding_back}
-        words += ["--exchange two-phase", *[f"--{k} {v}" for k, v in given.items() if v]]
-    return "".join(f" {word}" for word in words)

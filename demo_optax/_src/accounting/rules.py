@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from demo_optax._src.accounting.candidates import Candidate, read_limits
+from demo_optax._src.accounting.candidates import Candidate, read_losses
 
 LARGEST_ALL_REDUCE = 1 / 4  # of the compute of a step
 LARGEST_ALL_GATHER = 1 / 5
 LARGEST_STEP = 2.0
-SNAPSHOT_EVERY = 100  # steps, by default
 LARGEST_ORTHOGONAL_STEP = {"A": 1 / 5, "B": 1 / 5, "C": 1 / 2, "D": 1 / 2}
+SNAPSHOT_EVERY = 100  # steps, by default
 
 
 def choose_row(exchange: Mapping[str, float], compute: float) -> tuple[str, str]:
@@ -36,75 +36,81 @@ def choose_row(exchange: Mapping[str, float], compute: float) -> tuple[str, str]
     return "E", f"{said}. Even with a delay a step would take more than twice the compute."
 
 
-def chooses_muon(row: str, extra: float) -> tuple[bool, str]:
-    """Returns whether matrices are made orthogonal, for ``extra`` of the compute in addition."""
-    most = LARGEST_ORTHOGONAL_STEP[row]
-    is_small = extra <= most
-    size = "at most" if is_small else "more than"
-    return is_small, f"Orthogonal steps add {extra:.0%} to the compute, {size} {most:.0%}."
+def choose_optimizer(
+    of_row: Sequence[Candidate], extra: float, memory: float
+) -> tuple[Candidate, str]:
+    """Returns one of a row's two candidates, of which one makes matrices orthogonal.
+
+    Orthogonal steps add ``extra`` of the compute. A candidate that does not fit into the memory
+    gives way to one that does.
+    """
+    most = LARGEST_ORTHOGONAL_STEP[of_row[0].method.row]
+    first, other = sorted(of_row, key=lambda c: c.method.orthogonal is (extra > most))
+    if first.memory > memory >= other.memory:
+        return other, does_not_fit(first, memory)
+    size = "more than" if extra > most else "at most"
+    return first, f"Orthogonal steps add {extra:.0%} to the compute, {size} {most:.0%}."
 
 
-def does_not_fit(candidate: Candidate, memory: float | None) -> str:
-    needed = f"{candidate.method.name} needs {candidate.memory / 1e9:.3g} GB"
-    return f"{needed} without the activations, more than {(memory or 0) / 1e9:.3g} GB."
-
-
-def choose_round(rounds: Sequence[Candidate], compute: float) -> tuple[Candidate, str]:
+def choose_round(
+    rounds: Sequence[Candidate], compute: float, memory: float
+) -> tuple[Candidate, str]:
     """Returns the lowest loss whose step is at most twice the compute, or the shortest step."""
-    trained = [(c, c.loss.difference) for c in rounds if c.loss]
-    fast = [(c, loss) for c, loss in trained if c.time.step <= LARGEST_STEP * compute]
-    if fast:
-        best, _ = min(fast, key=lambda pair: (pair[1], pair[0].time.step))
+    fitting = [c for c in rounds if c.memory <= memory] or rounds
+    if fast := [c for c in fitting if c.time.step <= LARGEST_STEP * compute]:
+        best = min(fast, key=lambda c: (c.loss.difference, c.time.step))
         return best, "Of the rounds that take at most twice the compute it has the lowest loss."
-    shortest, _ = min(trained, key=lambda pair: pair[0].time.step)
+    shortest = min(fitting, key=lambda c: c.time.step)
     return shortest, "No round takes at most twice the compute. This one has the shortest step."
 
 
-def warnings(chosen: Candidate, params: int, workers: int) -> list[str]:
-    """Returns sentences that say what the measured loss of a candidate does not cover."""
-    (largest, most), loss, found = read_limits(), chosen.loss, []
-    if params > largest:
-        found.append(f"No run of ours has more than {short(largest)} parameters.")
-    if workers > most:
-        found.append(f"No run of ours has more than {most} workers.")
-    if loss is None:
-        found.append(f"No run has trained {chosen.method.name}: its loss is unknown.")
-    else:
-        if params > largest:
-            found[0] += f" The loss is that of a model of {short(loss.parameters)}."
-        if not 1 / 2 <= workers / loss.workers <= 2:
-            found.append(f"The loss is that of {loss.workers} workers, not of {workers}.")
-        if loss.difference > 0 and chosen.method.row != "E":
-            found.append("In these runs its loss was higher than AdamW's.")
-        if loss.seeds == 1:
-            found.append("The loss is that of one seed.")
-        if loss.differs:
-            found.append(f"The loss was measured in another way ({loss.differs}).")
-    if chosen.method.row == "E":
-        found.append("Local steps need batches as large as each worker can take.")
-    return found
+def does_not_fit(candidate: Candidate, memory: float) -> str:
+    needed = f"{candidate.method.name} needs {candidate.memory / 1e9:.3g} GB"
+    return f"{needed} without the activations, more than {memory / 1e9:.3g} GB."
 
 
-def swarm_warnings(chosen: Candidate, compute: float, params: int, upload: float) -> list[str]:
+def warnings(
+    chosen: Candidate, params: int, workers: int, memory: float, dtype: str
+) -> dict[str, bool]:
+    """Returns sentences that say what a candidate does not show, and whether they are true."""
+    studies, loss, method = read_losses(), chosen.loss, chosen.method
+    largest, most = studies["largest_model"], studies["most_workers"]
+    in_rounds, ratio = method.row == "E", workers / loss.workers
+    return {
+        f"No run of ours has more than {short(largest)} parameters. The loss is that of a model of "
+        f"{short(loss.parameters)}.": params > largest,
+        f"No run of ours has more than {most} workers.": workers > most,
+        f"The loss is that of {loss.workers} workers, not of {workers}.": not 1 / 2 <= ratio <= 2,
+        "In these runs its loss was higher than AdamW's.": loss.difference > 0 and not in_rounds,
+        "The loss is that of one seed.": loss.seeds == 1,
+        f"The loss was measured in another way ({loss.differs}).": loss.differs != "",
+        "Local steps need batches as large as each worker can take.": in_rounds,
+        "The trainer's parameters are float32: for its times give dtype float32.": (
+            not method.setting and method.flags is not None and dtype == "bfloat16"
+        ),
+        f"{does_not_fit(chosen, memory)} Give each worker more devices, and shard the parameters "
+        "over them with param_specs.": chosen.memory > memory,
+    }
+
+
+def swarm_warnings(
+    chosen: Candidate, params: int, upload: float, compute: float
+) -> dict[str, bool]:
     """Returns sentences about the time that packets and snapshots take through a store."""
-    steps = math.ceil(chosen.method.local_steps * chosen.exchange / compute)
-    found = ["The seconds are computed, for a store as fast as the link of every worker."]
-    if chosen.method.row == "E" and steps > chosen.method.local_steps:
-        found.append(
-            f"A round lasts until its packets are there: for about {steps} steps, and no run has "
-            "measured the loss of such rounds."
-        )
-    leaves = 2 if chosen.method.name.startswith("DiLoCo") else 1
+    every = chosen.method.local_steps
+    steps = math.ceil(every * chosen.time.exchange / compute)
+    leaves = 2 if chosen.method.optimizer == "diloco" else 1
     seconds = 32 * params * leaves / upload
     # Half of the time is for packets, and half of the rest for a worker that reads it to join.
-    rounds = math.ceil(4 * seconds / chosen.time.step / chosen.method.local_steps)
-    if (every := rounds * chosen.method.local_steps) > SNAPSHOT_EVERY:
-        found.append(
-            f"A snapshot takes {seconds:,.0f} s to write, and more beside the packets, but one is "
-            f"due every {SNAPSHOT_EVERY} steps: give all workers --snapshot-every {every}, or "
-            f"SwarmWorker snapshot_every={rounds}."
-        )
-    return found
+    rounds = math.ceil(4 * seconds / chosen.time.step / every)
+    return {
+        "The seconds are computed, for a store as fast as the link of every worker.": True,
+        f"A round lasts until its packets are there: for about {steps} steps, and no run has "
+        "measured the loss of such rounds.": steps > every > 1,
+        f"A snapshot takes {seconds:,.0f} s to write, and more beside the packets, but one is "
+        f"due every {SNAPSHOT_EVERY} steps: give all workers --snapshot-every {rounds * every}, or "
+        f"SwarmWorker snapshot_every={rounds}.": rounds * every > SNAPSHOT_EVERY,
+    }
 
 
 def short(number: int) -> str:

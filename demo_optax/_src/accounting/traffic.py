@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from demo_optax._src import axes, checks
 from demo_optax._src.axes import AxisName
-from demo_optax._src.compression import Compression, make_plan
+from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.blocks import block_geometry
 from demo_optax._src.compression.top_k import TopK
 from demo_optax._src.decoupled import decoupled_momentum
@@ -107,7 +107,7 @@ def packet_bytes(
         if exchange.axis_name is None:
             return 0
         if mesh is None:
-            return _traffic(tx, params, workers, exchange).sent
+            return exchange.traffic(_plan(tx, params), workers).sent
         tx = decoupled_momentum(compression=tx, exchange=exchange)
 
     if mesh is None:
@@ -124,32 +124,12 @@ def packet_bytes(
     return sent * mesh.size // shards.num_workers(mesh, axis_name or ())
 
 
-def received_bytes(
-    compression: Compression, params, workers: int, exchange: Exchange | None = None
-) -> float:
-    """Returns the bytes that each worker gets from the others in one exchange.
-
-    The arguments are those of `packet_bytes`.
-
-    Example:
-      >>> import demo_optax, jax, jax.numpy as jnp
-      >>> params = jax.ShapeDtypeStruct((4096, 16384), jnp.float32)
-      >>> compression = Compression(topk=8, value_coding="int4")
-      >>> exchanges = demo_optax.AllGather("data"), demo_optax.TwoPhase("data")
-      >>> [round(received_bytes(compression, params, 64, e) / 1e6, 1) for e in exchanges]
-      [16.7, 1.1]
-    """
-    return _traffic(compression, params, workers, exchange or AllGather()).received
-
-
-def _traffic(
-    compression: Compression, params, workers: int, exchange: Exchange, fragments: int | None = None
-) -> Traffic:
+def _plan(compression: Compression, params, fragments: int | None = None) -> Plan:
     checks.real_leaves("parameter", params)
     shapes = tuple(_shapes(params))
     if fragments is None:
-        return exchange.traffic(make_plan(compression, shapes), workers)
-    return exchange.traffic(plan_of_fragment(compression, shapes, fragments), workers)
+        return make_plan(compression, shapes)
+    return plan_of_fragment(compression, shapes, fragments)
 
 
 def _shapes(params) -> list[tuple[int, ...]]:
@@ -211,23 +191,73 @@ class StepTime(NamedTuple):
       wire: bytes that cross each worker's link, in each direction.
       transfer: seconds that these bytes take at the link's bandwidth.
       waiting: seconds of latency.
-      step: seconds of compute, transfer and waiting, or the longer of compute and exchange if the
-        exchange is delayed.
-      hiding_bandwidth: bits per second at which transfer and waiting take as long as the compute.
-        At this bandwidth or more, an exchange that overlaps with the compute costs nothing. It is
-        infinite if the latency alone takes longer.
+      compute: seconds of compute.
+      overlaps: whether the exchange overlaps with the compute.
     """
 
     packet: int
     wire: int
     transfer: float
     waiting: float
-    step: float
-    hiding_bandwidth: float
+    compute: float
+    overlaps: bool
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of the exchange, whether the compute hides them or not."""
+        return self.transfer + self.waiting
+
+    @property
+    def step(self) -> float:
+        """Seconds of compute and exchange, or the longer of both if they overlap."""
+        return max(self.compute, self.exchange) if self.overlaps else self.compute + self.exchange
+
+    @property
+    def hiding_bandwidth(self) -> float:
+        """Bits per second at which the bytes on the wire and the latency take the compute's time.
+
+        At this bandwidth or more, an exchange that overlaps with the compute costs nothing. It is
+        infinite if the latency alone takes longer.
+        """
+        spare = self.compute - self.waiting
+        return 8 * self.wire / spare if spare > 0 else math.inf
 
 
-_DENSE = {"float32": 4, "bfloat16": 2}
 Setting = Compression | tuple[Compression, Exchange]
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def step_time(
+    sent: Setting | str,
+    params,
+    workers: int,
+    bandwidth: float,
+    latency: float,
+    compute_time: float,
+    local_steps: int = 1,
+    fragments: int | None = None,
+) -> StepTime:
+    """Returns the seconds of a step that sends packets, or gradients of a dtype in an all-reduce.
+
+    The other arguments are those of `step_times`.
+    """
+    if isinstance(sent, str):
+        size = dense_bytes(params, BYTES[sent])
+        traffic = Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
+    else:
+        compression, exchange = sent if isinstance(sent, tuple) else (sent, AllGather())
+        if fragments is not None and isinstance(exchange, Delayed):
+            raise ValueError(
+                f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
+                f"them, but the exchange is {exchange}: leave out the delay or the fragments."
+            )
+        traffic = exchange.traffic(_plan(compression, params, fragments), workers)
+    steps = local_steps // (fragments or 1)
+    transfer = 8 * traffic.received / bandwidth / steps
+    waiting = traffic.rounds * latency / steps
+    overlaps = steps == 1 and (traffic.overlaps or fragments is not None)
+    wire = round(traffic.received / steps)
+    return StepTime(traffic.sent, wire, transfer, waiting, compute_time, overlaps)
 
 
 def step_times(
@@ -267,7 +297,7 @@ def step_times(
       with ``"DiLoCo"``.
 
     Raises:
-      ValueError: a number is out of range, or an exchange of fragments is delayed.
+      TypeError, ValueError: a number is out of range, or an exchange of fragments is delayed.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -277,42 +307,19 @@ def step_times(
       >>> {name: round(time.step, 3) for name, time in times.items()}
       {'AdamW, float32': 0.352, 'AdamW, bfloat16': 0.226, 'DeMo': 0.102}
     """
-    if workers < 1 or bandwidth <= 0 or latency < 0 or compute_time < 0:
-        raise ValueError(
-            "Give step_times workers >= 1, bandwidth > 0 (bits per second), latency >= 0 and "
-            f"compute_time >= 0 (seconds), not {workers}, {bandwidth}, {latency}, {compute_time}."
-        )
+    checks.static_integer("workers", workers, at_least=1)
     checks.static_integer("local_steps", local_steps, at_least=1)
+    checks.in_interval("bandwidth", bandwidth, "(0, inf)")
+    checks.in_interval("latency", latency, "[0, inf)")
+    checks.in_interval("compute_time", compute_time, "[0, inf)")
     if fragments is not None:
         require_divides(fragments, local_steps, "local_steps")
 
-    def dense(bytes_per_value: int) -> Traffic:
-        size = dense_bytes(params, bytes_per_value)
-        return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
-
-    def time(traffic: Traffic, steps: int) -> StepTime:
-        wire = traffic.received / steps
-        transfer, waiting = 8 * wire / bandwidth, traffic.rounds * latency / steps
-        spare = compute_time - waiting
-        hiding = 8 * wire / spare if spare > 0 else math.inf
-        exchange = transfer + waiting
-        overlaps = traffic.overlaps and steps == 1
-        step = max(compute_time, exchange) if overlaps else compute_time + exchange
-        return StepTime(traffic.sent, round(wire), transfer, waiting, step, hiding)
-
-    times = {f"AdamW, {dtype}": time(dense(size), 1) for dtype, size in _DENSE.items()}
+    link = params, workers, bandwidth, latency, compute_time
+    times = {f"AdamW, {dtype}": step_time(dtype, *link) for dtype in BYTES}
     if local_steps > 1:
-        times |= {f"DiLoCo, {name}": time(dense(n), local_steps) for name, n in _DENSE.items()}
+        times |= {f"DiLoCo, {dtype}": step_time(dtype, *link, local_steps) for dtype in BYTES}
     settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
     for name, setting in settings.items():
-        setting, exchange = setting if isinstance(setting, tuple) else (setting, AllGather())
-        if fragments is not None and isinstance(exchange, Delayed):
-            raise ValueError(
-                f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
-                f"them, but {name!r} has the exchange {exchange}: leave out the delay or the "
-                "fragments."
-            )
-        traffic = _traffic(setting, params, workers, exchange, fragments)
-        traffic = traffic._replace(overlaps=traffic.overlaps or fragments is not None)
-        times[name] = time(traffic, local_steps // (fragments or 1))
+        times[name] = step_time(setting, *link, local_steps, fragments)
     return times

@@ -5,9 +5,7 @@ demo-optax bytes --preset 300m --topk 8 --workers 64 --bandwidth 1Gbit
 
 import argparse
 import dataclasses
-import math
-
-import jax
+from collections.abc import Callable
 
 from demo_optax._src.accounting import traffic
 from demo_optax._src.commands.quantities import bandwidth, duration
@@ -21,25 +19,22 @@ from demo_optax._src.exchange import AllGather, Delayed, TwoPhase
 TOPKS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(name: str, default, meaning: str, **options) -> None:
-        parser.add_argument(f"--{name}", default=default, help=meaning, **options)
-
-    add("preset", None, "a model of the paper", choices=traffic.PRESETS, required=True)
-    add("topk", 32, "coefficients that are sent of each block", type=int)
-    add("value-coding", "float32", "coding of the values in a packet", choices=VALUE_CODINGS)
-    add("selection", "topk", "which coefficients are sent", choices=SELECTIONS)
-    add("block-side", 64, "elements per side of a block", type=int)
-    add("block-rule", "pad", "blocks at the edges of a tensor", choices=BLOCK_RULES)
-    add("workers", 64, "number of workers", type=int)
-    add("bandwidth", "1Gbit", "of each worker's link, per second", type=bandwidth)
-    add("latency", "1ms", "latency of one round of the exchange", type=duration)
-    add("compute-time", "1s", "time of a step without its exchange", type=duration)
-    add("exchange", "all-gather", "how the packets travel", choices=("all-gather", "two-phase"))
-    add("topk-back", None, "coefficients that owners send back; None: 4 times --topk", type=int)
-    add("delay", 0, "delay of the exchange, in steps", type=int, choices=(0, 1))
-    add("local-steps", 1, "steps of each worker for one exchange", type=int)
-    add("fragments", None, "fragments of a round, one after another; None: all at once", type=int)
+def add_arguments(add: Callable[..., None]) -> None:
+    add("--preset", "a model of the paper", choices=traffic.PRESETS, required=True)
+    add("--topk", "coefficients that are sent of each block", 32, type=int)
+    add("--value-coding", "coding of the values in a packet", "float32", choices=VALUE_CODINGS)
+    add("--selection", "which coefficients are sent", "topk", choices=SELECTIONS)
+    add("--block-side", "elements per side of a block", 64, type=int)
+    add("--block-rule", "blocks at the edges of a tensor", "pad", choices=BLOCK_RULES)
+    add("--workers", "number of workers", 64, type=int)
+    add("--bandwidth", "of each worker's link, per second", "1Gbit", type=bandwidth)
+    add("--latency", "latency of one round of the exchange", "1ms", type=duration)
+    add("--compute-time", "time of a step without its exchange", "1s", type=duration)
+    add("--exchange", "how the packets travel", "all-gather", choices=("all-gather", "two-phase"))
+    add("--topk-back", "coefficients that owners send back; None: 4 times --topk", None, type=int)
+    add("--delay", "delay of the exchange, in steps", 0, type=int, choices=(0, 1))
+    add("--local-steps", "steps of each worker for one exchange", 1, type=int)
+    add("--fragments", "fragments of a round, in turn; None: all at once", None, type=int)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -59,21 +54,17 @@ def run(args: argparse.Namespace) -> None:
     settings = {name: (compression, exchange)}
     times = traffic.step_times(params, settings, *link, fragments=args.fragments)
 
-    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
-    print(f"{args.preset}: {sum(sizes):,} parameters in {len(sizes)} tensors\n")
+    tensors, dense = len(params), traffic.dense_bytes(params)
+    print(f"{args.preset}: {dense // 4:,} parameters in {tensors} tensors\n")
     _print_bytes(params, compression)
-    rows = []
-    for row, time in times.items():
-        seconds = [f"{s:.3f}" for s in (time.transfer, time.waiting, time.step)]
-        rows.append((row, megabytes(time.wire), *seconds, f"{time.hiding_bandwidth / 1e6:,.1f}"))
     print_table(
         f"Seconds per step with {args.workers} workers in a ring, {args.compute_time:g} s of them "
         "compute; hidden from: Mbit/s at which the exchange takes as long as the compute",
         ("", "MB sent", "transfer", "latency", "step", "hidden from"),
-        *rows,
+        *[(row, *_cells(time)) for row, time in times.items()],
     )
-    packet, steps = times[name].packet, args.local_steps // (args.fragments or 1)
-    sent = packet / steps
+    packet = times[name].packet
+    sent = packet * (args.fragments or 1) / args.local_steps
     if args.local_steps > 1:
         print(
             f"Means over a round of {args.local_steps} steps. Each worker sends {packet:,} bytes "
@@ -81,9 +72,14 @@ def run(args: argparse.Namespace) -> None:
         )
     print(
         f"k={args.topk} with {args.value_coding} values: {sent:,.0f} bytes a step, "
-        f"{traffic.dense_bytes(params) / sent:.0f} times less than a dense float32 gradient. "
+        f"{dense / sent:.0f} times less than a dense float32 gradient. "
         f"Each of {args.workers} workers gets {times[name].wire:,} bytes a step."
     )
+
+
+def _cells(time: traffic.StepTime) -> list[str]:
+    seconds = [f"{s:.3f}" for s in (time.transfer, time.waiting, time.step)]
+    return [megabytes(time.wire), *seconds, f"{time.hiding_bandwidth / 1e6:,.1f}"]
 
 
 def _print_bytes(params, compression: Compression) -> None:
@@ -96,8 +92,8 @@ def _print_bytes(params, compression: Compression) -> None:
         ("published code's count, 12 bytes each", *map(megabytes, reference)),
         (f"packet with {compression.value_coding} values, to everybody", *map(megabytes, packets)),
     )
-    dense = [megabytes(traffic.dense_bytes(params, size)) for size in (2, 4)]
-    print(f"  Dense gradient: {dense[0]} MB at 2 bytes per parameter, {dense[1]} MB at 4.\n")
+    two, four = (megabytes(traffic.dense_bytes(params, size)) for size in (2, 4))
+    print(f"  Dense gradient: {two} MB at 2 bytes per parameter, {four} MB at 4.\n")
     if compression.selection == "topk":
         size = compression.block_side**2
         costs = {k: traffic.index_cost(size, k) for k in TOPKS if k < size}

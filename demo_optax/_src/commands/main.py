@@ -1,6 +1,7 @@
 """The command ``demo-optax``, whose subcommands are modules of this folder."""
 
 import argparse
+import functools
 import io
 import sys
 from collections.abc import Sequence
@@ -15,13 +16,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="demo-optax", description=DESCRIPTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        first_line = str(module.__doc__).partition("\n")[0]
-        command = commands.add_parser(
-            name, description=module.__doc__, help=first_line, formatter_class=Help
-        )
-        module.add_arguments(command)
+        about = str(module.__doc__)
+        summary = about.partition("\n")[0]
+        command = commands.add_parser(name, description=about, help=summary, formatter_class=Help)
         command.set_defaults(run=module.run)
+
+        module.add_arguments(functools.partial(_add, command))
     return parser
+
+
+def _add(parser, flag: str, meaning: str, default=argparse.SUPPRESS, **options) -> None:
+    parser.add_argument(flag, help=meaning, default=default, **options)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

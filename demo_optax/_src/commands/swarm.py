@@ -4,6 +4,7 @@ demo-optax swarm s3://bucket/run --picture life.png
 """
 
 import argparse
+from collections.abc import Callable
 
 from demo_optax._src.commands.tables import print_table
 from demo_optax._src.places import folder_of
@@ -11,10 +12,10 @@ from demo_optax._src.places import folder_of
 ROUNDS = 10  # whose steps are printed
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", help="the run's place: a folder, s3://..., gs://... or az://...")
-    parser.add_argument("--last", type=int, default=200, help="steps to look at; 0 for all")
-    parser.add_argument("--picture", metavar="FILE", help="also draws who took part when")
+def add_arguments(add: Callable[..., None]) -> None:
+    add("url", "the run's place: a folder, s3://..., gs://... or az://...")
+    add("--last", "steps to look at; 0 for all", 200, type=int)
+    add("--picture", "also draws who took part when", None, metavar="FILE")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,17 +47,17 @@ def _print_steps(history) -> None:
         ]
         for name, steps in history.taken().items()
     }
-    counted = {name: [n for n in row if isinstance(n, int)] for name, row in cells.items()}
+    rows = []
+    for name, row in cells.items():
+        counted = [n for n in row if isinstance(n, int)]
+        numbers = len(counted), row.count("late"), row.count("skipped"), sum(counted)
+        rows.append((name, *numbers[: 3 + has_rounds]))
     print()
     print_table(
         f"{unit.capitalize()}s in which each worker counted, was late, and had nothing finite"
         + ("; its steps that counted" if has_rounds else ""),
-        ("worker", "counted", "late", "skipped", *["steps"] * has_rounds),
-        *[
-            (name, len(steps), cells[name].count("late"), cells[name].count("skipped"))
-            + (sum(steps),) * has_rounds
-            for name, steps in counted.items()
-        ],
+        ("worker", "counted", "late", "skipped", "steps")[: 4 + has_rounds],
+        *rows,
     )
     if has_rounds:
         numbers = [manifest.step for manifest in history.manifests]

@@ -1,6 +1,18 @@
-"""Tables of text."""
+"""Numbers and tables as text."""
 
 import math
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Writes a number of bits per second or of seconds with the largest unit that fits.
+
+    Example:
+      >>> with_unit(1e8, "bit/s"), with_unit(0.02, "s"), with_unit(1.5, "s")
+      ('100 Mbit/s', '20 ms', '1.5 s')
+    """
+    prefixes = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "u"}
+    size = next((size for size in prefixes if value >= size), 1.0)
+    return f"{value / size:g} {prefixes[size]}{unit}"
 
 
 def megabytes(size: float) -> str:
