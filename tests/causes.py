@@ -294,6 +294,7 @@ RAISED = [
     lambda: step_of(DEMO, inner(), sharding="compiler"),
     # the worker axis
     lambda: first_step(optax.adam(1e-3)),
+    lambda: demo_optax.init_opt_state(optax.apply_if_finite(DEMO, 3), model.init(), two()),
     lambda: first_step(optax.named_chain(("ema", optax.ema(0.9)), ("demo", DEMO))),
     state_unlike_any_parameter,
     lambda: step_of(DEMO, two())(model.init(), optax.adam(1.0).init(model.init()), model.batch(0)),

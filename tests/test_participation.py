@@ -152,12 +152,8 @@ def test_a_conditional_link_says_what_to_do():
         should_transform_fn=lambda step: step > 2,
     )
     mesh = workers.mesh_of(2)
-    params = jnp.ones((4, 4))
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(lambda w, x: jnp.mean(x @ w), tx, mesh)
-    with pytest.raises(TypeError, match="equal output types") as refused:
-        step(params, state, jnp.ones((2, 4)))
-    assert "conditionally_transform" in "".join(refused.value.__notes__)
+    with pytest.raises(ValueError, match="conditionally_transform"):
+        demo_optax.init_opt_state(tx, jnp.ones((4, 4)), mesh)
 
 
 def test_a_step_says_how_many_arguments_it_takes():

@@ -10,6 +10,12 @@ from demo_optax._src.participation import PARTICIPATES, all_finite
 from demo_optax._src.rounds import step_or_skip, zeros_to_sum
 
 
+class MultiStepsState(optax.MultiStepsState):
+    """Holds the state of `multi_steps`, in which each worker has its own mean of gradients."""
+
+    local_fields = ("acc_grads",)
+
+
 def multi_steps(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
@@ -41,7 +47,7 @@ def multi_steps(
 
     def init_fn(params):
         zero = jnp.zeros((), jnp.int32)
-        return optax.MultiStepsState(zero, zero, tx.init(params), zeros_to_sum(params), ())
+        return MultiStepsState(zero, zero, tx.init(params), zeros_to_sum(params), ())
 
     def update_fn(updates, state, params=None, **extra_args):
         checks.real_leaves("gradient", updates)
@@ -66,7 +72,7 @@ def multi_steps(
         new, inner = step_or_skip(
             is_last, step, lambda _, inner: inner, mean, state.inner_opt_state
         )
-        return new, optax.MultiStepsState(
+        return new, MultiStepsState(
             mini_step=jnp.where(is_last, 0, state.mini_step + 1),
             gradient_step=state.gradient_step + is_last.astype(jnp.int32),
             inner_opt_state=inner,

@@ -132,8 +132,12 @@ def empty_like(shapes) -> Any:
     return jax.tree.map(lambda x: jnp.empty(x.shape, x.dtype), shapes)
 
 
-_OF_OPTAX = {optax.MultiStepsState: ("acc_grads",)}
-"""The local fields of states of optax that an exchange may stand in."""
+_DECIDE_ALONE = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyTransformState,
+    optax.ConditionallyMaskState,
+)
 
 
 def local_leaves(state, fields: tuple[str, ...] = ("local_fields",)) -> Any:
@@ -143,8 +147,16 @@ def local_leaves(state, fields: tuple[str, ...] = ("local_fields",)) -> Any:
     """
 
     def mark(node):
+        if type(node) in _DECIDE_ALONE and _exchanges(node):
+            raise ValueError(
+                f"{type(node).__name__} is a state of optax.MultiSteps, apply_if_finite, "
+                "conditionally_transform or conditionally_mask, which let each worker decide alone "
+                "whether it takes part in a step: accumulate with "
+                "make_train_step(microbatches=...) or demo_optax.multi_steps instead, and leave "
+                "conditions on the gradient out. Workers whose gradient is not finite are left out "
+                "already."
+            )
         names = [name for key in fields for name in getattr(type(node), key, ())]
-        names += _OF_OPTAX.get(type(node), ())
         if names:
             marks = {name: local_leaves(x, fields) for name, x in node._asdict().items()}
             local = {name: jax.tree.map(_yes, getattr(node, name)) for name in names}
@@ -157,11 +169,11 @@ def local_leaves(state, fields: tuple[str, ...] = ("local_fields",)) -> Any:
                 else local_leaves(part, fields)
                 for number, part in enumerate(node)
             )
-        return _no(node)
+        return jax.tree.map(_no, node)
 
     def stops(node) -> bool:
-        names_fields = any(hasattr(type(node), key) for key in fields) or type(node) in _OF_OPTAX
-        return names_fields or type(node) is tuple
+        names_fields = any(hasattr(type(node), key) for key in fields)
+        return names_fields or type(node) is tuple or type(node) in _DECIDE_ALONE
 
     return jax.tree.map(mark, state, is_leaf=stops)
 

@@ -183,13 +183,8 @@ def update_on_device(
         return updates, shards.merge_shard_metrics(new, old, sharded)
 
     args = gradient, old, params, participates
-    try:
-        program = update.trace(*args).jaxpr
-        updates, new = update(*args)
-    except (TypeError, ValueError) as error:
-        if any(map(_is_alone, jax.tree.leaves(old, is_leaf=_is_alone))):
-            error.add_note(_ALONE)
-        raise
+    program = update.trace(*args).jaxpr
+    updates, new = update(*args)
     updates = _frozen_zeros(program, updates, args, axis_name)
     everywhere = frozenset(shards.inner_axes(layout.mesh, axis_name))
     updates = shards.made_equal(updates, specs, everywhere, axis_name)
@@ -223,18 +218,6 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     return axes.trace_worker(trace, layout.mesh)[1]
 
 
-_DECIDE_ALONE = (
-    optax.MultiStepsState,
-    optax.ApplyIfFiniteState,
-    optax.ConditionallyTransformState,
-    optax.ConditionallyMaskState,
-)
-_ALONE = (
-    "optax.MultiSteps, apply_if_finite, conditionally_transform and conditionally_mask let each "
-    "worker decide alone whether it takes part in a step: accumulate with "
-    "make_train_step(microbatches=...) or demo_optax.multi_steps instead, and leave conditions on "
-    "the gradient out; workers whose gradient is not finite are left out already."
-)
 _DRIFTS = (
     "the optimizer's updates differ between the workers of axis {1!r}{0}, so their parameters "
     "would drift apart unseen. It must exchange over that axis: give "
@@ -242,10 +225,6 @@ _DRIFTS = (
     "demo_optax.mean_over_workers({1!r}) in front of an ordinary optimizer. "
     "To freeze parameters, leave optax.partition with optax.set_to_zero outermost."
 )
-
-
-def _is_alone(x) -> bool:
-    return isinstance(x, _DECIDE_ALONE)
 
 
 def _differs(x, axis_name: AxisName) -> bool:
