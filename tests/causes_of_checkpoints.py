@@ -81,15 +81,6 @@ def save_in_a_folder_that_becomes_a_file():
         checkpointer.save(4, model.init(), state_of(2))
 
 
-def save_in_a_folder_that_is_lost():
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        checkpoint.Checkpointer(folder, DEMO, two()) as checkpointer,
-        mock.patch.object(reading, "listed_steps", return_value=[]),
-    ):
-        checkpointer.save(4, model.init(), state_of(2), wait=True)
-
-
 def load_params_of_no_run():
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.load_params(folder)
@@ -133,6 +124,5 @@ RAISED = [
     lambda: reading.on_all(3, mock.Mock(side_effect=MemoryError("not today"))),
     lambda: reading.described(mock.Mock(custom_metadata={"format": 5})),
     save_in_a_folder_that_becomes_a_file,
-    save_in_a_folder_that_is_lost,
     lambda: without("orbax.checkpoint", import_checkpoint),
 ]

@@ -207,9 +207,6 @@ class Checkpointer:
             return
         with self._writing(step):
             self._orbax.wait()
-            # The first process gives the folder its final name, which others may not see yet.
-            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
-                raise FileNotFoundError(f"{self._directory}/{step} is not there")
 
     @contextlib.contextmanager
     def _writing(self, step: int) -> Iterator[None]:
