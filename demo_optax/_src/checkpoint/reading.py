@@ -33,8 +33,8 @@ class DamagedCheckpoint(ValueError):
     """A stored checkpoint cannot be read, or is not what was saved.
 
     Example:
-      >>> str(DamagedCheckpoint("step 3: params['w'] holds other bits than were saved"))
-      "step 3: params['w'] holds other bits than were saved"
+      >>> str(DamagedCheckpoint("step 3: params['w'] must hold the bits that were saved"))
+      "step 3: params['w'] must hold the bits that were saved"
     """
 
 
@@ -129,8 +129,8 @@ def described(metadata: Any) -> dict:
     found = json.loads(saved.get("description", "{}"))
     if saved != sealed(found):
         raise DamagedCheckpoint(
-            f"its description is damaged, or of the format {saved.get('format')} of another "
-            f"version of demo_optax, where this one reads format {description.FORMAT}"
+            f"the description must be of format {description.FORMAT}, but it is damaged, or of the "
+            f"format {saved.get('format')} of another version of demo_optax"
         )
     return found
 
@@ -229,7 +229,7 @@ def _verify(loaded: dict[str, dict], saved: dict[str, dict]) -> None:
         if any(digest != saved[part][name] for digest in digests(x))
     ]
     if wrong:
-        raise DamagedCheckpoint(f"{wrong[0]} holds other bits than were saved")
+        raise DamagedCheckpoint(f"{wrong[0]} must hold the bits that were saved, and does not")
 
 
 def first_cause(error: BaseException) -> BaseException:
