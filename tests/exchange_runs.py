@@ -111,25 +111,40 @@ def decoded(plan, layout, packets, origin):
     return Message(tuple(positions), tuple(map(merge_rows, message.values, blocks)))
 
 
-def with_pending(trained, exchange):
-    """Momenta with the pending messages in them, put back by each device itself."""
+def settled(trained, exchange):
+    """Momenta with pending messages and owners' residuals in them, put back by each device."""
     specs = demo_optax.state_specs(
         trained.tx, trained.params, trained.mesh, param_specs=trained.specs
     )[0]
 
     def put_back(state):
-        outbox, compression = state.pending
+        compression = demo_optax.Compression(block_side=8)
+        if state.pending:
+            outbox, compression = state.pending
         plan = make_plan(compression, state.shapes)
-        (packets,), (factor,) = outbox.packets, outbox.factor
-        ids = jax.lax.axis_index("data") * len(packets) + jnp.arange(len(packets))
-        origin = Origin(state.count - 1, ids)
-        message = decoded(plan, EXCHANGES[exchange].layout(plan), packets, origin)
-        factors = [jnp.full((section.num_blocks, 1), factor) for section in plan.sections]
-        added = list(zip(*message, factors, strict=True))
+        rows = [jnp.zeros((section.num_blocks, section.selector.n)) for section in plan.sections]
+        if state.exchange:
+            shares = [jax.lax.all_gather(x[0], "data", tiled=True) for x in state.exchange.residual]
+            rows = [x[: len(row)] for x, row in zip(shares, rows, strict=True)]
+        if state.pending:
+            advance = compression.momentum_format.advance
+            rows = [
+                advance(x, sides, state.count - 1)
+                for x, sides in zip(rows, plan.sides, strict=True)
+            ]
+            (packets,), (factor,) = outbox.packets, outbox.factor
+            ids = jax.lax.axis_index("data") * len(packets) + jnp.arange(len(packets))
+            origin = Origin(state.count - 1, ids)
+            message = decoded(plan, EXCHANGES[exchange].layout(plan), packets, origin)
+            rows = [
+                section.selector.add(x, at, factor * values)
+                for section, x, at, values in zip(plan.sections, rows, *message, strict=True)
+            ]
         leaves, found = jax.tree.leaves(state.momentum), []
-        for part, rows in zip(plan.parts, plan.split_rows(added), strict=True):
+        for part, added in zip(plan.parts, plan.split_rows(rows), strict=True):
             own = part.unpack([x[0] for x in leaves[slice(*part.tensors)]])
-            found += [x[None] for x in part.pack(part.add(own, rows))]
+            sums = [m + x for m, x in zip(own, added, strict=True)]
+            found += [x[None] for x in part.pack(sums)]
         return jax.tree.unflatten(jax.tree.structure(state.momentum), found)
 
     put_back = jax.shard_map(
@@ -138,9 +153,12 @@ def with_pending(trained, exchange):
     return jax.jit(put_back)(trained.state[0])
 
 
-def assert_nothing_pending(state):
-    kept = state[0].pending.outbox
-    assert not np.any(kept.packets) and not np.any(kept.factor)
+def assert_nothing_kept(state):
+    kept = (
+        state[0].exchange,
+        state[0].pending and state[0].pending.outbox._replace(status=0, step=0),
+    )
+    assert not any(map(np.any, jax.tree.leaves(kept)))
 
 
 assert_close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)

@@ -92,10 +92,12 @@ def test_a_worker_is_saved_between_the_halves(every, tmp_path):
 
 
 def test_a_checkpointer_over_workers_that_the_optimizer_does_not_know_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="with a transport of its own give Checkpointer axis_name=None"
+    tx, params = demo_optax.demo_muon(1e-2), {"w": jnp.ones((8, 8))}
+    with (
+        Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer,
+        pytest.raises(ValueError, match="axis_name='data'"),
     ):
-        Checkpointer(tmp_path, demo_optax.demo_muon(1e-2), workers.mesh_of(2))
+        checkpointer.save(1, params, tx.init(params))
 
 
 @pytest.mark.parametrize("kind", ["threads", slow("processes")])

@@ -235,28 +235,6 @@ def test_a_state_without_arrays_can_be_saved(tmp_path):
     assert found.params["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_residual_in_a_redrawn_basis_keeps_its_delay(tmp_path):
-    mesh, params = workers.mesh_of(2), EIGHT
-    compression = Compression(2, 4, transform="random")
-    two_phase = demo_optax.TwoPhase("data", topk_back=1)
-
-    def made(exchange):
-        return demo_optax.demo(0.1, compression, exchange=exchange)
-
-    tx = made(two_phase)
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    step = demo_optax.make_train_step(mean_product, tx, mesh)
-    params, state, _ = step(params, state, ROWS)
-    with Checkpointer(tmp_path, tx, mesh) as checkpointer:
-        checkpointer.save(1, params, state)
-    delayed = made(demo_optax.Delayed(two_phase))
-    with (
-        Checkpointer(tmp_path, delayed, mesh) as checkpointer,
-        pytest.raises(ValueError, match=r"another delay.*restore it with the old delay"),
-    ):
-        checkpointer.restore(params)
-
-
 class CountOfNumbers(NamedTuple):
     """Statistics, which only have the name of a schedule's count."""
 

@@ -251,7 +251,9 @@ def test_shards_that_end_in_other_blocks_are_refused(tmp_path):
     assert_same_bits((again.params, again.opt_state), run)
     with (
         Checkpointer(tmp_path, tx, one, **settings) as checkpointer,
-        pytest.raises(ValueError, match=r"in .* shards, but the optimizer has"),
+        pytest.raises(
+            ValueError, match=r"'shards': \[1, 2\]}, but the optimizer has .*'shards': \[1, 1\]}"
+        ),
     ):
         checkpointer.restore(params)
 
@@ -266,7 +268,7 @@ def test_the_last_few_are_kept_and_any_of_them_can_be_restored(tmp_path):
         checkpointer.save(3, params, state)  # which is there
         found = checkpointer.restore(params, step=2)
         chex.assert_trees_all_equal(found.params, jax.tree.map(lambda x: 2 * np.asarray(x), params))
-        with pytest.raises(ValueError, match=r"there are those of \[2, 3\]"):
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 1; .* \[2, 3\]"):
             checkpointer.restore(params, step=1)
         for step in (1, 3):  # would lose to what is there when the run is started again
             with pytest.raises(ValueError, match="checkpoint of step 3 already"):

@@ -114,19 +114,6 @@ def test_a_result_that_cannot_be_pickled_is_an_error_in_all(value, in_both_proce
     assert repr(first) == repr(second) and "pickle" in str(first)
 
 
-def test_a_folder_that_the_first_cannot_list_is_an_error_in_all(in_both_processes):
-    first, second = in_both_processes(lambda: reading.on_first("list it", raising(Holds())))
-    for error in first, second:
-        assert type(error) is OSError and "could not list it: " in str(error)
-        assert "holds a lock. Make the folder" in str(error)
-
-
-def test_an_interrupt_while_the_first_lists_a_folder_reaches_all(in_both_processes):
-    listing = raising(KeyboardInterrupt())
-    found = in_both_processes(lambda: reading.on_first("list it", listing))
-    assert [type(error) for error in found] == [KeyboardInterrupt] * 2
-
-
 def test_an_interrupt_while_a_process_reads_is_told_to_the_others(monkeypatch):
     told = []
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: told.append(int(x)) or x)

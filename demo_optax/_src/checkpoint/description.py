@@ -8,112 +8,98 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from jax.tree_util import GetAttrKey, keystr
 
-from demo_optax._src import axes
 from demo_optax._src.arrays import is_key, key_impl, unwrap_keys, wrap_keys
-from demo_optax._src.axes import axes_of, sharded_axes
+from demo_optax._src.axes import names, sharded_axes
+from demo_optax._src.compression.settings import MomentumFormat
 from demo_optax._src.exchange.protocol import Pending
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 13
+FORMAT = 14
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
-
-
-_OUTBOX = GetAttrKey("pending"), GetAttrKey("outbox")
 
 
 def describe(layout: StateLayout, opt_state) -> dict:
     """Describes a state of arrays or shapes, so that a restore can compare it with what it needs.
 
-    Each `DecoupledMomentumState` is described under its path by the following entries, whose axes
-    are numbered in the order of the mesh:
+    The description has these entries:
 
-    * ``momenta``: for each leaf, the format of the momentum (``coordinates``), the shape of a
-      device's shard of its parameter, the number of shards along each dimension, and the axes
-      inside a worker that divide it (``cuts``, empty if the exchange has no state);
-    * ``kept``: for each leaf of the exchange's state, its shape and the ``[axis, size]`` inside a
-      worker along which every device has its own;
-    * ``pending``: the compression of a message under way, or None without a delay;
-    * ``outbox``: such leaves of the outbox that holds it;
-    * ``fragments``: with fragments of local steps, of which one is under way, their number, the
-      name of the leaf that tells how many were applied, and the leaves of the ``progress`` that was
-      sent, by section, and of the ``displacement``.
+    * ``sizes``: the number of workers, and the sizes of the axes inside a worker that divide
+      parameters;
+    * ``over``: for each leaf and each of its dimensions, the indices in ``sizes`` of the axes that
+      divide it, where an axis of workers in front is ``[0]``;
+    * ``states``: for each `DecoupledMomentumState`, under its path, the format of its momenta, the
+      ``shapes`` of a device's parameters, the ``settings`` of its blocks and of a message under
+      way, whether there is one (``pending``), the path of the state that keeps it (``holder``), and
+      the number of ``fragments`` or None.
     """
     mesh, spec_at = layout.mesh, dict(jax.tree.leaves_with_path(layout.state))
     inner = [name for name in mesh.axis_names if name in sharded_axes(layout.params)]
-    sizes = [mesh.shape[name] for name in inner]
+    workers = shards.num_workers(mesh, layout.axis_name or ())
+    sizes = [workers, *(mesh.shape[name] for name in inner)]
 
-    def kept_on_devices(tree, *path) -> dict[str, dict[str, Any]]:
-        kept = {}
-        for inside, x in jax.tree.leaves_with_path(tree):
-            place = *path, *inside
-            own = [inner.index(axis) for axis in axes_of(spec_at[place]) if axis in inner]
-            over = [(axis, sizes[axis]) for axis in own]
-            kept[keystr(inside)] = {"name": keystr(place), "shape": x.shape, "axes": over}
-        return kept
+    def indices(entry) -> list[int]:
+        return list({1 + inner.index(name) if name in inner else 0: None for name in names(entry)})
 
-    def leaves_of(tree, *path) -> list[dict[str, Any]]:
-        leaves = jax.tree.leaves_with_path(tree)
-        return [{"name": keystr((*path, *inside)), "shape": x.shape} for inside, x in leaves]
+    over = {
+        _storable(path, x)[0]: [indices(entry) for entry in spec_at[path]]
+        for path, x in jax.tree.leaves_with_path(opt_state)
+    }
 
-    def is_local(x) -> bool:
+    def is_fragmented(x) -> bool:
         return isinstance(x, LocalStepsState) and isinstance(x.pending, Pending)
 
-    states, nodes = {}, jax.tree.leaves_with_path(opt_state, is_leaf=is_local)
-    in_fragments = [(path, node) for path, node in nodes if is_local(node)]
-    for path, node in jax.tree.leaves_with_path(opt_state, is_leaf=shards.is_momentum):
-        if not shards.is_momentum(node):
-            continue
-        momenta, shapes = [], iter(node.shapes)
-        keeps = jax.tree.leaves((node.exchange, node.pending))
-        for inside, _ in jax.tree.leaves_with_path(node.momentum):
-            place = *path, GetAttrKey("momentum"), *inside
-            shape = next(shapes)
-            entries = [*map(axes.names, spec_at[place][1:]), *[()] * len(shape)][: len(shape)]
-            cuts = [[inner.index(name) for name in names] for names in entries]
-            leaf: dict[str, Any] = {"name": keystr(place), "shape": shape}
-            leaf["coordinates"] = dataclasses.asdict(node.momentum_format)
-            leaf["shards"] = [math.prod(sizes[axis] for axis in cut) for cut in cuts]
-            leaf["cuts"] = cuts if keeps else []
-            momenta.append(leaf)
-        at, pending, fragments = path, node.pending, {}
-        for outside, rounds in in_fragments:
-            if path[: len(outside)] == outside:
-                at, pending = outside, rounds.pending
-                progress = pending.outbox.progress
-                place = *at, *_OUTBOX, GetAttrKey("progress")
-                own: dict[str, Any] = {
-                    "count": rounds.weight.shape[-1],
-                    "applied": keystr((*at, GetAttrKey("round"))),
-                    "progress": dict(zip(progress, leaves_of(progress, *place), strict=True)),
-                    "displacement": leaves_of(rounds.displacement, *at, GetAttrKey("displacement")),
-                }
-                fragments = {"fragments": own}
-        is_pending = isinstance(pending, Pending)
-        outbox = pending.outbox._replace(progress=()) if is_pending else ()
+    def nodes(is_one) -> list[tuple[tuple, Any]]:
+        found = jax.tree.leaves_with_path(opt_state, is_leaf=is_one)
+        return [(path, x) for path, x in found if is_one(x)]
+
+    states, rounds = {}, nodes(is_fragmented)
+    for path, node in nodes(shards.is_momentum):
+        at, momenta = (*path, GetAttrKey("momentum")), {}
+        leaves = jax.tree.leaves_with_path(node.momentum)
+        for (inside, _), shape in zip(leaves, node.shapes, strict=True):
+            name = keystr((*at, *inside))
+            counts = [math.prod(sizes[i] for i in axes) for axes in over[name] if axes != [0]]
+            momenta[name] = _format(node.momentum_format, shape, counts)
+        around = [(outside, x) for outside, x in rounds if path[: len(outside)] == outside]
+        holder, keeper = around[0] if around else (path, node)
+        is_pending = isinstance(keeper.pending, Pending)
+        settings = keeper.pending.compression if is_pending else node.momentum_format
         states[keystr(path)] = {
             "momenta": momenta,
-            "kept": kept_on_devices(node.exchange, *path, GetAttrKey("exchange")),
-            "pending": dataclasses.asdict(pending.compression) if is_pending else None,
-            "outbox": kept_on_devices(outbox, *at, *_OUTBOX),
-        } | fragments
-    workers = shards.num_workers(mesh, layout.axis_name or ())
-    described = {"format": FORMAT, "workers": workers, "states": states}
+            "shapes": node.shapes,
+            "settings": dataclasses.asdict(settings),
+            "pending": is_pending,
+            "holder": keystr(holder),
+            "fragments": keeper.weight.shape[-1] if around else None,
+        }
+    described = {"sizes": sizes, "over": over, "states": states}
     return json.loads(json.dumps(described, default=int))
 
 
-def names_kept(described: dict) -> set[str]:
-    """Returns the names of the leaves that exchanges keep, without the empty ones."""
-    kept = [
-        leaf
-        for state in described["states"].values()
-        for of in (state["kept"], state["outbox"])
-        for leaf in of.values()
-    ]
-    return {leaf["name"] for leaf in kept if 0 not in leaf["shape"]}
+def _format(momentum_format: MomentumFormat, shape, counts: list[int]) -> dict:
+    """Returns what a stored momentum means; shards matter only where they end in smaller blocks."""
+    geometry = momentum_format.geometry(shape)
+    counts = counts + [1] * (len(shape) - len(counts))
+    dims = zip(geometry.shape, geometry.sides, counts, strict=True)
+    return {
+        "transform": momentum_format.transform,
+        "seed": momentum_format.seed,
+        "block sides": geometry.sides,
+        "shards": [count if dim % side else 1 for dim, side, count in dims],
+    }
+
+
+def is_of_exchange(name: str, described: dict) -> bool:
+    """Tells whether a leaf is kept by an exchange, or for one that is under way."""
+    return any(
+        name.startswith((f"{path}.exchange", f"{state['holder']}.pending"))
+        for path, state in described["states"].items()
+    )
 
 
 def by_path(tree, part: str = "params") -> dict:
@@ -122,13 +108,14 @@ def by_path(tree, part: str = "params") -> dict:
     for path, x in jax.tree.leaves_with_path(tree):
         name, stored = _storable(path, x)
         try:
-            _ = isinstance(stored, str) or jax.typeof(stored)
-        except TypeError as error:
+            _ = isinstance(stored, str) or tensorstore.dtype(stored.dtype)
+        except (AttributeError, TypeError, ValueError):
             where = name.removeprefix("['tree']")
             raise TypeError(
-                f"{part}{where} is {x!r:.60} of {type(x)}, which cannot be stored: give arrays of "
-                "numbers, random keys, numbers, strings, bytes or None."
-            ) from error
+                f"{part}{where} is {x!r:.60} of {type(x)}, which cannot be stored: give random "
+                "keys, numbers, strings, bytes, None, or arrays of a dtype that TensorStore knows, "
+                "such as x.astype('bfloat16')."
+            ) from None
         if 0 not in np.shape(stored):
             leaves[name] = stored
     return leaves
@@ -177,19 +164,15 @@ def from_paths(leaves: dict, like):
     return jax.tree.map_with_path(restore, like)
 
 
-def with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def require_same(what: str, tree, saved: dict, but=(), shapes: bool = True) -> None:
-    """Raises unless digests have the leaves and shapes of a tree, ``but`` for some leaves."""
+def require_same(what: str, tree, saved: dict, ignored=lambda name: False, shapes: bool = True):
+    """Raises unless digests have the leaves and shapes of a tree, but for ``ignored`` names."""
 
     def listed(name: str, shape) -> str:
         return f"{name} of shape {tuple(shape)}" if shapes else name
 
     leaves = by_path(tree, what)
-    expected = {listed(name, np.shape(x)) for name, x in leaves.items() if name not in but}
-    held = {listed(name, x["shape"]) for name, x in saved.items() if name not in but}
+    expected = {listed(name, np.shape(x)) for name, x in leaves.items() if not ignored(name)}
+    held = {listed(name, x["shape"]) for name, x in saved.items() if not ignored(name)}
     if expected != held:
         raise ValueError(
             f"the leaves of the checkpoint's {what} are not those that are expected: it lacks "

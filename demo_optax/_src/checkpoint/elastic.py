@@ -1,47 +1,35 @@
 """Restoring on other workers or with another exchange, so that momenta keep their mean."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src.arrays import widest
-from demo_optax._src.checkpoint.description import by_path, from_paths, names_kept
-from demo_optax._src.compression import Compression, make_plan
+from demo_optax._src.checkpoint.description import by_path, from_paths, is_of_exchange
+from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.packet import Message
-from demo_optax._src.compression.settings import MomentumFormat
-from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange.protocol import divide
 from demo_optax._src.fragments import spread
 
 
-def convert(state: dict, saved: dict, like, description: dict, stacked: Collection[str]):
+def convert(state: dict, saved: dict, like, needed: dict):
     """Converts a state that other workers or settings saved into the one that a mesh needs.
 
     ``state`` holds NumPy arrays by their paths, as ``saved`` describes them. ``like`` is a tree of
-    shapes, dtypes and shardings, as described by ``description``. The leaves ``stacked`` have an
-    axis of workers, which the shardings of simulated workers do not name.
+    shapes, dtypes and shardings, as ``needed`` describes it. What exchanges keep goes back into the
+    momenta.
     """
-    _require_same_fragments(saved, description)
-    wanted = by_path(like)
-    state = state | put_back_pending(state, saved)
-    state |= divide_residuals(state, saved, wanted, description)
-    before, now = (
-        {x["name"]: x for one in described["states"].values() for x in one["momenta"]}
-        for described in (saved, description)
-    )
-    in_exchange = names_kept(description)
-    result = {}
-    for name, target in wanted.items():
-        x = np.asarray(state[name])
-        if name in before and name in now:
-            _require_same_blocks(name, before[name], now[name])
-        if name in stacked and x.ndim > 0 and name not in in_exchange:
-            x = redistribute(x, description["workers"])
+    _require_same_format(saved, needed)
+    state, result = state | put_back(state, saved), {}
+    for name, target in by_path(like).items():
+        x = np.zeros(target.shape) if is_of_exchange(name, needed) else np.asarray(state[name])
+        if needed["over"][name][:1] == [[0]]:
+            x = redistribute(x, needed["sizes"][0])
         if x.shape != target.shape:
             raise ValueError(
                 f"the optimizer state{name} was saved with shape {state[name].shape}, which does "
@@ -53,136 +41,110 @@ def convert(state: dict, saved: dict, like, description: dict, stacked: Collecti
     return from_paths(result, like)
 
 
-def put_back_pending(state: dict, saved: dict) -> dict:
-    """Returns the momenta of delayed exchanges with the messages under way added back.
+def put_back(state: dict, saved: dict) -> dict:
+    """Returns momenta with the messages under way, and what owners have yet to send.
 
     With fragments, a message belongs to the rows of its fragment, and its progress leaves the
     displacement, as it does when a result comes.
     """
     result: dict[str, np.ndarray] = {}
-    for path, described in saved["states"].items():
-        if not described["pending"]:
-            continue
-        momenta, outbox = described["momenta"], described["outbox"]
-        fragments = described.get("fragments")
-        count = fragments["count"] if fragments else 1
-        fragment = int(state[fragments["applied"]]) % count if fragments else 0
-        shapes = tuple(
-            (leaf["shape"][0] // count, *leaf["shape"][1:]) if fragments else tuple(leaf["shape"])
-            for leaf in momenta
-        )
-        compression = Compression(**described["pending"])
-        stacked = dataclasses.replace(compression, block_rule="stack")
-        plan = make_plan(stacked if fragments else compression, shapes)
-        factors = state[outbox[".factor"]["name"]]
-        sizes = dict(outbox[".packets"]["axes"])
-        for worker, *device in np.ndindex(len(factors), *sizes.values()):
-            place = dict(zip(sizes, device, strict=True))
-            flat = [
-                _of_device(state, outbox[f".message.{name}"], worker, place)
-                for name in Message._fields
-            ]
-            added = _added(plan, flat, factors[worker])
-            for leaf, x in zip(momenta, added, strict=True):
-                name, shard = leaf["name"], [worker]
-                for cut, size in zip(leaf["cuts"], x.shape, strict=False):
-                    number = 0
-                    for axis in cut:
-                        number = number * sizes[axis] + place[axis]
-                    shard.append(slice(number * size, (number + 1) * size))
-                if fragments:  # whose parameters are whole
-                    shard[1:] = [slice(fragment * len(x), (fragment + 1) * len(x))]
-                if x.size:  # devices with equal shards put back equal messages
-                    old = state[name][tuple(shard)]
-                    result.setdefault(name, state[name].astype(widest(old.dtype)))
-                    result[name][tuple(shard)] = old + np.asarray(x)
-        if fragments:
+    for path, own in saved["states"].items():
+        holder, outbox = own["holder"], f"{own['holder']}.pending.outbox"
+        settings, shapes = Compression(**own["settings"]), tuple(map(tuple, own["shapes"]))
+        count, number, step = 1, 0, state[f"{path}.count"] - 1
+        if own["fragments"]:
+            count, step = own["fragments"], step + 1
+            number = int(state[f"{holder}.round"]) % count
             result[f"{path}.sent"] = np.zeros_like(state[f"{path}.sent"])
-            result |= _without_progress(state, fragments, compression, fragment)
+            result |= _without_progress(state, saved, holder, settings, count, number)
+            settings = dataclasses.replace(settings, block_rule="stack")
+            shapes = tuple((rows // count, *sides) for rows, *sides in shapes)
+        plan = make_plan(settings, shapes)
+        for device in np.ndindex(*saved["sizes"]):
+            shard = functools.partial(_shard, state, saved, device)
+            messages: list[Any] = [None] * count
+            if own["pending"]:
+                flat = [shard(f"{outbox}.message.{name}") for name in Message._fields]
+                messages[number] = flat, shard(f"{outbox}.factor"), step
+            owed = _owed(plan, state, saved, path, device, count)
+            added = list(map(functools.partial(_added, plan), owed, messages))
+            for name, *parts in zip(own["momenta"], *added, strict=True):
+                if name in state:
+                    old, at = state[name], _place(state, saved, device, name)
+                    new = result.setdefault(name, old.astype(widest(old.dtype)))
+                    # Devices with equal shards put back equal messages.
+                    new[at] = old[at] + np.concatenate(parts).reshape(old[at].shape)
     return result
 
 
-def _without_progress(state: dict, fragments: dict, compression: Compression, number: int) -> dict:
-    """Returns displacements without the progress of a fragment under way, and zeros for that."""
-    places = [leaf for leaf in fragments["displacement"] if 0 not in leaf["shape"]]
-    displacement = [np.asarray(state[leaf["name"]]) for leaf in places]
-    progress = {
-        section: np.asarray(state[leaf["name"]]) for section, leaf in fragments["progress"].items()
-    }
-    count = fragments["count"]
-    gradient = jax.vmap(lambda x, like: spread(compression, count, x, like, jnp.int32(number)))(
-        progress, displacement
+def _without_progress(
+    state: dict, saved: dict, holder: str, settings: Compression, count: int, number: int
+) -> dict:
+    """Returns displacements without the progress of a fragment under way."""
+    names, sections = [name for name in saved["over"] if name in state], {}
+    places = [name for name in names if name.startswith(f"{holder}.displacement")]
+    prefix = f"{holder}.pending.outbox.progress"
+    for name in names:
+        if name.startswith(prefix):
+            sections[name.removeprefix(prefix)[2:-2]] = state[name]
+    displacement = [state[name] for name in places]
+    progress = jax.vmap(lambda x, like: spread(settings, count, x, like, jnp.int32(number)))(
+        sections, displacement
     )
-    moved = [d + np.asarray(g) for d, g in zip(displacement, gradient, strict=True)]
-    left = dict(zip((leaf["name"] for leaf in places), moved, strict=True))
-    return left | {
-        leaf["name"]: np.zeros_like(progress[section])
-        for section, leaf in fragments["progress"].items()
-    }
+    moved = [d + np.asarray(x) for d, x in zip(displacement, progress, strict=True)]
+    return dict(zip(places, moved, strict=True))
 
 
-def _of_device(state: dict, leaf: dict, worker: int, place: dict[int, int]) -> np.ndarray:
-    """Returns a device's part of an array of its outbox. Empty arrays are not stored."""
-    x = np.asarray(state.get(leaf["name"], np.zeros(leaf["shape"], np.int32)))[worker]
-    parts = x.reshape(*(size for _, size in leaf["axes"]), -1)
-    return parts[tuple(place[axis] for axis, _ in leaf["axes"])]
+def _place(state: dict, saved: dict, device: tuple[int, ...], name: str) -> tuple[slice, ...]:
+    """Returns the index of a device's shard of a leaf."""
+    index = []
+    for length, axes in zip(state[name].shape, saved["over"][name], strict=False):
+        number, shards = 0, 1
+        for axis in axes:
+            size = saved["sizes"][axis]
+            number, shards = number * size + device[axis], shards * size
+        index.append(slice(number * length // shards, (number + 1) * length // shards))
+    return tuple(index)
 
 
-@partial(jax.jit, static_argnums=0)
-def _added(plan, flat: list, factor) -> list:
-    """Returns the arrays that a message under way adds to a device's stored momenta."""
-    pairs = zip(*divide(plan, flat), strict=True)
-    rows = [(p, v, jnp.full((len(v), 1), factor)) for p, v in pairs]
-    stored = []
-    for part, own in zip(plan.parts, plan.split_rows(rows), strict=True):
-        zeros = part.unpack([jnp.zeros(x.stored_shape) for x in part.geometries])
-        stored += part.pack(part.add(zeros, own))
-    return stored
+def _shard(state: dict, saved: dict, device: tuple[int, ...], name: str) -> np.ndarray:
+    """Returns the elements of a device's shard of a leaf. Empty arrays are not stored."""
+    if name not in state:
+        return np.zeros(0, np.int32)
+    return state[name][_place(state, saved, device, name)].reshape(-1)
 
 
-def divide_residuals(state: dict, saved: dict, wanted: dict, description: dict) -> dict:
-    """Returns the state of exchanges, with residuals for the new owners and zeros elsewhere."""
-    names = names_kept(description)
-    result = {name: np.zeros(wanted[name].shape, wanted[name].dtype) for name in names}
-    for path, before in saved["states"].items():
-        now = description["states"].get(path, {"kept": {}})
-        for key, leaf in before["kept"].items():
-            target = now["kept"].get(key)
-            if not (x := np.asarray(state.get(leaf["name"], 0))).any():
-                continue
-            # A delayed residual is in the basis of the previous step.
-            transforms = [leaf["coordinates"]["transform"] for leaf in before["momenta"]]
-            redrawn = any(map(is_redrawn, transforms))
-            if target is None:
-                has, remedy = "an exchange without owners", "exchange=TwoPhase(...)"
-            elif before["momenta"] != now["momenta"] or leaf["axes"] != target["axes"]:
-                has, remedy = "other blocks or shards", "the old blocks and shards"
-            elif redrawn and bool(before["pending"]) != bool(now["pending"]):
-                has, remedy = "another delay and a random transform", "the old delay"
-            else:
-                parts = math.prod(size for _, size in leaf["axes"])
-                parts *= before.get("fragments", {"count": 1})["count"]
-                result[target["name"]] = divide_among(x, wanted[target["name"]].shape, parts)
-                continue
-            raise ValueError(
-                f"the optimizer state{leaf['name']} of the checkpoint holds what owners have "
-                f"yet to send, but the optimizer now has {has}: restore it with {remedy}."
-            )
-    return result
+def _owed(
+    plan: Plan, state: dict, saved: dict, path: str, device: tuple[int, ...], count: int
+) -> list[tuple]:
+    """Returns what all owners have yet to send of a device's blocks, by fragment and section."""
+    sections = []
+    for number, section in enumerate(plan.sections):
+        name, n = f"{path}.exchange.residual[{number}]", section.selector.n
+        owed = np.zeros((count, section.num_blocks, n), np.float32)
+        if name in state:
+            of_owners = state[name][:, *_place(state, saved, device, name)[1:]]
+            shares = of_owners.reshape(len(of_owners), count, -1, n).swapaxes(0, 1)
+            owed = shares.reshape(count, -1, n)[:, : section.num_blocks]
+        sections.append(owed)
+    return [tuple(owed[number] for owed in sections) for number in range(count)]
 
 
-def divide_among(x: np.ndarray, shape: tuple[int, ...], parts: int) -> np.ndarray:
-    """Divides the rows of owners' shares ``(owners, parts * share, n)`` among other owners.
-
-    Each part, which is a device inside every owner or a fragment, keeps its own rows. Zeros pad
-    the last shares.
-    """
-    owners, width, n = shape
-    old = x.reshape(len(x), parts, -1, n).swapaxes(0, 1).reshape(parts, -1, n)
-    new = np.zeros((parts, owners * width // parts, n), x.dtype)
-    kept = min(old.shape[1], new.shape[1])
-    new[:, :kept] = old[:, :kept]
-    return new.reshape(parts, owners, -1, n).swapaxes(0, 1).reshape(shape)
+@functools.partial(jax.jit, static_argnums=0)
+def _added(plan: Plan, owed: tuple, message: Any) -> list:
+    """Returns the arrays that residuals and a message add to a device's stored momenta."""
+    sections = list(owed)
+    if message:
+        flat, factor, step = message
+        sections = []
+        for x, sides, section, positions, values in zip(
+            owed, plan.sides, plan.sections, *divide(plan, flat), strict=True
+        ):
+            # The residual of what is under way is in the basis of the previous step.
+            x = plan.compression.momentum_format.advance(x, sides, step)
+            sections.append(section.selector.add(x, positions, factor.reshape(1, 1) * values))
+    rows = zip(plan.parts, plan.split_rows(sections), strict=True)
+    return [x for part, own in rows for x in part.pack(own)]
 
 
 def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
@@ -213,33 +175,16 @@ def redistribute(x: np.ndarray, workers: int) -> np.ndarray:
     return np.repeat(merged, workers // groups, axis=0)
 
 
-def _require_same_fragments(saved: dict, description: dict) -> None:
-    for name, old in saved["states"].items():
-        new = description["states"].get(name, {})
-        old, new = (state.get("fragments", {}).get("count") for state in (old, new))
-        if old != new:
-            raise ValueError(
-                f"the optimizer state{name} of the checkpoint has fragments={old}, but the "
-                f"optimizer has fragments={new}: restore it with local_steps(..., "
-                f"fragments={old}), or take the parameters alone with "
-                "demo_optax.checkpoint.load_params and begin with a new state."
-            )
-
-
-def _require_same_blocks(name: str, old: dict, new: dict) -> None:
-    meanings = []
-    for momentum in (old, new):
-        held = MomentumFormat(**momentum["coordinates"])
-        geometry = held.geometry(tuple(momentum["shape"]))
-        # The number of shards matters only where they end in smaller blocks.
-        dims = zip(geometry.shape, geometry.sides, momentum["shards"], strict=True)
-        uneven = [count if dim % side else 1 for dim, side, count in dims]
-        meanings.append((held.transform, held.seed, geometry.sides, uneven))
-    if meanings[0] != meanings[1]:
-        raise ValueError(
-            f"the momentum{name} of the checkpoint is stored as {old['coordinates']} in "
-            f"{old['shards']} shards, but the optimizer has {new['coordinates']} in "
-            f"{new['shards']}: restore it with the old transform, block_side, block_rule and "
-            "shards, or take the parameters alone with demo_optax.checkpoint.load_params and "
-            "begin with a new state."
-        )
+def _require_same_format(saved: dict, needed: dict) -> None:
+    for path, old in saved["states"].items():
+        new = needed["states"][path]
+        pairs = [(name, x, new["momenta"][name]) for name, x in old["momenta"].items()]
+        fragments = [{"fragments": state["fragments"]} for state in (old, new)]
+        for name, held, expected in [*pairs, (path, *fragments)]:
+            if held != expected:
+                raise ValueError(
+                    f"the optimizer state{name} of the checkpoint is stored as {held}, but the "
+                    f"optimizer has {expected}: restore it with the old transform, block_side, "
+                    "block_rule, shards and fragments, or take the parameters alone with "
+                    "demo_optax.checkpoint.load_params and begin with a new state."
+                )

@@ -5,21 +5,25 @@ whatever else the run needs. The module `elastic` fits it to other workers or se
 """
 
 import contextlib
+import operator
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from etils import epath
+from jax.sharding import AbstractMesh, Mesh
+from orbax.checkpoint import v1 as orbax
 
 from demo_optax._src import checks
-from demo_optax._src.axes import AxisName, axes_of, names
+from demo_optax._src.axes import AxisName
 from demo_optax._src.checkpoint import description, reading
-from demo_optax._src.checkpoint.digests import digests, seal
+from demo_optax._src.checkpoint.digests import digests
 from demo_optax._src.checkpoint.elastic import convert
-from demo_optax._src.checkpoint.reading import causes_of, epath, orbax
 from demo_optax._src.parallel import layout, shards, worker_axis
+from demo_optax._src.parallel.processes import by_lead
 
 
 class Checkpoint(NamedTuple):
@@ -83,27 +87,13 @@ class Checkpointer:
         checks.require_unwrapped(tx)
         checks.static_integer("keep", keep, at_least=1)
         shards.num_workers(mesh, axis_name or ())  # refuses unknown axes
-        exchange = getattr(tx, "exchange", None)
-        if axis_name and exchange is not None and exchange.axis_name is None:
-            raise ValueError(
-                f"axis_name is {axis_name!r}, but the optimizer exchanges over no axis. For a "
-                "worker with a transport of its own give Checkpointer axis_name=None, and for "
-                f"workers along {axis_name!r} give the optimizer axis_name={axis_name!r}."
-            )
         self._tx, self._where = tx, (mesh, axis_name or (), param_specs)
         self._directory, self._keep = reading.absolute(directory), keep
         self._damaged: set[int] = set()
         self._orbax: orbax.training.Checkpointer | None = None
         self._pending: int | None = None
         self._last: int | None = None
-        try:
-            epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
-            reading.listed_steps(self._directory)
-        except Exception as error:  # each store's package has errors of its own
-            raise OSError(
-                f"checkpoints cannot be kept in {self._directory}: {reading.in_a_line(error)}. "
-                "Give a folder that every process can read and write."
-            ) from error
+        epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
         return self
@@ -123,11 +113,9 @@ class Checkpointer:
           OSError: the last save failed.
         """
         try:
-            _raise([self._finish()])
+            self._finish()
         finally:
-            writer, self._orbax = self._orbax, None
-            if writer is not None:
-                writer.close()
+            self._close_writer()
 
     @property
     def latest(self) -> int | None:
@@ -135,12 +123,10 @@ class Checkpointer:
 
         The first process looks for it and tells the others.
         """
-
-        def newest() -> int | None:
-            steps = set(reading.listed_steps(self._directory)) - self._damaged
-            return max(steps, default=None) if self._pending is None else self._pending
-
-        return reading.on_first(f"list {self._directory}", newest)
+        if self._pending is not None:
+            return self._pending
+        steps = by_lead(lambda: reading.listed_steps(self._directory))
+        return max(set(steps) - self._damaged, default=None)
 
     @shards.no_context_mesh()
     def save(self, step: int, params, opt_state, extra=None, *, wait: bool = False) -> None:
@@ -157,86 +143,85 @@ class Checkpointer:
 
         Raises:
           ValueError: the folder holds a checkpoint of this step or a later one, which would stay
-            the latest; or ``step`` is not a nonnegative integer.
-          TypeError: a leaf cannot be stored.
+            the latest; or ``step`` is negative.
+          TypeError: a leaf cannot be stored, or ``step`` is no integer.
           OSError: this step, or the previous one in the background, could not be written. The run
             can go on and save later steps. If only the previous one failed, this one is still being
             written.
         """
-        step, reasons = reading.step_number(step), []
-        if self._last != step:
-            # Orbax warns of a tree without arrays, so the step is stored with ``extra``.
-            trees = {
-                "params": params,
-                "opt_state": opt_state,
-                "extra": {"step": step, "tree": extra},
-            }
-            leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
-            for part, named in leaves.items():
-                reading.require_storable(part, named)
-            leaves["extra"] = jax.device_get(leaves["extra"])
-            reasons.append(self._finish())
-            latest = self.latest
-            if latest is not None and latest >= step:
-                raise ValueError(
-                    f"{self._directory} holds a checkpoint of step {latest} already, so that one "
-                    f"of step {step} would never be the latest: save this run to another folder, "
-                    "or remove the later checkpoints."
-                )
-            placement = layout.find_layout(self._tx, params, *self._where)
-            meaning = description.describe(placement, opt_state)
-            meaning["leaves"] = {part: digests(x) for part, x in leaves.items()}
-            meaning["seal"] = seal(meaning)
-            stored = {part: x for part, x in leaves.items() if x}  # Orbax refuses empty ones
-            try:
-                self._orbax = self._orbax or self._writer()
-                self._orbax.save_checkpointables_async(
-                    step, stored, force=True, custom_metadata=meaning
-                )
-                self._last = self._pending = step
-            except Exception as error:
-                reasons.append(self._failed(step, error))
-        if wait:
-            reasons.append(self._finish())
-        _raise(reasons)
+        step = operator.index(step)
+        checks.static_integer("step", step, at_least=0)
+        # Orbax warns of a tree without arrays, so the step is stored with ``extra``.
+        trees = {"params": params, "opt_state": opt_state, "extra": {"step": step, "tree": extra}}
+        leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
+        try:
+            if self._last != step:
+                self._finish()
+        finally:
+            if self._last != step:
+                self._begin(step, leaves, params, opt_state)
+            if wait:
+                self._finish()
 
-    def _writer(self) -> orbax.training.Checkpointer:
-        """Makes Orbax's writer, in a folder without damaged steps and remains of failed saves."""
-        reading.clear_up(self._directory, self._damaged)
-        self._damaged.clear()
-        latest: Any = orbax.training.preservation_policies.LatestN(self._keep)
-        return orbax.training.Checkpointer(
-            self._directory, preservation_policy=latest, cleanup_tmp_directories=True
-        )
+    def _begin(self, step: int, leaves: dict[str, dict], params, opt_state) -> None:
+        """Begins to save in the background."""
+        latest = self.latest
+        if latest is not None and latest >= step:
+            raise ValueError(
+                f"{self._directory} holds a checkpoint of step {latest} already, so that one "
+                f"of step {step} would never be the latest: save this run to another folder, "
+                "or remove the later checkpoints."
+            )
+        leaves["extra"] = jax.device_get(leaves["extra"])
+        placement = layout.find_layout(self._tx, params, *self._where)
+        described = description.describe(placement, opt_state)
+        described["leaves"] = {
+            part: {name: digests(x)[0] for name, x in named.items()}
+            for part, named in leaves.items()
+        }
+        with self._writing(step):
+            if self._orbax is None:
+                kept: Any = orbax.training.preservation_policies.LatestN(self._keep)
+                self._orbax = orbax.training.Checkpointer(
+                    self._directory, preservation_policy=kept, cleanup_tmp_directories=True
+                )
+            self._orbax.save_checkpointables_async(
+                step,
+                {part: x for part, x in leaves.items() if x},  # Orbax refuses empty ones
+                force=True,
+                overwrite=step in self._damaged,
+                custom_metadata=reading.sealed(described),
+            )
+        self._last = self._pending = step
+        self._damaged.discard(step)
 
-    def _finish(self) -> str:
-        """Waits for the save in progress and returns why it failed, or an empty string."""
+    def _close_writer(self) -> None:
+        writer, self._orbax = self._orbax, None
+        if writer is not None:
+            writer.close()
+
+    def _finish(self) -> None:
+        """Waits for the save in progress."""
         step, self._pending = self._pending, None
         if self._orbax is None or step is None:
-            return ""
-        try:
+            return
+        with self._writing(step):
             self._orbax.wait()
-            # The first process gives the folder its final name, which others may not see yet.
-            if jax.process_index() == 0 and step not in reading.listed_steps(self._directory):
-                return self._failed(step, Exception("it is not in the folder"))
-        except Exception as error:
-            return self._failed(step, error)
-        return ""
 
-    def _failed(self, step: int, error: Exception) -> str:
-        """Forgets a save so that it can be tried again, and returns an error message."""
-        writer, self._orbax, self._last = self._orbax, None, None
-        with contextlib.suppress(Exception):
-            if writer is not None:
-                writer.close()
-        reason, advice = reading.in_a_line(error), ""
-        # Only the text of TensorStore's errors says that the file system refused something.
-        if any(isinstance(x, OSError) or "os_error_code" in str(x) for x in causes_of(error)):
-            advice = " Make room there, or let this process write there."
-        return (
-            f"step {step} could not be saved in {self._directory}: {reason}.{advice} The run can "
-            "go on: until a save succeeds, a restart begins from the one before."
-        )
+    @contextlib.contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        """Forgets a save that fails, so that it can be tried again, and says why it failed."""
+        try:
+            yield
+        except Exception as error:
+            self._last = None
+            with contextlib.suppress(Exception):
+                self._close_writer()
+            reason = reading.in_a_line(reading.first_cause(error))
+            raise OSError(
+                f"step {step} could not be saved in {self._directory}: {reason}. The run can go "
+                "on: until a save succeeds, a restart begins from the one before."
+            ) from error
 
     @shards.no_context_mesh()
     def restore(self, params, extra=None, *, step: int | None = None) -> Checkpoint | None:
@@ -254,71 +239,51 @@ class Checkpointer:
 
         Raises:
           ValueError: the checkpoint has a different model, optimizer or ``extra``, or momenta in
-            other blocks; or there are checkpoints, but none of this step.
+            other blocks.
+          FileNotFoundError: there are checkpoints, but none of this step.
           DamagedCheckpoint: the step's checkpoint is damaged, or all are. This is a ValueError.
           OSError: a process could not read it for lack of memory, permission or connection.
-          UserWarning: newer checkpoints are damaged; the next save renames them to
-            ``<step>.damaged``.
+          UserWarning: newer checkpoints are damaged. They stay until later saves replace them.
         """
-        _raise([self._finish()])
-        steps, wanted = reading.steps_in(self._directory, step)
-        if not steps:
+        self.close()
+        if not (steps := reading.steps_to_read(self._directory, step)):
             return None
-        if not wanted:
-            raise ValueError(
-                f"there is no checkpoint of step {step}; there are those of {steps}. Leave out "
-                "step to restore the latest."
-            )
         checkpoint, damaged = reading.newest_intact(
-            self._directory, wanted, lambda step: self._read(step, params, extra)
+            self._directory, steps, lambda step: self._read(step, params, extra)
         )
-        self._damaged |= set(damaged)
-        if damaged:
-            self.close()  # the next writer renames them
+        self._damaged |= damaged
         self._last = checkpoint.step
         return checkpoint
 
-    def _read(self, step, params, extra) -> Checkpoint:
+    def _read(self, step: int, params, extra) -> Checkpoint:
         """Reads and verifies one checkpoint and converts it for this mesh."""
-        mesh, axis_name, _ = self._where
+        mesh, tx = self._where[0], self._tx
         saved = reading.description_of(self._directory, step)
-        placement = layout.find_layout(self._tx, params, *self._where)
-        state = jax.eval_shape(
-            lambda x: worker_axis.init_opt_state(self._tx, x, *self._where), params
-        )
-        meaning = description.describe(placement, state)
-        in_axes = jax.tree.map(
-            lambda x, spec: description.with_sharding(
-                x, NamedSharding(shards.with_devices(mesh), spec)
-            ),
-            state,
-            placement.state,
-        )
+        placement = layout.find_layout(tx, params, *self._where)
+        state = jax.eval_shape(lambda x: worker_axis.init_opt_state(tx, x, *self._where), params)
+        needed = description.describe(placement, state)
         params, state = (
-            jax.tree.map(description.with_sharding, tree, shards.shardings(mesh, specs))
+            jax.tree.map(_with_sharding, tree, shards.shardings(mesh, specs))
             for tree, specs in ((params, placement.params), (state, placement.state))
         )
-        held, trees = saved["leaves"], {"params": params, "extra": {"step": step, "tree": extra}}
-        exact = all(saved[key] == value for key, value in meaning.items())
-        kept = description.names_kept(saved) | description.names_kept(meaning)
+        exact = all(saved[key] == value for key, value in needed.items())
+        held, extra = saved["leaves"], {"step": step, "tree": extra}
+
+        def is_of_exchange(name: str) -> bool:
+            return any(description.is_of_exchange(name, x) for x in (saved, needed))
+
         description.require_same("parameters", params, held["params"])
-        description.require_same("extra", trees["extra"], held["extra"])
-        description.require_same("optimizer state", state, held["opt_state"], kept, exact)
-
-        trees["opt_state"] = state if exact else None  # to be converted in the host's memory
+        description.require_same("extra", extra, held["extra"])
+        description.require_same(
+            "optimizer state", state, held["opt_state"], is_of_exchange, shapes=exact
+        )
+        # What is to be converted is read into the host's memory.
+        trees = {"params": params, "opt_state": state if exact else None, "extra": extra}
         found = reading.load(self._directory, step, held, trees)
-        opt_state = found["opt_state"]
         if not exact:
-            workers = set(names(axis_name))
-            stacked = {
-                name
-                for name, x in description.by_path(in_axes).items()
-                if workers & set(axes_of(x.sharding.spec))
-            }
-            opt_state = convert(opt_state, saved, state, meaning, stacked)
-        return Checkpoint(step, found["params"], opt_state, found["extra"]["tree"])
+            found["opt_state"] = convert(found["opt_state"], saved, state, needed)
+        return Checkpoint(step, found["params"], found["opt_state"], found["extra"]["tree"])
 
 
-def _raise(reasons: list[str]) -> None:
-    if any(reasons):
-        raise OSError(" ".join(filter(None, reasons)))
+def _with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
