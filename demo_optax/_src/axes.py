@@ -4,6 +4,7 @@ Under ``jax.shard_map(check_vma=True)`` the type of every value lists the axes o
 Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes (VMA) information.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -87,15 +88,18 @@ def after(arrays: Sequence[jax.Array], tree: Any) -> Any:
 
     A select orders the two, since ``optimization_barrier`` has an effect on TPUs alone.
     """
-    computed = {}
-
-    def select(x):
-        over = varying(x)
-        if over not in computed:
-            computed[over] = true_once_computed([y for y in arrays if varying(y) <= over])
-        return jnp.where(computed[over], x, jnp.zeros_like(x))
-
-    return jax.tree.map(lambda x: select(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    computed = {
+        over: true_once_computed([y for y in arrays if varying(y) <= over])
+        for over in dict.fromkeys(map(varying, itertools.compress(leaves, floats)))
+    }
+    return structure.unflatten(
+        [
+            jnp.where(computed[varying(x)], x, jnp.zeros_like(x)) if is_float else x
+            for x, is_float in zip(leaves, floats, strict=True)
+        ]
+    )
 
 
 def branches_of_one_type(one: Callable, other: Callable, *args) -> tuple[Callable, Callable]:

@@ -12,6 +12,7 @@ of workers, unless `apply` is not given the packets and lets the exchange carry 
 """
 
 import dataclasses
+import functools
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -229,6 +230,8 @@ class Momentum:
         gradient, new = self.precondition.update(gradient, old, params, **extra_args)
         factor = jnp.where(participates, jnp.asarray(self.subtraction_factor, jnp.float32), 0)
 
+        rounded = functools.partial(round_stochastically, dtype=self.momentum_dtype)
+
         def send_part(part: Part, tensors, stored, shared):
             # Transform: c = T(g)
             coefficients = part.forward(tensors, step)
@@ -256,7 +259,7 @@ class Momentum:
             momenta = part.add(momenta, _rows(message, [-factor] * len(sections)))
             rows = list(zip(*selected, message.values, coded, strict=True))
             bits = part.random_bits(_seeds(plan, step, worker, 0), specs)
-            return energy, restarted, rows, part.pack(self._rounded(momenta, bits))
+            return energy, restarted, rows, part.pack(jax.tree.map(rounded, momenta, bits))
 
         specs = axes.specs_of_leaves(gradient, extra_args)
         energies, restarted, rows, momentum = zip(
@@ -328,6 +331,8 @@ class Momentum:
         redrawn = is_redrawn(self.compression.transform)
         new_basis = state.count if redrawn and isinstance(exchange, Delayed) else None
 
+        rounded = functools.partial(round_stochastically, dtype=self.momentum_dtype)
+
         def put_back(number: Any, momentum):
             def put_back_part(part: Part, rows, stored):
                 bits = part.random_bits(_seeds(plan, state.count, worker, 1 + number), specs)
@@ -340,7 +345,8 @@ class Momentum:
         def advance(number: Any, momentum):
             def advance_part(part: Part, stored):
                 bits = part.random_bits(_seeds(plan, state.count, worker, number), specs)
-                return part.pack(self._rounded(part.unpack(stored, state.count), bits))
+                momenta = part.unpack(stored, state.count)
+                return part.pack(jax.tree.map(rounded, momenta, bits))
 
             return _as_tree(momentum, plan.map_parts(advance_part, plan.per_part(momentum)))
 
@@ -362,10 +368,6 @@ class Momentum:
             exchange=aggregate.state,
             sent=jnp.full_like(state.sent, False),
         )
-
-    def _rounded(self, momenta: Sequence[Any], bits: Sequence[Any]) -> list[Any]:
-        pairs = zip(momenta, bits, strict=True)
-        return [round_stochastically(m, drawn, self.momentum_dtype) for m, drawn in pairs]
 
     def undelivered(self, state: DecoupledMomentumState, outbox: Outbox | None, like, after) -> Any:
         """Returns T^-1 of the momentum and of a message under way, as a tree like ``like``.

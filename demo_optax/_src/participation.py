@@ -170,9 +170,6 @@ def keep_local_state(
     this themselves.
     """
 
-    def handles_nonfinite(x) -> bool:
-        return getattr(type(x), "handles_nonfinite", False) or isinstance(x, optax.MultiStepsState)
-
     def kept_node(new, old, varies_over_workers):
         if isinstance(new, optax.MultiStepsState):
             # A non-finite accumulator excludes the worker from the exchange.
@@ -180,8 +177,16 @@ def keep_local_state(
             inner = new.inner_opt_state, old.inner_opt_state, varies_over_workers.inner_opt_state
             kept = keep_local_state(*inner, participates & finite, axis_name, sharded)
             return new._replace(inner_opt_state=kept)
-        if handles_nonfinite(new) or not varies_over_workers:
+        if getattr(type(new), "handles_nonfinite", False) or not varies_over_workers:
             return new
         return jnp.where(participates, new, reusable(old))
 
-    return jax.tree.map(kept_node, new, old, varies_over_workers, is_leaf=handles_nonfinite)
+    return jax.tree.map(
+        kept_node,
+        new,
+        old,
+        varies_over_workers,
+        is_leaf=lambda x: (
+            hasattr(type(x), "handles_nonfinite") or isinstance(x, optax.MultiStepsState)
+        ),
+    )

@@ -1,5 +1,7 @@
 """Runs many workers: their local gradients, the worker axis of their state, the train step."""
 
+from demo_optax._src.parallel.gradients import WorkerGradients as WorkerGradients
+from demo_optax._src.parallel.gradients import local_value_and_grad as local_value_and_grad
 from demo_optax._src.parallel.gradients import worker_gradients as worker_gradients
 from demo_optax._src.parallel.layout import state_shardings as state_shardings
 from demo_optax._src.parallel.layout import state_specs as state_specs
@@ -11,5 +13,3 @@ from demo_optax._src.parallel.train_step import make_train_step as make_train_st
 from demo_optax._src.parallel.worker_axis import init_model_state as init_model_state
 from demo_optax._src.parallel.worker_axis import init_opt_state as init_opt_state
 from demo_optax._src.parallel.worker_axis import stack_workers as stack_workers
-from demo_optax._src.parallel.worker_gradient import WorkerGradients as WorkerGradients
-from demo_optax._src.parallel.worker_gradient import local_value_and_grad as local_value_and_grad

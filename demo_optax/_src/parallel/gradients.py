@@ -1,25 +1,352 @@
-"""Divides a batch among the workers, and stacks the gradients of their own losses."""
+"""Computes gradients that are local to a worker, of one worker or stacked over all of them.
 
-from collections.abc import Callable
-from typing import Any
+A worker's loss sees its own part of the batch. `gradients_on_device` differentiates it on one
+device, and `stacked_gradients` maps that over the workers.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from demo_optax._src import axes
-from demo_optax._src.axes import AxisName
+from demo_optax._src import axes, checks, participation
+from demo_optax._src.arrays import energy, upcast
+from demo_optax._src.axes import AxisName, axes_of
 from demo_optax._src.local_state import local_parameters
 from demo_optax._src.parallel import shards, worker_axis
-from demo_optax._src.parallel.worker_gradient import (
-    gradients_on_device,
-    require_differentiable,
-    split_arguments,
-    stack,
-    stacked_results_specs,
+
+
+def local_value_and_grad(fun: Callable, axis_name: AxisName, **kwargs) -> Callable:
+    """Wraps ``jax.value_and_grad`` so that gradients stay local to each worker of ``axis_name``.
+
+    Inside ``jax.shard_map``, ``jax.grad`` with respect to replicated parameters sums over the axis
+    by itself, which leaves nothing to exchange. Here the parameters are first typed as varying.
+    Under ``pmap`` and ``vmap`` gradients are local anyway.
+
+    Args:
+      fun: the worker's loss, which is differentiated by its first argument or by ``argnums``. It
+        must not average over ``axis_name`` itself.
+      axis_name: the workers' axis, or axes.
+      **kwargs: options of ``jax.value_and_grad``, such as ``has_aux``.
+
+    Returns:
+      A function like that of ``jax.value_and_grad``. Value and gradient differ between workers.
+
+    Raises:
+      NameError: ``axis_name`` is not bound where the function is called.
+      TypeError: a differentiated argument was not given by position.
+      ValueError: JAX's types say that the value is the same on all workers, as after a ``pmean``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> def gradient(w, x):
+      ...     return local_value_and_grad(lambda w, x: w * x.sum(), "data")(w, x)[1][None]
+      >>> jax.jit(jax.shard_map(
+      ...     gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+      ... ))(jnp.float32(1), jax.device_put(jnp.ones(3), jax.NamedSharding(mesh, P("data"))))
+      Array([3.], dtype=float32)
+    """
+    argnums = kwargs.get("argnums", 0)
+    if isinstance(argnums, Sequence):
+        kwargs["argnums"] = argnums = tuple(argnums)
+    value_and_grad = jax.value_and_grad(fun, **kwargs)
+    differentiated = argnums if isinstance(argnums, tuple) else (argnums,)
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwds):
+        axes.size(axis_name)  # it raises a NameError if it is not bound
+        if max(differentiated) >= len(args):
+            raise TypeError(
+                f"argument {max(differentiated)} is differentiated, but only {len(args)} were "
+                f"given by position, and {sorted(kwds)} by name: pass it by position."
+            )
+        local = list(args)
+        for i in differentiated:
+            checks.real_leaves(f"argument {i}", local[i])
+            local[i] = axes.as_varying(local[i], axis_name)
+        try:
+            results = value_and_grad(*local, **kwds)
+        except (TypeError, ValueError) as error:
+            is_about_types = any(word in str(error) for word in ("{V:", "varying", "manual axis"))
+            if is_about_types and axes.manual_names(axis_name):
+                error.add_note(_VARYING)
+            raise
+        value = results[0][0] if kwargs.get("has_aux") else results[0]
+        same = set(axes.names(axis_name)) - axes.varying(value)
+        if same and axes.types_are_tracked(axis_name):
+            raise ValueError(
+                f"the loss is the same on all workers of {axis_name!r}: it averages or sums over "
+                "them, which would scale every gradient, or depends on neither parameters nor "
+                "batch. Leave out pmean and psum: the loss is that of one worker, and the "
+                "optimizer exchanges."
+            )
+        return results
+
+    return wrapped
+
+
+_VARYING = (
+    "The types of values that differ between workers name the workers' axis, and JAX compares "
+    "types in loops, branches and custom derivatives, so that a loop that starts from zeros fails. "
+    "Give make_train_step either check_vma=False, which SwarmWorker and jax.shard_map take too, or "
+    "sharding='auto'. See docs/how_to/troubleshoot.md for what they cost."
 )
+
+
+class WorkerGradients(NamedTuple):
+    """Holds the results of `worker_gradients`, stacked over the workers.
+
+    Attributes:
+      loss: ``(workers,)``, loss of each worker.
+      aux: the aux of the loss function, with a leading axis of workers. With ``microbatches`` above
+        1, an axis of microbatches follows.
+      state: each worker's model state, if the loss function has one.
+      gradient_norm: float32 ``(workers,)``, norm of each worker's gradient before clipping.
+      gradients: a tree like the parameters, each leaf ``(workers, *shape)``.
+
+    Example:
+      >>> import demo_optax
+      >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+      >>> gradients_of = demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh)
+      >>> results = jax.jit(gradients_of)(2.0, jnp.ones(3), opt_state=())
+      >>> results.loss, results.gradient_norm
+      (Array([6.], dtype=float32), Array([3.], dtype=float32))
+    """
+
+    loss: jax.Array
+    aux: Any
+    state: Any
+    gradient_norm: jax.Array
+    gradients: Any
+
+
+def gradients_on_device(
+    loss_fn: Callable,
+    axis_name: AxisName,
+    inner: tuple[str, ...],
+    *,
+    microbatches: int,
+    clip_norm: float | None,
+    stateful: bool,
+) -> Callable:
+    """Returns ``fn(params, state, batch, key, specs, rows) -> WorkerGradients``, not stacked.
+
+    It runs on each device, inside a ``jax.shard_map`` over the workers' axis and the axes ``inner``
+    inside a worker, or without any axes on a whole worker. A device gathers the worker's parameters
+    and sees its own part of the batch.
+    """
+    checks.static_integer("microbatches", microbatches, at_least=1)
+    if clip_norm is not None:
+        checks.in_interval("clip_norm", clip_norm, "(0, inf]")
+    device_axes = axes.names(axis_name) + inner
+
+    def on_device(params, state, batch, key, specs, rows) -> WorkerGradients:
+        def loss_of_shards(params, state, *args):
+            params = _gather(params, specs)
+            args = (state, *args) if stateful else args
+            try:
+                out = loss_fn(params, *args)
+            except TypeError as error:
+                is_of_call = error.__traceback__ and error.__traceback__.tb_next is None
+                if is_of_call:
+                    error.add_note(_ARGUMENTS)
+                raise
+            except NameError as error:
+                if "axis name" in str(error):
+                    error.add_note(_NO_AXIS)
+                raise
+            if stateful:
+                return out
+            if not isinstance(out, (tuple, list)):
+                return out, (state, None)
+            if len(out) != 2:
+                raise TypeError(
+                    f"the loss function must return a loss, or (loss, aux), not {len(out)} values: "
+                    "put all further results into aux, as a tuple or dict."
+                )
+            return out[0], (state, out[1])
+
+        keys = key
+        if device_axes:
+            keys = [jax.random.fold_in(k, jax.lax.axis_index(device_axes)) for k in key]
+        loss, new, aux, gradient = _accumulate(
+            loss_of_shards, device_axes or None, microbatches, rows, params, state, batch, *keys
+        )
+        given: Any = jax.tree.structure(new)
+        expected: Any = jax.tree.structure(state)
+        if given != expected:
+            raise ValueError(
+                f"the loss function must return a model state of the structure {expected}, as it "
+                f"was given, but returned {given}: return (loss, (state, aux)), where aux may be "
+                "None."
+            )
+        if inner:
+            gradient = _mean_gradient(gradient, specs, inner)
+            loss, new = jax.lax.pmean(loss, inner), _mean_state(new, inner)
+        norm = _norm(gradient, specs)
+        state = participation.choose(jnp.isfinite(norm), new, state)
+        if clip_norm is not None:
+            scale = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
+            # An infinite norm must not clip the gradient to zeros.
+            scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+            gradient = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradient)
+        return WorkerGradients(loss, aux, state, norm, gradient)
+
+    return on_device
+
+
+_NO_AXIS = (
+    "The loss is that of one worker, and the workers' axis is not bound in it: leave out pmean and "
+    "psum over the workers, since the optimizer exchanges. make_train_step(metrics_fn=...) and "
+    "results.loss have the values of all workers."
+)
+
+_ARGUMENTS = (
+    "A loss function is called with the parameters and each worker's own part of the batch. With "
+    "stateful=True a model state stands between them. A key comes last, with "
+    "make_train_step(random_key=True), or if one is given after the batch of worker_gradients."
+)
+
+
+def stacked_results_specs(specs, mesh: Mesh | AbstractMesh, axis_name: AxisName):
+    """Returns the specs of stacked results, in which each device has its own aux."""
+    worker_spec = P(axis_name)
+    aux_spec = P((*axes.names(axis_name), *shards.inner_axes(mesh, axis_name)))
+    gradient_specs = shards.stacked_specs(specs, axis_name)
+    return WorkerGradients._make((worker_spec, aux_spec, worker_spec, worker_spec, gradient_specs))
+
+
+def split_arguments(args: tuple, first: tuple[str, ...], stateful: bool, keys: Collection[int]):
+    """Returns the model state, the batch and the keys, whose number must be one of ``keys``."""
+    if len(args) - 1 - stateful not in keys:
+        names = [*first, *["state"] * stateful, "batch", *["key"] * min(keys)]
+        optional = "[, key]" * (max(keys) - min(keys))
+        raise TypeError(
+            f"the arguments must be ({', '.join(names)}{optional}), but {len(first) + len(args)} "
+            "arguments were given. A batch is one pytree: pass several arrays as a tuple or dict, "
+            "as in (x, y). A step takes a key with make_train_step(random_key=True), and a model "
+            "state is taken with stateful=True."
+        )
+    state, (batch, *key) = (args[0], args[1:]) if stateful else ((), args)
+    return state, batch, tuple(key)
+
+
+def require_differentiable(params) -> None:
+    """Refuses leaves that have no real gradient, such as the random keys of a whole model."""
+    checks.real_leaves("params", params)
+    for path, x in jax.tree.leaves_with_path(checks.shapes_of("params", params)):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"params{keystr(path)} has the dtype {x.dtype}, which has no gradient: "
+                f"{checks.SPLIT}"
+            )
+
+
+def _accumulate(loss_fn, axis_name, microbatches, rows, params, state, batch, *key):
+    """Computes loss, model state, aux and gradient of a worker's batch.
+
+    Loss and gradient are averaged over microbatches; the model state passes from one to the next.
+    """
+    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=True)
+    state = axes.as_varying(state, axis_name)
+    if microbatches == 1:
+        (loss, (state, aux)), gradient = value_and_grad(params, state, batch, *key)
+        return loss, state, aux, gradient
+
+    def of_part(state, part, number):
+        keys = [jax.random.fold_in(k, number) for k in key]
+        return value_and_grad(params, state, part, *keys)
+
+    def add(carry, args):
+        total, state = carry
+        (loss, (state, aux)), gradient = of_part(state, *args)
+        total = jax.tree.map(lambda t, x: t + upcast(x), total, (loss, gradient))
+        return (total, axes.as_varying(state, axis_name)), aux
+
+    parts = _split_microbatches(batch, rows, microbatches), jnp.arange(microbatches)
+    (loss, _), gradient = jax.eval_shape(
+        lambda parts: of_part(state, *jax.tree.map(lambda x: x[0], parts)), parts
+    )
+    zeros = jax.tree.map(lambda x: upcast(jnp.zeros(x.shape, x.dtype)), (loss, gradient))
+    (total, state), aux = jax.lax.scan(add, (axes.as_varying(zeros, axis_name), state), parts)
+    loss, gradient = jax.tree.map(
+        lambda t, x: (t / microbatches).astype(x.dtype), total, (loss, gradient)
+    )
+    return loss, state, aux, gradient
+
+
+def _split_microbatches(batch, rows, number: int):
+    """Splits one worker's batch along its rows, ``(number, ...)``, and repeats undivided leaves."""
+
+    def split(x, row):
+        if row is None:
+            return jnp.broadcast_to(x, (number, *np.shape(x)))
+        if x.shape[row] % number:
+            raise ValueError(
+                f"a part of the batch has {x.shape[row]} rows, which cannot be cut into {number} "
+                "equal microbatches: choose a batch size that is a multiple of the devices that "
+                "divide it x microbatches."
+            )
+        parts = x.reshape(*x.shape[:row], number, -1, *x.shape[row + 1 :])
+        return jnp.moveaxis(parts, row, 0)
+
+    structure: Any
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten(map(split, leaves, rows))
+
+
+def _gather(params, specs):
+    """Gathers whole parameters from a device's shards; its gradient sums over the shards."""
+
+    def gather(x, spec):
+        for dimension, entry in enumerate(spec):
+            if entry is not None:
+                x = jax.lax.all_gather(x, entry, axis=dimension, tiled=True)
+        return x
+
+    return jax.tree.map(gather, params, specs)
+
+
+def _mean_gradient(gradient, specs, inner: tuple[str, ...]):
+    """Averages the gradients of a worker's devices on their parts of its batch, in their dtype."""
+
+    def mean(g, spec):
+        sharded = axes_of(spec)
+        rest = tuple(name for name in inner if name not in sharded)
+        g = jax.lax.pmean(g, rest) if rest else g
+        return (g / axes.size(sharded)).astype(g.dtype) if sharded else g
+
+    return jax.tree.map(mean, gradient, specs)
+
+
+def _mean_state(state, inner: tuple[str, ...]):
+    """Averages the floats of a model state over a worker's devices; the rest is the first's."""
+
+    def mean(x):
+        x = axes.as_varying(x, inner)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jax.lax.pmean(x, inner)
+        return shards.from_first(x, inner)
+
+    return jax.tree.map(mean, state)
+
+
+def _norm(gradient, specs) -> jax.Array:
+    sharded: dict[tuple[str, ...], list[jax.Array]] = {}
+    for x, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
+        sharded.setdefault(axes_of(spec), []).append(x)
+    energies = [
+        jax.lax.psum(energy(x), names) if names else energy(x) for names, x in sharded.items()
+    ]
+    return jnp.sqrt(sum(energies))
 
 
 def worker_gradients(
@@ -126,7 +453,8 @@ def stacked_gradients(
     def in_shard_map(params, state, batch, key, specs, leaf_batch_specs, rows, _):
         def compute(params, state, batch, key):
             params, state = jax.tree.map(lambda x: x[0], (params, state))
-            return stack(on_device(params, state, batch, key, specs, rows))
+            results = on_device(params, state, batch, key, specs, rows)
+            return jax.tree.map(lambda x: jnp.asarray(x)[None], results)
 
         stacked_specs = shards.stacked_specs(specs, axis_name)
         return jax.shard_map(

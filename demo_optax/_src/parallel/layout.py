@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
 from demo_optax._src import axes, checks
-from demo_optax._src.arrays import boxed_inside, is_key, unboxed
+from demo_optax._src.arrays import boxed_inside, unboxed
 from demo_optax._src.axes import AxisName, sharded_axes
 from demo_optax._src.parallel import shards
 
@@ -111,10 +111,13 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     inner, init = unboxed(specs), boxed_inside(tx, specs).init
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
-    _, made = axes.trace_worker(lambda: jax.eval_shape(init, empty_like(parts)), mesh)
+    _, made = axes.trace_worker(
+        lambda: jax.eval_shape(init, jax.tree.map(jnp.zeros_like, parts)), mesh
+    )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
     # Alone, a worker has no axis along which its state could differ.
-    is_local = local_leaves(shapes) if axes.names(axis_name) else jax.tree.map(_no, shapes)
+    alone = jax.tree.map(lambda _: False, shapes)
+    is_local = local_leaves(shapes) if axes.names(axis_name) else alone
     state, copied_axes = _state_specs(shapes, is_local, parts, inner, mesh, axis_name)
     return StateLayout(
         mesh=mesh,
@@ -126,10 +129,6 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
         varies_over_workers=is_local,
         copied_axes=copied_axes,
     )
-
-
-def empty_like(shapes) -> Any:
-    return jax.tree.map(lambda x: jnp.empty(x.shape, x.dtype), shapes)
 
 
 _DECIDE_ALONE = (
@@ -159,38 +158,30 @@ def local_leaves(state, fields: tuple[str, ...] = ("local_fields",)) -> Any:
         names = [name for key in fields for name in getattr(type(node), key, ())]
         if names:
             marks = {name: local_leaves(x, fields) for name, x in node._asdict().items()}
-            local = {name: jax.tree.map(_yes, getattr(node, name)) for name in names}
+            local = {name: jax.tree.map(lambda _: True, getattr(node, name)) for name in names}
             return node._replace(**(marks | local))
         if type(node) is tuple:
             exchanging = [number for number, part in enumerate(node) if _exchanges(part)]
             return tuple(
-                jax.tree.map(_yes, part)
+                jax.tree.map(lambda _: True, part)
                 if number < max(exchanging, default=0) and number not in exchanging
                 else local_leaves(part, fields)
                 for number, part in enumerate(node)
             )
-        return jax.tree.map(_no, node)
+        return jax.tree.map(lambda _: False, node)
 
-    def stops(node) -> bool:
-        names_fields = any(hasattr(type(node), key) for key in fields)
-        return names_fields or type(node) is tuple or type(node) in _DECIDE_ALONE
-
-    return jax.tree.map(mark, state, is_leaf=stops)
-
-
-def _yes(_) -> bool:
-    return True
-
-
-def _no(_) -> bool:
-    return False
+    return jax.tree.map(
+        mark,
+        state,
+        is_leaf=lambda node: (
+            any(hasattr(type(node), key) for key in fields) or type(node) in (tuple, *_DECIDE_ALONE)
+        ),
+    )
 
 
 def _exchanges(state) -> bool:
-    def is_marked(node) -> bool:
-        return hasattr(type(node), "exchanges")
-
-    return any(map(is_marked, jax.tree.leaves(state, is_leaf=is_marked)))
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(type(node), "exchanges"))
+    return any(hasattr(type(node), "exchanges") for node in nodes)
 
 
 def _state_specs(shapes, is_local, params, param_specs, mesh, axis_name: AxisName):
@@ -216,9 +207,11 @@ def _state_specs(shapes, is_local, params, param_specs, mesh, axis_name: AxisNam
                     for n, whole in zip(leaf.shape, shape, strict=False)
                 ]
                 entries = [None if gone else e for e, gone in zip(spec, reduced, strict=False)]
-                own = without_trailing_nones(P(*front, *entries))
+                # Without trailing Nones, as in results, ``jax.jit`` finds the same sharding again.
+                named = max([i for i, e in enumerate(entries, 1) if e is not None], default=0)
+                own = P(*front, *entries[:named])
                 return own, frozenset(inner - {*axes.axes_of(own)})
-        is_number = leaf.ndim == 0 and (jnp.issubdtype(leaf.dtype, jnp.integer) or is_key(leaf))
+        is_number = leaf.ndim == 0 and not jnp.issubdtype(leaf.dtype, jnp.inexact)
         return P(*front), frozenset(inner if is_number else ())
 
     structure: Any
@@ -239,9 +232,3 @@ def _paths_of_devices(state) -> set:
         for name in ("exchange", "pending")
         for inside, _ in jax.tree.leaves_with_path(getattr(node, name))
     }
-
-
-def without_trailing_nones(spec: P) -> P:
-    """Removes them as JAX does for results, so that ``jax.jit`` finds the same sharding again."""
-    named = [i for i, entry in enumerate(spec, 1) if entry is not None]
-    return P(*spec[: max(named, default=0)])

@@ -268,8 +268,12 @@ def made_equal(tree, specs, copied_axes: Any, axis_name: AxisName):
     differ from then on. ``copied_axes``, one set or one for each leaf, are the axes along which
     there may be copies.
     """
-
-    def equal(path, x, spec, copied):
+    if isinstance(copied_axes, frozenset):
+        copied_axes = jax.tree.map(lambda _: copied_axes, tree)
+    structure: Any
+    leaves, structure = jax.tree.flatten_with_path(tree)
+    each, equal = zip(leaves, *map(jax.tree.leaves, (specs, copied_axes)), strict=True), []
+    for (path, x), spec, copied in each:
         over = axes.varying(x) - {*axes_of(spec)} - {*axes.names(axis_name)}
         if not over <= copied:
             raise ValueError(
@@ -278,11 +282,8 @@ def made_equal(tree, specs, copied_axes: Any, axis_name: AxisName):
                 "like a parameter. Leave its parameter whole (param_specs=P()), or use an "
                 "optimizer whose state has the shapes of the parameters."
             )
-        return from_first(x, over)
-
-    if isinstance(copied_axes, frozenset):
-        copied_axes = jax.tree.map(lambda _: copied_axes, tree)
-    return jax.tree.map_with_path(equal, tree, specs, copied_axes)
+        equal.append(from_first(x, over))
+    return structure.unflatten(equal)
 
 
 def from_first(x: jax.Array, copied_axes: Collection[str]) -> jax.Array:

@@ -16,7 +16,7 @@ from demo_optax._src import checks
 from demo_optax._src.axes import AxisName
 from demo_optax._src.local_state import has_exchanged, local_parameters
 from demo_optax._src.metrics import ExchangeMetrics, exchange_metrics
-from demo_optax._src.parallel import gradients, shards, worker_axis, worker_gradient
+from demo_optax._src.parallel import gradients, shards, worker_axis
 from demo_optax._src.parallel.layout import StateLayout, find_layout
 
 Sharding = Literal["manual", "auto"]
@@ -232,7 +232,7 @@ def make_train_step(
 
     def step(params, opt_state, *args, **extra_args):
         nonlocal accepted
-        state, batch, key = worker_gradient.split_arguments(args, *signature)
+        state, batch, key = gradients.split_arguments(args, *signature)
         carried, others = (params, opt_state, state), (batch, key, extra_args)
         placed, (known, layout) = shards.signature(mesh, carried), accepted
         if placed is None or placed != known:
@@ -255,7 +255,7 @@ def make_train_step(
         return results
 
     def lower(params, opt_state, *args, **extra_args):
-        state, batch, key = worker_gradient.split_arguments(args, *signature)
+        state, batch, key = gradients.split_arguments(args, *signature)
         given = params, opt_state, state, batch, key, extra_args
         shapes = jax.eval_shape(lambda *given: given, *given)
         layout = layout_for(*shapes[:2])

@@ -30,7 +30,7 @@ from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
-from demo_optax._src.parallel.layout import StateLayout, empty_like, find_layout
+from demo_optax._src.parallel.layout import StateLayout, find_layout
 from demo_optax._src.participation import PARTICIPATES
 
 
@@ -204,12 +204,12 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     extra_args = {"value": np.float32(0)}  # of optax.contrib.reduce_on_plateau
 
     def trace():
-        params = jax.tree.map(axes.as_varying, empty_like(parts), jax.tree.map(axes.axes_of, specs))
+        empty, shapes = jax.tree.map(jnp.zeros_like, (layout.parts, layout.worker_state_shapes))
+        params = jax.tree.map(axes.as_varying, empty, jax.tree.map(axes.axes_of, specs))
         gradient = axes.as_varying(params, workers)
-        state = jax.tree.map(axes.as_varying, empty_like(layout.worker_state_shapes), over)
+        state = jax.tree.map(axes.as_varying, shapes, over)
         return update_on_device(tx, layout, gradient, state, params, extra_args)[2]
 
-    parts = layout.parts
     over = jax.tree.map(
         lambda spec, is_local: (*axes.axes_of(spec), *workers * is_local),
         layout.state,
@@ -257,8 +257,8 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
 
 def _require_shared(state, layout: StateLayout) -> None:
     """Refuses a leaf that is declared to be shared, but differs between workers."""
-
-    def check(path, x, is_local):
+    marks = jax.tree.leaves(layout.varies_over_workers)
+    for (path, x), is_local in zip(jax.tree.leaves_with_path(state), marks, strict=True):
         if not is_local and _differs(x, layout.axis_name):
             raise ValueError(
                 f"leaf{keystr(path)} of the optimizer state differs between the workers of axis "
@@ -266,8 +266,6 @@ def _require_shared(state, layout: StateLayout) -> None:
                 "stands in front of the exchange must stand there in an optax.chain, and an "
                 "optimizer of your own that exchanges names its local_fields."
             )
-
-    jax.tree.map_with_path(check, state, layout.varies_over_workers)
 
 
 def _zero_updates_of_nobody(updates, state):
@@ -310,11 +308,11 @@ def _exchanges(state) -> list[tuple[list, IntScalar]]:
 
 def stack_entries(state, layout: StateLayout):
     """Gives each leaf that differs between workers a leading axis of length 1."""
-
-    def stack(x, is_local):
-        return axes.as_varying(x, layout.axis_name)[None] if is_local else x
-
-    return jax.tree.map(stack, state, layout.varies_over_workers)
+    return jax.tree.map(
+        lambda x, is_local: axes.as_varying(x, layout.axis_name)[None] if is_local else x,
+        state,
+        layout.varies_over_workers,
+    )
 
 
 def init_opt_state(

@@ -30,9 +30,8 @@ from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Outbox
 from demo_optax._src.exchange.protocol import EMPTY
 from demo_optax._src.parallel import shards, worker_axis
-from demo_optax._src.parallel.gradients import stacked_gradients
+from demo_optax._src.parallel.gradients import WorkerGradients, stacked_gradients
 from demo_optax._src.parallel.layout import find_layout
-from demo_optax._src.parallel.worker_gradient import WorkerGradients
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.replicated_state import to_devices
 
