@@ -305,9 +305,9 @@ def test_a_long_round_counts_whole_beside_a_short_one_and_a_loud_one_does_not():
 
 
 def test_progress_that_the_outer_optimizer_refuses_stays_with_its_worker():
-    refuses = optax.stateless(lambda updates, params: jax.tree.map(lambda x: x * jnp.nan, updates))
     compression = demo_optax.Compression(64, 8, transform="identity")
-    sent = demo_optax.decoupled(optax.sgd(1.0), compression, decay=0.9, precondition=refuses)
+    weight = dict(gradient_weight=lambda _: jnp.float32(jnp.inf))
+    sent = demo_optax.decoupled(optax.sgd(1.0), compression, decay=0.9, **weight)
     tx, x = demo_optax.local_steps(optax.sgd(RATE), sent, EVERY), START
     init, send, apply = halves_of(tx)
     outbox, state = send(full(-1 / RATE), init(x), x, worker=0, ends_round=True)

@@ -190,8 +190,8 @@ def _state_specs(shapes, is_local, params, param_specs, mesh, axis_name: AxisNam
     ``shapes`` and ``params`` are those of one device's shards.
     """
     inner, sharded = {*shards.inner_axes(mesh, axis_name)}, sharded_axes(param_specs)
-    pairs = jax.tree.map(lambda x, spec: (x.shape, spec), params, param_specs)
-    of_path = dict(jax.tree.leaves_with_path(pairs, is_leaf=lambda x: isinstance(x, tuple)))
+    specs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(param_specs), strict=True)
+    of_path = {path: (x.shape, spec) for (path, x), spec in specs}
     of_devices = _paths_of_devices(shapes)
 
     def spec_of(path, leaf, is_local) -> tuple[P, frozenset]:
