@@ -67,6 +67,16 @@ def test_updates_that_are_not_zero_are_never_taken_for_frozen(local):
         train(tx)
 
 
+def test_noise_that_follows_from_the_workers_number_is_not_taken_for_frozen():
+    def noise(updates, _):
+        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data"))
+        return jax.tree.map(lambda u: jax.random.normal(key, u.shape), updates)
+
+    tx = optax.partition({"trained": DEMO, "frozen": optax.stateless(noise)}, FIRST_LAYER)
+    with pytest.raises(ValueError, match=r"updates differ between the workers.*'bias'"):
+        train(tx)
+
+
 def test_only_wrappers_that_decide_alone_are_blamed(annotations_unchecked):
     def refused(tx):
         with pytest.raises((TypeError, ValueError)) as error:

@@ -177,6 +177,12 @@ def keep_local_state(
             inner = new.inner_opt_state, old.inner_opt_state, varies_over_workers.inner_opt_state
             kept = keep_local_state(*inner, participates & finite, axis_name, sharded)
             return new._replace(inner_opt_state=kept)
+        if _is_count(new):  # a worker that skips a step keeps pace with the others' schedules
+            return new
+        if _is_injected(new):
+            inner = new.inner_state, old.inner_state, varies_over_workers.inner_state
+            kept = keep_local_state(*inner, participates, axis_name, sharded)
+            return new._replace(inner_state=kept)
         if getattr(type(new), "handles_nonfinite", False) or not varies_over_workers:
             return new
         return jnp.where(participates, new, reusable(old))
@@ -187,6 +193,9 @@ def keep_local_state(
         old,
         varies_over_workers,
         is_leaf=lambda x: (
-            hasattr(type(x), "handles_nonfinite") or isinstance(x, optax.MultiStepsState)
+            hasattr(type(x), "handles_nonfinite")
+            or isinstance(x, optax.MultiStepsState)
+            or _is_count(x)
+            or _is_injected(x)
         ),
     )

@@ -1,6 +1,7 @@
 """Which state belongs to a worker, in whatever chain or holder the optimizer stands."""
 
 import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -18,6 +19,7 @@ from tests import model, workers
 from tests.sweeps import sweep
 
 SMALL = demo_optax.Compression(4, 6)
+DEMO = demo_optax.demo(1e-3, SMALL, axis_name="data")
 MOMENTUM = demo_optax.decoupled_momentum(0.9, SMALL, axis_name="data")
 LOCAL, SHARED = P("data"), P()
 GRADIENTS = {
@@ -305,3 +307,18 @@ def test_a_whole_parameter_may_stand_beside_a_sharded_one():
     params = {"w": np.ones((64, 64), np.float32), "b": np.ones(64, np.float32)}
     specs = demo_optax.state_specs(tx, params, mesh, param_specs={"w": P("fsdp"), "b": P()})
     assert specs[0].momentum == {"w": P("data", "fsdp"), "b": P("data")}
+
+
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+
+@pytest.mark.parametrize("kind", [tuple, Pair._make, list, lambda x: {"pair": tuple(x)}])
+def test_parameters_may_be_tuples(kind):
+    mesh = workers.mesh_of(2, 2)
+    params = kind([np.ones((8, 8), np.float32), np.ones(8, np.float32)])
+    specs = kind([P("fsdp"), P()])
+    state = demo_optax.state_specs(DEMO, params, mesh, param_specs=specs)[0].momentum
+    assert jax.tree.leaves(state) == [P("data", "fsdp"), P("data")]
+    assert jax.tree.structure(state) == jax.tree.structure(params)

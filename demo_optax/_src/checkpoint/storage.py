@@ -174,6 +174,7 @@ class Checkpointer:
             )
         leaves["extra"] = jax.device_get(leaves["extra"])
         placement = layout.find_layout(self._tx, params, *self._where)
+        worker_axis.require_state(opt_state, placement)
         described = description.describe(placement, opt_state)
         described["leaves"] = {
             part: {name: digests(x)[0] for name, x in named.items()}

@@ -154,7 +154,7 @@ def update_stacked(
         return *on_workers(*args, extra_args), sent[-1]
     except ValueError as error:
         if "out_axes" in str(error):  # simulated workers have no types
-            error.add_note(_DRIFTS.format("", layout.axis_name))
+            error.add_note(_SIMULATED.format(layout.axis_name))
         raise
 
 
@@ -218,6 +218,11 @@ def bytes_handed_over(tx, layout: StateLayout) -> int | None:
     return axes.trace_worker(trace, layout.mesh)[1]
 
 
+_SIMULATED = (
+    "The updates, or a leaf of the state that all workers share, differ between the simulated "
+    "workers of axis {0!r}. The optimizer must exchange over that axis, and what stands in front "
+    "of the exchange must stand there in an optax.chain."
+)
 _DRIFTS = (
     "the optimizer's updates differ between the workers of axis {1!r}{0}, so their parameters "
     "would drift apart unseen. It must exchange over that axis: give "
@@ -234,8 +239,9 @@ def _differs(x, axis_name: AxisName) -> bool:
 def _frozen_zeros(program, updates, args, axis_name: AxisName):
     """Replaces updates that are zero although their type says that they differ between workers.
 
-    An update counts as zero if it depends on no parameter and on no argument that differs between
-    workers, as with ``optax.set_to_zero``. Any other that differs between workers is refused.
+    An update counts as zero if it depends on no parameter, on no argument that differs between
+    workers and not on their numbers, as with ``optax.set_to_zero``. Any other that differs between
+    workers is refused.
     """
     gradient, old, params, participates = args
     is_local = [_differs(x, axis_name) for x in jax.tree.leaves((gradient, old))]
@@ -246,8 +252,9 @@ def _frozen_zeros(program, updates, args, axis_name: AxisName):
     for number, (path, x) in enumerate(leaves):
         if _differs(x, axis_name):
             wanted = [i == number for i in range(len(program.jaxpr.outvars))]
-            _, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
-            if any(a and b for a, b in zip(used, is_local, strict=True)):
+            kept, used = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+            depends = any(a and b for a, b in zip(used, is_local, strict=True))
+            if depends or "axis_index" in str(kept):
                 first = f" (first: parameter{keystr(path)})"
                 raise ValueError(_DRIFTS.format(first, axis_name))
             x = jnp.zeros(x.shape, x.dtype)
