@@ -155,8 +155,7 @@ def test_an_update_is_traced_once_for_the_state_and_the_step():
 
     tx = optax.chain(optax.GradientTransformation(optax.init_empty_state, update), PLAIN_SGD)
     train(tx, range(2))
-    # JAX 0.12 traces a second time where the step calls it.
-    assert len(traces) == (1 if jax.__version_info__ < (0, 11) else 2)
+    assert len(traces) == 1
 
 
 def test_aux_has_an_axis_of_workers():
