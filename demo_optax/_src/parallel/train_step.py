@@ -61,7 +61,7 @@ class TrainMetrics(NamedTuple):
     custom: Any
     exchanged: jax.Array
     exchange: ExchangeMetrics | None
-    packet_bytes: int | None
+    packet_bytes: int
 
 
 def make_train_step(
@@ -195,7 +195,7 @@ def make_train_step(
             measure = jax.vmap(metrics_fn, (0, None, None), spmd_axis_name=over)
             custom = measure(results.gradients, updates, params)
         params = optax.apply_updates(params, updates)
-        sent = None if sent is None else StaticInt(sent * mesh.size // workers)
+        in_all: Any = None if sent is None else StaticInt(sent * mesh.size // workers)
         metrics = TrainMetrics(
             loss=results.loss,
             gradient_norm=results.gradient_norm,
@@ -203,7 +203,7 @@ def make_train_step(
             custom=custom,
             exchanged=has_exchanged(opt_state),
             exchange=exchange_metrics(opt_state),
-            packet_bytes=sent,
+            packet_bytes=in_all,
         )
         params = shards.constrain_sharding(params, mesh, layout.params)
         return params, opt_state, *([results.state] if stateful else []), metrics
