@@ -130,12 +130,6 @@ def on_all_devices(
     return jax.lax.pmin(condition.astype(jnp.int32), tuple(sorted(inner))) > 0
 
 
-def platform() -> str:
-    """Returns the platform of the mesh in context, or JAX's default without one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device and device.platform) or jax.default_backend()
-
-
 def size(axis_name: AxisName) -> int:
     if axis_name is None:
         return 1

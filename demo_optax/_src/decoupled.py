@@ -10,12 +10,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import (
-    BoolScalar,
-    in_dtype_of,
-    unboxed,
-    zero_unless,
-)
+from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed, zero_unless
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
 from demo_optax._src.exchange import Exchange, Outbox

@@ -27,11 +27,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Float
 
 from demo_optax._src import axes, checks
-from demo_optax._src.arrays import (
-    IntScalar,
-    in_dtype_of,
-    zero_unless,
-)
+from demo_optax._src.arrays import IntScalar, in_dtype_of, zero_unless
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan, make_plan, transforms
 from demo_optax._src.compression.plan import Shape

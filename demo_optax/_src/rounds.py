@@ -9,13 +9,7 @@ import optax
 from jax.core import Tracer
 
 from demo_optax._src import axes, checks, participation, round_checks, transport
-from demo_optax._src.arrays import (
-    BoolScalar,
-    in_dtype_of,
-    unboxed,
-    upcast,
-    zero_unless,
-)
+from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed, upcast, zero_unless
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
 from demo_optax._src.decoupled import LookAheadState
@@ -353,7 +347,10 @@ class LocalSteps:
 
     def _end_round(self, gradient, state, params, extra_args):
         """Returns the gradient of the outer optimizer, its extra arguments, and the new state."""
-        sharded, structure = axes.sharded_axes_in(extra_args), jax.tree.structure(gradient)
+        sharded, structure = (
+            axes.sharded_axes_in(extra_args),
+            jax.tree.structure(gradient),
+        )
         finite = all_finite(local_parameters(params, state))
         finite = axes.on_all_devices(finite, self.axis_name, sharded)
         sends = finite & (state.weight > 0)

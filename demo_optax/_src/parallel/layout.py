@@ -192,7 +192,13 @@ def _state_specs(shapes, is_local, params, param_specs, mesh, axis_name: AxisNam
     inner, sharded = {*shards.inner_axes(mesh, axis_name)}, sharded_axes(param_specs)
     specs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(param_specs), strict=True)
     of_path = {path: (x.shape, spec) for (path, x), spec in specs}
-    of_devices = _paths_of_devices(shapes)
+    of_devices = {
+        (*path, GetAttrKey(name), *inside)
+        for path, node in jax.tree.leaves_with_path(shapes, is_leaf=shards.is_momentum)
+        if shards.is_momentum(node)
+        for name in ("exchange", "pending")
+        for inside, _ in jax.tree.leaves_with_path(getattr(node, name))
+    }
 
     def spec_of(path, leaf, is_local) -> tuple[P, frozenset]:
         front = (axis_name,) if is_local else ()
@@ -221,14 +227,3 @@ def _state_specs(shapes, is_local, params, param_specs, mesh, axis_name: AxisNam
         for (path, x), own in zip(leaves, jax.tree.leaves(is_local), strict=True)
     ]
     return tuple(structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
-
-
-def _paths_of_devices(state) -> set:
-    momenta = jax.tree.leaves_with_path(state, is_leaf=shards.is_momentum)
-    return {
-        (*path, GetAttrKey(name), *inside)
-        for path, node in momenta
-        if shards.is_momentum(node)
-        for name in ("exchange", "pending")
-        for inside, _ in jax.tree.leaves_with_path(getattr(node, name))
-    }

@@ -268,8 +268,7 @@ def made_equal(tree, specs, copied_axes: Any, axis_name: AxisName):
     differ from then on. ``copied_axes``, one set or one for each leaf, are the axes along which
     there may be copies.
     """
-    if isinstance(copied_axes, frozenset):
-        copied_axes = jax.tree.map(lambda _: copied_axes, tree)
+    copied_axes = jax.tree.broadcast(copied_axes, tree)
     structure: Any
     leaves, structure = jax.tree.flatten_with_path(tree)
     each, equal = zip(leaves, *map(jax.tree.leaves, (specs, copied_axes)), strict=True), []

@@ -18,12 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from demo_optax._src import axes, checks, participation
-from demo_optax._src.arrays import (
-    IntScalar,
-    boxed_inside,
-    unboxed,
-    zero_unless,
-)
+from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
 from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
 from demo_optax._src.compression.settings import STATIC_NODES
 from demo_optax._src.local_state import LocalStepsState
@@ -280,7 +275,7 @@ def _zero_updates_of_nobody(updates, state):
 
     Otherwise a link that follows the exchange, such as a weight decay, would still move them.
     """
-    exchanges = _exchanges(state)
+    exchanges = _participants(state)
 
     def zero(path, update):
         own = [n for paths, n in exchanges if path in paths or () in paths]
@@ -293,7 +288,7 @@ def _zero_updates_of_nobody(updates, state):
     return jax.tree.map_with_path(zero, updates)
 
 
-def _exchanges(state) -> list[tuple[list, IntScalar]]:
+def _participants(state) -> list[tuple[list, IntScalar]]:
     """Returns, for each exchange, the paths of its parameters and its participants on this step.
 
     A dense mean names no paths, and a step inside a round has no participants.
@@ -304,7 +299,7 @@ def _exchanges(state) -> list[tuple[list, IntScalar]]:
         if isinstance(node, rounds):
             inner = node.outer if isinstance(node, LocalStepsState) else node.inner_opt_state
             ended = node.mini_step == 0
-            found += [(paths, jnp.where(ended, n, 0)) for paths, n in _exchanges(inner)]
+            found += [(paths, jnp.where(ended, n, 0)) for paths, n in _participants(inner)]
         elif isinstance(node, DecoupledMomentumState):
             paths = [path for path, _ in jax.tree.leaves_with_path(node.momentum)]
             found.append((paths, node.metrics.participants))
