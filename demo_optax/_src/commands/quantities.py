@@ -4,12 +4,13 @@ import argparse
 import math
 import re
 
-SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 UNITS = {
     "bandwidth": (r"([kKmMgGtT]?)(?:bits?|b)(?:/s|ps)?", "bit, kbit, Mbit, Gbit, Tbit", "100Mbit"),
     "time": ("(us|µs|ms|s|min|h)", "us, ms, s, min, h", "20ms"),
     "memory size": ("([kKmMgGtT]?)B", "B, kB, MB, GB, TB", "80GB"),
+    "number of FLOPs a second": ("([gGtTpP])(?:FLOPS?|FLOPs?/s)?", "G, T, P", "989T"),
     "number": ("([kKmMbBtT]?)", "k, M, B, T or no unit", "300M"),
 }
 """The pattern of a unit, the units in words, and an example."""
@@ -38,6 +39,11 @@ def duration(text: str) -> float:
 def memory(text: str) -> float:
     """Parses a size of memory such as ``80GB``, and returns bytes."""
     return _parse("memory size", text)
+
+
+def flops(text: str) -> float:
+    """Parses the peak of a device such as ``989T``, and returns FLOPs per second."""
+    return _parse("number of FLOPs a second", text)
 
 
 def count(text: str) -> int:
