@@ -385,6 +385,8 @@ def test_what_a_candidate_does_not_show_is_told():
         choice = choose("3600Gbit", 8, tokens=2000, dtype=dtype)
         assert choice.chosen.method.name == "AdamW, all-reduce"
         assert ("give dtype float32" in " ".join(choice.warnings)) == (dtype == "bfloat16")
+    with_memory = " ".join(choose("1Gbit", 8, memory=80e9).warnings)
+    assert "for its times and memory give dtype float32" in with_memory
 
 
 def test_the_latency_of_a_swarm_is_that_of_four_requests():

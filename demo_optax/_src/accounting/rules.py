@@ -85,8 +85,10 @@ def warnings(
         "The loss is that of one seed.": loss.seeds == 1,
         f"The loss was measured in another way ({loss.differs}).": loss.differs != "",
         "Local steps need batches as large as each worker can take.": in_rounds,
-        "The trainer's parameters are float32: for its times give dtype float32.": (
-            not method.setting and method.flags is not None and dtype == "bfloat16"
+        "The trainer's parameters are float32: for its times and memory give dtype float32.": (
+            (not method.setting or memory < math.inf)
+            and method.flags is not None
+            and dtype == "bfloat16"
         ),
         f"{does_not_fit(chosen, memory)} Give each worker more devices, and shard the parameters "
         "over them with param_specs.": chosen.memory.total > memory,

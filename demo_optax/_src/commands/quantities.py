@@ -1,6 +1,7 @@
 """Numbers with units on a command line, such as ``300M``, ``100Mbit/s`` and ``20ms``."""
 
 import argparse
+import functools
 import math
 import re
 
@@ -31,21 +32,6 @@ def bandwidth(text: str) -> float:
     return _parse("bandwidth", text)
 
 
-def duration(text: str) -> float:
-    """Parses a time such as ``250 ms`` or ``2min``, and returns seconds."""
-    return _parse("time", text)
-
-
-def memory(text: str) -> float:
-    """Parses a size of memory such as ``80GB``, and returns bytes."""
-    return _parse("memory size", text)
-
-
-def flops(text: str) -> float:
-    """Parses the peak of a device such as ``989T``, and returns FLOPs per second."""
-    return _parse("number of FLOPs a second", text)
-
-
 def count(text: str) -> int:
     """Parses a whole number such as ``1.3B``, ``65_536`` or ``319,946,752``."""
     value = round(_parse("number", text), 3)  # 1.1e3 * 1e6 is not whole otherwise
@@ -63,3 +49,8 @@ def _parse(kind: str, text: str) -> float:
             f"{text!r} is no {kind}: give a number and a unit ({units}), as in {example}."
         )
     return float(re.sub("[_,]", "", found[1])) * (SIZES | SECONDS)[found[2].lower()]
+
+
+duration = functools.partial(_parse, "time")  # returns seconds
+memory = functools.partial(_parse, "memory size")  # returns bytes
+flops = functools.partial(_parse, "number of FLOPs a second")
