@@ -13,6 +13,7 @@ import tomllib
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import demo_optax
@@ -21,6 +22,8 @@ from demo_optax import Compression, accounting
 from demo_optax._src.commands import quantities
 from demo_optax._src.commands.main import main
 from demo_optax.swarm import Member, ObjectStore
+from lm.config import from_command_line
+from lm.validation import require_sensible
 from tests.sweeps import slow
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -127,8 +130,24 @@ def test_lines_for_two_sites_send_only_a_packet_between_them(printed):
     sent = demo_optax.packet_bytes(made["tx"], params, "site", mesh, made["specs"])
     assert [x.kind for x in crossing] == ["all-gather"] and sent < 4 * 256 * 128 / 8
     assert crossing[0].operand_bytes * mesh.size // 2 == sent
+    trainer = shown.split("examples/train_lm.py")[1].partition("#")[0].replace("\\\n", " ")
+    config = from_command_line(None, shlex.split(trainer.replace("HOST:PORT", "10.8.0.1:7007")))
+    require_sensible(config)
+    assert (config.fsdp, config.num_processes) == (4, 4)
     flags = "--fsdp 4 \\\n        --coordinator HOST:PORT --num-processes 4 --process-id 0"
     assert "demo_muon" in lines and flags in shown
+
+
+def test_lines_for_two_sites_send_a_dense_gradient_once(printed):
+    shown = printed(f"{SITES.replace('1Gbit', '10Tbit').replace('10ms', '1us')} --compute-time 1s")
+    assert "Take A: Muon, all-reduce." in shown
+    lines = textwrap.dedent(shown.split("AdamW\n")[-1].split("\n\n")[0])
+    params = {"w": jnp.zeros((256, 128))}
+    made = {"jax": jax, "demo_optax": demo_optax, "optax": optax, "rate": 1e-3}
+    made |= {"params": params, "loss_fn": lambda params, x: jnp.mean((x @ params["w"]) ** 2)}
+    exec(lines, made)
+    sent = demo_optax.packet_bytes(made["tx"], params, "site", made["mesh"], made["specs"])
+    assert sent == pytest.approx(4 * 256 * 128, rel=0.01)
 
 
 def test_choose_says_what_crosses_the_uplink_of_a_site(printed):

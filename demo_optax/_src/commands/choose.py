@@ -30,7 +30,7 @@ LOSSES = "loss - AdamW's", "seeds", "measured with"
 UPLINK = "AdamW, all-reduce", "demo_muon", "demo_muon, two phases, delayed"
 OF_A_SITE = """\
 mesh = jax.make_mesh(({sites}, {nodes}, {devices}), ("site", "node", "fsdp"))
-spec = lambda x: jax.P("fsdp") if x.ndim > 1 and x.shape[0] % {devices} == 0 else jax.P()
+spec = lambda x: jax.P({axes}) if x.ndim > 1 and x.shape[0] % {parts} == 0 else jax.P()
 specs = {specs}
 {code}
 opt_state = demo_optax.init_opt_state(tx, params, mesh, "site", specs)
@@ -146,8 +146,11 @@ def _print_lines(chosen: Candidate, args: argparse.Namespace, sites: int | None)
     """Prints the lines of an optax loop, and the settings of the trainer."""
     method, rate, nodes = chosen.method, f"{chosen.learning_rate:.3g}", args.nodes_per_site
     code, flags = method.code, method.flags and f"{method.flags} --learning-rate {rate}"
-    if sites:  # fragments are parts of whole parameters
-        sizes = dict(sites=sites, nodes=nodes, devices=args.devices)
+    if sites:  # fragments are parts of whole parameters, and only packets are sent once by copies
+        sizes: dict[str, Any] = dict(sites=sites, nodes=nodes, devices=args.devices)
+        sizes |= dict(axes='"fsdp"', parts=args.devices)
+        if not method.setting:
+            sizes |= dict(axes='("node", "fsdp")', parts=nodes * args.devices)
         specs = "None" if method.fragments else "jax.tree.map(spec, params)"
         code = OF_A_SITE.format(code=code.replace('"data"', '"site"'), specs=specs, **sizes)
         processes = f"--coordinator HOST:PORT --num-processes {sites * nodes} --process-id 0"
