@@ -229,6 +229,12 @@ def exchange_in_a_while_loop():
     demo_optax.packet_bytes(tx, jnp.zeros(3))
 
 
+def choose_without_workers():
+    words = "--params 1M --bandwidth 1Gbit --latency 1ms --batch-tokens 1k --width 64"
+    args = make_parser().parse_args(["choose", *words.split()])
+    args.run(args)
+
+
 def a_place_without_a_swarm():
     args = make_parser().parse_args(["swarm", "/nowhere"])
     args.run(args)
@@ -380,6 +386,7 @@ RAISED = [
     lambda: quantities.bandwidth("fast"),
     lambda: quantities.bandwidth("1GB"),
     lambda: quantities.count("1.5"),
+    choose_without_workers,
     lambda: demo_optax.accounting.choose(
         10**8, 16, 1e8, 0.02, 1.0, batch_tokens=4096, width=1024, upload=1e7
     ),

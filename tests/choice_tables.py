@@ -10,6 +10,7 @@ from benchmarks.quality.tables import Mean
 from benchmarks.tools import pages
 from demo_optax._src.accounting.candidates import measured_losses
 from demo_optax._src.accounting.methods import methods
+from demo_optax._src.accounting.rules import short
 from demo_optax.accounting import Choice, MeasuredLoss, Method, choose
 
 PAGES = ("docs/how_to/choose.md",)
@@ -55,12 +56,12 @@ def _seconds(value: float) -> str:
 
 
 def _methods() -> str:
-    heads = ["", "Method", "Times AdamW's rate", "Loss minus AdamW's"]
+    heads = ["", "Method", "Times AdamW's rate", "Loss minus AdamW's", "Measured with"]
     lines = [heads, ["---"] * len(heads)]
     for method in methods(topk_back=128):
-        losses = map(_loss_cell, measured_losses(method))
-        cells = f"**{method.row}**", _take(method), f"{method.rate:g}", "; ".join(losses)
-        lines.append(list(cells))
+        first, *others = [[_difference(x), _measured_with(x)] for x in measured_losses(method)]
+        lines.append([f"**{method.row}**", _take(method), f"{method.rate:g}", *first])
+        lines += [["", "", "", *other] for other in others]
     return _table(lines)
 
 
@@ -74,13 +75,16 @@ def _take(method: Method) -> str:
     return f"`{optimizer.removeprefix('tx = ')}`"
 
 
-def _loss_cell(loss: MeasuredLoss) -> str:
+def _difference(loss: MeasuredLoss) -> str:
     if loss.method == "AdamW":
         return "baseline"
-    workers = f", {loss.workers} workers" if loss.workers != 8 else ""
-    seeds = ", one seed" if loss.seeds == 1 else ""
-    notes = f", {loss.differs}" if loss.differs else ""
-    return f"{Mean(loss.difference, loss.error).written('+.3f')}{workers}{seeds}{notes}"
+    return Mean(loss.difference, loss.error).written("+.3f")
+
+
+def _measured_with(loss: MeasuredLoss) -> str:
+    seeds = "one seed" if loss.seeds == 1 else f"{loss.seeds} seeds"
+    runs = f"{short(loss.parameters)}, {loss.workers} workers, {loss.steps:,} steps, {seeds}"
+    return "; ".join(filter(None, (runs, loss.differs)))
 
 
 def _table(lines: list[list[str]]) -> str:

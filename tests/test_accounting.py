@@ -1,5 +1,6 @@
 """Bytes and seconds: the paper's table, the command, and what other programs send."""
 
+import functools
 import math
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from benchmarks import hlo
-from demo_optax import Compression
+from demo_optax import Compression, accounting
 from demo_optax._src import axes
 from demo_optax._src.compression import make_plan
 from demo_optax.accounting import preset_shapes
@@ -87,6 +88,26 @@ def test_any_chain_can_be_asked():
     halves = optax.partition({"a": demo, "b": demo}, {"w": "a", "b": "b"})
     only = [demo_optax.packet_bytes(Compression(topk=8), {n: params[n]}) for n in params]
     assert demo_optax.packet_bytes(halves, params) == sum(only)
+
+
+@pytest.mark.parametrize(("sites", "each"), [(2, 1), (2, 4), (3, 2)])
+def test_the_uplink_of_a_site_carries_what_its_workers_and_those_elsewhere_exchange(sites, each):
+    """Counted worker by worker: a ring in the order of the sites, or straight to each owner."""
+    params, small, workers = shapes(w=(512, 256)), Compression(topk=8), sites * each
+    site_of = [number // each for number in range(workers)]
+    crossings = sum(site_of[n] == 0 != site_of[(n + 1) % workers] for n in range(workers))
+    straight = sum(site_of[m] == 0 != site_of[n] for m in range(workers) for n in range(workers))
+    packet = demo_optax.packet_bytes(small, params)
+    counted = functools.partial(accounting.uplink_bytes, params=params, sites=sites)
+    assert counted(small, workers_per_site=each) == crossings * packet * (workers - 1)
+    traffic = TWO_PHASE.traffic(make_plan(small, ((512, 256),)), workers)
+    of_one = traffic.direct / (workers - 1)
+    results = (workers - 1) * (traffic.sent - workers * of_one)
+    expected = straight * of_one + crossings * results
+    assert counted((small, TWO_PHASE), workers_per_site=each) == pytest.approx(expected)
+    dense = 4 * 512 * 256 * 2 * (workers - 1) / workers
+    assert counted("float32", workers_per_site=each) == pytest.approx(crossings * dense)
+    assert counted("float32", workers_per_site=each, local_steps=10) == pytest.approx(dense / 10)
 
 
 WITHOUT_AXIS = {

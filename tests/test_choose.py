@@ -1,6 +1,7 @@
 """The choice of a method: by its rules, for five users, and in lines that do what they say."""
 
 import dataclasses
+import functools
 import math
 import re
 import shlex
@@ -18,10 +19,10 @@ import demo_optax
 from benchmarks.quality import study, tables
 from benchmarks.tools import pages
 from demo_optax import accounting
-from demo_optax._src.accounting import candidates, methods
+from demo_optax._src.accounting import candidates, devices, methods
 from demo_optax._src.commands.quantities import bandwidth as bits
 from demo_optax.swarm import Member, ObjectStore
-from lm import setup
+from lm import setup, utilization
 from lm.config import from_command_line
 from lm.validation import require_sensible
 from tests import choice_tables, swarms
@@ -115,23 +116,30 @@ def test_small_batches_take_no_orthogonal_steps(tokens, names):
     assert [choose(*link, tokens=tokens).chosen.method.name for link in links] == names
 
 
-def test_what_does_not_fit_is_not_taken():
-    """Bytes a parameter: 14 of all, and 4 of Muon, 8 of AdamW and of demo_scaled with look-ahead"""
-    needs = {"Muon": 18, "demo_muon, delayed": 20, "demo_scaled, delayed": 22}
-    by_name = {c.method.name: c.memory for c in choose("1Gbit", 16).candidates}
-    assert by_name["Muon, all-reduce"] == needs["Muon"] * PARAMETERS
-    fits = choose("1Tbit", 16, tokens=4096, memory=21 * PARAMETERS)
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_what_does_not_fit_is_not_taken(dtype, size):
+    """Parameters and gradients, 6 bytes for a while, and the state: moments have their dtype."""
+    of_model = 2 * size + 6
+    adamw, muon = of_model + 2 * size, of_model + size
+    demo_muon, demo_scaled = of_model + 6, of_model + 8
+    found = functools.partial(choose, dtype=dtype)
+    by_name = {c.method.name: c.memory for c in found("1Gbit", 16).candidates}
+    assert by_name["Muon, all-reduce"].total == muon * PARAMETERS
+    assert by_name["AdamW, all-reduce"].total == adamw * PARAMETERS
+    assert by_name["demo_muon"] == tuple(PARAMETERS * x for x in (size, size, 6, 6))
+    fits = found("10Tbit", 16, tokens=4096, memory=(adamw - 1) * PARAMETERS)
     assert fits.chosen.method.name == "Muon, all-reduce"
-    assert "AdamW, all-reduce needs 7.04 GB without the activations" in fits.reasons[1]
-    fits = choose("1Gbit", 16, tokens=4096, memory=21 * PARAMETERS)
+    said = f"AdamW, all-reduce needs {adamw * PARAMETERS / 1e9:.3g} GB without the activations"
+    assert said in fits.reasons[1]
+    fits = found("1Gbit", 16, tokens=4096, memory=(demo_scaled - 1) * PARAMETERS)
     assert fits.chosen.method.name == "demo_muon, delayed"
-    fits = choose("10Mbit", 16, latency=0.02, memory=31 * PARAMETERS)
-    assert fits.chosen.method.name.startswith("SparseLoCo") and not any(
-        "param_specs" in warning for warning in fits.warnings
-    )
-    none = choose("1Gbit", 16, memory=19 * PARAMETERS)
+    fits = found("10Mbit", 16, latency=0.02, memory=(of_model + 3 * size + 7) * PARAMETERS)
+    assert fits.chosen.method.name.startswith("SparseLoCo")
+    assert not any("param_specs" in warning for warning in fits.warnings)
+    none = found("1Gbit", 16, memory=(demo_muon - 1) * PARAMETERS)
     assert none.chosen.method.name == "demo_muon, delayed"
-    assert "more than 6.08 GB. Give each worker more devices" in none.warnings[-1]
+    given = (demo_muon - 1) * PARAMETERS / 1e9
+    assert f"more than {given:.3g} GB. Give each worker more devices" in none.warnings[-1]
 
 
 def states_of(method, params):
@@ -147,12 +155,14 @@ def states_of(method, params):
     [*methods.methods(128), *methods.methods_in_swarm()],
     ids=lambda method: method.name,
 )
-def test_a_method_has_the_state_of_its_optimizer(method):
-    params = {"w": jax.ShapeDtypeStruct((1920, 2048), jnp.float32)}  # thirty blocks in a column
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_method_has_the_state_of_its_optimizer(method, dtype):
+    params = {"w": jax.ShapeDtypeStruct((1920, 2048), dtype)}  # thirty blocks in a column
     found = sum(x.size * x.dtype.itemsize for x in states_of(method, params)) / 8
     (x,) = params.values()
     # A delay keeps an outbox, and two phases 4 bytes a parameter and worker.
-    assert method.state - 0.01 <= found / x.size <= method.state + 1
+    expected = method.state + method.moments * x.dtype.itemsize
+    assert expected - 0.01 <= found / x.size <= expected + 1
 
 
 def test_float32_takes_packets_where_bfloat16_takes_an_all_reduce():
@@ -337,7 +347,7 @@ def by_swarm(bandwidth, workers=8, **options):
     ("bandwidth", "options", "row", "name"),
     [
         ("10Gbit", {}, "B", "demo_muon"),
-        ("10Gbit", {"memory": 21 * PARAMETERS}, "B", "demo_muon"),
+        ("10Gbit", {"memory": 17 * PARAMETERS}, "B", "demo_muon"),
         ("1Gbit", {}, "C", "demo_muon, delayed"),
         ("100Mbit", {}, "C", "demo_muon, delayed"),
         ("80Mbit", {"workers": 16}, "E", "SparseLoCo k=512, delayed"),
@@ -363,7 +373,7 @@ def test_a_worker_of_a_swarm_writes_its_packet_before_it_reads_those_of_others()
 
 def test_snapshots_that_are_due_too_often_are_told():
     (told,) = [x for x in by_swarm("10Mbit").warnings if x.startswith("A snapshot")]
-    seconds = 32 * PARAMETERS / 1e7
+    seconds = 16 * PARAMETERS / 1e7  # in bfloat16
     assert f"takes {seconds:,.0f} s to write" in told
     every, rounds = map(int, re.search(r"every (\d+), or .*=(\d+)", told).groups())
     assert every == 30 * rounds and every * by_swarm("10Mbit").chosen.time.step >= 4 * seconds
@@ -375,6 +385,8 @@ def test_what_a_candidate_does_not_show_is_told():
         choice = choose("3600Gbit", 8, tokens=2000, dtype=dtype)
         assert choice.chosen.method.name == "AdamW, all-reduce"
         assert ("give dtype float32" in " ".join(choice.warnings)) == (dtype == "bfloat16")
+    with_memory = " ".join(choose("1Gbit", 8, memory=80e9).warnings)
+    assert "for its times and memory give dtype float32" in with_memory
 
 
 def test_the_latency_of_a_swarm_is_that_of_four_requests():
@@ -405,6 +417,16 @@ def test_rates_are_those_of_the_runs_but_for_muon():
 def test_losses_are_those_of_the_closest_number_of_workers():
     found = [candidates.measured_loss(BY_NAME["demo_muon"], n).workers for n in (1, 22, 23, 999)]
     assert found == [8, 8, 64, 64]
+
+
+def test_an_estimate_of_the_compute_is_six_flops_for_each_parameter_and_token():
+    seconds = accounting.estimate_compute_time(10**9, 10**6, flops=1e15)
+    assert seconds == pytest.approx(6e15 / 0.4e15)
+
+
+def test_the_trainer_knows_the_same_peaks():
+    for peak in set(utilization.PEAK_FLOPS.values()):
+        assert peak in devices.PEAK_FLOPS.values()
 
 
 def test_a_choice_starts_no_devices():

@@ -14,10 +14,11 @@ import nbformat
 import pytest
 
 import demo_optax
-from demo_optax import checkpoint, swarm
+from benchmarks.tools import pages as pages_between_marks
+from demo_optax import accounting, checkpoint, swarm
 from demo_optax._src.commands.main import COMMANDS, main
 from lm.config import Config
-from tests import pages
+from tests import api_names, pages
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -33,13 +34,12 @@ def public(*modules):
         f"{module.__name__}.{name}": value
         for module in modules
         for name, value in vars(module).items()
-        if not name.startswith("_")
-        and getattr(value, "__module__", "").startswith("demo_optax")
-        and (module is demo_optax or value.__module__.startswith(module.__name__))
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("demo_optax")
     }
 
 
 PUBLIC = public(demo_optax, checkpoint)
+OF_LINKS = public(accounting)
 OF_SWARMS = public(swarm)  # docs/how_to/swarm.md has their example
 
 
@@ -57,6 +57,14 @@ def test_the_site_builds_with_warnings_as_errors(tmp_path):
     assert 'href="../notebooks/00_quick_start.html"><span class="doc">the notebook' in page
     page = (tmp_path / "notebooks" / "00_quick_start.html").read_text()
     assert 'href="../how_to/install.html#colab"' in page
+
+
+def test_every_public_name_has_a_line_on_the_page_itself():
+    outdated = pages_between_marks.outdated(api_names.PAGES, api_names.KIND, api_names.table)
+    assert outdated == [], "run python -m tests.api_names"
+    wanted = {name.rpartition(".")[2] for name in PUBLIC | OF_SWARMS | OF_LINKS}
+    lines = api_names.names()
+    assert wanted <= set(lines) and len(lines) == len(set(lines))
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -72,7 +72,8 @@ def test_the_docstrings_say_the_same_of_where_to_begin():
     assert "This is the optimizer to begin with, at the learning rate of an AdamW" in muon
     assert re.search(r"Take it in place of `demo_muon` if the batch of a worker is small", scaled)
     limit = re.search(r"``5 \* width / tokens`` above\s+([\d.]+)", scaled)[1]
-    assert f"5 · width / tokens of a worker above {limit}" in PAGES["README.md"]
+    said = f"5 · width / (tokens in one worker's batch) exceeds {limit}"
+    assert said in PAGES["README.md"]
 
 
 def test_methods_of_one_name_have_the_same_settings():

@@ -4,6 +4,7 @@ from demo_optax._src.swarm.agreement import jax_settings as jax_settings
 from demo_optax._src.swarm.history import History as History
 from demo_optax._src.swarm.history import read_history as read_history
 from demo_optax._src.swarm.history import status as status
+from demo_optax._src.swarm.history import watch_history as watch_history
 from demo_optax._src.swarm.member import Left as Left
 from demo_optax._src.swarm.member import Member as Member
 from demo_optax._src.swarm.picture import draw as draw

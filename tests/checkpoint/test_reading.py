@@ -74,6 +74,15 @@ def test_every_copy_is_checked():
     assert [digest == digests(x)[0] for digest in digests(wrong)] == [True, True, False, True]
 
 
+def test_what_was_saved_beside_a_run_is_loaded_alone(saved):
+    for step, (_, extra) in RUNS.items():
+        found = checkpoint.load_extra(saved, extra, step=step)
+        assert jax.tree.structure(found) == jax.tree.structure(extra)
+        assert list(map(str, jax.tree.leaves(found))) == list(map(str, jax.tree.leaves(extra)))
+    with pytest.raises(ValueError, match="the checkpoint's extra are not those that are expected"):
+        checkpoint.load_extra(saved, {"other": 1})
+
+
 def files_of(step):
     return sorted(path for path in step.rglob("*") if path.is_file())
 

@@ -1,13 +1,15 @@
 """What a run's store tells of it: who counted, was late, left or vanished; and its picture."""
 
+import functools
 import itertools
 
 import pytest
 
+from demo_optax import swarm
 from demo_optax._src.commands.main import main
 from demo_optax._src.swarm import records
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
-from demo_optax.swarm import Member, ObjectStore, draw, read_history, status
+from demo_optax.swarm import Member, ObjectStore, draw, read_history, status, watch_history
 
 OSLO, PARIS, ROME, ROME_AGAIN = (0, 1), (1, 1), (2, 1), (2, 2)
 NAMES = {OSLO: "oslo", PARIS: "paris", ROME: "rome", ROME_AGAIN: "rome"}
@@ -66,6 +68,79 @@ def test_a_run_without_rounds_has_steps_and_goodput(store):
     summary = status(read_history(store))
     assert summary.startswith("step 7, ") and "left: paris after step 6" in summary
     assert "last 8 steps: 0.500 s each (median), " in summary and "rounds" not in summary
+
+
+def test_weights_that_nobody_set_count_steps(store, tmp_path):
+    write(store, TAKEN)
+    assert " tokens a second counted" in status(read_history(store))
+    other = ObjectStore(str(tmp_path / "other"))
+    member = Member(other, "lima")
+    for step in range(3):
+        member.exchange(step, b"a packet")
+    assert " steps a second counted" in status(read_history(other))
+
+
+def test_a_summary_says_when_the_next_snapshot_is_due(store):
+    write(store, TAKEN)
+    assert "next before" not in status(read_history(store))
+    store.put("run.json", b'{"snapshot_every": "4"}')
+    store.put("snapshots/00000004.json", b"")
+    assert "snapshots before rounds: 4; next before 8" in status(read_history(store))
+    store.put("snapshots/00000008.json", b"")
+    assert "snapshots before rounds: 4, 8; next before 12" in status(read_history(store))
+
+
+class Counting(ObjectStore):
+    """Counts requests by what they ask for."""
+
+    def get(self, key):
+        self.asked.append(key)
+        return super().get(key)
+
+    def names(self, folder):
+        self.asked.append(folder)
+        return super().names(folder)
+
+
+def test_watching_reads_what_is_new_alone_and_waits_for_as_long_as_it_may(store):
+    write(store, TAKEN)
+    watched, pauses = Counting(store.url), []
+    watched.asked = []
+    looks = watch_history(watched, 5, pauses.append)
+    assert next(looks) == read_history(store, 5)
+    first = set(watched.asked)
+    watched.asked.clear()
+    assert next(looks) == read_history(store, 5) and pauses == [10.0]
+    assert sorted(watched.asked) == ["manifests", "slots", "snapshots"]
+    assert len([key for key in first if key.startswith("manifests/")]) == 5
+    watched.asked.clear()
+    for step in range(8, 48):
+        manifest = Manifest(step, (PacketRef(*OSLO, "0" * 64, 5, 32.0),), "", 2000.0 + step)
+        store.put(records.step_key("manifests", step), records.encode(manifest))
+    assert next(looks).manifests[-1].step == 47 and pauses == [10.0, 10.0]
+    assert len(watched.asked) == 5 + 3
+    many = watch_history(watched, 40, pauses.append)
+    next(many), next(many)
+    for step in range(48, 88):
+        store.put(records.step_key("manifests", step), records.encode(manifest))
+    next(many), next(many)
+    assert pauses[2:] == [10.0, 10.0, 43.0]  # seconds, for as many requests
+
+
+def test_a_run_is_watched_until_ctrl_c(store, capsys, monkeypatch):
+    write(store, TAKEN)
+    looks = iter([None])
+
+    def sleep(seconds):
+        if next(looks, "over") == "over":
+            raise KeyboardInterrupt
+
+    watch = functools.partial(watch_history, sleep=sleep)
+    monkeypatch.setattr(swarm, "watch_history", watch)
+    main(["swarm", store.url, "--watch"])
+    shown = capsys.readouterr().out
+    assert shown.count("members: oslo, rome") == shown.count("Ctrl-C ends this.") == 2
+    assert "\x1b" not in shown  # nobody's terminal
 
 
 def test_goodput_counts_a_worker_while_it_is_there(store):

@@ -13,7 +13,7 @@ LOSSES = Path(__file__).with_name("losses.json")
 
 
 class MeasuredLoss(NamedTuple):
-    """A loss minus AdamW's, in nats per byte of held-out text.
+    """The loss of a method minus that of AdamW, in nats per byte of held-out text.
 
     Attributes:
       study, method: the study in ``benchmarks/quality/studies.yaml``, and its method.
@@ -40,16 +40,34 @@ class MeasuredLoss(NamedTuple):
     differs: str = ""
 
 
+class Memory(NamedTuple):
+    """The bytes of memory that a worker needs, without those of the activations.
+
+    Attributes:
+      parameters, gradients, state: those of the model and of the optimizer's state.
+      temporary: what an update needs for a while.
+    """
+
+    parameters: int
+    gradients: int
+    state: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all."""
+        return sum(self)
+
+
 class Candidate(NamedTuple):
-    """A method with what it costs.
+    """What a method costs over a link, in seconds, bytes, memory and loss.
 
     Attributes:
       method: what it sends, and the lines that use it.
       time: bytes and seconds of a step, whose compute includes that of an orthogonal step.
       loss: the measured loss, of the runs whose number of workers is closest.
       learning_rate: the rate to begin with if no AdamW was tuned for the model.
-      memory: bytes of float32 parameters and gradients, the state and what an update needs for a
-        while, without the activations.
+      memory: bytes that a worker needs without the activations.
 
     Example:
       >>> import demo_optax
@@ -64,7 +82,7 @@ class Candidate(NamedTuple):
     time: StepTime
     loss: MeasuredLoss
     learning_rate: float
-    memory: float
+    memory: Memory
 
 
 def read_losses() -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src import checks
-from demo_optax._src.accounting.candidates import Candidate, measured_loss
+from demo_optax._src.accounting.candidates import Candidate, Memory, measured_loss
 from demo_optax._src.accounting.methods import Method, methods, methods_in_swarm
 from demo_optax._src.accounting.rules import (
     LARGEST_STEP,
@@ -24,7 +24,7 @@ from demo_optax._src.accounting.traffic import BYTES, dense_bytes, step_time
 BACKS = 512, 256, 128  # coefficients that owners send back of each block
 FEW_WORKERS = 16  # for whom the fewest are enough
 TUNED_RATE, TUNED_WIDTH = 3e-3, 128
-NEEDED = 14  # bytes a parameter: itself, its gradient, and 6 that an update needs for a while
+TEMPORARY = 6  # bytes a parameter
 REQUESTS = 4  # in a row, of a swarm's step: write a packet, look, read packets, write the manifest
 
 
@@ -78,7 +78,8 @@ def choose(
       compute_time: seconds of a step without an exchange and without an orthogonal step.
       batch_tokens: tokens in the batch of one worker.
       width: width of the model.
-      dtype: dtype of the parameters, in which a dense all-reduce sends the gradients.
+      dtype: dtype of the parameters, of the gradients, which a dense all-reduce sends, and of the
+        moments of AdamW and Muon.
       memory: bytes of memory of a worker, for parameters, gradients, the optimizer and activations.
         What needs more without the activations is not chosen.
       swarm: compare what a swarm can carry. ``latency`` is then that of a request to the store, and
@@ -114,6 +115,7 @@ def choose(
         checks.static_integer("params", params, at_least=1)
         params = jax.ShapeDtypeStruct((math.ceil(params / width), width), jnp.float32)
     extra, count = 5 * width / batch_tokens, dense_bytes(params, 1)
+    model = count * BYTES[dtype]
 
     def candidate(method: Method) -> Candidate:
         compute, steps = compute_time * (1 + extra * method.orthogonal), method.local_steps
@@ -124,7 +126,8 @@ def choose(
             waiting, overlaps = REQUESTS * latency / steps, method.row != "B"
             time = time._replace(transfer=transfer, waiting=waiting, overlaps=overlaps)
         rate = method.rate * TUNED_RATE * TUNED_WIDTH / width
-        needed = count * (NEEDED + method.state)
+        state = round(count * method.state) + method.moments * model
+        needed = Memory(model, model, state, TEMPORARY * count)
         return Candidate(method, time, measured_loss(method, workers), rate, needed)
 
     backs = BACKS if workers > FEW_WORKERS else BACKS[-1:]
@@ -136,7 +139,7 @@ def choose(
     else:
         chosen, why = choose_optimizer(of_row, extra, memory)
     said = warnings(chosen, count, workers, memory, dtype)
-    said |= swarm_warnings(chosen, count, upload, compute_time) if swarm else {}
+    said |= swarm_warnings(chosen, upload, compute_time) if swarm else {}
     true = tuple(sentence for sentence, is_true in said.items() if is_true)
     return Choice(found, chosen, (reason, why), true)
 

@@ -21,7 +21,7 @@ NOT_IN_TRAINER = "Muon, all-reduce", "DiLoCo int8, all-gather", "DiLoCo int8, tw
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to train.
+    """A way to train that `choose` compares, with the lines that use it.
 
     Attributes:
       row: its letter.
@@ -29,7 +29,8 @@ class Method:
       setting: what it sends and how; None for an all-reduce.
       optimizer: the name of its optimizer in ``examples/train_lm.py``.
       rate: its learning rate as a multiple of AdamW's.
-      state: bytes that the state of the optimizer takes for each element of a matrix.
+      state: bytes that the optimizer's state takes for each element of a matrix in any dtype,
+      moments: and the number of those of its arrays that have the dtype of the parameters.
       look_ahead: the look-ahead with a delay on every step.
       fragments: fragments of a round, one after another.
 
@@ -44,6 +45,7 @@ class Method:
     optimizer: str
     rate: float = 1.0
     state: float = 6.0
+    moments: int = 0
     look_ahead: float | None = None
     fragments: int | None = None
 
@@ -111,23 +113,29 @@ def methods(topk_back: int) -> list[Method]:
     muon: Any = dict(optimizer="demo-muon", look_ahead=1.5)
     scaled: Any = dict(optimizer="demo-scaled", look_ahead=1.0, rate=0.5, state=8.0)
     return [
-        Method("A", "AdamW, all-reduce", None, "adamw", state=8.0),
-        Method("A", "Muon, all-reduce", None, "muon", rate=2.0, state=4.0),
+        Method("A", "AdamW, all-reduce", None, "adamw", state=0.0, moments=2),
+        Method("A", "Muon, all-reduce", None, "muon", rate=2.0, state=0.0, moments=1),
         Method("B", "demo_muon", packets, "demo-muon"),
         Method("B", "demo_scaled", packets, "demo-scaled"),
         Method("C", "demo_muon, delayed", gathered, **muon),
         Method("C", "demo_scaled, delayed", gathered, **scaled),
         Method("D", "demo_muon, two phases, delayed", owned, **muon),
         Method("D", "demo_scaled, two phases, delayed", owned, **scaled),
-        Method("E", "DiLoCo, all-reduce", None, "diloco", rate=0.5, state=16.0),
-        *_rounds("DiLoCo int8", INT8, TwoPhase("data"), "diloco", rate=0.5, state=20.0),
-        *_rounds("SparseLoCo k=512", SPARSE_512, back, "sparseloco", state=16.0),
-        *_rounds("SparseLoCo k=64", SPARSE_64, back, "sparseloco", state=16.0),
+        Method("E", "DiLoCo, all-reduce", None, "diloco", rate=0.5, state=4.0, moments=3),
+        *_rounds("DiLoCo int8", INT8, TwoPhase("data"), "diloco", outer=1, rate=0.5),
+        *_rounds("SparseLoCo k=512", SPARSE_512, back, "sparseloco"),
+        *_rounds("SparseLoCo k=64", SPARSE_64, back, "sparseloco"),
     ]
 
 
-def _rounds(name: str, sent: Compression, back: TwoPhase, *args, **options) -> list[Method]:
-    """Returns a round with each exchange, at its end and in fragments."""
+def _rounds(
+    name: str, sent: Compression, back: TwoPhase, optimizer: str, outer: int = 0, rate: float = 1.0
+) -> list[Method]:
+    """Returns a round with each exchange, at its end and in fragments.
+
+    The two moments of AdamW have the dtype of the parameters, and so have ``outer`` moments if
+    there are no fragments.
+    """
     gather, fragments = AllGather("data"), LOCAL_STEPS
     ways = {
         "all-gather": (gather, None),
@@ -135,10 +143,13 @@ def _rounds(name: str, sent: Compression, back: TwoPhase, *args, **options) -> l
         "fragments": (gather, fragments),
         "fragments in two phases": (back, fragments),
     }
-    return [
-        Method("E", f"{name}, {way}", (sent, exchange), *args, fragments=number, **options)
-        for way, (exchange, number) in ways.items()
-    ]
+    found = []
+    for way, (exchange, number) in ways.items():
+        wide = outer if number else 0
+        state, moments = 8.0 + 4.0 * wide, 2 + outer - wide
+        own: Any = dict(rate=rate, state=state, moments=moments, fragments=number)
+        found.append(Method("E", f"{name}, {way}", (sent, exchange), optimizer, **own))
+    return found
 
 
 def methods_in_swarm() -> list[Method]:

@@ -46,7 +46,7 @@ def choose_optimizer(
     """
     most = LARGEST_ORTHOGONAL_STEP[of_row[0].method.row]
     first, other = sorted(of_row, key=lambda c: c.method.orthogonal is (extra > most))
-    if first.memory > memory >= other.memory:
+    if first.memory.total > memory >= other.memory.total:
         return other, does_not_fit(first, memory)
     size = "more than" if extra > most else "at most"
     return first, f"Orthogonal steps add {extra:.0%} to the compute, {size} {most:.0%}."
@@ -56,7 +56,7 @@ def choose_round(
     rounds: Sequence[Candidate], compute: float, memory: float
 ) -> tuple[Candidate, str]:
     """Returns the lowest loss whose step is at most twice the compute, or the shortest step."""
-    fitting = [c for c in rounds if c.memory <= memory] or rounds
+    fitting = [c for c in rounds if c.memory.total <= memory] or rounds
     if fast := [c for c in fitting if c.time.step <= LARGEST_STEP * compute]:
         best = min(fast, key=lambda c: (c.loss.difference, c.time.step))
         return best, "Of the rounds that take at most twice the compute it has the lowest loss."
@@ -65,7 +65,7 @@ def choose_round(
 
 
 def does_not_fit(candidate: Candidate, memory: float) -> str:
-    needed = f"{candidate.method.name} needs {candidate.memory / 1e9:.3g} GB"
+    needed = f"{candidate.method.name} needs {candidate.memory.total / 1e9:.3g} GB"
     return f"{needed} without the activations, more than {memory / 1e9:.3g} GB."
 
 
@@ -85,22 +85,22 @@ def warnings(
         "The loss is that of one seed.": loss.seeds == 1,
         f"The loss was measured in another way ({loss.differs}).": loss.differs != "",
         "Local steps need batches as large as each worker can take.": in_rounds,
-        "The trainer's parameters are float32: for its times give dtype float32.": (
-            not method.setting and method.flags is not None and dtype == "bfloat16"
+        "The trainer's parameters are float32: for its times and memory give dtype float32.": (
+            (not method.setting or memory < math.inf)
+            and method.flags is not None
+            and dtype == "bfloat16"
         ),
         f"{does_not_fit(chosen, memory)} Give each worker more devices, and shard the parameters "
-        "over them with param_specs.": chosen.memory > memory,
+        "over them with param_specs.": chosen.memory.total > memory,
     }
 
 
-def swarm_warnings(
-    chosen: Candidate, params: int, upload: float, compute: float
-) -> dict[str, bool]:
+def swarm_warnings(chosen: Candidate, upload: float, compute: float) -> dict[str, bool]:
     """Returns sentences about the time that packets and snapshots take through a store."""
     every = chosen.method.local_steps
     steps = math.ceil(every * chosen.time.exchange / compute)
     leaves = 2 if chosen.method.optimizer == "diloco" else 1
-    seconds = 32 * params * leaves / upload
+    seconds = 8 * chosen.memory.parameters * leaves / upload
     # Half of the time is for packets, and half of the rest for a worker that reads it to join.
     rounds = math.ceil(4 * seconds / chosen.time.step / every)
     return {

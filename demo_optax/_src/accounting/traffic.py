@@ -241,23 +241,63 @@ def step_time(
 
     The other arguments are those of `step_times`.
     """
-    if isinstance(sent, str):
-        size = dense_bytes(params, BYTES[sent])
-        traffic = Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
-    else:
-        compression, exchange = sent if isinstance(sent, tuple) else (sent, AllGather())
-        if fragments is not None and isinstance(exchange, Delayed):
-            raise ValueError(
-                f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
-                f"them, but the exchange is {exchange}: leave out the delay or the fragments."
-            )
-        traffic = exchange.traffic(_plan(compression, params, fragments), workers)
+    traffic = _traffic(sent, params, workers, fragments)
     steps = local_steps // (fragments or 1)
     transfer = 8 * traffic.received / bandwidth / steps
     waiting = traffic.rounds * latency / steps
     overlaps = steps == 1 and (traffic.overlaps or fragments is not None)
     wire = round(traffic.received / steps)
     return StepTime(traffic.sent, wire, transfer, waiting, compute_time, overlaps)
+
+
+def _traffic(sent: Setting | str, params, workers: int, fragments: int | None) -> Traffic:
+    if isinstance(sent, str):
+        size = dense_bytes(params, BYTES[sent])
+        return Traffic(size, 2 * size * (workers - 1) / workers, 2 * (workers - 1))
+    compression, exchange = sent if isinstance(sent, tuple) else (sent, AllGather())
+    if fragments is not None and isinstance(exchange, Delayed):
+        raise ValueError(
+            f"fragments={fragments} come late anyway, so that local_steps takes no delay with "
+            f"them, but the exchange is {exchange}: leave out the delay or the fragments."
+        )
+    return exchange.traffic(_plan(compression, params, fragments), workers)
+
+
+def uplink_bytes(
+    sent: Setting | str,
+    params,
+    sites: int,
+    workers_per_site: int = 1,
+    local_steps: int = 1,
+    fragments: int | None = None,
+) -> float:
+    """Returns the bytes that cross the uplink of a site in each direction, in the mean of a step.
+
+    The rings go from site to site and cross each uplink once. An all-gather of packets takes them
+    past all workers, ``sites * workers_per_site`` of them, so the uplink carries the packets of all
+    but one. In the first of two phases each worker sends straight to each owner elsewhere.
+
+    Args:
+      sent: a compression, a pair of a compression and an exchange, or the dtype of a dense
+        all-reduce.
+      params: arrays or shapes of the parameters.
+      sites: number of sites.
+      workers_per_site: workers that share the uplink of a site; 1 if the site is a worker.
+      local_steps, fragments: as in `step_times`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+      >>> [uplink_bytes(Compression(topk=8), params, 2, nodes) for nodes in (1, 4)]
+      [44032.0, 308224.0]
+    """
+    checks.static_integer("sites", sites, at_least=1)
+    checks.static_integer("workers_per_site", workers_per_site, at_least=1)
+    workers = sites * workers_per_site
+    traffic = _traffic(sent, params, workers, fragments)
+    elsewhere = (workers - workers_per_site) / max(workers - 1, 1)
+    direct = traffic.direct * workers_per_site * elsewhere
+    return (traffic.received - traffic.direct + direct) / (local_steps // (fragments or 1))
 
 
 def step_times(

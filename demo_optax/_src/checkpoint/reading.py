@@ -189,25 +189,65 @@ def load_params(directory: str | os.PathLike, params=None, *, step: int | None =
       ...     load_params(folder, params)["w"].sum()
       Array(16., dtype=float32)
     """
-    folder = absolute(directory)
-    if not (steps := steps_to_read(folder, step)):
-        raise FileNotFoundError(
-            f"{directory} holds no checkpoint: give the folder that Checkpointer saves to."
-        )
     here = SingleDeviceSharding(jax.local_devices()[0])
 
     def shape(x):
         sharding = getattr(x, "sharding", None) or here
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    def read(step: int) -> Any:
+    def read(folder: str, step: int) -> Any:
         saved = description_of(folder, step)["leaves"]
         if params is not None:
             description.require_same("parameters", params, saved["params"])
         wanted = None if params is None else jax.tree.map(shape, params)
         return load(folder, step, saved, {"params": wanted})["params"]
 
-    return newest_intact(folder, steps, read)[0]
+    return _read_newest(directory, step, read)
+
+
+@no_context_mesh()
+def load_extra(directory: str | os.PathLike, extra, *, step: int | None = None):
+    """Loads only what `Checkpointer.save` got as ``extra``, such as a mean of the parameters.
+
+    Args:
+      directory: the run's folder, or its URL as a string.
+      extra: a tree like the one that was saved.
+      step: step of the checkpoint; by default the latest that is intact.
+
+    Raises:
+      ValueError: the checkpoint has an ``extra`` of another structure, or of other shapes.
+
+    The other errors are those of `load_params`.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, demo_optax
+      >>> from demo_optax.checkpoint import Checkpointer
+      >>> mesh, params = jax.make_mesh((1,), ("data",)), {"w": jnp.ones((4, 4))}
+      >>> tx, extra = demo_optax.demo(1e-3, axis_name="data"), {"ema": params, "seed": 3}
+      >>> opt_state = demo_optax.init_opt_state(tx, params, mesh)
+      >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, tx, mesh) as run:
+      ...     run.save(7, params, opt_state, extra, wait=True)
+      ...     load_extra(folder, extra)["seed"]
+      3
+    """
+
+    def read(folder: str, step: int) -> Any:
+        saved, wanted = description_of(folder, step)["leaves"], {"step": step, "tree": extra}
+        description.require_same("extra", wanted, saved["extra"])
+        return load(folder, step, saved, {"extra": wanted})["extra"]["tree"]
+
+    return _read_newest(directory, step, read)
+
+
+def _read_newest(
+    directory: str | os.PathLike, step: int | None, read: Callable[[str, int], T]
+) -> T:
+    folder = absolute(directory)
+    if not (steps := steps_to_read(folder, step)):
+        raise FileNotFoundError(
+            f"{directory} holds no checkpoint: give the folder that Checkpointer saves to."
+        )
+    return newest_intact(folder, steps, lambda step: read(folder, step))[0]
 
 
 def _load(directory: str, step: int, wanted: dict) -> dict:

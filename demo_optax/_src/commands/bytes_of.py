@@ -63,13 +63,11 @@ def run(args: argparse.Namespace) -> None:
         ("", "MB sent", "transfer", "latency", "step", "hidden from"),
         *[(row, *_cells(time)) for row, time in times.items()],
     )
-    packet = times[name].packet
-    sent = packet * (args.fragments or 1) / args.local_steps
+    packet, fragments = times[name].packet, args.fragments or 1
+    sent = packet * fragments / args.local_steps
     if args.local_steps > 1:
-        print(
-            f"Means over a round of {args.local_steps} steps. Each worker sends {packet:,} bytes "
-            + ("for each of its fragments." if args.fragments else "at its end.")
-        )
+        each = f"{fragments} packet(s) of {packet:,} bytes"
+        print(f"Means over a round of {args.local_steps} steps, in which a worker sends {each}.")
     print(
         f"k={args.topk} with {args.value_coding} values: {sent:,.0f} bytes a step, "
         f"{dense / sent:.0f} times less than a dense float32 gradient. "
@@ -94,14 +92,3 @@ def _print_bytes(params, compression: Compression) -> None:
     )
     two, four = (megabytes(traffic.dense_bytes(params, size)) for size in (2, 4))
     print(f"  Dense gradient: {two} MB at 2 bytes per parameter, {four} MB at 4.\n")
-    if compression.selection == "topk":
-        size = compression.block_side**2
-        costs = {k: traffic.index_cost(size, k) for k in TOPKS if k < size}
-        print_table(
-            f"Bits per index in blocks of {size} coefficients",
-            ("k", "coding", "bits", "entropy bound", "ratio"),
-            *[
-                (k, x.coding, f"{x.bits:.3f}", f"{x.bound:.3f}", f"{x.bits / x.bound:.3f}")
-                for k, x in costs.items()
-            ],
-        )

@@ -2,21 +2,39 @@ r"""Chooses an optimizer and an exchange for a model and a link, and prints what
 
 demo-optax choose --params 300M --workers 16 --bandwidth 100Mbit --latency 20ms \
     --compute-time 1s --batch-tokens 65536 --width 1024
+demo-optax choose --params 300M --sites 2 --nodes-per-site 4 --devices 8 --device h100 \
+    --bandwidth 1Gbit --latency 10ms --batch-tokens 2M --width 1024
 """
 
 import argparse
+import inspect
+import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from demo_optax._src.accounting.candidates import Candidate
-from demo_optax._src.accounting.choose import choose
+from demo_optax._src.accounting.choose import Choice, choose
+from demo_optax._src.accounting.devices import PEAK_FLOPS, UTILIZATION, estimate_compute_time
+from demo_optax._src.accounting.methods import Method
 from demo_optax._src.accounting.rules import short
-from demo_optax._src.accounting.traffic import BYTES
-from demo_optax._src.commands.quantities import bandwidth, count, duration, memory
-from demo_optax._src.commands.tables import print_table, with_unit
+from demo_optax._src.accounting.traffic import BYTES, uplink_bytes
+from demo_optax._src.commands.quantities import bandwidth, count, duration, flops, memory
+from demo_optax._src.commands.tables import plus_minus, print_table, with_unit
 
 COSTS = "s a step", "MB a step", "GB"
 LOSSES = "loss - AdamW's", "seeds", "measured with"
+UPLINK = "AdamW, all-reduce", "demo_muon", "demo_muon, two phases, delayed"
+OF_A_SITE = """\
+mesh = jax.make_mesh(({sites}, {nodes}, {devices}), ("site", "node", "fsdp"))
+spec = lambda x: jax.P({axes}) if x.ndim > 1 and x.shape[0] % {parts} == 0 else jax.P()
+specs = {specs}
+{code}
+opt_state = demo_optax.init_opt_state(tx, params, mesh, "site", specs)
+step = demo_optax.make_train_step(loss_fn, tx, mesh, "site", param_specs=specs)"""
 
 
 def add_arguments(add: Callable[..., None]) -> None:
@@ -24,27 +42,43 @@ def add_arguments(add: Callable[..., None]) -> None:
         add(f"--{name}", meaning, type=parse, required=True)
 
     need("params", count, "number of parameters, as in 300M or 1.3B")
-    need("workers", count, "number of workers, which are devices or groups of devices")
+    add("--workers", "number of workers, which are devices or groups of devices", type=count)
+    add("--sites", "in place of --workers: sites, each of which is a worker", type=count)
+    add("--nodes-per-site", "nodes that share the uplink of a site", 1, type=count)
+    add("--devices", "devices of a worker; with --sites, those of a node", 1, type=count)
     need("bandwidth", bandwidth, "of each worker's link, per second, as in 100Mbit")
     need("latency", duration, "half the time that ping shows, as in 20ms; with --swarm all of it")
-    need("compute-time", duration, "time of a step of one worker that trains alone, as in 1s")
+    add("--compute-time", "time of a step of one worker that trains alone, as in 1s", type=duration)
+    add("--device", "estimates the compute in place of --compute-time", choices=PEAK_FLOPS)
+    add("--flops", "the same, with the peak of another device, as in 400T", type=flops)
     need("batch-tokens", count, "sequences in the batch of one worker times their length")
     need("width", count, "width of the model, which is the size of an embedding")
     add("--swarm", "compares what a swarm can carry, over a link to its store", action="store_true")
     add("--upload", "with --swarm, at which a worker writes, if not --bandwidth", type=bandwidth)
     dtypes = dict(choices=sorted(BYTES), default="bfloat16")
-    add("--dtype", "of the parameters, in which a dense all-reduce sends gradients", **dtypes)
+    add("--dtype", "of the parameters and gradients, and of the moments of AdamW", **dtypes)
     add("--memory", "of a worker, as in 80GB; takes nothing that needs more", type=memory)
 
 
 def run(args: argparse.Namespace) -> None:
-    choice = choose(**{name: value for name, value in vars(args).items() if name != "run"})
+    given = vars(args)
+    names = given.keys() & inspect.signature(choose).parameters.keys() - {"compute_time"}
+    settings: dict[str, Any] = {name: given[name] for name in names}
+    settings["workers"] = _one_of(given, "workers", "sites")
+    sites = None if "swarm" in given else given.get("sites")
+    compute_time = measured = _one_of(given, "compute_time", "device", "flops")
+    devices, estimated = args.devices * (args.nodes_per_site if "sites" in given else 1), ""
+    if "compute_time" not in given:
+        peak = PEAK_FLOPS.get(measured, measured) * devices
+        compute_time = estimate_compute_time(args.params, args.batch_tokens, peak)
+        estimated = f", estimated at {UTILIZATION:.0%} of the peak of {devices} device(s)"
+    choice, *others = [choose(**settings, compute_time=x * compute_time) for x in (1, 0.5, 2)]
     chosen = choice.chosen
     print(
-        f"{short(args.params)} parameters, width {args.width:,}, {args.workers} workers with "
-        f"{args.batch_tokens:,} tokens a step each,\n"
+        f"{short(args.params)} parameters in {args.dtype}, width {args.width:,}, "
+        f"{settings['workers']} workers with {args.batch_tokens:,} tokens a step each,\n"
         f"{with_unit(args.bandwidth, 'bit/s')}, {with_unit(args.latency, 's')} of latency, "
-        f"{with_unit(args.compute_time, 's')} of compute\n"
+        f"{with_unit(compute_time, 's')} of compute{estimated}\n"
     )
     print_table(
         "Seconds include the orthogonal steps of Muon. MB cross the link of a worker in each "
@@ -54,18 +88,16 @@ def run(args: argparse.Namespace) -> None:
         *[_cells(candidate, candidate is chosen) for candidate in choice.candidates],
     )
     print(f"Take {chosen.method.row}: {chosen.method.name}.")
-    print(*choice.reasons, sep="\n", end="\n\n")
-    multiple = "" if chosen.method.rate == 1 else f"{chosen.method.rate:g} times "
-    rate = f"{chosen.learning_rate:.3g}"
-    print(f"    rate = {rate}  # or {multiple}the best rate of your AdamW")
-    print(textwrap.indent(chosen.method.code, "    ") + "\n")
-    if chosen.method.flags is None:
-        print("The trainer, examples/train_lm.py, has no settings for it.")
-    else:
-        print(
-            "With the trainer, beside your --preset, --batch-size and --sequence-length:\n\n"
-            f"    python examples/train_lm.py {chosen.method.flags} --learning-rate {rate}"
-        )
+    print(*choice.reasons, sep="\n")
+    parts = [f"{size / 1e9:.3g} GB of {name}" for name, size in chosen.memory._asdict().items()]
+    print(f"Without activations a worker needs {', '.join(parts)} memory.")
+    if estimated:
+        half, double = (f"{x.chosen.method.row}: {x.chosen.method.name}" for x in others)
+        print(f"If the compute takes half of the estimate, take {half}; if double, {double}.")
+    print()
+    if sites:
+        _print_uplink(choice, args)
+    _print_lines(chosen, args, sites)
     for warning in choice.warnings:
         print(f"\nWarning: {warning}", end="")
     if chosen.method.in_swarm:
@@ -73,12 +105,62 @@ def run(args: argparse.Namespace) -> None:
     print("\n\ndocs/how_to/choose.md explains the rules, docs/explanation/quality.md the losses.")
 
 
+def _one_of(given: Mapping[str, Any], *names: str) -> Any:
+    """Returns the one setting of several that was given."""
+    found = [given[name] for name in names if name in given]
+    if len(found) != 1:
+        flags = ", ".join("--" + name.replace("_", "-") for name in names)
+        raise ValueError(f"of {flags} {len(found)} were given: give one of them.")
+    return found[0]
+
+
 def _cells(candidate: Candidate, is_chosen: bool) -> tuple[str, ...]:
     method, time, loss = candidate.method, candidate.time, candidate.loss
     name = f"{'>' if is_chosen else ' '} {method.row} {method.name}"
-    costs = f"{time.step:,.2f}", f"{time.wire / 1e6:,.1f}", f"{candidate.memory / 1e9:.3g}"
-    error = "" if loss.error is None else f" +/- {loss.error:.3f}"
+    costs = f"{time.step:,.2f}", f"{time.wire / 1e6:,.1f}", f"{candidate.memory.total / 1e9:.3g}"
+    error = "" if loss.error is None else f" {plus_minus()} {loss.error:.3f}"
     difference = "baseline" if loss.method == "AdamW" else f"{loss.difference:+.3f}{error}"
     runs = f"{short(loss.parameters)}, {loss.workers} workers"
     differs = f"; {loss.differs}" if loss.differs else ""
     return name, *costs, difference, str(loss.seeds), runs + differs
+
+
+def _print_uplink(choice: Choice, args: argparse.Namespace) -> None:
+    """Prints what crosses the uplink of a site if the site is a worker, and if each node is one."""
+    methods = [x.method for x in choice.candidates if x.method.name in UPLINK or x is choice.chosen]
+    shapes = jax.ShapeDtypeStruct((math.ceil(args.params / args.width), args.width), jnp.float32)
+
+    def megabytes(method: Method, workers: int) -> str:
+        sent, rounds = method.setting or args.dtype, (method.local_steps, method.fragments)
+        return f"{uplink_bytes(sent, shapes, args.sites, workers, *rounds) / 1e6:,.2f}"
+
+    print_table(
+        "MB that cross the uplink of a site in each direction, in the mean of a step, if a worker "
+        f"is a site with its {args.nodes_per_site} nodes, or a node",
+        ("", "site", "node"),
+        *[(x.name, megabytes(x, 1), megabytes(x, args.nodes_per_site)) for x in methods],
+    )
+
+
+def _print_lines(chosen: Candidate, args: argparse.Namespace, sites: int | None) -> None:
+    """Prints the lines of an optax loop, and the settings of the trainer."""
+    method, rate, nodes = chosen.method, f"{chosen.learning_rate:.3g}", args.nodes_per_site
+    code, flags = method.code, method.flags and f"{method.flags} --learning-rate {rate}"
+    if sites:  # fragments are parts of whole parameters, and only packets are sent once by copies
+        sizes: dict[str, Any] = dict(sites=sites, nodes=nodes, devices=args.devices)
+        sizes |= dict(axes='"fsdp"', parts=args.devices)
+        if not method.setting:
+            sizes |= dict(axes='("node", "fsdp")', parts=nodes * args.devices)
+        specs = "None" if method.fragments else "jax.tree.map(spec, params)"
+        code = OF_A_SITE.format(code=code.replace('"data"', '"site"'), specs=specs, **sizes)
+        processes = f"--coordinator HOST:PORT --num-processes {sites * nodes} --process-id 0"
+        several = f" --fsdp {nodes * args.devices} \\\n        {processes}  # site after site"
+        flags = None if method.fragments else flags and flags + several
+    multiple = "" if method.rate == 1 else f"{method.rate:g} times "
+    print(f"    rate = {rate}  # or {multiple}the best rate of your AdamW")
+    print(textwrap.indent(code, "    ") + "\n")
+    if flags is None:
+        print("The trainer, examples/train_lm.py, has no settings for it.")
+    else:
+        print("With the trainer, beside your --preset, --batch-size and --sequence-length:\n")
+        print(f"    python examples/train_lm.py {flags}")

@@ -1,15 +1,17 @@
 """Numbers with units on a command line, such as ``300M``, ``100Mbit/s`` and ``20ms``."""
 
 import argparse
+import functools
 import math
 import re
 
-SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+SIZES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 UNITS = {
     "bandwidth": (r"([kKmMgGtT]?)(?:bits?|b)(?:/s|ps)?", "bit, kbit, Mbit, Gbit, Tbit", "100Mbit"),
     "time": ("(us|µs|ms|s|min|h)", "us, ms, s, min, h", "20ms"),
     "memory size": ("([kKmMgGtT]?)B", "B, kB, MB, GB, TB", "80GB"),
+    "number of FLOPs a second": ("([gGtTpP])(?:FLOPS?|FLOPs?/s)?", "G, T, P", "989T"),
     "number": ("([kKmMbBtT]?)", "k, M, B, T or no unit", "300M"),
 }
 """The pattern of a unit, the units in words, and an example."""
@@ -30,16 +32,6 @@ def bandwidth(text: str) -> float:
     return _parse("bandwidth", text)
 
 
-def duration(text: str) -> float:
-    """Parses a time such as ``250 ms`` or ``2min``, and returns seconds."""
-    return _parse("time", text)
-
-
-def memory(text: str) -> float:
-    """Parses a size of memory such as ``80GB``, and returns bytes."""
-    return _parse("memory size", text)
-
-
 def count(text: str) -> int:
     """Parses a whole number such as ``1.3B``, ``65_536`` or ``319,946,752``."""
     value = round(_parse("number", text), 3)  # 1.1e3 * 1e6 is not whole otherwise
@@ -57,3 +49,8 @@ def _parse(kind: str, text: str) -> float:
             f"{text!r} is no {kind}: give a number and a unit ({units}), as in {example}."
         )
     return float(re.sub("[_,]", "", found[1])) * (SIZES | SECONDS)[found[2].lower()]
+
+
+duration = functools.partial(_parse, "time")  # returns seconds
+memory = functools.partial(_parse, "memory size")  # returns bytes
+flops = functools.partial(_parse, "number of FLOPs a second")

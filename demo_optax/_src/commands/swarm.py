@@ -1,20 +1,25 @@
 """Prints how the run of a swarm stands, and draws it, from its store alone.
 
 demo-optax swarm s3://bucket/run --picture life.png
+demo-optax swarm s3://bucket/run --watch
 """
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Callable
 
 from demo_optax._src.commands.tables import print_table
 from demo_optax._src.places import folder_of
 
 ROUNDS = 10  # whose steps are printed
+CLEAR = "\x1b[H\x1b[2J"
 
 
 def add_arguments(add: Callable[..., None]) -> None:
     add("url", "the run's place: a folder, s3://..., gs://... or az://...")
     add("--last", "steps to look at; 0 for all", 200, type=int)
+    add("--watch", "looks again every ten seconds, until Ctrl-C", action="store_true")
     add("--picture", "also draws who took part when", None, metavar="FILE")
 
 
@@ -23,18 +28,25 @@ def run(args: argparse.Namespace) -> None:
 
     folder = folder_of(args.url)
     is_there = folder is None or folder.is_dir()  # an ObjectStore would make the folder
-    history = swarm.read_history(swarm.ObjectStore(args.url), args.last) if is_there else None
-    if history is None or not history.names:
-        raise FileNotFoundError(
-            f"there is no run of a swarm at {args.url!r}: give the place that its workers have as "
-            "--swarm."
-        )
-    print(swarm.status(history))
-    if history.manifests:
-        _print_steps(history)
-        if args.picture:
-            swarm.draw(history, args.picture)
-            print(f"wrote {args.picture}")
+    store = swarm.ObjectStore(args.url) if is_there else None
+    with contextlib.suppress(KeyboardInterrupt):
+        for history in swarm.watch_history(store, args.last) if store else [None]:
+            if history is None or not history.names:
+                raise FileNotFoundError(
+                    f"there is no run of a swarm at {args.url!r}: give the place that its workers "
+                    "have as --swarm."
+                )
+            is_watched = "watch" in args
+            print(CLEAR * (is_watched and sys.stdout.isatty()), end="")
+            print(swarm.status(history))
+            if history.manifests:
+                _print_steps(history)
+                if args.picture:
+                    swarm.draw(history, args.picture)
+                    print(f"wrote {args.picture}")
+            if not is_watched:
+                return
+            print("Ctrl-C ends this.\n", flush=True)
 
 
 def _print_steps(history) -> None:

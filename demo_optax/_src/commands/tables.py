@@ -1,6 +1,12 @@
 """Numbers and tables as text."""
 
 import math
+import sys
+
+
+def plus_minus() -> str:
+    """Returns the sign of an error, or ``+-`` if the terminal lacks it."""
+    return "±" if "±".encode(sys.stdout.encoding or "ascii", "ignore") else "+-"
 
 
 def with_unit(value: float, unit: str) -> str:
@@ -12,7 +18,7 @@ def with_unit(value: float, unit: str) -> str:
     """
     prefixes = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "u"}
     size = next((size for size in prefixes if value >= size), 1.0)
-    return f"{value / size:g} {prefixes[size]}{unit}"
+    return f"{value / size:.4g} {prefixes[size]}{unit}"
 
 
 def megabytes(size: float) -> str:

@@ -179,12 +179,15 @@ class Traffic(NamedTuple):
       received: bytes that it receives from the others.
       rounds: number of messages that must be sent one after another if every collective is a ring.
       overlaps: whether the exchange overlaps with the next step's compute.
+      direct: bytes of the received ones that come straight from their senders, as in an all-to-all,
+        and not around a ring.
     """
 
     sent: int
     received: float
     rounds: int
     overlaps: bool = False
+    direct: float = 0.0
 
 
 @runtime_checkable

@@ -212,9 +212,13 @@ class TwoPhase:
 
     def traffic(self, plan: Plan, workers: int) -> Traffic:
         """Returns the traffic of a packet to each owner and each owner's result to all workers."""
-        packets = 4 * workers * _layout(plan, workers).words
-        result, others = 4 * self._result_layout(plan, workers).words, workers - 1
-        return Traffic(packets + result, (packets / workers + result) * others, 2 * others)
+        packet, result = (
+            4 * _layout(plan, workers).words,
+            4 * self._result_layout(plan, workers).words,
+        )
+        others = workers - 1
+        received, direct = (packet + result) * others, packet * others
+        return Traffic(packet * workers + result, received, 2 * others, direct=direct)
 
     def _result_sections(self, plan: Plan) -> list[Section]:
         """Returns the sections of all owners' results together."""

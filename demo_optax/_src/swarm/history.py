@@ -1,17 +1,24 @@
 """The history of a swarm's run, from its store: who took part when, and how well time was used."""
 
+import contextlib
 import datetime
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from demo_optax._src.swarm import records
-from demo_optax._src.swarm.records import Manifest, MemberId
+from demo_optax._src.swarm.records import Damaged, Manifest, MemberId
 from demo_optax._src.swarm.slots import last_manifests, newest_claims, read_claim
 from demo_optax._src.swarm.snapshots import steps_of
 from demo_optax._src.swarm.store import Store, in_parallel
+
+REFRESH_SECONDS = 10.0
+SECONDS_A_REQUEST = 1.0  # at most 60 requests a minute
+NAMES_A_REQUEST = 1000  # that a store lists
+OBJECTS_KEPT = 10_000  # while a run is watched
 
 
 class History(NamedTuple):
@@ -23,12 +30,14 @@ class History(NamedTuple):
         holds all workers that have a slot.
       left: slots and incarnations of the workers that said that they leave.
       snapshots: steps or rounds from which a new worker can start.
+      snapshot_every: steps or rounds between two snapshots, if the run has begun.
     """
 
     manifests: Sequence[Manifest]
     names: dict[MemberId, str]
     left: frozenset[MemberId]
     snapshots: Sequence[int]
+    snapshot_every: int | None = None
 
     def members(self, number: int) -> list[str]:
         """Returns the names of the workers whose packets counted in one of these steps."""
@@ -76,8 +85,14 @@ class History(NamedTuple):
         each = [s / max(n, 1) for s, n in zip(self.seconds(), steps, strict=True)]
         return statistics.median(each) if each else 0.0
 
+    @property
+    def weight_unit(self) -> str:
+        """What the weights count: ``"tokens"``, or ``"steps"`` if the workers have set none."""
+        packets = [x for manifest in self.manifests for x in manifest.packets]
+        return "steps" if all(x.tokens == x.steps for x in packets) else "tokens"
+
     def tokens_per_second(self) -> float:
-        """Returns the tokens that counted, if the workers' weights are those of their batches."""
+        """Returns the sum of the weights that counted, in `weight_unit`."""
         duration = sum(self.seconds())
         tokens = sum(x.tokens for m in self.manifests[1:] for x in m.packets)
         return tokens / duration if duration else 0.0
@@ -124,7 +139,62 @@ def read_history(store: Store, last: int | None = None) -> History:
     names = {member: x.worker for member, x in zip(members, claims, strict=True)}
     said = {f"slots/{name}" for name in store.names("slots")}
     left = frozenset(member for member in members if records.left_key(member) in said)
-    return History(manifests, names, left, steps_of(store))
+    return History(manifests, names, left, steps_of(store), _snapshot_every(store))
+
+
+def _snapshot_every(store: Store) -> int | None:
+    with contextlib.suppress(Damaged, KeyError, ValueError):
+        return int(records.parse(store.get("run.json"))["snapshot_every"])
+
+
+class _Kept:
+    """Keeps the objects that it has read, since none ever changes, and counts its requests."""
+
+    def __init__(self, store: Store):
+        self._store, self._lists = store, 0
+        self._get = functools.lru_cache(OBJECTS_KEPT)(store.get)
+
+    @property
+    def requests(self) -> int:
+        return self._get.cache_info().misses + self._lists
+
+    def get(self, key: str) -> bytes | None:
+        return self._get(key)
+
+    def names(self, folder: str) -> list[str]:
+        names = self._store.names(folder)
+        self._lists += 1 + len(names) // NAMES_A_REQUEST
+        return names
+
+
+def watch_history(
+    store: Store, last: int | None = None, sleep: Callable[[float], object] = time.sleep
+) -> Iterator[History]:
+    """Yields the history of the last steps again and again, every ten seconds.
+
+    After the first look it sends at most 60 requests a minute, and looks more rarely if new steps
+    come faster than it may read them. No object is read twice.
+
+    Example:
+      >>> import tempfile
+      >>> from demo_optax.swarm import Member, ObjectStore
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> store = ObjectStore(folder.name)
+      >>> member = Member(store, "paris")
+      >>> for step, history in zip(range(2), watch_history(store, sleep=lambda seconds: None)):
+      ...     print(len(history.manifests))
+      ...     _ = member.exchange(step, b"a packet")
+      0
+      1
+      >>> folder.cleanup()
+    """
+    before, kept = None, _Kept(store)
+    readable: Any = kept  # a store has other methods, which nobody calls
+    while True:
+        yield read_history(readable, last)
+        sent = 0 if before is None else kept.requests - before
+        before = kept.requests
+        sleep(max(REFRESH_SECONDS, SECONDS_A_REQUEST * sent))
 
 
 def status(history: History) -> str:
@@ -143,7 +213,8 @@ def status(history: History) -> str:
         *([f"skipped it, since nothing was finite: {', '.join(skipped)}"] if skipped else []),
         *([f"left: {_after(unit, left)}"] if left else []),
         *([f"missing: {_after(unit, missing)}"] if missing else []),
-        f"snapshots before {unit}s: {', '.join(map(str, history.snapshots)) or 'none'}",
+        f"snapshots before {unit}s: {', '.join(map(str, history.snapshots)) or 'none'}"
+        + _next_snapshot(history, end.step + 1),
     ]
     if durations:
         seconds, has_rounds = f"{statistics.median(durations):.3f} s each", unit == "round"
@@ -151,10 +222,17 @@ def status(history: History) -> str:
         tokens = history.tokens_per_second()
         lines.append(
             f"last {len(history.manifests)} {unit}s: {seconds}{each or ' (median)'}, "
-            f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} tokens a second counted"
+            f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} {history.weight_unit} a second counted"
             + ("" if has_rounds else f", goodput {history.goodput():.0%}")
         )
     return "\n".join(lines)
+
+
+def _next_snapshot(history: History, number: int) -> str:
+    if not (every := history.snapshot_every):
+        return ""
+    due = itertools.count(number + -number % every, every)
+    return f"; next before {next(step for step in due if step not in history.snapshots)}"
 
 
 def _fates(history: History) -> tuple[list[str], dict[str, int], dict[str, int]]:

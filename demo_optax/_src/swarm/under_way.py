@@ -9,7 +9,7 @@ from demo_optax._src.swarm.member import ExchangeResult, Member
 
 
 class SwarmMetrics(NamedTuple):
-    """Measurements of a step.
+    """Holds what `SwarmWorker.step` measured in a step.
 
     Attributes:
       step: int, the number of the exchange that the step's gradient goes into, from 0. With
