@@ -1,4 +1,4 @@
-"""A cause for every ``raise`` of the library."""
+"""A cause for every ``raise`` of the library, and what the message must say besides."""
 
 import functools
 from unittest import mock
@@ -19,7 +19,7 @@ from tests.causes_in_common import DEMO, state_of, two
 from tests.workers import step_of
 
 ALONE_LOCALLY = demo_optax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=2)
-ALONE = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
+ALONE = demo_optax.demo(1e-3, demo_optax.Compression(2, 4))
 LOOKING_AHEAD = demo_optax.demo_scaled(1e-3, look_ahead=1.0)
 DELAYED = demo_optax.demo(
     1e-3, demo_optax.Compression(4, 8), exchange=demo_optax.Delayed(demo_optax.AllGather())
@@ -53,11 +53,11 @@ def owners_of_one_all_gather():
     args.run(args)
 
 
-def mean_loss():
+def mean_loss(microbatches):
     def loss(params, batch):
         return jax.lax.pmean(model.loss(params, batch), "data")
 
-    step = demo_optax.make_train_step(loss, DEMO, two())
+    step = demo_optax.make_train_step(loss, DEMO, two(), microbatches=microbatches)
     step(model.init(), state_of(2), model.batch(0, rows=16))
 
 
@@ -102,10 +102,10 @@ def batch_of_one_process():
         step_of(DEMO, two())(model.init(), state_of(2), model.batch(0))
 
 
-def batch_on_more_devices():
-    four = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    batch = jax.device_put(jnp.ones(8), jax.NamedSharding(four, P("data")))
-    jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), two()))(1.0, batch, opt_state=())
+def batch_on_more_devices(kind):
+    batch = jax.device_put(jnp.ones(8), jax.NamedSharding(workers.mesh_of(4), P("data")))
+    gradients = demo_optax.worker_gradients(lambda w, x: w * x.sum(), workers.mesh_of(2, kind=kind))
+    jax.jit(gradients)(1.0, batch, opt_state=())
 
 
 def first_step(tx, mesh=None, **options):
@@ -215,7 +215,7 @@ def donated_parameters():
 
 
 def state_of_other_blocks():
-    other = demo_optax.demo(1e-3, demo_optax.Compression(4, 4), axis_name="data")
+    other = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
     state = demo_optax.init_opt_state(other, model.init(), two())
     step_of(DEMO, two())(model.init(), state, model.batch(0))
 
@@ -245,6 +245,30 @@ def displacement_without_paths():
     demo_optax.local_parameters(model.init(), state)
 
 
+def numbers_of(*axes):
+    matrices.dimension_numbers([matrices.DimensionNumbers(*axes)], [jnp.ones((2, 3))])
+
+
+def init_on(mesh, *axes_and_specs):
+    demo_optax.init_opt_state(DEMO, model.init(), mesh(), *axes_and_specs)
+
+
+def step_of_two(batch=None, **options):
+    batch = model.batch(0) if batch is None else batch
+    step_of(DEMO, two(), **options)(model.init(), state_of(2), batch)
+
+
+def step_of_others(number, others, placed):
+    state = state_of(others) if placed else jax.device_get(state_of(others))
+    step_of(DEMO, workers.mesh_of(number))(model.init(), state, model.batch(0))
+
+
+def gradients_without_a_state(mesh):
+    demo_optax.worker_gradients(model.loss, mesh)(model.init(), model.batch(0))
+
+
+DRIFT = r"differ between the workers.*axis_name='data'.*mean_over_workers"
+
 RAISED = [
     # settings
     lambda: demo_optax.Compression(topk=0),
@@ -259,7 +283,7 @@ RAISED = [
         demo_optax.Compression(4, 8, selection="random"),
         exchange=demo_optax.TwoPhase(topk_back=8),
     ).init(model.init()),
-    lambda: demo_optax.demo(lambda step: jnp.ones(3), demo_optax.Compression(4, 8)).update(
+    lambda: demo_optax.demo(lambda step: jnp.ones(3), demo_optax.Compression(2, 4)).update(
         model.init(), ALONE.init(model.init())
     ),
     lambda: demo_optax.AllGather(3),
@@ -277,17 +301,36 @@ RAISED = [
     lambda: ALONE.init({"name": "text"}),
     lambda: demo_optax.mean_over_workers("data").init({"w": 1j * jnp.ones(3)}),
     lambda: ALONE.init({"_overwrite_with_gradient": {"scale": jnp.ones(1)}}),
-    lambda: ALONE.update([jnp.ones(3)], ALONE.init(jnp.ones(3))),
-    lambda: ALONE.update(jnp.ones((24, 8)), ALONE.init(jnp.ones((16, 8)))),
-    stacked_state_inside,
-    lambda: demo_optax.demo(1e-3, demo_optax.Compression(4, 8, transform="identity")).update(
-        model.init(), ALONE.init(model.init())
+    (
+        "made for other parameters or settings",
+        lambda: ALONE.update([jnp.ones(3)], ALONE.init(jnp.ones(3))),
+    ),
+    (
+        r"shapes \[\(16, 8\)\], but .*\[\(24, 8\)\].*anew",
+        lambda: ALONE.update(jnp.ones((24, 8)), ALONE.init(jnp.ones((16, 8)))),
+    ),
+    (r"\(2, .*axis of workers in front.*stack_workers", stacked_state_inside),
+    (
+        r"block_side=4.*block_side=16.*go back to the old settings",
+        lambda: demo_optax.demo(1e-3, demo_optax.Compression(4, 16)).update(
+            model.init(), ALONE.init(model.init())
+        ),
     ),
     lambda: matrices.dimension_numbers([matrices.DimensionNumbers()], [jnp.ones(3)]),
-    lambda: matrices.dimension_numbers([matrices.DimensionNumbers(0, -2)], [jnp.ones((2, 3))]),
-    orthogonal_shards_without_specs,
+    *[
+        (f"{said}.*give integers, and each axis once", functools.partial(numbers_of, *axes))
+        for said, axes in [
+            ("repeated axis", (0, -2)),
+            ("repeated axis", ((0, 0), 1)),
+            ("axis 2 is out of bounds", (0, 2)),
+        ]
+    ],
+    ("each shard would be made orthogonal by itself", orthogonal_shards_without_specs),
     flattened_shards,
-    lambda: demo_optax.local_parameters(jnp.ones(3), LOOKING_AHEAD.init({"w": jnp.ones(3)})),
+    (
+        "the parameters are",
+        lambda: demo_optax.local_parameters(jnp.ones(3), LOOKING_AHEAD.init({"w": jnp.ones(3)})),
+    ),
     lambda: demo_optax.local_parameters(
         jnp.ones(3), jax.tree.leaves(LOOKING_AHEAD.init(jnp.ones(3)))
     ),
@@ -295,54 +338,106 @@ RAISED = [
     # axes
     lambda: DEMO.update(model.init(), DEMO.init(model.init())),
     lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), ["data"]),
-    lambda: demo_optax.init_opt_state(DEMO, model.init(), two(), "model"),
-    lambda: demo_optax.init_opt_state(DEMO, model.init(), inner(), "data", P("data")),
+    *[
+        (
+            r"one or several of the mesh's axes \('data',\)",
+            functools.partial(init_on, two, name),
+        )
+        for name in ("model", ("data", "model"), None)
+    ],
+    *[
+        (said, functools.partial(init_on, inner, "data", specs))
+        for said, specs in [
+            ("'data' is the workers' axis", P("data")),
+            ("'data' is the workers' axis", {"hidden": P("data"), "bias": None, "out": None}),
+            ("'model' is not among them", {"hidden": P("model"), "bias": P(), "out": P()}),
+        ]
+    ],
     lambda: step_of(DEMO, inner(), sharding="compiler"),
     # the worker axis
-    lambda: first_step(optax.adam(1e-3)),
+    *[
+        (DRIFT, functools.partial(first_step, tx))
+        for tx in (optax.adam(1e-3), demo_optax.demo(1e-3, demo_optax.Compression(4, 8)))
+    ],
     lambda: demo_optax.init_opt_state(optax.apply_if_finite(DEMO, 3), model.init(), two()),
     lambda: first_step(optax.named_chain(("ema", optax.ema(0.9)), ("demo", DEMO))),
     state_unlike_any_parameter,
     lambda: step_of(DEMO, two())(model.init(), optax.adam(1.0).init(model.init()), model.batch(0)),
-    lambda: step_of(DEMO, two())(model.init(), state_of(4), model.batch(0)),
+    *[
+        ("the number of workers changed", functools.partial(step_of_others, *numbers, placed))
+        for numbers, placed in [((2, 4), True), ((4, 2), True), ((2, 4), False)]
+    ],
     state_of_another_number_inside,
     update_where_an_axis_is_left_to_the_compiler,
     # the step
-    summed_gradient,
+    (r"gradient\['bias'\] is not local.*local_value_and_grad", summed_gradient),
     same_gradients,
     workers_that_disagree,
-    lambda: step_of(DEMO, workers.mesh_of(8))(model.init(), state_of(8), model.batch(0, rows=12)),
-    lambda: step_of(DEMO, two(), batch_specs=P("rows"))(model.init(), state_of(2), model.batch(0)),
-    lambda: step_of(DEMO, two(), microbatches=3)(model.init(), state_of(2), model.batch(0)),
+    (
+        r"batch\['x'\] has shape \(11, 12\).*2 devices",
+        lambda: step_of_two(model.batch(0, rows=11)),
+    ),
+    (r"batch has shape \(\).*2 devices", lambda: step_of_two(np.float32(1))),
+    (
+        "batch_specs names the axis 'rows' for batch",
+        lambda: step_of_two(batch_specs=P("rows")),
+    ),
+    (
+        r"8 rows.*3 equal microbatches.*divide it x microbatches",
+        lambda: step_of_two(microbatches=3),
+    ),
     batch_of_one_process,
-    batch_on_more_devices,
+    *[
+        (
+            r"batch lies on .*4.*has 2 devices and not 4: give",
+            functools.partial(batch_on_more_devices, kind),
+        )
+        for kind in (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    ],
     lambda: step_of(DEMO, two())(model.init(), state_of(2), *model.batch(0).values()),
     lambda: jax.vmap(
         lambda x: demo_optax.local_value_and_grad(jnp.sum, "data")(a=x), axis_name="data"
     )(jnp.ones((2, 3))),
     lambda: demo_optax.stack_workers(demo_optax.stack_workers(DEMO, two()), two()),
-    lambda: demo_optax.stack_workers(DEMO, two()).update(model.init(), state_of(2), model.init()),
+    (
+        "the gradients of 2 workers are expected",
+        lambda: demo_optax.stack_workers(DEMO, two()).update(
+            model.init(), state_of(2), model.init()
+        ),
+    ),
     lambda: optax.masked(demo_optax.stack_workers(DEMO, two()), MASK).update(
         model.init(), optax.MaskedState(state_of(2)), model.init()
     ),
     lambda: demo_optax.worker_gradients(model.loss, two(), microbatches=2),
     lambda: demo_optax.worker_gradients(model.loss, mixed_kinds()),
-    lambda: demo_optax.make_train_step(
-        model.loss, DEMO, jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))
+    (
+        r"has no devices.*'data', 'fsdp'.*AbstractMesh",
+        lambda: demo_optax.make_train_step(
+            model.loss, DEMO, jax.sharding.AbstractMesh((2, 2), ("data", "fsdp"))
+        ),
     ),
-    lambda: demo_optax.make_train_step(model.loss, DEMO, two().abstract_mesh),
-    simulated_on_a_set_mesh,
-    mean_loss,
+    (
+        r"abstract form.*pass that mesh itself",
+        lambda: demo_optax.make_train_step(model.loss, DEMO, two().abstract_mesh),
+    ),
+    (r"simulated.*jax\.set_mesh", simulated_on_a_set_mesh),
+    *[
+        (r"the same on all workers.*Leave out pmean", functools.partial(mean_loss, microbatches))
+        for microbatches in (1, 2)
+    ],
     lambda: demo_optax.make_train_step(lambda params, batch: (0.0, 1, 2), DEMO, two())(
         model.init(), state_of(2), model.batch(0)
     ),
-    lambda: demo_optax.worker_gradients(jnp.sum, two())(model.init()),
+    (
+        r"\(params, batch\[, key\]\).*1 arguments were given",
+        lambda: demo_optax.worker_gradients(jnp.sum, two())(model.init()),
+    ),
     lambda: demo_optax.worker_gradients(model.loss, two())(jax.random.key(0), model.batch(0)),
-    lambda: step_of(DEMO, two(), batch_specs="data")(model.init(), state_of(2), model.batch(0)),
+    lambda: step_of_two(batch_specs="data"),
     lambda: step_of(DEMO, inner(), batch_specs=P(("fsdp", "data")))(
         model.init(), state_of(2), model.batch(0)
     ),
-    lambda: step_of(DEMO, two())(model.init(), state_of(2), {"x": 1.0}),
+    lambda: step_of_two({"x": 1.0}),
     workers_that_got_other_packets,
     state_of_the_model_without_aux,
     # local steps
@@ -377,7 +472,13 @@ RAISED = [
         local_steps=4,
         fragments=2,
     ),
-    lambda: demo_optax.worker_gradients(model.loss, two())(model.init(), model.batch(0)),
+    *[
+        (
+            r"got no opt_state.*demo_muon.*opt_state=opt_state",
+            functools.partial(gradients_without_a_state, mesh),
+        )
+        for mesh in (two(), jax.sharding.AbstractMesh((2,), ("data",)))
+    ],
     lambda: demo_optax.local_parameters(model.init(), {"state": object()}),
     lambda: demo_optax.local_parameters(model.init(), {"displacement": model.init()}),
     displacement_without_paths,

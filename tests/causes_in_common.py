@@ -8,7 +8,7 @@ import demo_optax
 from tests import workers
 
 LIBRARY = pathlib.Path(demo_optax.__file__).parent
-DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
+DEMO = demo_optax.demo(1e-3, demo_optax.Compression(2, 4), axis_name="data")
 
 
 def two():

@@ -21,6 +21,10 @@ def send_twice():
     ALONE.send(PARAMS, sent()[1], PARAMS)
 
 
+def send_with(exchange):
+    demo_optax.demo(1e-3, exchange=exchange).send(PARAMS, ALONE.init(PARAMS))
+
+
 def apply(packets=None, outbox=None, params=PARAMS, state=None, **options):
     own = sent()[0]
     outbox = own if outbox is None else outbox
@@ -39,10 +43,23 @@ RAISED = [
     apply_twice,
     lambda: ALONE.apply(sent()[0].packets, *sent(), None),
     lambda: apply(outbox=OTHER.empty_outbox(PARAMS)),
-    lambda: apply(packets=np.zeros((2, 3), np.uint32)),
+    *[
+        (r"packets must be uint32 \(workers, 128\)", functools.partial(apply, packets))
+        for packets in (
+            np.zeros((2, 3), np.uint32),
+            np.zeros((2, 128), np.int32),
+            np.zeros(128, np.uint32),
+        )
+    ],
     lambda: apply(packets=np.repeat(sent()[0].packets, 2, axis=0)),
     lambda: apply(worker=3),
     lambda: ALONE._replace(update=OTHER.update),
-    lambda: sent()[0]._replace(packets=np.zeros((2, 4), np.uint32)).packet,
-    lambda: demo_optax.demo(1e-3, exchange=demo_optax.TwoPhase()).send(PARAMS, ALONE.init(PARAMS)),
+    (
+        "holds 2 packets",
+        lambda: sent()[0]._replace(packets=np.zeros((2, 4), np.uint32)).packet,
+    ),
+    *[
+        ("has no halves", functools.partial(send_with, exchange))
+        for exchange in (demo_optax.TwoPhase(), demo_optax.Delayed(demo_optax.AllGather()))
+    ],
 ]

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 import importlib
 import sys
 import tempfile
@@ -260,8 +261,14 @@ RAISED = [
     lambda: with_worker(steps_after_it_has_left),
     lambda: with_worker(another_batch),
     lambda: with_worker(swarms.begin, lambda exchange: swarms.DEMO_SCALED),
-    lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, axis_name="data")),
-    lambda: with_worker(swarms.begin, demo_optax.demo(1e-3, exchange=DELAYED)),
+    *[
+        (said, functools.partial(with_worker, swarms.begin, demo_optax.demo(1e-3, exchange=each)))
+        for said, each in [
+            ("leave the axis out", demo_optax.AllGather("data")),
+            (r"SwarmWorker\(\.\.\., delay=1\)", DELAYED),
+            ("has no halves", demo_optax.TwoPhase("data")),
+        ]
+    ],
     lambda: with_worker(swarms.begin, RANDOM_BASIS),
     lambda: with_worker(swarms.begin, ON_A_PLATEAU),
     lambda: swarms.make_worker(swarms.DEMO_SCALED, None, 0, round_seconds=60.0),

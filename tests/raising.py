@@ -38,10 +38,11 @@ def place_of(error):
 
 
 def collect():
-    """Each place that raises, with its message."""
+    """Each place that raises, with its message; those of pairs match the pattern beside them."""
     collected = {}
-    for cause in RAISED:
-        with pytest.raises(Exception) as raised:
+    for each in RAISED:
+        pattern, cause = each if isinstance(each, tuple) else (None, each)
+        with pytest.raises(Exception, match=pattern) as raised:
             cause()
         place = place_of(raised.value)
         assert place, "".join(traceback.format_exception(raised.value))

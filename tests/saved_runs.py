@@ -8,7 +8,7 @@ import demo_optax
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
 
-TX = demo_optax.demo(1e-2, demo_optax.Compression(4, 8), axis_name="data")
+TX = demo_optax.demo(1e-2, demo_optax.Compression(2, 4), axis_name="data")
 EXTRA = {"key": jax.random.key(5), "windows": 3, "note": "abc", "table": np.arange(3), "on": True}
 
 

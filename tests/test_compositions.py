@@ -13,7 +13,7 @@ from tests.sweeps import slow, sweep
 
 WORKERS = 4
 MESH = workers.mesh_of(WORKERS)
-SMALL = demo_optax.Compression(4, 8)
+SMALL = demo_optax.Compression(2, 4)
 DEMO = demo_optax.demo(5e-3, SMALL, decay=0.9, axis_name="data")
 MATRICES = {"hidden": True, "bias": False, "out": True}
 BIASES = {n: not is_matrix for n, is_matrix in MATRICES.items()}

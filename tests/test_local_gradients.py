@@ -12,7 +12,7 @@ from tests.sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("annotations_unchecked")
 
-DEMO = demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data")
+DEMO = demo_optax.demo(1e-3, demo_optax.Compression(2, 4), axis_name="data")
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,6 @@ def summed_gradients(tx, mode):
 
     run = workers.spread(step, (P(), specs, P("data")), (P(), specs), 8, mode)
     return run(params, jax.device_get(state), model.stacked(model.batch(0)))
-
-
-def test_summed_gradients_are_refused_by_their_type():
-    with pytest.raises(ValueError, match=r"gradient\['bias'\] is not local.*local_value_and_grad"):
-        summed_gradients(DEMO, "shard_map")
 
 
 def test_summed_gradients_are_refused_by_the_dense_mean_too():

@@ -368,13 +368,6 @@ def test_a_state_without_workers_is_refused_by_stacked_gradients():
     assert found(params, np.ones((2, 4), np.float32), state=state).loss.shape == (2,)
 
 
-def test_parameters_of_another_structure_are_refused():
-    tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0)
-    state = tx.init({"params": jnp.zeros(SIZE)})
-    with pytest.raises(ValueError, match="the parameters are"):
-        demo_optax.local_parameters(jnp.zeros(SIZE), state)
-
-
 def test_it_may_be_a_hyperparameter():
     tx = optax.inject_hyperparams(demo_optax.demo_scaled, static_args=("compression", "exchange"))
     tx = tx(1e-2, COMPRESSION, look_ahead=2.0)

@@ -92,27 +92,6 @@ def test_empty_leaves_may_lie_in_any_part():
     assert updates["a"].shape == (0, 5) and np.isfinite(updates["c"]).all()
 
 
-def test_accumulation_in_sharded_workers_keeps_what_is_whole_inside_them():
-    mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
-    specs = {"w": jax.P("fsdp"), "b": jax.P()}
-    tx = demo_optax.multi_steps(
-        optax.chain(optax.scale_by_rms(), demo_optax.demo_sgd(0.1, SMALL, axis_name="data")),
-        2,
-    )
-    params = {"w": np.ones((16, 8), np.float32), "b": np.ones(8, np.float32)}
-    batch = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    params, *_ = workers.train(
-        tx,
-        range(2),
-        mesh=mesh,
-        params=lambda: params,
-        loss=lambda p, x: jnp.mean((x @ p["w"] + p["b"][None]) ** 2),
-        batch=lambda _: batch,
-        param_specs=specs,
-    )
-    assert (np.asarray(params["b"]) != 1).any()
-
-
 @sweep(demo_optax.demo_muon, make=[demo_optax.demo_scaled, demo_optax.demo_muon])
 def test_accumulation_in_sharded_workers_types_nothing_as_sharded_that_is_whole(make):
     mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
@@ -154,22 +133,6 @@ def test_labels_of_whole_subtrees_divide_sharded_parameters(make):
     assert all((np.asarray(x) < 1).any() for x in jax.tree.leaves(after))
 
 
-def test_a_partition_that_exchanges_by_itself_moves_while_another_waits():
-    dense = optax.chain(demo_optax.mean_over_workers("data"), optax.sgd(0.1))
-    delayed = demo_optax.demo(0.1, SMALL, exchange=Delayed(AllGather("data")))
-    tx = optax.partition({"a": delayed, "b": dense}, {"w": "a", "e": "b"})
-    params = {"w": np.ones((8, 8), np.float32), "e": np.ones(4, np.float32)}
-    after, *_ = workers.train(
-        tx,
-        range(1),
-        mesh=workers.mesh_of(4),
-        params=lambda: params,
-        loss=lambda p, x: jnp.sum(p["w"]) + jnp.sum(p["e"]) * jnp.mean(x),
-        batch=lambda _: np.ones((4, 1), np.float32),
-    )
-    assert (after["e"] != 1).all() and (after["w"] == 1).all()
-
-
 def test_settings_of_numpy_make_the_same_packets(annotations_unchecked):
     assert repr(Compression(np.int64(8))) == repr(Compression(8))
 
@@ -201,19 +164,6 @@ def test_pending_packets_of_other_settings_are_refused(simulated, warm):
 
 
 TWO_OF_FOUR = demo_optax.demo(0.1, Compression(2, 4), axis_name="data")
-
-
-def test_a_loss_that_averages_over_the_workers_is_refused():
-    mesh = workers.mesh_of(2)
-
-    def loss(params, batch):
-        return jax.lax.pmean(mean_product(params, batch), "data")
-
-    for microbatches in (1, 2):
-        step = demo_optax.make_train_step(loss, TWO_OF_FOUR, mesh, microbatches=microbatches)
-        state = demo_optax.init_opt_state(TWO_OF_FOUR, EIGHT, mesh)
-        with pytest.raises(ValueError, match=r"the same on all workers.*Leave out pmean"):
-            step(EIGHT, state, ROWS)
 
 
 def test_the_caller_may_exclude_all_workers():

@@ -12,7 +12,7 @@ import demo_optax
 from tests import model, workers
 from tests.sweeps import slow, sweep
 
-SMALL = demo_optax.Compression(4, 8)
+SMALL = demo_optax.Compression(2, 4)
 OPTIMIZERS = {
     "demo": demo_optax.demo(
         5e-3, decay=0.95, weight_decay=0.01, compression=SMALL, axis_name="data"

@@ -28,11 +28,11 @@ def results_of(program, *arguments):
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
-def test_both_restore_the_step_that_the_first_one_lists(tmp_path):
+def test_both_restore_the_step_that_the_first_one_lists_and_repair_the_same_replica(tmp_path):
     """Although the second one does not see it in its list, as on a disk that it caches."""
-    first, second = results_of("restore_an_old_list.py", tmp_path / "run")
-    assert first == [[1, 2, 3], 2, 2, 3]
-    assert second == [[1], 2, 2, 3]
+    first, second = results_of("restore_and_repair.py", tmp_path / "run")
+    assert (first.pop("steps"), second.pop("steps")) == ([[1, 2, 3], 2, 2, 3], [[1], 2, 2, 3])
+    assert first == second == {"drifted": [2], "left": [], "mended": [[1.0, 2.0, 3.0]] * 2}
 
 
 @sweep("int4", values=["float32", "int4"])

@@ -33,14 +33,14 @@ def collectives(tx, **options):
 
 
 OPTIMIZERS = {
-    "demo": demo_optax.demo(1e-3, demo_optax.Compression(4, 8), axis_name="data"),
+    "demo": demo_optax.demo(1e-3, demo_optax.Compression(2, 4), axis_name="data"),
     "everything": demo_optax.demo(1e-3, demo_optax.Compression(64, 8), axis_name="data"),
     "adamw": demo_optax.demo_adamw(
         1e-3, demo_optax.Compression(7, 8, transform="random"), axis_name="data"
     ),
     "preconditioned": demo_optax.demo(
         1e-3,
-        demo_optax.Compression(7, 8, value_coding="bfloat16"),
+        demo_optax.Compression(3, 4, value_coding="bfloat16"),
         precondition=optax.scale_by_rms(),
         axis_name="data",
     ),

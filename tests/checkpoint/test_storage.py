@@ -70,16 +70,6 @@ def test_a_folder_that_is_deleted_while_the_run_goes_on_is_made_again(tmp_path):
     assert is_run(restored(tmp_path / "run"), 2)
 
 
-def test_a_folder_that_becomes_a_file(tmp_path):
-    with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
-        saves(checkpointer, 1, wait=True)
-        shutil.rmtree(tmp_path / "run")
-        (tmp_path / "run").write_text("")
-        with pytest.raises(OSError, match=r"step 2 could not be saved in .*: ") as error:
-            saves(checkpointer, 2, wait=True)
-        assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("path", ["file", "file/below", "/proc/none/below"])
 def test_a_folder_that_cannot_be(path, tmp_path):
     (tmp_path / "file").write_text("")
@@ -124,16 +114,17 @@ def test_a_url_never_becomes_a_folder_of_this_machine(use, place, error, tmp_pat
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
-@pytest.mark.parametrize("step", [3.0, -1, None, "3", np.float32(3)])
-def test_a_step_is_a_number_of_updates(step, tmp_path):
+def test_a_step_is_a_number_of_updates(tmp_path):
+    wrong = [3.0, -1, None, "3", np.float32(3)]
     with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
-        with pytest.raises((TypeError, ValueError), match=r"integer|step must be at least 0"):
-            saves(checkpointer, step)
+        for step in wrong:
+            with pytest.raises((TypeError, ValueError), match=r"integer|step must be at least 0"):
+                saves(checkpointer, step)
         for number in (np.int64(3), jnp.int32(4)):
             saves(checkpointer, number, wait=True)
             assert checkpointer.latest == int(number)
             assert is_run(restored(tmp_path / "run", step=number), 2)
-        if step is not None:
+        for step in filter(None, wrong):
             with pytest.raises((TypeError, FileNotFoundError), match=r"integer|step -1"):
                 checkpointer.restore(model.init(), step=step)
             with pytest.raises((TypeError, FileNotFoundError), match=r"integer|step -1"):
@@ -167,30 +158,27 @@ def bare(x):
     return type(x), getattr(x, "dtype", None), np.shape(x), x if np.ndim(x) == 0 else x.tolist()
 
 
-@pytest.mark.parametrize("name", ANY_EXTRA)
-def test_an_extra_of_any_kind_comes_back_as_it_was(name, tmp_path):
-    extra = ANY_EXTRA[name]
-    like = (
-        extra if name == "arrays" else jax.tree.map(lambda x: x if np.ndim(x) else type(x)(), extra)
-    )
+def test_an_extra_of_any_kind_comes_back_as_it_was(tmp_path):
+    like = jax.tree.map(lambda x: x if np.ndim(x) else type(x)(), ANY_EXTRA | {"arrays": None})
+    like |= {"arrays": ANY_EXTRA["arrays"]}
     with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
-        checkpointer.save(1, *RUNS[2][0], extra, wait=True)
+        checkpointer.save(1, *RUNS[2][0], ANY_EXTRA, wait=True)
         found = checkpointer.restore(model.init(), like).extra
-    assert jax.tree.structure(found) == jax.tree.structure(extra)
-    assert list(map(bare, jax.tree.leaves(found))) == list(map(bare, jax.tree.leaves(extra)))
+    assert jax.tree.structure(found) == jax.tree.structure(ANY_EXTRA)
+    for name, extra in ANY_EXTRA.items():
+        both = [list(map(bare, jax.tree.leaves(x))) for x in (found[name], extra)]
+        assert both[0] == both[1], name
 
 
 NOT_STORED = [object(), print, Decimal(1), {1}, np.array(["a"]), np.array([None])]
 NOT_STORED += [np.ones(2, jnp.uint4), jnp.ones(2, "float8_e4m3")]
 
 
-@pytest.mark.parametrize(
-    "leaf", NOT_STORED, ids=lambda x: str(getattr(x, "dtype", type(x).__name__))
-)
-def test_what_cannot_be_stored_is_named_before_anything_is_written(leaf, tmp_path):
+def test_what_cannot_be_stored_is_named_before_anything_is_written(tmp_path):
     with Checkpointer(tmp_path / "run", TX, workers.mesh_of(2)) as checkpointer:
-        with pytest.raises(TypeError, match=r"extra\['data'\]\[1\] is .*cannot be stored"):
-            checkpointer.save(1, *RUNS[2][0], {"data": [3, leaf]})
+        for leaf in NOT_STORED:
+            with pytest.raises(TypeError, match=r"extra\['data'\]\[1\] is .*cannot be stored"):
+                checkpointer.save(1, *RUNS[2][0], {"data": [3, leaf]})
         saves(checkpointer, 1, wait=True)
     assert is_run(restored(tmp_path / "run"), 2)
 
@@ -304,11 +292,6 @@ def lines_of(program, folder):
     )
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_an_import_changes_nothing_of_the_process(tmp_path):
-    assert lines_of(UNCHANGED.format(""), tmp_path) == []
 
 
 def test_calls_that_succeed_change_nothing_and_a_full_disk_says_a_line_for_each_save(tmp_path):

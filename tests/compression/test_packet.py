@@ -257,8 +257,8 @@ def test_replicas_agree_to_the_bit_and_one_gather_of_unsigned_words_does_it(name
         optax.scale_by_sign(),
         optax.scale_by_learning_rate(1e-2),
     )
-    step = demo_optax.make_train_step(model.loss, tx, mesh)
-    params = model.init()
+    step = demo_optax.make_train_step(model.linear_loss, tx, mesh)
+    params = model.one_matrix()
     opt_state = demo_optax.init_opt_state(tx, params, mesh)
     for seed in range(3):
         params, opt_state, metrics = step(params, opt_state, model.batch(seed))

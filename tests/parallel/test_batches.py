@@ -121,11 +121,6 @@ def test_custom_metrics_are_clipped_gradients():
     np.testing.assert_allclose(metrics.custom, 0.01, rtol=1e-5)
 
 
-def test_an_axis_that_the_mesh_lacks_is_named():
-    with pytest.raises(ValueError, match="batch_specs names the axis 'rows' for batch"):
-        train(range(1), batch_specs=P("rows"))
-
-
 @sweep("sharded", specs=["whole", "sharded"])
 def test_packet_bytes_on_a_mesh_are_those_of_the_step(specs):
     specs = {"whole": P(), "sharded": {"out": P("fsdp")}}[specs]
@@ -205,11 +200,3 @@ def test_a_batch_on_another_mesh_is_put_on_the_workers(shape, names, other, kind
         1.0, batch, opt_state=()
     )
     np.testing.assert_array_equal(found.gradients, np.arange(16.0).reshape(4, 4).sum(axis=1))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_a_batch_on_another_number_of_devices_is_refused(kind):
-    mesh, batch = workers.mesh_of(4, kind=kind), rows_on((8,), ("data",), AxisType.Explicit)
-    gradients = jax.jit(demo_optax.worker_gradients(lambda w, x: w * x.sum(), mesh))
-    with pytest.raises(ValueError, match=r"batch lies on .*8.*has 4 devices and not 8: give"):
-        gradients(1.0, batch, opt_state=())

@@ -109,7 +109,6 @@ def trained(tx, params, mesh, **options):
 
 
 @sweep(
-    ("mask of the weight decay", "nnx.Param"),
     ("labels", "Partitioned"),
     ("dimension numbers", "nnx.Param"),
     ("mask of the inner optimizer", "LogicallyPartitioned"),

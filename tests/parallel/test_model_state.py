@@ -149,14 +149,6 @@ def test_random_keys_of_any_shape_differ(shape, impl):
     assert len(np.unique(numbers, axis=0)) == given.size
 
 
-def test_a_state_without_workers_is_refused():
-    mesh = workers.mesh_of(WORKERS)
-    step = demo_optax.make_train_step(loss, TX, mesh, stateful=True)
-    opt_state = demo_optax.init_opt_state(TX, PARAMS, mesh)
-    with pytest.raises(ValueError, match=r"make them with demo_optax.init_model_state"):
-        step(PARAMS, opt_state, STATE, model.batch(0))
-
-
 def test_fp8_scales_as_a_model_state_are_those_of_flax():
     layer = linen.Dense(3, dot_general_cls=Fp8DirectDotGeneralOp)
     x, mesh = (

@@ -1,8 +1,5 @@
 """A bit that flips in one replica is found, named and repaired from the majority."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +13,6 @@ import demo_optax
 from benchmarks import hlo
 from demo_optax._src.parallel.replicas import Drift, _checksums, check_replicas, repair_replicas
 from tests import model, workers
-from tests.ports import free_port
 from tests.workers import mesh_of
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "complex64"]
@@ -300,34 +296,3 @@ def test_training_goes_on_after_a_repair_as_if_nothing_had_happened():
     assert ("[0]['out']", 5) in {drift[:2] for drift in found}
     assert {drift.worker for drift in found} == {5}
     assert losses != unharmed[2]
-
-
-PROCESS = """
-import sys, jax, numpy as np
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-from demo_optax._src.parallel.replicas import check_replicas, repair_replicas
-
-mesh = jax.make_mesh((4,), ("data",))
-right, wrong = np.float32([1, 2, 3]), np.float32([1, -2, 3])
-local = [d for d in mesh.devices if d.process_index == jax.process_index()]
-x = jax.make_array_from_single_device_arrays(
-    (3,),
-    jax.NamedSharding(mesh, jax.P()),
-    [jax.device_put(wrong if d == mesh.devices[2] else right, d) for d in local],
-)
-repaired = repair_replicas(x, mesh)
-everywhere = [shard.data.tolist() for shard in repaired.addressable_shards]
-print([d.worker for d in check_replicas(x, mesh)], check_replicas(repaired, mesh), everywhere)
-"""
-
-
-def test_two_processes_get_the_same_answer():
-    address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-W", "error", "-c", PROCESS, address]
-    processes = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)
-    ]
-    outputs = [process.communicate(timeout=200)[0].splitlines() for process in processes]
-    assert [lines[-1] for lines in outputs] == ["[2] () [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]"] * 2

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -338,16 +337,3 @@ def test_specs_of_the_state_end_with_the_name_of_an_axis():
         "bias": P("replica"),
         "out": P("replica", "fsdp"),
     }
-
-
-@pytest.mark.parametrize(
-    "specs, message",
-    [
-        (P("replica"), "'replica' is the workers' axis"),
-        ({"hidden": P("replica"), "bias": None, "out": None}, "'replica' is the workers' axis"),
-        ({"hidden": P("model"), "bias": P(), "out": P()}, "'model' is not among them"),
-    ],
-)
-def test_specs_that_cannot_be_are_refused(specs, message):
-    with pytest.raises(ValueError, match=message):
-        demo_optax.init_opt_state(SGD, params(), mesh_of(2, 2), "replica", specs)

@@ -13,6 +13,7 @@ import demo_optax
 from demo_optax import Compression
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
+from tests.sweeps import sweep
 
 SIMULATED = AbstractMesh((8,), ("data",))
 ONES = np.ones(8, np.float32)
@@ -142,19 +143,26 @@ def restored(params):
     return found.params, found.opt_state
 
 
-@pytest.mark.parametrize(
-    "begin, take_step",
-    [
-        (lambda params: (params, STACKED.init(params)), lambda *args: STEP(*args)[:2]),
-        (lambda params: (params, STACKED.init(params)), stacked_step),
-        (after_a_step, lambda *args: STEP(*args)[:2]),
-        (restored, stacked_step),
-    ],
-    ids=["from init", "stacked gradients", "after a step", "restored"],
+def whole_step(*args):
+    return STEP(*args)[:2]
+
+
+def from_init(params):
+    return params, STACKED.init(params)
+
+
+@sweep(
+    (from_init, whole_step, "anywhere"),
+    (from_init, stacked_step, "on a device"),
+    (after_a_step, whole_step, "on a device"),
+    (restored, stacked_step, "anywhere"),
+    begin=[from_init, after_a_step, restored],
+    take_step=[whole_step, stacked_step],
+    place=["anywhere", "on a device"],
 )
-@pytest.mark.parametrize("device", [None, jax.local_devices()[0]], ids=["anywhere", "on a device"])
-def test_a_jitted_loop_around_simulated_workers_compiles_once(begin, take_step, device):
+def test_a_jitted_loop_around_simulated_workers_compiles_once(begin, take_step, place):
     loop = jax.jit(lambda *args: take_step(*args))
+    device = jax.local_devices()[0] if place == "on a device" else None
     carried = begin(jax.device_put({"w": jnp.ones((24, 40))}, device))
     for number in range(3):
         carried = loop(*carried, normal(number, (8, 24)))
@@ -168,12 +176,6 @@ def test_the_first_step_of_simulated_workers_copies_the_parameters_and_takes_the
     assert opt_state[0].momentum["w"].is_deleted() and not params["w"].is_deleted()
 
 
-def test_further_axes_of_a_simulated_mesh_are_refused():
-    mesh = AbstractMesh((4, 2), ("data", "fsdp"))
-    with pytest.raises(ValueError, match=r"has no devices.*'data', 'fsdp'.*AbstractMesh"):
-        demo_optax.make_train_step(lambda p, b: p, OPTIMIZERS["demo"], mesh)
-
-
 def test_a_batch_that_cannot_be_divided_among_simulated_workers_names_them():
     tx, params = OPTIMIZERS["demo"], {"w": np.zeros((24, 40), np.float32)}
     step = demo_optax.make_train_step(lambda p, x: jnp.sum(x @ p["w"]), tx, SIMULATED)
@@ -181,22 +183,8 @@ def test_a_batch_that_cannot_be_divided_among_simulated_workers_names_them():
         step(params, demo_optax.init_opt_state(tx, params, SIMULATED), np.ones((12, 24)))
 
 
-def test_the_abstract_form_of_a_mesh_with_devices_is_refused():
-    mesh = workers.mesh_of(4).abstract_mesh
-    with pytest.raises(ValueError, match=r"abstract form.*pass that mesh itself"):
-        demo_optax.make_train_step(lambda p, b: p, OPTIMIZERS["demo"], mesh)
-
-
 def test_simulated_workers_lie_on_the_default_device():
     last = jax.local_devices()[-1]
     with jax.default_device(last):
         state = demo_optax.init_opt_state(OPTIMIZERS["demo"], ONES, SIMULATED)
     assert state[0].momentum.devices() == {last}
-
-
-def test_a_mesh_that_is_set_for_the_whole_program_is_named():
-    with (
-        jax.set_mesh(workers.mesh_of(2)),
-        pytest.raises(ValueError, match=r"simulated.*jax\.set_mesh"),
-    ):
-        demo_optax.init_opt_state(OPTIMIZERS["demo"], ONES, SIMULATED)

@@ -207,39 +207,6 @@ def test_a_train_state_in_a_plain_jit(manual):
         np.testing.assert_allclose(loss, manual[1][i], rtol=1e-4)
 
 
-def test_an_nnx_optimizer_in_a_plain_jit():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("tensor", None))
-            self.out = nnx.Linear(12, 3, use_bias=False, kernel_init=init, rngs=rngs)
-
-        def __call__(self, x):
-            return self.out(x)
-
-    mesh = mesh_of()
-    tx = demo_optax.demo_sgd(0.1, demo_optax.Compression(4, 6), decay=0.9, axis_name="replica")
-    with jax.set_mesh(mesh):
-        module = Model(nnx.Rngs(0))
-        graph, _ = nnx.split(module, nnx.Param)
-        stacked = demo_optax.stack_workers(tx, mesh, "replica")
-        optimizer = nnx.Optimizer(module, stacked, wrt=nnx.Param)
-
-        def loss(params, batch):
-            return jnp.mean(jnp.square(nnx.merge(graph, params)(batch["x"]) - batch["y"]))
-
-        gradients = demo_optax.worker_gradients(loss, mesh, "replica")
-
-        @nnx.jit
-        def step(module, optimizer, batch):
-            params = nnx.state(module, nnx.Param)
-            found = gradients(params, batch, opt_state=nnx.state(optimizer))
-            optimizer.update(module, found.gradients)
-            return found.loss
-
-        losses = [np.mean(step(module, optimizer, model.batch(0))) for _ in range(8)]
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_an_nnx_optimizer_of_a_sharded_model_on_an_explicit_mesh():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -293,50 +260,11 @@ def test_an_nnx_optimizer_of_a_sharded_model_on_an_explicit_mesh():
     assert demo_optax.check_replicas(nnx.as_pure(nnx.state(module)), mesh, "replica") == ()
 
 
-@pytest.mark.slow
-def test_boxed_parameters_have_momenta_without_boxes():
-    from flax import linen as nn
-
-    boxed = {
-        "w": nn.Partitioned(jnp.ones((24, 16)), names=("embed", "mlp")),
-        "b": jnp.ones(16),
-    }
-    tx = demo_optax.demo(1e-3, demo_optax.Compression(4, 8))
-    state = tx.init(boxed)
-    updates, new = tx.update(boxed, state, boxed)
-    assert not [x for x in jax.tree.leaves((state, new), is_leaf=_is_box) if _is_box(x)]
-    assert isinstance(updates["w"], nn.Partitioned)
-    assert updates["w"].names == ("embed", "mlp")
-
-
 def boxed_model():
     from flax import linen as nn
 
     box = nn.LogicallyPartitioned(model.init()["hidden"], names=("embed", "mlp"))
     return {**model.init(), "hidden": box}
-
-
-@pytest.mark.slow
-def test_a_stacked_state_has_no_boxes_and_serves_boxed_and_plain_parameters():
-    mesh = mesh_of()
-    rms = optax.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True)
-    plain = demo_optax.demo(
-        1e-3, demo_optax.Compression(4, 8), precondition=rms, axis_name="replica"
-    )
-    tx = demo_optax.stack_workers(plain, mesh, "replica", SPECS)
-    state = tx.init(boxed_model())
-    assert not [x for x in jax.tree.leaves(state, is_leaf=_is_box) if _is_box(x)]
-    shardings = demo_optax.state_shardings(plain, boxed_model(), mesh, "replica", SPECS)
-    assert jax.tree.structure(shardings) == jax.tree.structure(state)
-
-    def gradients(params):
-        return jax.tree.map(lambda x: jnp.stack([jnp.ones_like(x), 2 * jnp.ones_like(x)]), params)
-
-    update = jax.jit(tx.update)
-    boxed, after = update(gradients(boxed_model()), state, boxed_model())
-    bare, after_bare = update(gradients(model.init()), state, model.init())
-    assert boxed["hidden"].names == ("embed", "mlp")
-    chex.assert_trees_all_equal(*map(jax.tree.leaves, ((boxed, after), (bare, after_bare))))
 
 
 def test_shardings_and_boxed_specs_serve_as_the_specs_of_parameters():
@@ -347,17 +275,6 @@ def test_shardings_and_boxed_specs_serve_as_the_specs_of_parameters():
     expected = demo_optax.state_specs(TX, model.init(), mesh, "replica", SPECS)
     for given in (shardings, specs):
         assert demo_optax.state_specs(TX, boxed, mesh, "replica", given) == expected
-
-
-def _is_box(x):
-    return hasattr(x, "unbox")
-
-
-def test_gradients_that_are_not_stacked_are_refused():
-    tx = demo_optax.stack_workers(TX, mesh_of(), "replica", SPECS)
-    state = tx.init(model.init())
-    with pytest.raises(ValueError, match="the gradients of 2 workers are expected"):
-        tx.update(model.init(), state, model.init())
 
 
 def test_microbatches_and_keys_differ_between_workers():

@@ -151,40 +151,6 @@ def test_partition_leaves_each_part_its_own_optimizer(mode):
         assert_close({"bias": updates["bias"]}, expected)
 
 
-@pytest.mark.slow
-def test_masked_leaves_go_another_way():
-    matrices = {"out": True, "bias": False}
-    rest = jax.tree.map(lambda x: not x, matrices)
-    dense = demo_optax.mean_over_workers("data")
-    ours, state = run(optax.chain(optax.masked(MOMENTUM, matrices), optax.masked(dense, rest)))
-    assert isinstance(state[0].inner_state.momentum["bias"], optax.MaskedNode)
-    theirs, _ = run(MOMENTUM, gradients={"out": GRADIENTS["out"]})
-    for step, updates in enumerate(ours):
-        assert_close({"out": updates["out"]}, theirs[step])
-        np.testing.assert_allclose(
-            updates["bias"], (1 + step) * GRADIENTS["bias"].mean(0), rtol=1e-5, atol=1e-7
-        )
-
-
-@pytest.mark.slow
-def test_multi_steps_exchange_the_mean_of_their_gradients():
-    """Under vmap; its branches do not fit the types of shard_map, which an error says."""
-    tx = optax.MultiSteps(MOMENTUM, 2).gradient_transformation()
-    params = model.affine()
-    state = jax.tree.map(lambda x: np.stack([x] * 4), tx.init(params))
-    update_all = jax.jit(jax.vmap(tx.update, axis_name="data"))
-    update, single = workers.started(MOMENTUM, params, 4)
-    for step, factor in enumerate((1.5, 3.5)):
-        for part in (2 * step + 1, 2 * step + 2):
-            updates, state = update_all(scaled(GRADIENTS, part), state)
-            if part % 2:
-                assert not any(np.any(x) for x in jax.tree.leaves(updates))
-        expected, single = update(scaled(GRADIENTS, factor), single, params)
-        assert_close(jax.tree.map(lambda x: x[0], updates), expected)
-    with pytest.raises(ValueError, match="microbatches"):
-        specs_of(tx)
-
-
 def test_linen_train_state_holds_a_stacked_optimizer():
     class Network(linen.Module):
         @linen.compact

@@ -14,7 +14,7 @@ import demo_optax
 from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.packet import Origin, parse_headers
 from demo_optax._src.swarm import replicated_state
-from demo_optax._src.swarm.programs import division_of, require_optimizer, text_of
+from demo_optax._src.swarm.programs import division_of, text_of
 from demo_optax._src.swarm.records import PacketRef, packet_key, sha256
 from demo_optax.swarm import Member, ObjectStore, SwarmError, SwarmWorker
 from tests import swarms
@@ -146,19 +146,6 @@ def test_a_loss_may_loop_from_zeros_without_checks_of_types(tmp_path, check_vma)
             assert "check_vma=False" in "".join(error.value.__notes__)
         else:
             swarms.begin(worker)
-
-
-@pytest.mark.parametrize(
-    "exchange, error, message",
-    [
-        (demo_optax.Delayed(demo_optax.AllGather()), ValueError, r"SwarmWorker\(\.\.\., delay=1\)"),
-        (demo_optax.AllGather("data"), ValueError, "leave the axis out"),
-        (demo_optax.TwoPhase("data"), TypeError, "has no halves"),
-    ],
-)
-def test_an_exchange_that_a_swarm_cannot_carry_is_refused_with_advice(exchange, error, message):
-    with pytest.raises(error, match=message):
-        require_optimizer(demo_optax.demo(1e-3, exchange=exchange))
 
 
 def test_a_packet_is_sealed_with_its_workers_slot(tmp_path):

@@ -1,6 +1,8 @@
-"""One of two processes that save twice and restore; process 1 does not see the second save yet.
+"""One of two processes that save twice, restore, and repair a replica of the second one.
 
-python restore_an_old_list.py ADDRESS PROCESS FOLDER
+Process 1 does not see the second save yet.
+
+python restore_and_repair.py ADDRESS PROCESS FOLDER
 """
 
 import json
@@ -12,12 +14,14 @@ import numpy as np
 
 def main(address, process, folder):
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(address, num_processes=2, process_id=int(process))
     import demo_optax
+    from demo_optax import check_replicas, repair_replicas
     from demo_optax._src.checkpoint import reading
     from demo_optax.checkpoint import Checkpointer
 
-    mesh = jax.make_mesh((2,), ("data",))
+    mesh = jax.make_mesh((4,), ("data",))
     everywhere = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = jax.device_put({"w": np.zeros((8, 8), np.float32)}, everywhere)
     tx = demo_optax.demo(1e-3, demo_optax.Compression(topk=4), axis_name="data")
@@ -32,7 +36,19 @@ def main(address, process, folder):
         latest, restored = checkpointer.latest, checkpointer.restore(params).step
         checkpointer.save(3, params, demo_optax.init_opt_state(tx, params, mesh), wait=True)
     seen = reading.listed_steps(reading.absolute(folder))
-    print(json.dumps([seen, latest, restored, checkpointer.latest]), flush=True)
+
+    right, wrong = np.float32([1, 2, 3]), np.float32([1, -2, 3])
+    own = [d for d in mesh.devices if d.process_index == jax.process_index()]
+    copies = [jax.device_put(wrong if d == mesh.devices[2] else right, d) for d in own]
+    x = jax.make_array_from_single_device_arrays((3,), everywhere, copies)
+    mended = repair_replicas(x, mesh)
+    result = dict(
+        steps=[seen, latest, restored, checkpointer.latest],
+        drifted=[drift.worker for drift in check_replicas(x, mesh)],
+        left=check_replicas(mended, mesh),
+        mended=[shard.data.tolist() for shard in mended.addressable_shards],
+    )
+    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
