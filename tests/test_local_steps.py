@@ -232,10 +232,10 @@ def test_progress_that_the_outer_optimizer_refuses_is_kept_whole(merge):
 
 
 def test_inner_steps_may_accumulate():
-    inner = demo_optax.multi_steps(optax.sgd(0.1), 2)
+    inner = demo_optax.multi_steps(optax.sgd(0.1), 2, axis_name="data")
     _, state, seen = train(local(dense(), inner=inner, every=4), range(8))
     assert [bool(metrics.exchanged) for metrics in seen] == 2 * [False, False, False, True]
-    assert state.inner.gradient_step.tolist() == 4 * [4]
+    assert state.inner.round.tolist() == 4 * [4]
 
 
 @sweep("sparseloco", name=BOTH)
