@@ -213,7 +213,7 @@ def test_a_round_that_was_begun_longer_ends_at_once():
 @pytest.mark.parametrize("outer", [sparse(), demo_optax.mean_over_workers("data")])
 def test_an_axis_other_than_that_of_the_outer_optimizer_is_refused(outer):
     mesh = workers.mesh_of(4)
-    with pytest.raises(ValueError, match=r"outer exchanges over .*axis_name='data'"):
+    with pytest.raises(ValueError, match=r"exchanges over .*axis_name='data'"):
         train(demo_optax.local_steps(optax.sgd(1.0), outer, every=2), range(1), mesh=mesh)
 
 

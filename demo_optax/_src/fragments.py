@@ -113,14 +113,13 @@ class Fragments:
         exchange = getattr(outer, "exchange", None)
         kinds = (AllGather, TwoPhase) if axis_name is not None else (AllGather,)
         if exchange is None or type(exchange) not in kinds:
-            given = f"its exchange is {exchange}" if exchange else "this one has no halves"
+            given = f"its exchange is {exchange}" if exchange else "it has no send and apply"
             raise TypeError(
                 "with fragments, which come late anyway, the outer optimizer must exchange by "
                 f"AllGather({axis_name!r}) or TwoPhase({axis_name!r}), but {given}: give "
-                f"demo_optax.decoupled(..., exchange=AllGather({axis_name!r})). A dense exchange "
-                "is decoupled(base, "
-                "Compression(topk=4096, transform='identity'), decay=1.0, gradient_weight=1.0, "
-                "mean='workers')."
+                f"demo_optax.decoupled(base, compression, exchange=AllGather({axis_name!r})). "
+                "Compression(topk=4096, transform='identity') with decay=1.0, gradient_weight=1.0 "
+                "and mean='workers' sends every element."
             )
         stacked = dataclasses.replace(outer.compression, block_rule="stack")
         return cls(outer.algorithm.with_compression(stacked), Cutter(outer.compression, count))
@@ -135,7 +134,8 @@ class Fragments:
             )
         sections = self.cutter.sections(params)
         states = jax.vmap(self.outer.init, in_axes=1, axis_size=self.count)(sections)
-        states = _with_state_of(states, jax.tree.map(lambda x: x[0], states), jnp.int32(0))
+        first = jax.tree.map(lambda x: x[0], states)
+        states = _with_state_of(states, first, jnp.int32(0))  # with the metrics of one
         progress = jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), sections)
         outbox = Outbox.empty(self._plan(progress), self.outer.exchange, progress)
         return states, self._kept(outbox._replace(status=jnp.int32(IN_ROUND)))

@@ -57,10 +57,10 @@ def local_steps(
     the weight of its steps, which is the sum of the extra argument ``message_weight``.
 
     A worker skips an inner step whose gradient is not finite. If it skipped all steps of a round,
-    or its own parameters are not finite at the end, it sends nothing, and in the latter case
-    continues from the shared parameters: ``outer`` gets zeros and ``participates=False``, which its
-    links must pass on. An inner state that is not finite at the end of a round is reset, except for
-    its schedules and injected hyperparameters.
+    or its own parameters are not finite at the end, it sends nothing: ``outer`` gets zeros and
+    ``participates=False``, which the transformations in it must pass on. In the latter case the
+    worker continues from the shared parameters. An inner state that is not finite at the end of a
+    round is reset, except for its schedules and injected hyperparameters.
 
     ``docs/how_to/local_steps.md`` makes DiLoCo and SparseLoCo of it, and says when fragments,
     ``merge`` and an overlap by ``send`` and ``apply`` pay.
