@@ -161,7 +161,7 @@ class LocalSteps:
             )
         if nodes(outer_state, LookAheadState):
             raise ValueError(
-                "the state of outer holds a LookAheadState, but a round of local steps begins at "
+                "the state of outer holds a LookAheadState ('look_ahead'), but a round begins at "
                 "the shared parameters: give outer look_ahead=None."
             )
         none, axis_name = jnp.zeros((), jnp.int32), self.axis_name
