@@ -24,8 +24,12 @@ def block_sides(shape, chunk, rule):
             sides[axis] = divisor(shape[axis], max(room, 1))
         elif rule == "divisor":
             sides[axis] = divisor(shape[axis], chunk)
-        else:
-            sides[axis] = min(shape[axis], chunk)
+        elif shape[axis] <= chunk:
+            sides[axis] = shape[axis]
+        else:  # of sides that need the fewest blocks, the least multiple of 8
+            fewest = -(-shape[axis] // chunk)
+            enough = [n for n in range(1, chunk + 1) if n * fewest >= shape[axis]]
+            sides[axis] = next((n for n in enough if n % 8 == 0), chunk)
     return tuple(sides)
 
 
@@ -54,31 +58,27 @@ def to_coefficients(tensor, sides, transform):
     """The stored coefficients of a tensor, float64 ``(*grid, n)``."""
     tensor = np.asarray(tensor, np.float64)
     grid = _grid(tensor.shape, sides)
+    whole = np.zeros([n * side for n, side in zip(grid, sides, strict=True)])
+    whole[tuple(map(slice, tensor.shape))] = tensor
     stored = np.zeros((*grid, int(np.prod(sides))))
     for where in np.ndindex(*grid):
-        block = transform(tensor[_region(where, sides)])
+        block = transform(whole[_region(where, sides)])
         block = np.moveaxis(block, _last(block.shape), 0) if block.ndim else block
-        stored[where][: block.size] = block.reshape(-1)
+        stored[where] = block.reshape(-1)
     return stored
 
 
 def to_tensor(stored, shape, sides, inverse):
-    """The tensor of stored coefficients, float64; what is stored beyond an edge is not read."""
-    tensor = np.zeros(shape)
+    """The tensor of stored coefficients, float64."""
+    whole = np.zeros([n * side for n, side in zip(_grid(shape, sides), sides, strict=True)])
     for where in np.ndindex(*_grid(shape, sides)):
-        own = tensor[_region(where, sides)].shape
-        block = np.asarray(stored[where], np.float64)[: int(np.prod(own))]
-        if own:
-            last = _last(own)
-            block = block.reshape(own[last], *own[:last], *own[last + 1 :])
+        block = np.asarray(stored[where], np.float64)
+        if sides:
+            last = _last(sides)
+            block = block.reshape(sides[last], *sides[:last], *sides[last + 1 :])
             block = np.moveaxis(block, 0, last)
-        tensor[_region(where, sides)] = inverse(block.reshape(own))
-    return tensor
-
-
-def beyond_the_edge(shape, sides):
-    """Booleans like the stored coefficients: places that stand for no coefficient."""
-    return to_coefficients(np.ones(shape), sides, lambda block: block) == 0
+        whole[_region(where, sides)] = inverse(block.reshape(sides))
+    return whole[tuple(map(slice, shape))]
 
 
 def _grid(shape, sides):

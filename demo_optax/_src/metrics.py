@@ -1,5 +1,6 @@
 """Makes the headers of packets, and computes and checks the metrics of a step."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from demo_optax._src.arrays import (
     in_dtype_of,
     unboxed,
 )
-from demo_optax._src.compression.bits import checksum, hashes, to_words
+from demo_optax._src.compression.bits import checksum, hashed, to_words
 from demo_optax._src.compression.packet import Header, Message
 
 
@@ -110,13 +111,15 @@ def header_of(
 
 def _fingerprint(gradient) -> WordScalar:
     """Returns a hash of the energy and a projection of every leaf, or 0 if all leaves are zeros."""
-    leaves = jax.tree.leaves(gradient)
-    projections = []
+    leaves, projections = jax.tree.leaves(gradient), []
+    shapes = [x.shape for x in leaves]
+    axes = 1 + jnp.arange(max(map(len, shapes), default=0), dtype=jnp.uint32)
+    places = jnp.arange(max(itertools.chain(*shapes), default=0), dtype=jnp.uint32)
+    of_axes = list(hashed(axes[:, None], places[None]).astype(jnp.float32) * 2.0**-32)
     for x in leaves:  # an energy does not depend on positions, but this does
         weights = jnp.ones((), jnp.float32)
-        for axis, size in enumerate(x.shape):
-            of_axis = hashes(jnp.full(size, axis + 1, jnp.uint32)).astype(jnp.float32) * 2.0**-32
-            weights = jnp.multiply.outer(weights, of_axis)
+        for of_axis, size in zip(of_axes, x.shape, strict=False):
+            weights = jnp.multiply.outer(weights, of_axis[:size])
         projections.append(jnp.sum(x.astype(jnp.float32) * weights))
     words = to_words(jnp.stack([energy(leaves), *projections]))
     return jnp.where(jnp.any(words << 1 != 0), checksum(words), jnp.uint32(0))

@@ -272,7 +272,7 @@ class Momentum:
             strict=True,
         )
         # XLA then writes the new state over the old one, which the gradients of all parts need.
-        new = participation.choose(participates, axes.after(jax.tree.leaves(momentum), new), old)
+        new = participation.choose(participates, axes.after(momentum[-1], new), old)
         finite = jnp.sum(jnp.stack(restarted)) == 0
         finite = axes.on_all_devices(finite, exchange.axis_name, sharded)
         precondition = participation.choose_state(finite, new, initial)

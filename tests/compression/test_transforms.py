@@ -41,7 +41,6 @@ def assert_coefficients(shapes, compression, seed=0, dtype="float32"):
         exact, (stored, restored) = np.float64(gradient), map(np.asarray, found)
         np.testing.assert_allclose(np.float64(restored), exact, rtol=rtol, atol=1e-5)
         sides = oracles.block_sides(shape, compression.block_side, compression.block_rule)
-        np.testing.assert_array_equal(stored[oracles.beyond_the_edge(shape, sides)], 0.0)
         np.testing.assert_allclose(np.sum(stored**2), np.sum(exact**2), rtol=1e-4)
         if compression.transform in TRANSFORMS:
             expected = oracles.to_coefficients(exact, sides, TRANSFORMS[compression.transform])

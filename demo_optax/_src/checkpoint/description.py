@@ -19,7 +19,7 @@ from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 14
+FORMAT = 15
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
 
@@ -82,7 +82,7 @@ def describe(layout: StateLayout, opt_state) -> dict:
 
 
 def _format(momentum_format: MomentumFormat, shape, counts: list[int]) -> dict:
-    """Returns what a stored momentum means; shards matter only where they end in smaller blocks."""
+    """Returns what a stored momentum means; shards matter only where they are padded."""
     geometry = momentum_format.geometry(shape)
     counts = counts + [1] * (len(shape) - len(counts))
     dims = zip(geometry.shape, geometry.sides, counts, strict=True)

@@ -1,69 +1,80 @@
-"""Block geometry: how a tensor of any rank is cut into the blocks that are compressed.
+"""Blocks: how a tensor of any rank is cut into the blocks that are compressed.
 
 A block has one side per dimension and at most ``block_side**2`` elements, so that ``topk``
 coefficients of a block are about the same share of every large tensor:
 
-* The last two dimensions larger than 1 get sides of ``block_side``, or of the dimension where it is
-  smaller. A matrix is cut into ``64 x 64`` blocks and a vector into slices of 64.
+* The last two dimensions larger than 1 get sides of at most ``block_side``. A matrix is cut into
+  ``64 x 64`` blocks and a vector into slices of 64.
 * Where those two leave room, the dimensions in front join the block, each with the largest of its
   divisors that still fits, up to ``4 * block_side`` rows. A convolution kernel ``(3, 3, 3, 64)`` is
   one block of 1728 elements, and an attention kernel ``(768, 12, 64)`` has blocks of
   ``(4, 12, 64)``. Layers stacked by a scan, ``(layers, 512, 512)``, are compressed layer by layer.
 
-If the block side does not divide a dimension, the last block is smaller (``block_rule="pad"``).
-Smaller blocks are transformed and compressed without padding, and are padded with zeros to the size
-of the others only where a momentum is stored.
+All blocks of a tensor have equal sides. If the block side does not divide a dimension, the tensor
+is padded with zeros (``block_rule="pad"``).
 
 A tensor may also be a stack of blocks already, along its first dimension (``block_rule="stack"``).
 """
 
-import itertools
 import math
 from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from demo_optax._src.arrays import Tensor
 
 BlockRule = Literal["pad", "divisor", "stack"]
 BLOCK_RULES = get_args(BlockRule)
 
 
-class Piece(NamedTuple):
-    """Blocks of equal shape in one tensor, either its interior or one edge.
-
-    Attributes:
-      first: position of the first block in the tensor's grid.
-      in_grid: bounds of the part of the tensor's grid where the blocks are stored.
-      in_tensor: bounds of the part of the tensor that holds their elements.
-      block_shape: the sides larger than 1, or ``(1,)`` if there are none.
-    """
-
-    first: tuple[int, ...]
-    grid: tuple[int, ...]
-    sides: tuple[int, ...]
-    in_grid: tuple[tuple[int, int], ...]
-    in_tensor: tuple[tuple[int, int], ...]
-    num_blocks: int
-    block_shape: tuple[int, ...]
-    block_size: int
-
-
 class BlockGeometry(NamedTuple):
-    """The blocks of one tensor.
-
-    Attributes:
-      block_size: number of elements in the largest block.
-      stored_shape: shape of the coefficients, which is the grid followed by a block. The first
-        ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
-      pieces: the blocks grouped by shape, in the order of the grid; none if the tensor is empty.
-      cuts: number of pieces along each dimension.
-    """
+    """The blocks of one tensor: their sides, and how many there are along each dimension."""
 
     shape: tuple[int, ...]
     sides: tuple[int, ...]
     grid: tuple[int, ...]
-    num_blocks: int
-    block_size: int
-    stored_shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    cuts: tuple[int, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def block_size(self) -> int:
+        return math.prod(self.sides)
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The sides larger than 1, or ``(1,)`` if there are none."""
+        return tuple(side for side in self.sides if side > 1) or (1,)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the coefficients, which is the grid followed by a block.
+
+        The first ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
+        """
+        return *self.grid, self.block_size
+
+    def cut(self, tensor: Tensor) -> Float[Array, "_blocks *_sides"]:
+        """Cuts a tensor into its blocks."""
+        sizes = zip(self.shape, self.grid, self.sides, strict=True)
+        beyond = [(0, n * side - size, 0) for size, n, side in sizes]
+        if any(missing for _, missing, _ in beyond):
+            tensor = jax.lax.pad(tensor, jnp.zeros((), tensor.dtype), beyond)
+        pairs = zip(self.grid, self.sides, strict=True)
+        x = tensor.reshape([n for pair in pairs for n in pair])
+        x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
+        return x.reshape(self.num_blocks, *self.block_shape)
+
+    def join(self, blocks: Float[Array, "_blocks *_sides"]) -> Tensor:
+        """Inverts `cut`."""
+        rank = len(self.shape)
+        x = blocks.reshape(*self.grid, *self.sides)
+        x = x.transpose([axis for i in range(rank) for axis in (i, rank + i)])
+        x = x.reshape([n * side for n, side in zip(self.grid, self.sides, strict=True)])
+        return x if x.shape == self.shape else x[tuple(map(slice, self.shape))]
 
 
 def block_geometry(
@@ -74,7 +85,8 @@ def block_geometry(
     Args:
       shape: the tensor's shape, of any rank.
       block_side: largest number of elements per side of a block.
-      rule: with ``"pad"`` the last block of a dimension may be smaller. With ``"divisor"`` a side
+      rule: with ``"pad"`` a longer dimension is divided into as few blocks as possible, with a side
+        that is a multiple of 8, and is padded with zeros to whole blocks. With ``"divisor"`` a side
         is the largest divisor of the dimension up to ``block_side``, as in the published code, so
         that a large prime gives blocks of one element. Both rules agree where ``block_side``
         divides the dimension. With ``"stack"`` the first dimension counts the blocks, which have
@@ -85,10 +97,12 @@ def block_geometry(
       ((64, 64), (786, 8))
       >>> block_geometry((50257, 512), rule="divisor").sides
       (29, 64)
+      >>> block_geometry((100, 10)).sides
+      (56, 10)
       >>> block_geometry((768, 12, 64)).sides
       (4, 12, 64)
     """
-    side_of = _largest_divisor if rule == "divisor" else min
+    side_of = _largest_divisor if rule == "divisor" else _balanced
     is_stack = rule == "stack"
     sides = [1, *shape[1:]][: len(shape)] if is_stack else [1] * len(shape)
     large = [axis for axis, dim in enumerate(shape) if dim > 1 and not is_stack]
@@ -98,41 +112,17 @@ def block_geometry(
         rows = math.prod(sides) // sides[large[-1]]
         room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
         sides[axis] = _largest_divisor(shape[axis], max(room, 1))
-
-    grid, segments = [], []  # a dimension has full blocks and a remainder
-    for dim, side in zip(shape, sides, strict=True):
-        full, rest = divmod(dim, side)
-        grid.append(full + bool(rest))
-        segments.append([s for s in ((0, full, side), (full, 1, rest)) if s[1] * s[2]])
-    pieces = []
-    for segment in itertools.product(*segments):
-        starts, counts, lengths = zip(*segment, strict=True) if shape else ((), (), ())
-        offsets = [first * side for first, side in zip(starts, sides, strict=True)]
-        pieces.append(
-            Piece(
-                first=starts,
-                grid=counts,
-                sides=lengths,
-                in_grid=tuple((a, a + n) for a, n in zip(starts, counts, strict=True)),
-                in_tensor=tuple(
-                    (a, a + n * side) for a, n, side in zip(offsets, counts, lengths, strict=True)
-                ),
-                num_blocks=math.prod(counts),
-                block_shape=tuple(side for side in lengths if side > 1) or (1,),
-                block_size=math.prod(lengths),
-            )
-        )
-    return BlockGeometry(
-        shape=tuple(shape),
-        sides=tuple(sides),
-        grid=tuple(grid),
-        num_blocks=math.prod(grid),
-        block_size=math.prod(sides),
-        stored_shape=(*grid, math.prod(sides)),
-        pieces=tuple(pieces),
-        cuts=tuple(map(len, segments)),
-    )
+    grid = [math.ceil(dim / max(side, 1)) for dim, side in zip(shape, sides, strict=True)]
+    return BlockGeometry(tuple(shape), tuple(sides), tuple(grid))
 
 
 def _largest_divisor(dim: int, limit: int) -> int:
     return next(side for side in range(min(dim, limit), 0, -1) if dim % side == 0)
+
+
+def _balanced(dim: int, limit: int) -> int:
+    """Returns the side of as few equal blocks as possible, of whole eights where they fit."""
+    if dim <= limit:
+        return dim
+    side = math.ceil(dim / math.ceil(dim / limit))
+    return min(8 * math.ceil(side / 8), limit)

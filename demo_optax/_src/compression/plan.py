@@ -4,7 +4,6 @@ tensor ── forward ─► (blocks, n) ── pack ──► (*grid, n)
        ◄─ inverse ──             ◄─ unpack ─
 
 part     some consecutive tensors; parts are computed one after another
-piece    the blocks of one shape in one tensor
 group    the blocks of one shape in all tensors of a part, as one array
 section  the blocks of one shape in all parts, contiguous in the packet
 """
@@ -38,7 +37,7 @@ from demo_optax._src.compression.bits import (
     positions,
     round_stochastically,
 )
-from demo_optax._src.compression.blocks import BlockGeometry, Piece
+from demo_optax._src.compression.blocks import BlockGeometry
 from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import Message, Section
 from demo_optax._src.compression.settings import Compression, MomentumFormat
@@ -54,20 +53,16 @@ Momenta = list[Coefficients]
 class Group:
     """All blocks of one shape in a part, which fill ``rows`` of a packet's section.
 
-    The rows are a start and an exclusive stop. Each member is a tensor's index in the part and a
-    piece of that tensor.
+    The rows are a start and an exclusive stop. The tensors are indices in the part, each with its
+    number of blocks in ``counts``.
     """
 
     sides: Shape
-    members: tuple[tuple[int, Piece], ...]
+    tensors: tuple[int, ...]
+    counts: tuple[int, ...]
     selector: Any
     section: int
     rows: tuple[int, int]
-
-    def divide(self, blocks: Shaped[Array, "_blocks ..."]) -> list[Array]:
-        """Divides the rows of all blocks among the pieces."""
-        ends = itertools.accumulate(piece.num_blocks for _, piece in self.members[:-1])
-        return jnp.split(blocks, list(ends))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,41 +85,27 @@ class Part:
         dtype, basis = widest(*[x.dtype for x in tensors]), self.momentum_format.basis(step)
         coefficients = []
         for group in self.groups:
-            blocks = []
-            for number, piece in group.members:
-                x = tensors[number].astype(dtype)[tuple(itertools.starmap(slice, piece.in_tensor))]
-                x = x.reshape(
-                    [n for pair in zip(piece.grid, piece.sides, strict=True) for n in pair]
-                )
-                x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
-                blocks.append(x.reshape(piece.num_blocks, *group.sides))
-            coefficients.append(transforms.forward(jnp.concatenate(blocks), group.sides, basis))
+            own = [(self.geometries[number], tensors[number]) for number in group.tensors]
+            blocks = jnp.concatenate([geometry.cut(x.astype(dtype)) for geometry, x in own])
+            coefficients.append(transforms.forward(blocks, group.sides, basis))
         return coefficients
 
     def inverse(self, coefficients: Sequence[Coefficients], step: IntScalar) -> list[Tensor]:
         """Inverts `forward`."""
-        basis, pieces = self.momentum_format.basis(step), []
-        for group, x in zip(self.groups, coefficients, strict=True):
-            blocks = transforms.inverse(x, group.sides, basis)
-            for (_, piece), x in zip(group.members, group.divide(blocks), strict=True):
-                rank = len(piece.grid)
-                x = x.reshape(*piece.grid, *piece.sides)
-                x = x.transpose([axis for i in range(rank) for axis in (i, rank + i)])
-                sizes = zip(piece.grid, piece.sides, strict=True)
-                pieces.append(x.reshape([n * side for n, side in sizes]))
-        return self._join(pieces, [geometry.shape for geometry in self.geometries])
+        basis = self.momentum_format.basis(step)
+        blocks = [
+            transforms.inverse(x, group.sides, basis)
+            for group, x in zip(self.groups, coefficients, strict=True)
+        ]
+        pairs = zip(self.geometries, self._of_tensors(blocks), strict=True)
+        return [geometry.join(x) for geometry, x in pairs]
 
     def cut(self, stored: Sequence[Shaped[Array, "*_grid _n"]]) -> list[Any]:
-        """Cuts stored arrays into the blocks of each group, without the padding."""
-        blocks = []
-        for group in self.groups:
-            pieces = []
-            for number, piece in group.members:
-                bounds = *piece.in_grid, (0, piece.block_size)
-                x = stored[number][tuple(itertools.starmap(slice, bounds))]
-                pieces.append(x.reshape(piece.num_blocks, piece.block_size))
-            blocks.append(jnp.concatenate(pieces))
-        return blocks
+        """Returns the stored arrays of each group's tensors as one array of blocks."""
+        return [
+            jnp.concatenate([stored[i].reshape(-1, stored[i].shape[-1]) for i in group.tensors])
+            for group in self.groups
+        ]
 
     def unpack(self, stored: Sequence[Stored], step: IntScalar | None = None) -> Momenta:
         """Returns the stored momenta of each group, in float32 or wider.
@@ -138,14 +119,9 @@ class Part:
         return [self.momentum_format.advance(m, group.sides, step) for group, m in pairs]
 
     def pack(self, momenta: Momenta) -> list[Stored]:
-        """Packs momenta into one array per tensor, padded with zeros; inverts `cut`."""
-        shapes, pieces = [geometry.stored_shape for geometry in self.geometries], []
-        for group, blocks in zip(self.groups, momenta, strict=True):
-            for (number, piece), x in zip(group.members, group.divide(blocks), strict=True):
-                width = shapes[number][-1]
-                x = jnp.pad(x, ((0, 0), (0, width - piece.block_size)))
-                pieces.append(x.reshape(*piece.grid, width))
-        return self._join(pieces, shapes)
+        """Returns momenta as one array per tensor; inverts `cut`."""
+        pairs = zip(self.geometries, self._of_tensors(momenta), strict=True)
+        return [x.reshape(geometry.stored_shape) for geometry, x in pairs]
 
     def select(
         self, momenta: Momenta, shared: Sequence[Positions | None]
@@ -205,30 +181,30 @@ class Part:
         that hold copies of a shard draw alike. ``specs`` has a partition spec for each tensor of
         the plan.
         """
-        seed, of_blocks = checksum(seeds), []
-        for number, geometry in enumerate(self.geometries, self.tensors[0]):
-            places = _first_places(geometry, specs[number])
-            of_blocks.append(hashed(hashed(seed, jnp.uint32(number)), places))
-        result = []
+        seed, result = checksum(seeds), []
+        first_places = [
+            _first_places(geometry, spec)
+            for geometry, spec in zip(self.geometries, specs[slice(*self.tensors)], strict=True)
+        ]
         for group in self.groups:
-            pieces = [
-                of_blocks[number][tuple(itertools.starmap(slice, piece.in_grid))].reshape(-1)
-                for number, piece in group.members
+            firsts = [first_places[number].reshape(-1, 1) for number in group.tensors]
+            numbers = [
+                jnp.full((count, 1), self.tensors[0] + number, jnp.uint32)
+                for number, count in zip(group.tensors, group.counts, strict=True)
             ]
+            of_tensors = hashed(seed, jnp.concatenate(numbers))
+            of_blocks = hashed(of_tensors, jnp.concatenate(firsts))
             places = jnp.arange(math.prod(group.sides), dtype=jnp.uint32)
-            result.append(hashed(jnp.concatenate(pieces)[:, None], places[None]))
+            result.append(hashed(of_blocks, places[None]))
         return result
 
-    def _join(self, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        members = [member for group in self.groups for member in group.members]
-        keys = [(number, piece.first) for number, piece in members]
-        placed, tensors = dict(zip(keys, pieces, strict=True)), []
-        for number, (geometry, shape) in enumerate(zip(self.geometries, shapes, strict=True)):
-            joined = [placed[number, piece.first] for piece in geometry.pieces]
-            for axis, count in reversed(list(enumerate(geometry.cuts))):
-                starts = range(0, len(joined), max(count, 1))
-                joined = [jnp.concatenate(joined[i : i + count], axis) for i in starts]
-            tensors.append(joined[0] if joined else jnp.zeros(shape))
+    def _of_tensors(self, blocks: Sequence[Array]) -> list[Array]:
+        """Divides the blocks of all groups among the tensors."""
+        tensors = [jnp.zeros(0)] * len(self.geometries)
+        for group, x in zip(self.groups, blocks, strict=True):
+            ends = list(itertools.accumulate(group.counts[:-1]))
+            for number, own in zip(group.tensors, jnp.split(x, ends), strict=True):
+                tensors[number] = own
         return tensors
 
 
@@ -247,17 +223,15 @@ class Plan:
     ) -> list[Any]:
         """Calls ``stage(part, *its_arguments)`` for one part after another, and ``after`` arrays.
 
-        The arguments of a part, one tree of each, depend on results of the previous part, so that
-        XLA neither holds the temporary arrays of all parts in memory nor merges their products.
-        ``stage`` returns a list of arrays or a tuple of results, of which the next part waits for
-        the floats in the last element.
+        The arguments of a part, one tree of each, depend on the largest float array of the previous
+        part's results, so that XLA neither holds the temporary arrays of all parts in memory nor
+        merges their products.
         """
         results, previous = [], after
         for part, *trees in zip(self.parts, *arguments, strict=True):
-            result = stage(part, *axes.after(previous, trees))
-            last = result[-1] if isinstance(result, tuple) else result
-            previous = [x for x in jax.tree.leaves(last) if jnp.issubdtype(x.dtype, jnp.floating)]
-            results.append(result)
+            results.append(stage(part, *axes.after(previous, trees)))
+            floats = [x for x in jax.tree.leaves(results[-1]) if jnp.issubdtype(x, jnp.floating)]
+            previous = sorted(floats, key=lambda x: x.size)[-1:]
         return results
 
     def per_part(self, tree: Any) -> list[list[Any]]:
@@ -308,20 +282,22 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
     filled: dict[Shape, int] = {}
     parts: list[Part] = []
     for start, stop in _part_bounds([math.prod(shape) for shape in shapes]):
-        members: dict[Shape, list[tuple[int, Piece]]] = {}
+        members: dict[Shape, list[int]] = {}
         for number, geometry in enumerate(geometries[start:stop]):
-            for piece in geometry.pieces:
-                members.setdefault(piece.block_shape, []).append((number, piece))
+            if geometry.num_blocks:
+                members.setdefault(geometry.block_shape, []).append(number)
         groups = []
-        for sides, pieces in members.items():
+        for sides, numbers in members.items():
             if sides not in selectors:
                 selectors[sides] = compression.selector(
                     math.prod(sides), compression.topk, len(selectors)
                 )
+            counts = tuple(geometries[start + number].num_blocks for number in numbers)
             first = filled.get(sides, 0)
-            filled[sides] = first + sum(piece.num_blocks for _, piece in pieces)
+            filled[sides] = first + sum(counts)
             section, rows = list(selectors).index(sides), (first, filled[sides])
-            groups.append(Group(sides, tuple(pieces), selectors[sides], section, rows))
+            group = Group(sides, tuple(numbers), counts, selectors[sides], section, rows)
+            groups.append(group)
         tensors = (start, stop), geometries[start:stop]
         parts.append(Part(momentum_format, *tensors, tuple(groups)))
     sections = [

@@ -84,10 +84,9 @@ class Compression:
       transform: ``"dct"``, ``"randomized-dct"``, ``"random"`` or ``"identity"``.
         ``"randomized-dct"`` first multiplies the elements by fixed random signs and is meant for
         shared positions. ``"random"`` draws new orthogonal matrices on each step.
-      block_rule: rule for a dimension that ``block_side`` does not divide. With ``"pad"`` the last
-        block is smaller, and is padded with zeros only where the momentum is stored. With
-        ``"divisor"`` the side is a divisor of the dimension. With ``"stack"`` each parameter is a
-        stack of blocks along its first dimension.
+      block_rule: rule for a dimension that ``block_side`` does not divide. With ``"pad"`` it is
+        padded with zeros. With ``"divisor"`` the side is a divisor of the dimension. With
+        ``"stack"`` each parameter is a stack of blocks along its first dimension.
       selection: ``"topk"``, or ``"bins"`` for the largest coefficient in each of ``topk`` bins,
         which need no sort and take fewer bits; there ``topk`` should be a power of two. With the
         other selections all workers compute the positions from the step and none are sent:
