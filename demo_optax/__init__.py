@@ -22,7 +22,6 @@ from demo_optax._src.metrics import ExchangeMetrics as ExchangeMetrics
 from demo_optax._src.metrics import check_metrics as check_metrics
 from demo_optax._src.metrics import exchange_metrics as exchange_metrics
 from demo_optax._src.momentum import DecoupledMomentumState as DecoupledMomentumState
-from demo_optax._src.multi_steps import multi_steps as multi_steps
 from demo_optax._src.optimizers import demo as demo
 from demo_optax._src.optimizers import demo_adamw as demo_adamw
 from demo_optax._src.optimizers import demo_muon as demo_muon
@@ -44,6 +43,7 @@ from demo_optax._src.parallel import state_shardings as state_shardings
 from demo_optax._src.parallel import state_specs as state_specs
 from demo_optax._src.parallel import worker_gradients as worker_gradients
 from demo_optax._src.rounds import local_steps as local_steps
+from demo_optax._src.rounds import multi_steps as multi_steps
 from demo_optax._src.transport import SplitTransformation as SplitTransformation
 from demo_optax.accounting import dense_bytes as dense_bytes
 from demo_optax.accounting import packet_bytes as packet_bytes

@@ -192,10 +192,6 @@ def in_fragments(outer, fragments=2):
     return demo_optax.init_opt_state(tx, model.init(), two())
 
 
-def with_three_numbers():
-    return optax.GradientTransformation(lambda params: jnp.zeros(3), lambda u, s, p=None: (u, s))
-
-
 def fragments_of_shards():
     tx = demo_optax.local_steps(optax.sgd(0.1), DEMO, 4, fragments=4, axis_name="data")
     first_step(tx, inner(), param_specs={"hidden": P("fsdp"), "out": P(), "bias": P()})
@@ -449,12 +445,10 @@ RAISED = [
         demo_optax.local_steps(optax.sgd(0.1), demo_optax.mean_over_workers("data"), 2)
     ),
     lambda: demo_optax.local_steps(optax.sgd(0.1), LOOKING_AHEAD, 2).init(model.init()),
-    lambda: demo_optax.local_steps(optax.sgd(0.1), LOOKING_AHEAD, 2, merge=0.5).init(model.init()),
     local_steps_of_a_part,
     lambda: in_fragments(optax.sgd(1.0)),
     lambda: in_fragments(DEMO, fragments=3),
     lambda: in_fragments(demo_optax.demo_muon(0.1, look_ahead=None, axis_name="data")),
-    lambda: in_fragments(demo_optax.decoupled(with_three_numbers(), axis_name="data")),
     fragments_of_shards,
     lambda: optax.chain(optax.clip(1.0), demo_optax.stack_workers(DEMO, two())),
     donated_parameters,

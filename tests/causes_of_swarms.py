@@ -17,7 +17,7 @@ import demo_optax
 from demo_optax._src.parallel import processes
 from demo_optax._src.swarm import agreement, history, picture, records, slots, snapshots
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
-from demo_optax._src.swarm.rounds import RoundClock
+from demo_optax._src.swarm.round_clock import RoundClock
 from demo_optax.swarm import Member, ObjectStore
 from tests import swarms
 

@@ -144,8 +144,11 @@ FOLLOWED = {  # how many steps of nobody come before the parameters rest, and th
     "flat part": (0, masks(optax.flatten(DEMO), DENSE)),
     "local steps": (0, demo_optax.local_steps(optax.sgd(0.1), DEMO, 2, axis_name="data")),
     "local steps, mean": (0, demo_optax.local_steps(optax.sgd(0.1), DENSE, 2, axis_name="data")),
-    "multi_steps": (0, demo_optax.multi_steps(partition(DEMO, DENSE), 2)),
-    "part of several steps": (0, partition(demo_optax.multi_steps(DEMO, 2), DENSE)),
+    "multi_steps": (0, demo_optax.multi_steps(partition(DEMO, DENSE), 2, axis_name="data")),
+    "part of several steps": (
+        0,
+        partition(demo_optax.multi_steps(DEMO, 2, axis_name="data"), DENSE),
+    ),
 }
 
 

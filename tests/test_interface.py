@@ -256,7 +256,9 @@ EVERY_KIND = {
     "fragments": lambda: demo_optax.local_steps(
         NESTEROV, OUTER(**ON_DATA), 4, fragments=2, **ON_DATA
     ),
-    "multi_steps": lambda: demo_optax.multi_steps(demo_optax.demo_scaled(1e-2, **ON_DATA), 2),
+    "multi_steps": lambda: demo_optax.multi_steps(
+        demo_optax.demo_scaled(1e-2, **ON_DATA), 2, **ON_DATA
+    ),
 }
 
 

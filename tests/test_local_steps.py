@@ -213,7 +213,7 @@ def test_a_round_that_was_begun_longer_ends_at_once():
 @pytest.mark.parametrize("outer", [sparse(), demo_optax.mean_over_workers("data")])
 def test_an_axis_other_than_that_of_the_outer_optimizer_is_refused(outer):
     mesh = workers.mesh_of(4)
-    with pytest.raises(ValueError, match=r"outer exchanges over .*axis_name='data'"):
+    with pytest.raises(ValueError, match=r"exchanges over .*axis_name='data'"):
         train(demo_optax.local_steps(optax.sgd(1.0), outer, every=2), range(1), mesh=mesh)
 
 
@@ -232,10 +232,10 @@ def test_progress_that_the_outer_optimizer_refuses_is_kept_whole(merge):
 
 
 def test_inner_steps_may_accumulate():
-    inner = demo_optax.multi_steps(optax.sgd(0.1), 2)
+    inner = demo_optax.multi_steps(optax.sgd(0.1), 2, axis_name="data")
     _, state, seen = train(local(dense(), inner=inner, every=4), range(8))
     assert [bool(metrics.exchanged) for metrics in seen] == 2 * [False, False, False, True]
-    assert state.inner.gradient_step.tolist() == 4 * [4]
+    assert state.inner.round.tolist() == 4 * [4]
 
 
 @sweep("sparseloco", name=BOTH)

@@ -97,7 +97,8 @@ def test_accumulation_in_sharded_workers_types_nothing_as_sharded_that_is_whole(
     mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
     params = {"w": np.ones((16, 8), np.float32), "u": np.ones((8, 8), np.float32)}
     specs = {"w": jax.P("fsdp"), "u": jax.P()}
-    tx = demo_optax.multi_steps(make(0.1, SMALL, axis_name="data", look_ahead=None), 2)
+    tx = make(0.1, SMALL, axis_name="data", look_ahead=None)
+    tx = demo_optax.multi_steps(tx, 2, axis_name="data")
     nu = optax.tree.get(demo_optax.state_specs(tx, params, mesh, "data", specs), "nu")
     by_output = make is demo_optax.demo_muon  # with one number for each column
     assert nu == {"w": P("data") if by_output else P("data", "fsdp"), "u": P("data")}

@@ -36,27 +36,24 @@ def owners(settings: recipes.Settings, residual_decay: float) -> optax.GradientT
 def local(
     settings: recipes.Settings,
     every: int,
-    inner: str = "adamw",
     rate: float = 0.7,
     momentum: float = 0.9,
     decay: float | None = None,
     fragments: int | None = None,
     merge: float | None = None,
-    look_ahead: float | None = None,
     **sparse,
 ) -> optax.GradientTransformation:
-    """Local steps with this inner optimizer; outside SGD with momentum, dense or sparse."""
+    """Local steps of AdamW; outside SGD with momentum, dense or sparse."""
     outer = optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
     if decay is None:
         outer = optax.chain(demo_optax.mean_over_workers(AXIS), outer)
     else:
-        options: Any = dict(decay=decay, gradient_weight=1.0, mean="workers", look_ahead=look_ahead)
+        options: Any = dict(decay=decay, gradient_weight=1.0, mean="workers")
         outer = demo_optax.decoupled(outer, Compression(**sparse), **options, axis_name=AXIS)
     rate, decay, weight_decay = settings[:3]
-    adamw = optax.adamw(rate, decay, settings.b2, weight_decay=weight_decay)
-    own = optax.contrib.muon(rate, weight_decay=weight_decay) if inner == "muon" else adamw
+    inner = optax.adamw(rate, decay, settings.b2, weight_decay=weight_decay)
     options = dict(fragments=fragments, merge=merge, axis_name=AXIS)
-    return demo_optax.local_steps(own, outer, every, **options)
+    return demo_optax.local_steps(inner, outer, every, **options)
 
 
 LEVERS: dict[str, Callable] = {"local": local, "muon": muon, "owners": owners}

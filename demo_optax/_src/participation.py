@@ -116,7 +116,7 @@ def with_counts(state: Any, count: IntScalar) -> Any:
     """Returns a state whose schedules all stand at ``count``, except for those of accumulators."""
 
     def is_leaf(x) -> bool:
-        return _is_count(x) or _is_injected(x) or isinstance(x, optax.MultiStepsState)
+        return _is_count(x) or _is_injected(x) or hasattr(x, "mini_step")
 
     def replaced(x):
         if not (_is_count(x) or _is_injected(x)):
@@ -171,12 +171,6 @@ def keep_local_state(
     """
 
     def kept_node(new, old, varies_over_workers):
-        if isinstance(new, optax.MultiStepsState):
-            # A non-finite accumulator excludes the worker from the exchange.
-            finite = axes.on_all_devices(all_finite(old.acc_grads), axis_name, sharded)
-            inner = new.inner_opt_state, old.inner_opt_state, varies_over_workers.inner_opt_state
-            kept = keep_local_state(*inner, participates & finite, axis_name, sharded)
-            return new._replace(inner_opt_state=kept)
         if _is_count(new):  # a worker that skips a step keeps pace with the others' schedules
             return new
         if _is_injected(new):
@@ -192,10 +186,5 @@ def keep_local_state(
         new,
         old,
         varies_over_workers,
-        is_leaf=lambda x: (
-            hasattr(type(x), "handles_nonfinite")
-            or isinstance(x, optax.MultiStepsState)
-            or _is_count(x)
-            or _is_injected(x)
-        ),
+        is_leaf=lambda x: hasattr(type(x), "handles_nonfinite") or _is_count(x) or _is_injected(x),
     )

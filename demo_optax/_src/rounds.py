@@ -1,6 +1,7 @@
-"""Runs rounds of local steps with one exchange at their end."""
+"""Rounds of several gradients with one exchange at their end: local steps, and their mean."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +9,15 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from demo_optax._src import axes, checks, participation, round_checks, transport
-from demo_optax._src.arrays import BoolScalar, in_dtype_of, unboxed, upcast, zero_unless
+from demo_optax._src import axes, checks, participation, transport
+from demo_optax._src.arrays import (
+    BoolScalar,
+    FloatScalar,
+    in_dtype_of,
+    unboxed,
+    upcast,
+    zero_unless,
+)
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression
 from demo_optax._src.decoupled import LookAheadState
@@ -41,88 +49,37 @@ def local_steps(
     .. math::
         y_i &\leftarrow y_i + \mathrm{inner}(\nabla f_i(y_i)) \quad (H \text{ times}) \\
         \Delta_i &= x - y_i \\
-        x &\leftarrow x + u, \quad u = \mathrm{outer}(\Delta_1, \dots, \Delta_N)
-
-    These are DiLoCo and SparseLoCo on the axis ``"data"``::
-
-        nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
-        diloco = optax.chain(mean_over_workers("data"), nesterov)
-        local_steps(optax.adamw(4e-4), diloco, every=500, axis_name="data")
-
-        compression = Compression(topk=64, value_coding="int2", transform="identity")
-        options = dict(decay=0.95, gradient_weight=1.0, mean="workers", axis_name="data")
-        sparseloco = decoupled(optax.sgd(1.0), compression, **options)
-        local_steps(optax.adamw(4e-4), sparseloco, every=30, axis_name="data")
+        x &\leftarrow x + \mathrm{outer}(\Delta_1, \dots, \Delta_N)
 
     `make_train_step` uses gradients at each worker's own parameters; a custom loop computes them
-    at `local_parameters`. Inside a round updates are zero and nothing is sent.
-
-    **Overlap.** With ``send`` and ``apply`` a worker can go on with inner steps while its message
-    travels, as `demo_optax.swarm.SwarmWorker` does. Until the result comes, its own parameters are
-    :math:`y_i = x + s_i + d_i`, where :math:`s_i` is what it has sent and :math:`d_i` its progress
-    since then. When :math:`u` comes, :math:`s_i` has been delivered, and is dropped:
-
-    .. math::
-        y_i \leftarrow x + u + d_i
-
-    With ``merge`` :math:`= w` the worker instead moves a part of the way from its own parameters to
-    the shared ones, as in Streaming DiLoCo. The progress of the next round is measured from the
-    shared parameters, so some of it is sent again:
-
-    .. math::
-        y_i \leftarrow x + u + w\,(s_i + d_i - u)
-
-    This pays where results come late. In our runs of DiLoCo with rounds of 30 steps, results that
-    came one step late cost nothing in loss without ``merge``, and 0.018 with ``merge=0.5`` (three
-    seeds). Results that came 10 steps late cost 0.014 and 0.028, and a whole round late 0.115 and
-    0.057 (one seed). With the sparse messages of SparseLoCo 10 steps cost 0.034 and 0.011.
-
-    **Fragments.** With ``fragments`` :math:`= P` a worker sends its progress in :math:`P` parts,
-    one after each :math:`H / P` steps, as in Streaming DiLoCo: every :math:`P`-th block of the
-    tensors is a fragment. A fragment is exchanged and applied when the next one is due, and the
-    worker goes on with inner steps in the meantime. The equations above then hold for the elements
-    of each fragment by itself. With :math:`P = H` each step exchanges what the step before has
-    sent, which does not depend on this step's gradient, so that XLA can overlap the two. The outer
-    optimizer may exchange by `demo_optax.AllGather`, or by `demo_optax.TwoPhase` among many
-    workers. This one sends all elements::
-
-        every_element = Compression(topk=4096, value_coding="int8", transform="identity")
-        options = dict(decay=1.0, gradient_weight=1.0, mean="workers", axis_name="data")
-        outer = decoupled(nesterov, every_element, **options)
-        local_steps(optax.adamw(4e-4), outer, every=32, fragments=32, axis_name="data")
-
-    It sees stacks of blocks instead of the model's tensors, so it cannot use masks by name or
-    norms of layers. Its schedules still count rounds.
-
-    **Residuals.** A worker whose outer optimizer sends few coefficients has a large residual, which
-    nobody else knows of. With ``look_ahead=1.0`` in `decoupled`, around a base that is linear such
-    as ``optax.sgd(1.0)``, each round begins at :math:`x` plus what the worker has not delivered,
-    and its progress is measured from there. At the end of a run the mean of the workers' own
-    parameters, `local_parameters`, delivers all residuals at once. A worker that has skipped the
-    last round stands at :math:`x` instead, in case its residual was the reason.
-
-    **Weights and schedules.** A round's message has the weight of its gradients, which is the sum
-    of the extra argument ``message_weight`` over its steps, such as the tokens trained on. Workers
-    may thus take unequal numbers of steps, which matters in a swarm. A round ends with its last
-    step, or whenever the extra argument ``ends_round``, a bool, says so. Schedules of ``inner``
-    follow the shared progress, which is ``every`` for each round that was applied, and the steps of
-    this one up to ``every``. Those of ``outer`` count rounds.
+    at `local_parameters`. Inside a round updates are zero and nothing is sent. A round ends with
+    its last step, or whenever the extra argument ``ends_round``, a bool, says so. Its message has
+    the weight of its steps, which is the sum of the extra argument ``message_weight``.
 
     A worker skips an inner step whose gradient is not finite. If it skipped all steps of a round,
-    or its own parameters are not finite at the end, it sends nothing, and in the latter case
-    continues from the shared parameters: ``outer`` gets zeros and ``participates=False``, which its
-    links must pass on. An inner state that is not finite at the end of a round is reset, except for
-    its schedules and injected hyperparameters. When a run is restored on a different number of
-    workers, the workers' parameters and inner states keep their mean, as momenta do.
+    or its own parameters are not finite at the end, it sends nothing: ``outer`` gets zeros and
+    ``participates=False``, which the transformations in it must pass on. In the latter case the
+    worker continues from the shared parameters. An inner state that is not finite at the end of a
+    round is reset, except for its schedules and injected hyperparameters.
+
+    ``docs/how_to/local_steps.md`` makes DiLoCo and SparseLoCo of it, and says when fragments,
+    ``merge`` and an overlap by ``send`` and ``apply`` pay.
 
     Args:
-      inner: any optax optimizer that does not exchange. If parameters are sharded, norms inside it
+      inner: any optax optimizer that does not exchange. Its schedules count the steps of the run,
+        of which each round has ``every``. If parameters are sharded, norms inside it
         (``optax.lamb``) are those of a shard, so clip with ``make_train_step(clip_norm=...)``.
-      outer: any optax optimizer that exchanges over ``axis_name``.
+      outer: any optax optimizer that exchanges over ``axis_name`` and does not look ahead. Its
+        schedules count rounds.
       every: number of inner steps in a round, :math:`H`.
-      fragments: number of fragments, :math:`P`, a divisor of ``every``; None sends everything at
-        the end of a round. Parameters must not be sharded inside a worker.
-      merge: :math:`w` in [0, 1), or None.
+      fragments: number of parts, :math:`P`, in which a worker sends its progress: every
+        :math:`P`-th block of the tensors after each :math:`H / P` steps. One part is exchanged and
+        applied when the next one is due. ``outer`` must then be an optimizer of this library that
+        exchanges by `demo_optax.AllGather` or `demo_optax.TwoPhase`, and sees a stack of blocks for
+        each shape of blocks. Parameters must not be sharded inside a worker.
+      merge: :math:`w` in [0, 1) or None. When the shared parameters move by :math:`u`, a worker
+        that has sent :math:`s_i` and gone on by :math:`d_i` continues from :math:`x + u + d_i`, or
+        with a number from :math:`x + u + w\,(s_i + d_i - u)`.
       axis_name: the workers' axis, a tuple of axes, or None for a single worker.
 
     Returns:
@@ -132,8 +89,8 @@ def local_steps(
 
     Raises:
       ValueError, TypeError: ``every`` is not an integer of at least 1; ``inner`` exchanges,
-        or holds a decoupled momentum; ``outer`` exchanges over another axis; the gradient is not
-        local; there are no parameters; or ``outer`` cannot be divided into fragments.
+        or holds a decoupled momentum; ``outer`` exchanges over another axis, looks ahead, or cannot
+        take fragments; the gradient is not local; or there are no parameters.
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_ and `Streaming DiLoCo
@@ -157,7 +114,7 @@ def local_steps(
     checks.require_unwrapped(inner)
     checks.require_unwrapped(outer)
     inner, outer = map(optax.with_extra_args_support, (inner, outer))
-    round_checks.require_axis(getattr(outer, "exchange", None), axis_name)
+    _require_axis("local_steps", outer, axis_name)
     if fragments is not None:
         parts = Fragments.of(outer, fragments, every, axis_name)
         rounds = LocalSteps(inner, outer, every // fragments, merge, axis_name, parts)
@@ -202,16 +159,11 @@ class LocalSteps:
                 "each worker takes its inner steps by itself: put it into outer, which exchanges, "
                 "and leave another optimizer in inner."
             )
-        if nodes(outer_state, LookAheadState) and (parts or self.merge is not None):
-            setting = f"fragments={parts.count}" if parts else f"merge={self.merge}"
-            raise ValueError(
-                "the state of outer holds a LookAheadState ('look_ahead'), by which a round begins "
-                f"at what its worker has not delivered, but with {setting} it begins elsewhere: "
-                "leave out one of the two."
-            )
         if nodes(outer_state, LookAheadState):
-            algorithm = getattr(self.outer, "algorithm", None)
-            round_checks.require_linear(getattr(algorithm, "base", None), params)
+            raise ValueError(
+                "the state of outer holds a LookAheadState ('look_ahead'), but a round begins at "
+                "the shared parameters: give outer look_ahead=None."
+            )
         none, axis_name = jnp.zeros((), jnp.int32), self.axis_name
         weight = jnp.zeros(parts.count if parts else (), jnp.float32)
         return LocalStepsState(
@@ -220,7 +172,7 @@ class LocalSteps:
             last_step=jnp.full((), self.every - 1, jnp.int32),
             mini_step=none,
             weight=axes.as_varying(weight, axis_name),
-            displacement=axes.as_varying(zeros_to_sum(unboxed(params)), axis_name),
+            displacement=axes.as_varying(_zeros_to_sum(unboxed(params)), axis_name),
             inner=axes.as_varying(inner_state, axis_name),
             outer=outer_state,
             pending=pending,
@@ -238,10 +190,10 @@ class LocalSteps:
             else:
                 results, new = self.outer.update(change, state.outer, params, **extra)
                 was_taken = extra[PARTICIPATES]
-            round_checks.require_no_other_axis(change, results, self.axis_name)
+            _require_no_other_axis("local_steps", change, results, self.axis_name)
             return results, self._merged(results, change, was_taken, state._replace(outer=new))
 
-        return step_or_skip(ends_round, exchange, lambda state: state, state)
+        return _exchange_if(ends_round, exchange, state)
 
     def update_fragment(self, updates, state, params: Any = None, **extra_args) -> Any:
         parts: Any = self.fragments
@@ -250,7 +202,7 @@ class LocalSteps:
         def exchange(state):
             results, state = parts.deliver(state, updates, params, extra_args, self._moved)
             shared = optax.apply_updates(params, results)
-            number, weights = parts.next_number(state), state.weight
+            number, weights = state.round % parts.count, state.weight
             state = state._replace(weight=weights[number])
             first = state.first_step + state.mini_step
             change, extra, state = self._end_round(updates, state, shared, extra_args)
@@ -261,7 +213,7 @@ class LocalSteps:
 
         # Without a conditional, the exchange overlaps with the gradient.
         is_due = True if self.every == 1 else is_due
-        return step_or_skip(is_due, exchange, lambda state: state, state)
+        return _exchange_if(is_due, exchange, state)
 
     def send(self, gradient, state, params=None, *, worker=None, **extra_args) -> Any:
         ends_round, new = self._take_step(gradient, state, params, extra_args)
@@ -276,15 +228,9 @@ class LocalSteps:
             outbox, outer = self.outer.send(change, new.outer, params, worker=worker, **extra)
             # A worker that the outer optimizer excludes keeps its progress.
             progress = zero_unless(outbox.factor > 0, change)
-            new = new._replace(outer=outer)
-            if nodes(outer, LookAheadState):  # which holds the progress from now on
-                trees = new.displacement, unboxed(progress)
-                displacement = jax.tree.map(lambda d, g: d + g.astype(d.dtype), *trees)
-                new = new._replace(displacement=displacement)
-                progress = jax.tree.map(jnp.zeros_like, progress)
-            return outbox._replace(progress=progress), new
+            return outbox._replace(progress=progress), new._replace(outer=outer)
 
-        return step_or_skip(ends_round, send, lambda new: new, new)
+        return _exchange_if(ends_round, send, new)
 
     def apply(self, packets, outbox, state, params, *, worker=None, **extra_args) -> Any:
         outbox, state = jax.tree.map(jnp.asarray, (outbox, state))  # they may come from files
@@ -331,26 +277,22 @@ class LocalSteps:
         inner_state = participation.with_counts(state.inner, jnp.minimum(step, now.last_step))
         local_params = local_parameters(params, state)
         steps, inner_state = self.inner.update(gradient, inner_state, local_params, **extra_args)
-        round_checks.require_no_exchange(steps, axis_name)
+        _require_no_exchange(steps, axis_name)
         displacement = jax.tree.map(
             lambda d, u: d + u.astype(d.dtype), state.displacement, unboxed(steps)
         )
         old = state.displacement, state.inner
         displacement, inner_state = choose(participates, (displacement, inner_state), old)
-        weight = jnp.where(participates, extra_args.get(MESSAGE_WEIGHT, 1.0), 0.0)
         return ends_round, state._replace(
             mini_step=state.mini_step + 1,
-            weight=state.weight + weight.astype(jnp.float32),
+            weight=state.weight + _weight_of_step(participates, extra_args),
             displacement=displacement,
             inner=inner_state,
         )
 
     def _end_round(self, gradient, state, params, extra_args):
         """Returns the gradient of the outer optimizer, its extra arguments, and the new state."""
-        sharded, structure = (
-            axes.sharded_axes_in(extra_args),
-            jax.tree.structure(gradient),
-        )
+        sharded, structure = axes.sharded_axes_in(extra_args), jax.tree.structure(gradient)
         finite = all_finite(local_parameters(params, state))
         finite = axes.on_all_devices(finite, self.axis_name, sharded)
         sends = finite & (state.weight > 0)
@@ -388,22 +330,131 @@ class LocalSteps:
         return self._at_round(state._replace(displacement=displacement), state.round + 1)
 
 
-def step_or_skip(is_last: BoolScalar | bool, step, skip, *args):
-    """Returns ``step(*args)`` on the last call of a round, else zeros and ``skip(*args)``."""
-    if is_last is True:
-        return step(*args)
-    step = jax.jit(step, inline=True)  # so that it is traced once
-    shapes, _ = jax.eval_shape(step, *args)
+def multi_steps(
+    tx: optax.GradientTransformation, every: int, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    """Adapts ``optax.MultiSteps`` to optimizers that exchange.
 
-    def zeros_and_skip(*args):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), skip(*args)
+    It is meant for loops that call the optimizer once for each microbatch. `make_train_step` with
+    ``microbatches`` needs less memory. As in rounds of `local_steps`, only the last of ``every``
+    calls exchanges, but all gradients are those at the shared parameters. Each worker averages its
+    own, weighted by the extra argument ``message_weight``, and a gradient that is not finite does
+    not count. If none counts, ``tx`` gets zeros and ``participates=False``.
 
-    if is_last is False:
-        return zeros_and_skip(*args)
-    return jax.lax.cond(is_last, *axes.branches_of_one_type(step, zeros_and_skip, *args), *args)
+    Args:
+      tx: any optax transformation that exchanges over ``axis_name``.
+      every: number of calls that make one step of ``tx``.
+      axis_name: the workers' axis, a tuple of axes, or None for a single worker.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs`` with a `LocalStepsState`. Updates are zero on all
+      calls but the last. Gradients are averaged in float32 or wider.
+
+    Raises:
+      ValueError, TypeError: ``every`` is not an integer of at least 1; ``tx`` exchanges over a
+        different axis.
+
+    Example:
+      >>> tx = multi_steps(optax.sgd(1.0), every=2)
+      >>> state = tx.init(jnp.zeros(()))
+      >>> first, state = tx.update(jnp.float32(1.0), state)
+      >>> second, state = tx.update(jnp.float32(3.0), state)
+      >>> float(first), float(second)
+      (0.0, -2.0)
+    """
+    checks.static_integer("every", every, at_least=1)
+    checks.require_unwrapped(tx)
+    _require_axis("multi_steps", tx, axis_name)
+    tx = optax.with_extra_args_support(tx)
+
+    def init_fn(params):
+        none, weight = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+        weight, mean = axes.as_varying((weight, _zeros_to_sum(params)), axis_name)
+        return LocalStepsState(none, none, none, none, weight, (), mean, tx.init(params))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        sharded = axes.sharded_axes_in(extra_args)
+        participates = participation.decide(updates, axis_name, extra_args, sharded)
+        weight = _weight_of_step(participates, extra_args)
+        total = state.weight + weight
+
+        def add(m, g):
+            change = weight.astype(m.dtype) * (g.astype(m.dtype) - m)
+            return jnp.where(weight > 0, m + change / total.astype(m.dtype), m)
+
+        def exchange(state):
+            gradient = jax.tree.map(in_dtype_of, state.inner, updates)
+            extra = {**extra_args, PARTICIPATES: state.weight > 0, MESSAGE_WEIGHT: state.weight}
+            results, outer = tx.update(gradient, state.outer, params, **extra)
+            _require_no_other_axis("multi_steps", gradient, results, axis_name)
+            begun = jax.tree.map(jnp.zeros_like, state._replace(outer=()))
+            return results, begun._replace(round=state.round + 1, outer=outer)
+
+        ends_round = state.mini_step >= every - 1
+        mean = jax.tree.map(add, state.inner, updates)
+        state = state._replace(mini_step=state.mini_step + 1, weight=total, inner=mean)
+        return _exchange_if(ends_round, exchange, state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def zeros_to_sum(params):
+def _exchange_if(ends_round: BoolScalar | bool, exchange: Callable, state) -> tuple[Any, Any]:
+    """Returns ``exchange(state)`` on the last call of a round, else zeros and the state."""
+    if ends_round is True:
+        return exchange(state)
+    exchange = jax.jit(exchange, inline=True)  # so that it is traced once
+    shapes, _ = jax.eval_shape(exchange, state)
+
+    def zeros(state):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state
+
+    if ends_round is False:
+        return zeros(state)
+    return jax.lax.cond(ends_round, *axes.branches_of_one_type(exchange, zeros, state), state)
+
+
+def _weight_of_step(participates: BoolScalar, extra_args) -> FloatScalar:
+    weight = jnp.where(participates, extra_args.get(MESSAGE_WEIGHT, 1.0), 0.0)
+    return weight.astype(jnp.float32)
+
+
+def _zeros_to_sum(params):
     """Returns zeros, in float32 or wider, to which updates of the parameters are added."""
     checks.real_leaves("parameter", params)
     return jax.tree.map(lambda x: upcast(jnp.zeros_like(x)), params)
+
+
+def _require_axis(wrapper: str, tx, axis_name: AxisName) -> None:
+    """Refuses an optimizer of this library that exchanges over another axis than its wrapper."""
+    exchange = getattr(tx, "exchange", None)
+    if exchange is not None and axes.names(exchange.axis_name) != axes.names(axis_name):
+        raise ValueError(
+            f"the optimizer inside {wrapper} exchanges over axis_name={exchange.axis_name!r}, but "
+            f"{wrapper} has axis_name={axis_name!r}: give both the axis of the workers, as in "
+            f"{wrapper}(..., axis_name={exchange.axis_name or axis_name!r})."
+        )
+
+
+def _require_no_other_axis(wrapper: str, gradient, updates, axis_name: AxisName) -> None:
+    """Refuses updates whose VMA types say that they are the same along a further axis."""
+    pairs = zip(*map(jax.tree.leaves, (gradient, updates)), strict=True)
+    exchanged = frozenset().union(*(axes.varying(g) - axes.varying(u) for g, u in pairs))
+    if others := sorted(exchanged - set(axes.names(axis_name))):
+        raise ValueError(
+            f"the optimizer inside {wrapper} exchanges over the axes {others}, but {wrapper} has "
+            f"axis_name={axis_name!r}, so that it cannot tell these workers apart: give {wrapper} "
+            f"the axis_name={others[0]!r}."
+        )
+
+
+def _require_no_exchange(steps, axis_name: AxisName) -> None:
+    """Refuses inner steps whose VMA types say that they are the same on all workers."""
+    workers = set(axes.names(axis_name))
+    if axes.types_are_tracked(axis_name) and not any(
+        workers <= axes.varying(x) for x in jax.tree.leaves(steps)
+    ):
+        raise ValueError(
+            f"the inner optimizer of local_steps exchanges over {axis_name!r} on every step, so "
+            "that all workers have the same parameters: give inner an ordinary optimizer, such as "
+            "optax.adamw, and let outer exchange."
+        )

@@ -162,7 +162,6 @@ INEXACT = {  # the optimizer, the workers before and after, and the optimizer th
     "rounds": (rounds_of(GATHER), 4, 3, None),
     "late rounds": (rounds_of(LATE), 2, 4, None),
     "rounds of owners": (rounds_of(OWNERS), 2, 3, None),
-    "rounds from the residual": (rounds_of(GATHER, look_ahead=1.0), 4, 2, None),
     "fragments": (rounds_of(GATHER, 2), 4, 3, None),
     "fragments of another topk": (rounds_of(GATHER, 2), 2, 2, rounds_of(GATHER, 2, 40)),
     "a fragment on each step": (rounds_of(GATHER, 4), 2, 4, None),
@@ -172,7 +171,7 @@ INEXACT = {  # the optimizer, the workers before and after, and the optimizer th
 }
 
 
-@sweep("late rounds", "rounds from the residual", "fragments", "fragments of owners", name=INEXACT)
+@sweep("late rounds", "fragments", "fragments of owners", name=INEXACT)
 def test_what_was_under_way_is_delivered_once_after_every_restore(name, tmp_path):
     """Gradients are whole numbers until the restore, and zeros afterwards."""
     tx, before, after, goes_on = INEXACT[name]

@@ -79,7 +79,10 @@ USES = {
             optax.sgd(1e-2), decayed(tree), every=2, axis_name="data"
         ),
     ),
-    "accumulation": (labels, lambda tree: demo_optax.multi_steps(partition(tree), every=2)),
+    "accumulation": (
+        labels,
+        lambda tree: demo_optax.multi_steps(partition(tree), every=2, axis_name="data"),
+    ),
     "look-ahead": (is_matrix, lambda tree: decayed(tree, look_ahead=1.0)),
     "injected hyperparameters": (
         is_matrix,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax._src.swarm import records
-from demo_optax._src.swarm.rounds import RoundClock
+from demo_optax._src.swarm.round_clock import RoundClock
 from demo_optax.swarm import Left, Member, ObjectStore, SwarmError, read_history, status
 from tests import swarms
 from tests.sweeps import sweep

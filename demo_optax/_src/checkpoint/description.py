@@ -60,13 +60,13 @@ def describe(layout: StateLayout, opt_state) -> dict:
     states, rounds = {}, nodes(is_fragmented)
     for path, node in nodes(shards.is_momentum):
         at, momenta = (*path, GetAttrKey("momentum")), {}
+        around = [(outside, x) for outside, x in rounds if path[: len(outside)] == outside]
+        holder, keeper = around[0] if around else (path, node)
         leaves = jax.tree.leaves_with_path(node.momentum)
         for (inside, _), shape in zip(leaves, node.shapes, strict=True):
             name = keystr((*at, *inside))
             counts = [math.prod(sizes[i] for i in axes) for axes in over[name] if axes != [0]]
-            momenta[name] = _format(node.momentum_format, shape, counts)
-        around = [(outside, x) for outside, x in rounds if path[: len(outside)] == outside]
-        holder, keeper = around[0] if around else (path, node)
+            momenta[name] = _format(node.momentum_format, shape, [] if around else counts)
         is_pending = isinstance(keeper.pending, Pending)
         settings = keeper.pending.compression if is_pending else node.momentum_format
         states[keystr(path)] = {

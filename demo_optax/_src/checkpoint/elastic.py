@@ -14,7 +14,7 @@ from demo_optax._src.checkpoint.description import by_path, from_paths, is_of_ex
 from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.packet import Message
 from demo_optax._src.exchange.protocol import divide
-from demo_optax._src.fragments import spread
+from demo_optax._src.fragments import Cutter
 
 
 def convert(state: dict, saved: dict, like, needed: dict):
@@ -53,12 +53,11 @@ def put_back(state: dict, saved: dict) -> dict:
         settings, shapes = Compression(**own["settings"]), tuple(map(tuple, own["shapes"]))
         count, number, step = 1, 0, state[f"{path}.count"] - 1
         if own["fragments"]:
-            count, step = own["fragments"], step + 1
-            number = int(state[f"{holder}.round"]) % count
+            count, number = own["fragments"], int(state[f"{holder}.round"]) % own["fragments"]
+            step = state[f"{path}.count"][number]
             result[f"{path}.sent"] = np.zeros_like(state[f"{path}.sent"])
             result |= _without_progress(state, saved, holder, settings, count, number)
             settings = dataclasses.replace(settings, block_rule="stack")
-            shapes = tuple((rows // count, *sides) for rows, *sides in shapes)
         plan = make_plan(settings, shapes)
         for device in np.ndindex(*saved["sizes"]):
             shard = functools.partial(_shard, state, saved, device)
@@ -81,18 +80,19 @@ def _without_progress(
     state: dict, saved: dict, holder: str, settings: Compression, count: int, number: int
 ) -> dict:
     """Returns displacements without the progress of a fragment under way."""
-    names, sections = [name for name in saved["over"] if name in state], {}
+    names = [name for name in saved["over"] if name in state]
     places = [name for name in names if name.startswith(f"{holder}.displacement")]
-    prefix = f"{holder}.pending.outbox.progress"
-    for name in names:
-        if name.startswith(prefix):
-            sections[name.removeprefix(prefix)[2:-2]] = state[name]
     displacement = [state[name] for name in places]
-    progress = jax.vmap(lambda x, like: spread(settings, count, x, like, jnp.int32(number)))(
-        sections, displacement
-    )
-    moved = [d + np.asarray(x) for d, x in zip(displacement, progress, strict=True)]
-    return dict(zip(places, moved, strict=True))
+    prefix = f"{holder}.pending.outbox.progress"
+    progress = [state[name] for name in names if name.startswith(prefix)]
+
+    cutter, at = Cutter(settings, count), jnp.int32(number)
+
+    def moved(displacement, progress):
+        left = jax.tree.map(jnp.add, cutter.cut(displacement, at), tuple(progress))
+        return cutter.put(left, displacement, at)
+
+    return dict(zip(places, map(np.asarray, jax.vmap(moved)(displacement, progress)), strict=True))
 
 
 def _place(state: dict, saved: dict, device: tuple[int, ...], name: str) -> tuple[slice, ...]:

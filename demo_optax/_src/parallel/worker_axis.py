@@ -293,13 +293,11 @@ def _participants(state) -> list[tuple[list, IntScalar]]:
 
     A dense mean names no paths, and a step inside a round has no participants.
     """
-    found, rounds = [], (LocalStepsState, optax.MultiStepsState)
-    kinds = *rounds, DecoupledMomentumState, MeanOverWorkersState
+    found, kinds = [], (LocalStepsState, DecoupledMomentumState, MeanOverWorkersState)
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(node, rounds):
-            inner = node.outer if isinstance(node, LocalStepsState) else node.inner_opt_state
+        if isinstance(node, LocalStepsState):
             ended = node.mini_step == 0
-            found += [(paths, jnp.where(ended, n, 0)) for paths, n in _participants(inner)]
+            found += [(paths, jnp.where(ended, n, 0)) for paths, n in _participants(node.outer)]
         elif isinstance(node, DecoupledMomentumState):
             paths = [path for path, _ in jax.tree.leaves_with_path(node.momentum)]
             found.append((paths, node.metrics.participants))
@@ -350,7 +348,7 @@ def init_opt_state(
             "demo_optax.stack_workers(...) stands inside another optimizer, such as "
             "optax.MultiSteps or optax.apply_if_finite, or its init is called inside of "
             "jax.shard_map: leave it outermost, and wrap inside of it, as in "
-            "stack_workers(demo_optax.multi_steps(tx, every), mesh)."
+            "stack_workers(demo_optax.multi_steps(tx, every, axis_name=...), mesh)."
         )
     return init_stacked(tx, find_layout(tx, params, mesh, axis_name, param_specs), params)
 
@@ -426,7 +424,8 @@ def init_model_state(state, mesh: Mesh | AbstractMesh, axis_name: AxisName = "da
 
 _MAKE_GRADIENTS = (
     "worker_gradients. optax.MultiSteps and other wrappers around stack_workers hand on arrays of "
-    "their own: put them inside, as in stack_workers(demo_optax.multi_steps(tx, every), mesh)"
+    "their own: put them inside, as in stack_workers(demo_optax.multi_steps(tx, every, axis_name="
+    "...), mesh)"
 )
 
 
