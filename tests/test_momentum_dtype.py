@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import demo_optax
-from demo_optax._src.compression.bits import hashes, round_stochastically
+from demo_optax._src.compression.bits import hashed, round_stochastically
 
 STEPS, DECAY = 1000, 0.999
 NOTHING_SENT = 1e-30  # of what is selected leaves the momentum
@@ -49,7 +49,7 @@ def test_what_waits_grows_on_average_as_in_float32():
 def test_rounding_takes_a_neighbour_and_keeps_the_mean():
     values = np.float32([0.3, -0.3, 1.0, 1e-3, -7.77, 1e5, 3e38, 0.0, -3.4e38])
     x, seed = jnp.asarray(np.tile(values, (20000, 1))), jnp.uint32(7)
-    bits = hashes(jnp.broadcast_to(seed, x.shape))
+    bits = hashed(seed, jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape))
     rounded = np.asarray(round_stochastically(x, bits, "bfloat16"), np.float64)
     largest = float(jnp.finfo(jnp.bfloat16).max)
     wanted = np.clip(values.astype(np.float64), -largest, largest)
@@ -63,7 +63,7 @@ def test_rounding_takes_a_neighbour_and_keeps_the_mean():
 def test_rounding_changes_no_number_that_needs_none_and_keeps_nan():
     exact = jnp.arange(2**16, dtype=jnp.uint16).view(jnp.bfloat16)
     exact = jnp.where(jnp.abs(exact) < jnp.finfo(jnp.bfloat16).tiny, 0, exact)  # as CPUs may do
-    bits = hashes(jnp.full(exact.shape, 3, jnp.uint32))
+    bits = hashed(jnp.uint32(3), jnp.arange(exact.size, dtype=jnp.uint32).reshape(exact.shape))
     rounded = round_stochastically(exact.astype(jnp.float32), bits, "bfloat16")
     finite = np.isfinite(np.asarray(exact, np.float32))
     np.testing.assert_array_equal(rounded.view(jnp.uint16)[finite], exact.view(jnp.uint16)[finite])

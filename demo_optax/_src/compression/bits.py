@@ -60,24 +60,18 @@ def _period(bits: int) -> tuple[int, Int64[np.ndarray, "fields"], UInt32[np.ndar
 
 
 def checksum(words: UInt32[Array, "..."]) -> UInt32[Array, ""]:
-    """Returns a checksum that always changes with a single word.
+    """Returns a sum, modulo 2**32, of hashes of each word together with its place.
 
-    It misses other changes with a probability of 2**-32.
+    It always changes with a single word, and misses other changes with a probability of 2**-32. A
+    sum of the words themselves, or of anything linear in them, would miss two flipped signs or two
+    swapped values.
 
     >>> import jax.numpy as jnp
     >>> checksum(jnp.uint32([1, 2])) == checksum(jnp.uint32([2, 1]))
     Array(False, dtype=bool)
     """
-    return jnp.sum(hashes(words), dtype=jnp.uint32)
-
-
-def hashes(words: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Hashes each word together with its place, one-to-one, for sums modulo 2**32.
-
-    Sums of the words themselves, or of anything linear in them, would miss two flipped signs or two
-    swapped values.
-    """
-    return hashed(words, positions(words.shape, contiguous_strides(words.shape)))
+    places = positions(words.shape, contiguous_strides(words.shape))
+    return jnp.sum(hashed(words, places), dtype=jnp.uint32)
 
 
 def hashed(seeds: UInt32[Array, "..."], places: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

@@ -30,32 +30,21 @@ BLOCK_RULES = get_args(BlockRule)
 
 
 class BlockGeometry(NamedTuple):
-    """The blocks of one tensor: their sides, and how many there are along each dimension."""
+    """The blocks of one tensor: their sides, and how many there are along each dimension.
+
+    Attributes:
+      block_shape: the sides larger than 1, or ``(1,)`` if there are none.
+      stored_shape: shape of the coefficients, which is the grid followed by a block. The first
+        ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
+    """
 
     shape: tuple[int, ...]
     sides: tuple[int, ...]
     grid: tuple[int, ...]
-
-    @property
-    def num_blocks(self) -> int:
-        return math.prod(self.grid)
-
-    @property
-    def block_size(self) -> int:
-        return math.prod(self.sides)
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """The sides larger than 1, or ``(1,)`` if there are none."""
-        return tuple(side for side in self.sides if side > 1) or (1,)
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the coefficients, which is the grid followed by a block.
-
-        The first ``len(shape)`` dimensions match the tensor's, so that its PartitionSpec applies.
-        """
-        return *self.grid, self.block_size
+    num_blocks: int
+    block_size: int
+    block_shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
 
     def cut(self, tensor: Tensor) -> Float[Array, "_blocks *_sides"]:
         """Cuts a tensor into its blocks."""
@@ -102,27 +91,30 @@ def block_geometry(
       >>> block_geometry((768, 12, 64)).sides
       (4, 12, 64)
     """
-    side_of = _largest_divisor if rule == "divisor" else _balanced
     is_stack = rule == "stack"
     sides = [1, *shape[1:]][: len(shape)] if is_stack else [1] * len(shape)
     large = [axis for axis, dim in enumerate(shape) if dim > 1 and not is_stack]
     for axis in large[-2:]:
-        sides[axis] = side_of(shape[axis], block_side)
+        if rule == "divisor":
+            sides[axis] = _largest_divisor(shape[axis], block_side)
+        else:
+            fewest = math.ceil(shape[axis] / block_side)
+            sides[axis] = min(8 * math.ceil(shape[axis] / fewest / 8), block_side, shape[axis])
     for axis in reversed(large[:-2]):
         rows = math.prod(sides) // sides[large[-1]]
         room = min(block_side**2 // math.prod(sides), 4 * block_side // rows, block_side)
         sides[axis] = _largest_divisor(shape[axis], max(room, 1))
     grid = [math.ceil(dim / max(side, 1)) for dim, side in zip(shape, sides, strict=True)]
-    return BlockGeometry(tuple(shape), tuple(sides), tuple(grid))
+    return BlockGeometry(
+        shape=tuple(shape),
+        sides=tuple(sides),
+        grid=tuple(grid),
+        num_blocks=math.prod(grid),
+        block_size=math.prod(sides),
+        block_shape=tuple(side for side in sides if side > 1) or (1,),
+        stored_shape=(*grid, math.prod(sides)),
+    )
 
 
 def _largest_divisor(dim: int, limit: int) -> int:
     return next(side for side in range(min(dim, limit), 0, -1) if dim % side == 0)
-
-
-def _balanced(dim: int, limit: int) -> int:
-    """Returns the side of as few equal blocks as possible, of whole eights where they fit."""
-    if dim <= limit:
-        return dim
-    side = math.ceil(dim / math.ceil(dim / limit))
-    return min(8 * math.ceil(side / 8), limit)
