@@ -166,6 +166,20 @@ def test_a_gradient_that_is_not_finite_leaves_its_worker_the_mean_of_the_others(
     assert int(demo_optax.exchange_metrics(state).participants[0]) == 2
 
 
+def test_a_worker_all_of_whose_calls_are_bad_keeps_its_links_in_front():
+    inside = optax.chain(optax.trace(0.9), DEMO)
+    tx = demo_optax.multi_steps(inside, 2, axis_name="data")
+    stacked, params = demo_optax.stack_workers(tx, MESH), np.ones((4, 4), np.float32)
+    update, state, traces = jax.jit(stacked.update), stacked.init(params), []
+    for step in range(4):
+        gradients = np.ones((MESH.size, 4, 4), np.float32)
+        gradients[1] = np.nan if step > 1 else 1
+        _, state = update(gradients, state, params)
+        traces.append(np.asarray(state.outer[0].trace)[:, 0, 0])
+    np.testing.assert_allclose(traces[1], 1.0)
+    np.testing.assert_allclose(traces[3], [1.9, 1.0, *[1.9] * (MESH.size - 2)], rtol=1e-6)
+
+
 def test_multi_steps_of_one_worker_are_those_of_optax():
     base = optax.adam(optax.linear_schedule(0.1, 0.01, 4))
     ours, theirs = demo_optax.multi_steps(base, 3), optax.MultiSteps(base, 3)

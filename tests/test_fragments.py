@@ -309,6 +309,20 @@ def test_two_phases_of_a_fragment_wait_for_no_gradient():
         assert behind and not any("batch" in argument for argument in behind)
 
 
+def test_a_rate_that_is_set_while_training_holds_for_all_fragments():
+    outer = outer_of(
+        optax.inject_hyperparams(optax.sgd)(0.7),
+        demo_optax.Compression(4096, 8, transform="identity"),
+        demo_optax.AllGather(None),
+    )
+    tx = demo_optax.local_steps(optax.sgd(0.1), outer, every=2, fragments=2)
+    params, update = jnp.ones((16, 8)), jax.jit(tx.update)
+    state = optax.tree.set(tx.init(params), learning_rate=jnp.float32(0.0))
+    for _ in range(6):
+        updates, state = update(params, state, params)
+        np.testing.assert_array_equal(updates, 0.0)
+
+
 @pytest.mark.parametrize("coding", ["int2", slow("sign")])
 def test_padding_stays_zero(coding):
     base = optax.adamw(0.1, weight_decay=0.1)

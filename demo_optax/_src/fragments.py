@@ -194,10 +194,12 @@ def _is_metrics(x) -> bool:
 
 
 def _state_of(states, number: IntScalar) -> Any:
-    """Returns a fragment's own state."""
+    """Returns a fragment's own state; all share what has no axis, such as a rate that was set."""
 
     def own(x):
-        return x if _is_metrics(x) else jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
+        if _is_metrics(x) or jnp.ndim(x) == 0:
+            return x
+        return jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
 
     return jax.tree.map(own, states, is_leaf=_is_metrics)
 
@@ -206,7 +208,9 @@ def _with_state_of(states, own, number: IntScalar) -> Any:
     """Returns the states with a fragment's own in its place."""
 
     def leaf(x, new):
-        return new if _is_metrics(x) else jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
+        if _is_metrics(x) or jnp.ndim(x) == 0:
+            return new
+        return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
 
     return jax.tree.map(leaf, states, own, is_leaf=_is_metrics)
 

@@ -18,7 +18,7 @@ from demo_optax._src.exchange import collectives, two_phase
 from tests import draws, workers
 from tests.sweeps import sweep
 
-SIZE, SIDE = 44, 8  # six blocks, the last of four elements
+SIZE, SIDE = 48, 8  # six blocks
 DECAY, WEIGHT = 0.9, 0.5
 
 
@@ -29,7 +29,7 @@ class Simulated:
         self.compression, self.mean, self.alpha = compression, mean, alpha
         self.delayed = isinstance(exchange, Delayed)
         self.exchange = exchange.inner if self.delayed else exchange
-        self.blocks = [slice(i, min(i + SIDE, SIZE)) for i in range(0, SIZE, SIDE)]
+        self.blocks = [slice(i, i + SIDE) for i in range(0, SIZE, SIDE)]
         self.momenta = np.zeros((count, SIZE))
         self.residual = np.zeros(SIZE)
         self.pending = np.zeros((count, SIZE)), np.zeros((count, SIZE), bool)
@@ -97,9 +97,9 @@ class Simulated:
 
 @functools.cache
 def start_of_run(step, n):
-    """Where a run starts, of key 0 for the step, its draws (1) and the section of these blocks."""
+    """Where a run starts, of key 0 for the step, its draws (1) and the first section."""
     key = jax.random.key(0)
-    for number in (step % 2**32, 1, 0 if n == SIDE else 1):
+    for number in (step % 2**32, 1, 0):
         key = jax.random.fold_in(key, number)
     return int(jax.random.randint(key, (), 0, n))
 
@@ -331,8 +331,7 @@ def test_a_part_that_is_damaged_on_its_way_to_an_owner_stays_with_its_sender(mon
         collectives, "all_to_all", damaged(collectives.all_to_all, from_1_to_2, [1])
     )
     _, new = of_all(tx.update)(drawn, state)
-    # Of five whole blocks two each; the first one has the shorter block as well.
-    of_owner = [np.r_[0:16, 40:44], np.r_[16:32], np.r_[32:40]]
+    of_owner = [np.r_[0:16], np.r_[16:32], np.r_[32:48]]  # two blocks each
     for worker in range(3):
         for owner, part in enumerate(of_owner):
             own = np.asarray(new.momentum[worker]).reshape(-1)[part]

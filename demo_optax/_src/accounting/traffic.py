@@ -293,9 +293,11 @@ def uplink_bytes(
     """
     checks.static_integer("sites", sites, at_least=1)
     checks.static_integer("workers_per_site", workers_per_site, at_least=1)
+    if sites == 1:
+        return 0.0
     workers = sites * workers_per_site
     traffic = _traffic(sent, params, workers, fragments)
-    elsewhere = (workers - workers_per_site) / max(workers - 1, 1)
+    elsewhere = (workers - workers_per_site) / (workers - 1)
     direct = traffic.direct * workers_per_site * elsewhere
     return (traffic.received - traffic.direct + direct) / (local_steps // (fragments or 1))
 

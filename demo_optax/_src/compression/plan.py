@@ -230,7 +230,9 @@ class Plan:
         results, previous = [], after
         for part, *trees in zip(self.parts, *arguments, strict=True):
             results.append(stage(part, *axes.after(previous, trees)))
-            floats = [x for x in jax.tree.leaves(results[-1]) if jnp.issubdtype(x, jnp.floating)]
+            floats = [
+                x for x in jax.tree.leaves(results[-1]) if jnp.issubdtype(x.dtype, jnp.floating)
+            ]
             previous = sorted(floats, key=lambda x: x.size)[-1:]
         return results
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import functools
 import itertools
 import statistics
 import time
@@ -18,7 +17,6 @@ from demo_optax._src.swarm.store import Store, in_parallel
 REFRESH_SECONDS = 10.0
 SECONDS_A_REQUEST = 1.0  # at most 60 requests a minute
 NAMES_A_REQUEST = 1000  # that a store lists
-OBJECTS_KEPT = 10_000  # while a run is watched
 
 
 class History(NamedTuple):
@@ -148,22 +146,26 @@ def _snapshot_every(store: Store) -> int | None:
 
 
 class _Kept:
-    """Keeps the objects that it has read, since none ever changes, and counts its requests."""
+    """Keeps the objects of the last look, since none ever changes, and counts its requests."""
 
     def __init__(self, store: Store):
-        self._store, self._lists = store, 0
-        self._get = functools.lru_cache(OBJECTS_KEPT)(store.get)
+        self._store, self._before, self._now, self.requests = store, {}, {}, 0
 
-    @property
-    def requests(self) -> int:
-        return self._get.cache_info().misses + self._lists
+    def look_again(self) -> None:
+        self._before, self._now = self._now, {}
 
     def get(self, key: str) -> bytes | None:
-        return self._get(key)
+        found = self._before.get(key, self._now.get(key))
+        if found is None:  # it may still come
+            self.requests += 1
+            found = self._store.get(key)
+        if found is not None:
+            self._now[key] = found
+        return found
 
     def names(self, folder: str) -> list[str]:
         names = self._store.names(folder)
-        self._lists += 1 + len(names) // NAMES_A_REQUEST
+        self.requests += 1 + len(names) // NAMES_A_REQUEST
         return names
 
 
@@ -191,6 +193,7 @@ def watch_history(
     before, kept = None, _Kept(store)
     readable: Any = kept  # a store has other methods, which nobody calls
     while True:
+        kept.look_again()
         yield read_history(readable, last)
         sent = 0 if before is None else kept.requests - before
         before = kept.requests
