@@ -177,7 +177,7 @@ def keep_local_state(
             inner = new.inner_state, old.inner_state, varies_over_workers.inner_state
             kept = keep_local_state(*inner, participates, axis_name, sharded)
             return new._replace(inner_state=kept)
-        if getattr(new, "displacement", None) == ():  # of multi_steps, whose calls may all be bad
+        if hasattr(new, "mini_step") and not jax.tree.leaves(new.displacement):  # of multi_steps
             took_part = participates | (old.weight > 0)
             outer = new.outer, old.outer, varies_over_workers.outer
             return new._replace(outer=keep_local_state(*outer, took_part, axis_name, sharded))
