@@ -249,6 +249,7 @@ def test_swarm_looks_at_a_store_and_needs_its_package(printed, tmp_path, monkeyp
         (CHOOSE.replace(" --width 1024", ""), "required: --width"),
         (SITES, "of --compute-time, --device, --flops 0 were given: give one of them"),
         (f"{CHOOSE} --sites 2", "of --workers, --sites 2 were given"),
+        (f"{CHOOSE} --nodes-per-site 2", "--nodes-per-site 2 was given without --sites"),
         (f"{SITES} --flops 989", "'989' is no number of FLOPs a second"),
     ],
 )

@@ -33,6 +33,7 @@ from demo_optax._src.arrays import (
     reusable,
 )
 from demo_optax._src.axes import AxisName
+from demo_optax._src.local_state import LocalStepsState
 
 PARTICIPATES = "participates"
 INJECTED_STATES = "hyperparams_states", "inner_state"  # of optax.inject_hyperparams
@@ -177,7 +178,9 @@ def keep_local_state(
             inner = new.inner_state, old.inner_state, varies_over_workers.inner_state
             kept = keep_local_state(*inner, participates, axis_name, sharded)
             return new._replace(inner_state=kept)
-        if hasattr(new, "mini_step") and not jax.tree.leaves(new.displacement):  # of multi_steps
+        if isinstance(new, LocalStepsState):
+            if jax.tree.leaves(new.displacement):  # local_steps decides by itself
+                return new
             took_part = participates | (old.weight > 0)
             outer = new.outer, old.outer, varies_over_workers.outer
             return new._replace(outer=keep_local_state(*outer, took_part, axis_name, sharded))

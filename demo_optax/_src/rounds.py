@@ -333,7 +333,7 @@ class LocalSteps:
 def multi_steps(
     tx: optax.GradientTransformation, every: int, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Adapts ``optax.MultiSteps`` to optimizers that exchange.
+    """Takes one step with the mean of several gradients, for optimizers that exchange.
 
     It is meant for loops that call the optimizer once for each microbatch. `make_train_step` with
     ``microbatches`` needs less memory. As in rounds of `local_steps`, only the last of ``every``

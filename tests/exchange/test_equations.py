@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,18 +19,19 @@ from demo_optax._src.exchange import collectives, two_phase
 from tests import draws, workers
 from tests.sweeps import sweep
 
-SIZE, SIDE = 48, 8  # six blocks
+SIZES, SIDE = (40, 4), 8  # two vectors: five blocks of eight elements, and one of four
+SIZE = sum(SIZES)
 DECAY, WEIGHT = 0.9, 0.5
 
 
 class Simulated:
-    """Some workers' momenta of one vector, in blocks, without a transform."""
+    """Some workers' momenta of two vectors in a row, in blocks, without a transform."""
 
     def __init__(self, count, compression, exchange, mean, alpha):
         self.compression, self.mean, self.alpha = compression, mean, alpha
         self.delayed = isinstance(exchange, Delayed)
         self.exchange = exchange.inner if self.delayed else exchange
-        self.blocks = [slice(i, i + SIDE) for i in range(0, SIZE, SIDE)]
+        self.blocks = [slice(i, min(i + SIDE, SIZE)) for i in range(0, SIZE, SIDE)]
         self.momenta = np.zeros((count, SIZE))
         self.residual = np.zeros(SIZE)
         self.pending = np.zeros((count, SIZE)), np.zeros((count, SIZE), bool)
@@ -97,9 +99,9 @@ class Simulated:
 
 @functools.cache
 def start_of_run(step, n):
-    """Where a run starts, of key 0 for the step, its draws (1) and the first section."""
+    """Where a run starts, of key 0 for the step, its draws (1) and the section of these blocks."""
     key = jax.random.key(0)
-    for number in (step % 2**32, 1, 0):
+    for number in (step % 2**32, 1, 0 if n == SIDE else 1):
         key = jax.random.fold_in(key, number)
     return int(jax.random.randint(key, (), 0, n))
 
@@ -122,6 +124,24 @@ def gradients(step, count, broken=True):
     return drawn
 
 
+def in_a_row(tx):
+    """``tx`` of the two vectors, for gradients and updates that are one."""
+
+    def split(x):
+        return jnp.split(x, np.cumsum(SIZES[:-1]))
+
+    def update(gradient, state):
+        updates, state = tx.update(split(gradient), state)
+        return jnp.concatenate(updates), state
+
+    return optax.GradientTransformation(lambda params: tx.init(split(params)), update)
+
+
+def stored(state):
+    """All workers' momenta, ``(workers, SIZE)``."""
+    return np.concatenate([np.reshape(x, (len(x), -1)) for x in state.momentum], axis=1)
+
+
 def of_all(update):
     """One worker's update for all workers, compiled."""
     return jax.jit(jax.vmap(update, axis_name="data"))
@@ -136,7 +156,7 @@ def started(tx, count, params=np.zeros(SIZE, np.float32)):
 @functools.cache
 def three(exchange):
     """Three workers that send two numbers of each block, compiled once for all tests."""
-    tx = momentum(plain(topk=2), exchange)
+    tx = in_a_row(momentum(plain(topk=2), exchange))
     return tx, *started(tx, 3)
 
 
@@ -170,7 +190,7 @@ WAYS = {
 def test_twenty_steps_follow_the_equations(exchange, selection, coding, setting):
     exchange, (mean, alpha, count) = WAYS[exchange], setting
     compression = plain(topk=2, selection=selection, value_coding=coding)
-    tx = momentum(compression, exchange, mean, alpha)
+    tx = in_a_row(momentum(compression, exchange, mean, alpha))
     simulated = Simulated(count, compression, exchange, mean, alpha)
     update, state = started(tx, count)
     for step in range(20):
@@ -179,8 +199,7 @@ def test_twenty_steps_follow_the_equations(exchange, selection, coding, setting)
         expected = simulated.update(drawn.astype(np.float64))
         np.testing.assert_allclose(updates, np.stack([expected] * count), atol=2e-5)
         np.testing.assert_array_equal(updates[:1], updates[1:2])
-        stored = np.asarray(state.momentum).reshape(count, -1)[:, :SIZE]
-        np.testing.assert_allclose(stored, simulated.momenta, atol=2e-5)
+        np.testing.assert_allclose(stored(state), simulated.momenta, atol=2e-5)
 
 
 @sweep("two-phase", name=AT_ONCE)
@@ -299,7 +318,7 @@ def test_an_owner_that_lies_of_a_limit_moves_no_momentum_beyond_what_was_sent(mo
     update = of_all(lies)
     for said in (-1e30, 0.0, 1e30, np.inf, np.nan):
         updates, state = update(np.full(3, said, np.float32), drawn, start)
-        assert np.abs(state.momentum).max() <= WEIGHT * np.abs(drawn).max()
+        assert np.abs(stored(state)).max() <= WEIGHT * np.abs(drawn).max()
         np.testing.assert_array_equal(updates[0], updates[2])
 
 
@@ -331,11 +350,11 @@ def test_a_part_that_is_damaged_on_its_way_to_an_owner_stays_with_its_sender(mon
         collectives, "all_to_all", damaged(collectives.all_to_all, from_1_to_2, [1])
     )
     _, new = of_all(tx.update)(drawn, state)
-    of_owner = [np.r_[0:16], np.r_[16:32], np.r_[32:48]]  # two blocks each
+    # Of five blocks of eight two each; the first one has the block of four as well.
+    of_owner = [np.r_[0:16, 40:44], np.r_[16:32], np.r_[32:40]]
     for worker in range(3):
         for owner, part in enumerate(of_owner):
-            own = np.asarray(new.momentum[worker]).reshape(-1)[part]
-            counted = np.asarray(whole.momentum[worker]).reshape(-1)[part]
+            own, counted = stored(new)[worker, part], stored(whole)[worker, part]
             if (worker, owner) == (1, 2):
                 np.testing.assert_allclose(own, WEIGHT * drawn[1][part], rtol=1e-6)
             else:
@@ -353,10 +372,8 @@ def test_an_owners_packet_that_is_damaged_counts_for_nobody_and_nothing_of_it_is
     updates, new = of_all(tx.update)(drawn, state)
     part = slice(16, 32)
     assert not updates[:, part].any() and updates[:, :16].any()
-    accumulated = DECAY * np.asarray(state.momentum).reshape(3, -1)[:, part]
-    accumulated += WEIGHT * drawn[:, part]
-    stored = np.asarray(new.momentum).reshape(3, -1)[:, part]
-    np.testing.assert_allclose(stored, accumulated, rtol=1e-5, atol=1e-7)
+    accumulated = DECAY * stored(state)[:, part] + WEIGHT * drawn[:, part]
+    np.testing.assert_allclose(stored(new)[:, part], accumulated, rtol=1e-5, atol=1e-7)
     for old, now in zip(state.exchange.residual, new.exchange.residual, strict=True):
         np.testing.assert_array_equal(old[1], now[1])
         assert (old[0] != now[0]).any()

@@ -90,8 +90,8 @@ def newest_intact(directory: str, steps: list[int], read: Callable[[int], T]) ->
         return result, set(damaged)
     raise DamagedCheckpoint(
         f"{directory} holds no checkpoint of {steps} that is intact: "
-        f"{'; '.join(damaged.values())}. Restore it from a copy, or start the run again in another "
-        "folder."
+        f"{'; '.join(damaged.values())}. Restore what is damaged from a copy, and another "
+        "format with the version that saved it, or start the run again in another folder."
     )
 
 
@@ -211,7 +211,8 @@ def load_extra(directory: str | os.PathLike, extra, *, step: int | None = None):
 
     Args:
       directory: the run's folder, or its URL as a string.
-      extra: a tree like the one that was saved.
+      extra: a tree like the one that was saved. Arrays are placed on the default device, and
+        ``jax.ShapeDtypeStruct`` where its sharding says.
       step: step of the checkpoint; by default the latest that is intact.
 
     Raises:

@@ -65,6 +65,11 @@ def run(args: argparse.Namespace) -> None:
     names = given.keys() & inspect.signature(choose).parameters.keys() - {"compute_time"}
     settings: dict[str, Any] = {name: given[name] for name in names}
     settings["workers"] = _one_of(given, "workers", "sites")
+    if args.nodes_per_site > 1 and "sites" not in given:
+        raise ValueError(
+            f"--nodes-per-site {args.nodes_per_site} was given without --sites: give the number of "
+            "sites in place of --workers."
+        )
     sites = None if "swarm" in given else given.get("sites")
     compute_time = measured = _one_of(given, "compute_time", "device", "flops")
     devices, estimated = args.devices * (args.nodes_per_site if "sites" in given else 1), ""

@@ -29,14 +29,14 @@ def run(args: argparse.Namespace) -> None:
     folder = folder_of(args.url)
     is_there = folder is None or folder.is_dir()  # an ObjectStore would make the folder
     store = swarm.ObjectStore(args.url) if is_there else None
-    with contextlib.suppress(KeyboardInterrupt):
+    is_watched = "watch" in args
+    with contextlib.suppress(*[KeyboardInterrupt] * is_watched):
         for history in swarm.watch_history(store, args.last) if store else [None]:
             if history is None or not history.names:
                 raise FileNotFoundError(
                     f"there is no run of a swarm at {args.url!r}: give the place that its workers "
                     "have as --swarm."
                 )
-            is_watched = "watch" in args
             print(CLEAR * (is_watched and sys.stdout.isatty()), end="")
             print(swarm.status(history))
             if history.manifests:

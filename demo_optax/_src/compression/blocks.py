@@ -75,11 +75,11 @@ def block_geometry(
       shape: the tensor's shape, of any rank.
       block_side: largest number of elements per side of a block.
       rule: with ``"pad"`` a longer dimension is divided into as few blocks as possible, with a side
-        that is a multiple of 8, and is padded with zeros to whole blocks. With ``"divisor"`` a side
-        is the largest divisor of the dimension up to ``block_side``, as in the published code, so
-        that a large prime gives blocks of one element. Both rules agree where ``block_side``
-        divides the dimension. With ``"stack"`` the first dimension counts the blocks, which have
-        the other dimensions whatever ``block_side`` is.
+        that is a multiple of 8 or ``block_side``, and is padded with zeros to whole blocks. With
+        ``"divisor"`` a side is the largest divisor of the dimension up to ``block_side``, as in the
+        published code, so that a large prime gives blocks of one element. Both rules agree where
+        ``block_side`` divides the dimension. With ``"stack"`` the first dimension counts the
+        blocks, which have the other dimensions whatever ``block_side`` is.
 
     Example:
       >>> block_geometry((50257, 512)).sides, block_geometry((50257, 512)).grid

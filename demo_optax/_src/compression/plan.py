@@ -53,13 +53,11 @@ Momenta = list[Coefficients]
 class Group:
     """All blocks of one shape in a part, which fill ``rows`` of a packet's section.
 
-    The rows are a start and an exclusive stop. The tensors are indices in the part, each with its
-    number of blocks in ``counts``.
+    The rows are a start and an exclusive stop. The tensors are indices in the part.
     """
 
     sides: Shape
     tensors: tuple[int, ...]
-    counts: tuple[int, ...]
     selector: Any
     section: int
     rows: tuple[int, int]
@@ -189,8 +187,8 @@ class Part:
         for group in self.groups:
             firsts = [first_places[number].reshape(-1, 1) for number in group.tensors]
             numbers = [
-                jnp.full((count, 1), self.tensors[0] + number, jnp.uint32)
-                for number, count in zip(group.tensors, group.counts, strict=True)
+                jnp.full_like(first, self.tensors[0] + number)
+                for number, first in zip(group.tensors, firsts, strict=True)
             ]
             of_tensors = hashed(seed, jnp.concatenate(numbers))
             of_blocks = hashed(of_tensors, jnp.concatenate(firsts))
@@ -202,7 +200,8 @@ class Part:
         """Divides the blocks of all groups among the tensors."""
         tensors = [jnp.zeros(0)] * len(self.geometries)
         for group, x in zip(self.groups, blocks, strict=True):
-            ends = list(itertools.accumulate(group.counts[:-1]))
+            counts = [self.geometries[number].num_blocks for number in group.tensors]
+            ends = list(itertools.accumulate(counts[:-1]))
             for number, own in zip(group.tensors, jnp.split(x, ends), strict=True):
                 tensors[number] = own
         return tensors
@@ -223,9 +222,9 @@ class Plan:
     ) -> list[Any]:
         """Calls ``stage(part, *its_arguments)`` for one part after another, and ``after`` arrays.
 
-        The arguments of a part, one tree of each, depend on the largest float array of the previous
-        part's results, so that XLA neither holds the temporary arrays of all parts in memory nor
-        merges their products.
+        The arguments of a part, one tree of each, depend on the largest float array among the
+        previous part's results, one for each set of axes over which they vary. So XLA neither holds
+        the temporary arrays of all parts in memory nor merges their products.
         """
         results, previous = [], after
         for part, *trees in zip(self.parts, *arguments, strict=True):
@@ -233,7 +232,8 @@ class Plan:
             floats = [
                 x for x in jax.tree.leaves(results[-1]) if jnp.issubdtype(x.dtype, jnp.floating)
             ]
-            previous = sorted(floats, key=lambda x: x.size)[-1:]
+            largest = {axes.varying(x): x for x in sorted(floats, key=lambda x: x.size)}
+            previous = list(largest.values())
         return results
 
     def per_part(self, tree: Any) -> list[list[Any]]:
@@ -294,11 +294,10 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
                 selectors[sides] = compression.selector(
                     math.prod(sides), compression.topk, len(selectors)
                 )
-            counts = tuple(geometries[start + number].num_blocks for number in numbers)
             first = filled.get(sides, 0)
-            filled[sides] = first + sum(counts)
+            filled[sides] = first + sum(geometries[start + i].num_blocks for i in numbers)
             section, rows = list(selectors).index(sides), (first, filled[sides])
-            group = Group(sides, tuple(numbers), counts, selectors[sides], section, rows)
+            group = Group(sides, tuple(numbers), selectors[sides], section, rows)
             groups.append(group)
         tensors = (start, stop), geometries[start:stop]
         parts.append(Part(momentum_format, *tensors, tuple(groups)))
