@@ -14,6 +14,7 @@ from demo_optax._src.compression import make_plan
 from demo_optax._src.compression.packet import Message, Origin, merge_rows, parse_headers
 from demo_optax._src.compression.plan import shared_positions
 from demo_optax._src.exchange.averaging import decode_accepted
+from demo_optax._src.parallel.layout import find_layout
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
 
@@ -113,15 +114,12 @@ def decoded(plan, layout, packets, origin):
 
 def settled(trained, exchange):
     """Momenta with pending messages and owners' residuals in them, put back by each device."""
-    specs = demo_optax.state_specs(
-        trained.tx, trained.params, trained.mesh, param_specs=trained.specs
-    )[0]
+    layout = find_layout(trained.tx, trained.params, trained.mesh, "data", trained.specs)
+    specs, of_block = layout.state[0], demo_optax.Compression(block_side=8)
+    compression = layout.settings.get("[0].pending.format", of_block)
+    plan = make_plan(compression, layout.settings["[0].format"].shapes)
 
     def put_back(state):
-        compression = demo_optax.Compression(block_side=8)
-        if state.pending:
-            outbox, compression = state.pending
-        plan = make_plan(compression, state.shapes)
         rows = [jnp.zeros((section.num_blocks, section.selector.n)) for section in plan.sections]
         if state.exchange:
             shares = [jax.lax.all_gather(x[0], "data", tiled=True) for x in state.exchange.residual]
@@ -132,6 +130,7 @@ def settled(trained, exchange):
                 advance(x, sides, state.count - 1)
                 for x, sides in zip(rows, plan.sides, strict=True)
             ]
+            outbox = state.pending.outbox
             (packets,), (factor,) = outbox.packets, outbox.factor
             ids = jax.lax.axis_index("data") * len(packets) + jnp.arange(len(packets))
             origin = Origin(state.count - 1, ids)

@@ -298,7 +298,15 @@ def test_one_gather_of_a_fragments_bytes_waits_for_no_gradient(name):
     assert is_conditional(text) == waits == (every > count)
     if not waits:
         ((_, behind),) = arguments_behind(text)
-        fields = (".outbox.packets", ".outbox.step", ".outbox.status", ".count", ".sent", ".round")
+        fields = (
+            ".outbox.packets",
+            ".outbox.step",
+            ".outbox.status",
+            ".format",
+            ".count",
+            ".sent",
+            ".round",
+        )
         assert behind and all(argument.endswith(fields) for argument in behind)
 
 

@@ -172,11 +172,10 @@ def require_local_gradient(updates, axis_name: AxisName) -> None:
             )
 
 
-def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[type, ...]) -> None:
-    """Refuses a state whose paths, shapes or static nodes differ from the expected ones.
+def state_fits(what: str, given: Any, expected: Any, remedy: str) -> None:
+    """Refuses a state whose paths, shapes or structure differ from the expected ones.
 
-    ``what`` begins the message and ``remedy`` ends it; ``static`` are the types of static nodes
-    that are compared.
+    ``what`` begins the message and ``remedy`` ends it.
     """
     has, needs = (
         {  # a state that tx.init has made of Flax's boxes has boxes as well
@@ -194,20 +193,15 @@ def state_fits(what: str, given: Any, expected: Any, remedy: str, static: tuple[
             f"{sorted(has.keys() - needs.keys())[:3] or 'nothing'} besides: it was made for other "
             f"parameters or settings ({len(lacking)} leaves differ). {remedy}"
         )
-
-    def is_static(x) -> bool:
-        return isinstance(x, static)
-
-    nodes = [filter(is_static, jax.tree.leaves(x, is_leaf=is_static)) for x in (given, expected)]
-    other_settings = [pair for pair in zip(*nodes, strict=False) if pair[0] != pair[1]]
-    other_shapes = [name for name in needs if has[name] != needs[name]]
-    if other_shapes and not other_settings:
-        name = other_shapes[0]
-        raise ValueError(
-            f"leaf{name} of {what} has shape {has[name]}, but {needs[name]} is needed: the "
-            f"parameters, the settings or the number of workers changed since it was made. {remedy}"
-        )
-    made, wanted = other_settings[0] if other_settings else structures
+    for name in needs:
+        if has[name] != needs[name]:
+            raise ValueError(
+                f"leaf{name} of {what} has shape {has[name]}, but {needs[name]} is needed: the "
+                "parameters, the settings or the number of workers changed since it was made. "
+                f"{remedy}"
+            )
+    made, wanted = structures
     raise ValueError(
-        f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. {remedy}"
+        f"{what} has the structure {made}, but {wanted} is needed: pass the containers that "
+        f"tx.init made. {remedy}"
     )

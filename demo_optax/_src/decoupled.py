@@ -230,7 +230,7 @@ class Decoupled:
     def with_compression(self, compression: Compression) -> "Decoupled":
         return dataclasses.replace(self, momentum=self.momentum.with_compression(compression))
 
-    def init(self, params) -> Any:  # optax's type for states has no static nodes
+    def init(self, params) -> tuple:
         state = self.momentum.init(params), self.base.init(params)
         if self.look_ahead is None:
             return state

@@ -155,7 +155,7 @@ class Fragments:
             )
         number = state.round % self.count
         own, shared = _state_of(state.outer, number), self.cutter.cut(params, number)
-        outbox = state.pending.restored(self._plan(shared))
+        outbox = state.pending.restored(self._plan(shared), self.cutter.compression)
         carried = outbox.packets if self.outer.exchange.axis_name is None else None
         updates, new = self.outer.apply(carried, outbox, own, shared, **extra_args)
         old = self.cutter.cut(state.displacement, number)

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, UInt32
 
-from demo_optax._src import axes, checks, metrics, participation, transport
+from demo_optax._src import axes, checks, format_word, metrics, participation, transport
 from demo_optax._src.arrays import (
     BoolScalar,
     IntScalar,
@@ -33,11 +34,10 @@ from demo_optax._src.arrays import (
     widest,
     zero_unless,
 )
-from demo_optax._src.compression import Compression, MomentumFormat, Plan, make_plan, packet
+from demo_optax._src.compression import Compression, Plan, make_plan, packet
 from demo_optax._src.compression.bits import round_stochastically
 from demo_optax._src.compression.packet import Message, Origin, Packets
 from demo_optax._src.compression.plan import Part, shared_positions
-from demo_optax._src.compression.settings import STATIC_NODES, TensorShapes
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Exchange
 from demo_optax._src.exchange.protocol import (
@@ -67,8 +67,8 @@ class DecoupledMomentumState(NamedTuple):
       pending: with `demo_optax.Delayed`, the outbox of the last step; otherwise ``()``.
       sent: bool scalar, whether a message has left the momentum in ``send`` and waits for
         ``apply``. It differs between workers only where ``send`` is called.
-      momentum_format: static, the transform and the blocks in which the momentum is stored.
-      shapes: static, the shape of each parameter.
+      format: uint32 scalar, a checksum of the transform, its seed, the blocks and the parameters'
+        shapes, without which the momentum means nothing; the same on all workers.
 
     Example:
       >>> import demo_optax
@@ -84,8 +84,7 @@ class DecoupledMomentumState(NamedTuple):
     exchange: Any
     pending: Any
     sent: BoolScalar
-    momentum_format: MomentumFormat
-    shapes: TensorShapes
+    format: UInt32[Array, ""]  # type: ignore[assignment]
 
     exchanges = True
     handles_nonfinite = True
@@ -134,7 +133,7 @@ class Momentum:
 
     # --- the functions of the transformation, which check what they are given
 
-    def init(self, params) -> Any:  # optax's type for states has no static nodes
+    def init(self, params) -> DecoupledMomentumState:
         checks.floating_leaves(params)
         plan, axis_name = self._plan_of(params), self.exchange.axis_name
         structure: Any = jax.tree.structure(unboxed(params))
@@ -150,8 +149,7 @@ class Momentum:
             exchange=self.exchange.init(plan),
             pending=self._empty_pending(plan) if isinstance(self.exchange, Delayed) else (),
             sent=jnp.array(False),
-            momentum_format=self.compression.momentum_format,
-            shapes=TensorShapes(x.shape for x in plan.geometries),
+            format=jnp.asarray(format_word.word_of(plan.stored)),
         )
 
     def update(self, updates, state, params=None, **extra_args) -> Any:
@@ -164,7 +162,7 @@ class Momentum:
         outbox, state = self._send(plan, gradient, state, params, worker, extra_args)
         arriving = outbox
         if isinstance(self.exchange, Delayed):
-            arriving = state.pending.restored(plan)._replace(step=state.count - 1)
+            arriving = state.pending.restored(plan, self.compression)._replace(step=state.count - 1)
             pending = Pending.of(outbox, self.compression, self.exchange.axis_name)
             state = state._replace(pending=pending)
         updates, state = self._apply(plan, None, arriving, state, gradient, worker, extra_args)
@@ -197,6 +195,7 @@ class Momentum:
             row, packets = transport.row_of(worker, axis_name, rows), jnp.asarray(packets)
         is_own = (outbox.status == MESSAGE) & (outbox.step == state.count)
         is_current = jnp.where(state.sent, is_own, outbox.status == EMPTY)
+        is_current &= state.format == format_word.word_of(plan.stored)
         packets, to_carry = zero_unless(is_current, (packets, outbox.packets))
         factor = jnp.where(is_current, outbox.factor, 0)
         outbox = outbox._replace(packets=to_carry, factor=factor, step=state.count)
@@ -222,6 +221,7 @@ class Momentum:
         participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
         participates &= jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
         participates &= jnp.isfinite(self.decay) & ~state.sent
+        participates &= state.format == format_word.word_of(plan.stored)
 
         # Precondition: each worker may have a second moment of its own
         initial = self.precondition.init(gradient if params is None else params)
@@ -413,19 +413,16 @@ class Momentum:
             "momentum": structure.unflatten(leaves),
             "exchange": jax.eval_shape(lambda: self.exchange.init(plan)),
             "pending": jax.eval_shape(lambda: self._empty_pending(plan)) if is_delayed else (),
-            "momentum_format": self.compression.momentum_format,
-            "shapes": TensorShapes(x.shape for x in plan.geometries),
         }
-        checks.state_fits(
-            "the state of the decoupled momentum",
-            {name: getattr(state, name) for name in needed},
-            needed,
+        remedy = (
             "Make the state anew from the parameters that are trained now, or restore the run with "
             "demo_optax.checkpoint, which puts pending messages back into the momentum. An axis of "
             "workers in front belongs to demo_optax.make_train_step and stack_workers, which "
-            "remove it.",
-            STATIC_NODES,
+            "remove it."
         )
+        what = "the state of the decoupled momentum"
+        checks.state_fits(what, {name: getattr(state, name) for name in needed}, needed, remedy)
+        format_word.require(what, {"format": state.format}, {"format": plan.stored}, remedy)
         if to_send:
             transport.require_unsent(state)
         return plan

@@ -13,13 +13,14 @@ from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax._src.arrays import is_key, key_impl, unwrap_keys, wrap_keys
 from demo_optax._src.axes import names, sharded_axes
-from demo_optax._src.compression.settings import MomentumFormat
+from demo_optax._src.compression.settings import MomentumFormat, StoredMomenta
 from demo_optax._src.exchange.protocol import Pending
+from demo_optax._src.format_word import word_of
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 15
+FORMAT = 16
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
 
@@ -32,6 +33,7 @@ def describe(layout: StateLayout, opt_state) -> dict:
       parameters;
     * ``over``: for each leaf and each of its dimensions, the indices in ``sizes`` of the axes that
       divide it, where an axis of workers in front is ``[0]``;
+    * ``words``: the word of each leaf that stands for settings;
     * ``states``: for each `DecoupledMomentumState`, under its path, the format of its momenta, the
       ``shapes`` of a device's parameters, the ``settings`` of its blocks and of a message under
       way, whether there is one (``pending``), the path of the state that keeps it (``holder``), and
@@ -63,21 +65,25 @@ def describe(layout: StateLayout, opt_state) -> dict:
         around = [(outside, x) for outside, x in rounds if path[: len(outside)] == outside]
         holder, keeper = around[0] if around else (path, node)
         leaves = jax.tree.leaves_with_path(node.momentum)
-        for (inside, _), shape in zip(leaves, node.shapes, strict=True):
+        stored: StoredMomenta = layout.settings[keystr((*path, GetAttrKey("format")))]
+        for (inside, _), shape in zip(leaves, stored.shapes, strict=True):
             name = keystr((*at, *inside))
             counts = [math.prod(sizes[i] for i in axes) for axes in over[name] if axes != [0]]
-            momenta[name] = _format(node.momentum_format, shape, [] if around else counts)
+            momenta[name] = _format(stored.format, shape, [] if around else counts)
         is_pending = isinstance(keeper.pending, Pending)
-        settings = keeper.pending.compression if is_pending else node.momentum_format
+        settings = stored.format
+        if is_pending:
+            settings = layout.settings[f"{keystr(holder)}.pending.format"]
         states[keystr(path)] = {
             "momenta": momenta,
-            "shapes": node.shapes,
+            "shapes": stored.shapes,
             "settings": dataclasses.asdict(settings),
             "pending": is_pending,
             "holder": keystr(holder),
             "fragments": keeper.weight.shape[-1] if around else None,
         }
-    described = {"sizes": sizes, "over": over, "states": states}
+    words = {name: int(word_of(settings)) for name, settings in layout.settings.items()}
+    described = {"sizes": sizes, "over": over, "words": words, "states": states}
     return json.loads(json.dumps(described, default=int))
 
 

@@ -28,6 +28,8 @@ def convert(state: dict, saved: dict, like, needed: dict):
     state, result = state | put_back(state, saved), {}
     for name, target in by_path(like).items():
         x = np.zeros(target.shape) if is_of_exchange(name, needed) else np.asarray(state[name])
+        if name in needed["words"]:
+            x = np.full(target.shape, needed["words"][name], np.uint32)
         if needed["over"][name][:1] == [[0]]:
             x = redistribute(x, needed["sizes"][0])
         if x.shape != target.shape:

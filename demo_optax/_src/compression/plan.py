@@ -40,7 +40,7 @@ from demo_optax._src.compression.bits import (
 from demo_optax._src.compression.blocks import BlockGeometry
 from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.packet import Message, Section
-from demo_optax._src.compression.settings import Compression, MomentumFormat
+from demo_optax._src.compression.settings import Compression, MomentumFormat, StoredMomenta
 
 Shape = tuple[int, ...]
 Rows = tuple[Positions, Values, Float[Array, "_blocks 1"]]
@@ -216,6 +216,11 @@ class Plan:
     parts: tuple[Part, ...]
     sections: tuple[Section, ...]
     sides: tuple[Shape, ...]
+
+    @property
+    def stored(self) -> StoredMomenta:
+        shapes = tuple(geometry.shape for geometry in self.geometries)
+        return StoredMomenta(self.compression.momentum_format, shapes)
 
     def map_parts(
         self, stage: Callable[..., Any], *arguments: Sequence[Any], after: Sequence[Array] = ()

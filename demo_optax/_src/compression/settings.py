@@ -2,8 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-
-import jax
+from typing import NamedTuple
 
 from demo_optax._src import checks
 from demo_optax._src.arrays import Coefficients, IntScalar
@@ -15,14 +14,12 @@ from demo_optax._src.compression.transforms import BASIS_STREAM, TRANSFORMS, Bas
 from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MomentumFormat:
     """The settings of a compression that decide how a momentum is stored.
 
-    As a static node of the optimizer state it holds no array, but makes the trees of states with
-    different transforms or blocks unequal. The attributes are those of `demo_optax.Compression`,
-    except that ``seed`` is 0 unless the transform is ``"random"``.
+    The attributes are those of `demo_optax.Compression`, except that ``seed`` is 0 unless the
+    transform is ``"random"``.
     """
 
     transform: TransformName
@@ -48,32 +45,18 @@ class MomentumFormat:
         return transforms.change_basis(momentum, sides, old, new)
 
 
-@jax.tree_util.register_static
-class TensorShapes(tuple[tuple[int, ...], ...]):
-    """The shapes of all tensors, as a static node of the optimizer state.
+class StoredMomenta(NamedTuple):
+    """The settings that decide what a stored momentum means, with the shapes of the tensors."""
 
-    An empty tuple equals every other, because ``optax.tree.map_params`` maps a state of
-    placeholders, which have no shapes, against the real one.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        same = not self or not other or super().__eq__(other)
-        return isinstance(other, TensorShapes) and same
-
-    __ne__ = object.__ne__  # the opposite of `__eq__`, unlike a tuple's
-    __hash__ = tuple.__hash__
-
-    def __repr__(self) -> str:
-        return f"parameters of the shapes {[*self]}"
+    format: MomentumFormat
+    shapes: tuple[tuple[int, ...], ...]
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Compression:
     """The settings that decide which part of a momentum is sent, and in how many bits.
 
-    An exchange such as `demo_optax.AllGather` decides how it travels. In a tree of arrays a
-    compression is a static node without leaves, so that ``jax.jit`` recompiles for a different one.
+    An exchange such as `demo_optax.AllGather` decides how it travels.
 
     Attributes:
       topk: number of coefficients sent from each block; a block that has fewer sends all of them.
@@ -135,7 +118,3 @@ class Compression:
         The ``stream`` is the number of the section, so that each section draws other positions.
         """
         return AllCoefficients(n) if k >= n else SELECTORS[self.selection](n, k, self.seed, stream)
-
-
-STATIC_NODES = Compression, MomentumFormat, TensorShapes
-"""Types of the settings that a state of decoupled momentum holds besides its arrays."""

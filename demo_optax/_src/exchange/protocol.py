@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, UInt32
 
-from demo_optax._src import axes
-from demo_optax._src.arrays import Coefficients, IntScalar, true_once_computed
+from demo_optax._src import axes, format_word
+from demo_optax._src.arrays import Coefficients, IntScalar, true_once_computed, zero_unless
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan
 from demo_optax._src.compression.packet import Message, PacketLayout, Packets
@@ -93,11 +93,12 @@ class Pending(NamedTuple):
     """An outbox that a state keeps for a later step.
 
     The positions and the values of all sections are one array each, so that the structure does not
-    depend on the parameters' shapes. The static ``compression`` tells what the positions mean.
+    depend on the parameters' shapes. ``format`` is the word of the compression, which decides what
+    the positions mean.
     """
 
     outbox: Outbox
-    compression: Compression
+    format: UInt32[Array, ""]  # type: ignore[assignment]
 
     @classmethod
     def of(cls, outbox: Outbox, compression: Compression, axis_name: AxisName) -> "Pending":
@@ -107,11 +108,18 @@ class Pending(NamedTuple):
             jnp.concatenate([jnp.zeros(0, t), *[x.ravel() for x in xs]]) for xs, t in pairs
         ]
         varying = axes.as_varying(outbox._replace(message=Message(*flat)), axis_name)
-        return cls(varying._replace(step=outbox.step, status=outbox.status), compression)
+        kept = varying._replace(step=outbox.step, status=outbox.status)
+        return cls(kept, jnp.asarray(format_word.word_of(compression)))
 
-    def restored(self, plan: Plan) -> Outbox:
-        """Returns the outbox that was kept."""
-        return self.outbox._replace(message=divide(plan, self.outbox.message))
+    def restored(self, plan: Plan, compression: Compression) -> Outbox:
+        """Returns the outbox that was kept, without its message if it is one of other settings."""
+        advice = "Restore the run with demo_optax.checkpoint, which puts messages back."
+        given, needed = {"format": self.format}, {"format": compression}
+        format_word.require("the message that the state keeps", given, needed, advice)
+        is_ours = self.format == format_word.word_of(compression)
+        packets, factor = zero_unless(is_ours, (self.outbox.packets, self.outbox.factor))
+        message = divide(plan, self.outbox.message)
+        return self.outbox._replace(message=message, packets=packets, factor=factor)
 
 
 def divide(plan: Plan, flat: Any) -> Message:

@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, keystr
 
-from demo_optax._src import axes, checks
+from demo_optax._src import axes, checks, format_word
 from demo_optax._src.arrays import boxed_inside, unboxed
 from demo_optax._src.axes import AxisName, sharded_axes
 from demo_optax._src.parallel import shards
@@ -33,6 +35,7 @@ class StateLayout:
       varies_over_workers: bools, whether each leaf of the state differs between workers.
       copied_axes: frozensets, for each leaf of the state the axes along which a worker's devices
         may hold copies of it.
+      settings: the settings that the words in the state stand for, by the paths of these leaves.
     """
 
     mesh: Mesh | AbstractMesh
@@ -43,6 +46,7 @@ class StateLayout:
     worker_state_shapes: Any
     varies_over_workers: Any
     copied_axes: Any
+    settings: dict[str, Any]
 
 
 def state_specs(
@@ -111,9 +115,8 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
     specs = shards.leaf_specs(params, param_specs, mesh, axis_name)
     inner, init = unboxed(specs), boxed_inside(tx, specs).init
     parts = shards.shard_shapes(jax.tree.map(jax.typeof, unboxed(params)), inner, mesh)
-    _, made = axes.trace_worker(
-        lambda: jax.eval_shape(init, jax.tree.map(jnp.zeros_like, parts)), mesh
-    )
+    trace = jax.make_jaxpr(init, return_shape=True)
+    _, (program, made) = axes.trace_worker(lambda: trace(jax.tree.map(jnp.zeros_like, parts)), mesh)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
     # Alone, a worker has no axis along which its state could differ.
     alone = jax.tree.map(lambda _: False, shapes)
@@ -128,7 +131,21 @@ def find_layout(tx, params, mesh, axis_name: AxisName, param_specs) -> StateLayo
         worker_state_shapes=shapes,
         varies_over_workers=is_local,
         copied_axes=copied_axes,
+        settings=_settings_in(program, shapes),
     )
+
+
+def _settings_in(program, shapes) -> dict[str, Any]:
+    """Returns the settings of the words in a state, which are constants of its traced ``init``."""
+    leaves, found = jax.tree.leaves_with_path(shapes), {}
+    for number, (path, _) in enumerate(leaves):
+        if path[-1:] == (GetAttrKey("format"),):
+            wanted = [i == number for i in range(len(leaves))]
+            kept, _ = partial_eval.dce_jaxpr(program.jaxpr, wanted)
+            with jax.ensure_compile_time_eval():
+                (word,) = core.jaxpr_as_fun(core.ClosedJaxpr(kept, program.consts))()
+            found[keystr(path)] = format_word.known(word)
+    return found
 
 
 _DECIDE_ALONE = (

@@ -17,10 +17,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from demo_optax._src import axes, checks, participation
+from demo_optax._src import axes, checks, format_word, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
 from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
-from demo_optax._src.compression.settings import STATIC_NODES
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
@@ -459,15 +458,15 @@ def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) ->
     if not on_device:
         expected = shards.whole_shapes(expected, layout.state, layout.mesh)
     where = "on one device" if on_device else f"on the mesh {dict(layout.mesh.shape)}"
-    checks.state_fits(
+    what, remedy = (
         f"the optimizer state {where}",
-        opt_state,
-        expected,
         "Make it with demo_optax.init_opt_state on the mesh that it is used on, and pass it with "
         "the specs of demo_optax.state_specs; or carry it over with demo_optax.checkpoint, which "
         "puts pending messages back into the momentum.",
-        STATIC_NODES,
     )
+    checks.state_fits(what, opt_state, expected, remedy)
+    words = {keystr(path): x for path, x in jax.tree.leaves_with_path(opt_state)}
+    format_word.require(what, words, layout.settings, remedy)
 
 
 def own_entries(state, layout: StateLayout):
