@@ -3,9 +3,10 @@
     python examples/compare.py                          four minutes on two CPU cores
     python examples/compare.py --steps 600 --topk 8     any setting of train_lm.py
     python examples/compare.py --seeds 3                three runs of each, with mean and error
+    python examples/compare.py --optimizer demo-muon demo-scaled    three curves
 
 Each optimizer gets its own learning rate. Model, text, order of the text and number of steps are
-the same for both. The picture, loss_against_bytes.png, and the log of each run go to --log-dir.
+the same for all. The picture, loss_against_bytes.png, and the log of each run go to --log-dir.
 """
 
 import dataclasses
@@ -25,14 +26,13 @@ from lm.train import Trained, run_or_exit
 from lm.validation import OF_PACKETS
 
 BASELINE: OptimizerName = "adamw"
-COLOURS = ("#1b6ca8", "#c8553d")
-
-
 Runs = dict[OptimizerName, list[Trained]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(Config):
+    optimizer: tuple[OptimizerName, ...] = ("demo-muon",)  # type: ignore[assignment]
+    """Optimizers to compare with adamw; train_lm.py --help explains them."""
     seeds: Count = 1
     """Runs of each optimizer. Their seeds are --seed, --seed + 1, and so on."""
 
@@ -41,15 +41,17 @@ def main() -> None:
     default = Comparison(steps=400, evaluate_every=40, log_dir="runs")
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or "runs"
-    if config.optimizer == BASELINE or config.checkpoint_dir:
+    names = config.optimizer
+    if not names or BASELINE in names or len({*names}) < len(names) or config.checkpoint_dir:
         configuration.refuse(
-            f"compare.py compares an --optimizer with {BASELINE}, from the first step to the "
-            f"last: choose an --optimizer other than {BASELINE}. It takes no --checkpoint-dir: "
-            "use train_lm.py for that."
+            f"compare.py compares each --optimizer with {BASELINE}, from the first step to the "
+            f"last: name optimizers other than {BASELINE}, each once. It takes no "
+            "--checkpoint-dir: use train_lm.py for that."
         )
-    first = Config(**{each.name: getattr(config, each.name) for each in dataclasses.fields(Config)})
+    given = {each.name: getattr(config, each.name) for each in dataclasses.fields(Config)}
+    compared = [Config(**given | {"optimizer": name}) for name in names]
     baseline = dataclasses.replace(
-        first,
+        compared[0],
         optimizer=BASELINE,
         learning_rate=None,
         decay=None,
@@ -59,14 +61,14 @@ def main() -> None:
         **{name: getattr(configuration.DEFAULT, name) for name in OF_PACKETS},
     )
     seeds = range(config.seed, config.seed + config.seeds)
-    compared: Runs = {
+    runs: Runs = {
         each.optimizer: [run_or_exit(of_its_own(each, folder, seed)) for seed in seeds]
-        for each in (first, baseline)
+        for each in (*compared, baseline)
     }
-    console.print(table(compared, config.exchange == "all-gather", config.simulate))
+    console.print(table(runs, config.exchange == "all-gather", config.simulate))
     picture = str(folder_of(f"{folder}/loss_against_bytes.png"))
     try:
-        draw(compared, picture)
+        draw(runs, picture)
     except OSError as error:
         sys.exit(f"error: the picture could not be written: {error}")
     console.print(f"loss against bytes sent: {picture}", soft_wrap=True)
@@ -81,7 +83,7 @@ def of_its_own(config: Config, folder: str, seed: int) -> Config:
 
 
 def table(compared: Runs, rings: bool, simulated: int | None = None) -> Table:
-    """Figures of both; with ``rings``, where packets go to all others, also those of each link."""
+    """Figures of all; with ``rings``, where packets go to all others, also those of each link."""
     firsts = {name: runs[0].log for name, runs in compared.items()}
     packets = {name: log.bytes_per_step / 1e6 for name, log in firsts.items()}
     smallest = min(packets.values())
@@ -96,6 +98,9 @@ def table(compared: Runs, rings: bool, simulated: int | None = None) -> Table:
         "the same, relative": lambda name, log: f"{packets[name] / smallest:.3g}",
         "in all steps, MB": lambda name, log: f"{log.megabytes:,.4g}",
         over_links: lambda name, log: f"{packets[name] * rounds[name]:.4g}",
+        "optimizer state of a worker, bytes per parameter": lambda name, log: (
+            f"{compared[name][0].state_bytes:.2f}"
+        ),
         "steps": lambda name, log: f"{log.done}",
         "seconds per step": lambda name, log: f"{1 / (log.steps_per_second or np.nan):.3f}",
     }
@@ -132,22 +137,15 @@ def written(values: list[float], form: str) -> str:
 def draw(compared: Runs, path: str) -> None:
     """Held-out loss, once over bytes and once over steps."""
     figure, (by_bytes, by_steps) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, dpi=150)
-    for (name, runs), colour in zip(compared.items(), COLOURS, strict=False):
+    for number, (name, runs) in enumerate(compared.items()):
+        colour = f"C{number}"
         for run in runs:
             last = run.log.evaluations[-1]._replace(loss=run.loss)
             steps, megabytes, losses = zip(*run.log.evaluations[:-1], last, strict=True)
             style = {"color": colour, "marker": "o", "markersize": 3}
             by_bytes.plot(megabytes, losses, **style)
-            by_steps.plot(steps, losses, label=name if run is runs[0] else None, **style)
-        last = runs[0].log
-        by_bytes.annotate(
-            f"{name}: {last.megabytes:,.4g} MB",
-            (last.megabytes, runs[0].loss),
-            xytext=(0, -14),
-            textcoords="offset points",
-            ha="right" if name == BASELINE else "center",
-            color=colour,
-        )
+            told = f"{name}: {run.log.megabytes:,.4g} MB" if run is runs[0] else None
+            by_steps.plot(steps, losses, label=told, **style)
     by_bytes.margins(x=0.12, y=0.12)
     by_bytes.set(xscale="log", xlabel="packets or gradients of a worker, MB in all")
     by_bytes.set_ylabel("held-out loss, nats per byte")

@@ -479,7 +479,7 @@ def test_the_comparison_counts_simulated_workers(tmp_path, capsys, monkeypatch):
         devices=np.array(jax.devices()[:1]),
     )
     monkeypatch.setattr(
-        compare, "run_or_exit", lambda config: train.Trained(log, float(config.simulate))
+        compare, "run_or_exit", lambda config: train.Trained(log, float(config.simulate), 6.04)
     )
     compare.main()
     shown = capsys.readouterr().out

@@ -35,10 +35,14 @@ PROMPTS = ["", "def "]  # of the samples
 
 
 class Trained(NamedTuple):
-    """A run's figures, and its final loss on held-out text in nats per byte."""
+    """A run's figures, and its final loss on held-out text in nats per byte.
+
+    ``state_bytes`` is the optimizer's state of one worker, in bytes for each parameter.
+    """
 
     log: report.Log
     loss: float
+    state_bytes: float
 
 
 def train(run: Run, signals: Signals | None = None) -> Trained:
@@ -112,7 +116,17 @@ def train(run: Run, signals: Signals | None = None) -> Trained:
         console.print(f"error: the end of the run was not saved. {advice}", soft_wrap=True)
     if different or not saved:
         sys.exit(1)
-    return Trained(log, loss)
+    return Trained(log, loss, state_bytes(run, opt_state))
+
+
+def state_bytes(run: Run, opt_state: optax.OptState) -> float:
+    """Bytes of a worker's optimizer state for each parameter."""
+    specs = demo_optax.state_specs(run.tx, run.params, run.mesh, param_specs=run.param_specs)
+    workers = run.mesh.shape["data"]
+    sizes = jax.tree.map(
+        lambda x, spec: x.nbytes / (workers if "data" in spec else 1), opt_state, specs
+    )
+    return sum(jax.tree.leaves(sizes)) / sum(x.size for x in jax.tree.leaves(run.params))
 
 
 def open_log(run: Run, start: int) -> report.Log:

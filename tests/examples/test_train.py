@@ -34,6 +34,7 @@ def settings(tmp_path):
         sequence_length=16,
         batch_size=16,
         steps=12,
+        optimizer="demo-scaled",
         learning_rate=2e-2,
         evaluate_every=12,
         checkpoint_every=6,
@@ -51,7 +52,8 @@ def words_of(settings):
 
 
 def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, monkeypatch, capsys):
-    for name in ("demo_scaled", "make_train_step", "packet_bytes"):
+    settings = dataclasses.replace(settings, optimizer="demo-muon")
+    for name in ("demo_muon", "make_train_step", "packet_bytes"):
         monkeypatch.setattr(demo_optax, name, first_of(getattr(demo_optax, name)))
     whole = dataclasses.replace(settings, checkpoint_dir=str(tmp_path / "whole"))
     loss = train.train(whole)
