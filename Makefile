@@ -74,7 +74,7 @@ accelerators: .venv-tpu/installed .venv-h100/installed
 .venv-tpu/installed .venv-h100/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
-	$(@D)/bin/python -m pip install --quiet $(WHEELS) absl-py --editable .
+	$(@D)/bin/python -m pip install --quiet $(WHEELS) absl-py --editable '.[flax]'
 	touch $@
 
 docs: $(READY)
