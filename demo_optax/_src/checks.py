@@ -93,7 +93,7 @@ def made_arrays(
     if given != needed:
         raise ValueError(
             f"{name}={setting!r} returned {', '.join(given)}, but {', '.join(needed)} is needed: "
-            "return these shapes and dtypes, which follow from the settings alone."
+            "it must return these shapes and dtypes, whatever the numbers are."
         )
 
 

@@ -78,5 +78,5 @@ class Chosen:
     ) -> tuple[Int32[Array, "{num_blocks} k"], BoolScalar]:
         return self._of_longer.decode(words, num_blocks)
 
-    def _longer(self, blocks: Shaped[Array, "blocks n"]) -> Shaped[Array, "blocks n+k"]:
+    def _longer(self, blocks: Shaped[Array, "blocks n"]) -> Shaped[Array, "blocks longer"]:
         return jnp.pad(blocks, ((0, 0), (0, self.k)))
