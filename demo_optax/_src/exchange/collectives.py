@@ -48,9 +48,9 @@ def _by_each_device(
 def declare_equal(x: Array, axis_name: AxisName) -> Array:
     """Types an array as equal on all workers, which JAX cannot know of a result of ``ppermute``.
 
-    `demo_optax.AllGather` does it for its ``gather``; an exchange of your own needs it for whatever
-    it makes `Aggregate.mean` of, unless that comes from ``jax.lax.all_gather(..., to="invarying")``
-    or ``jax.lax.psum``. The program stays as it is, so it must be true.
+    `demo_optax.AllGather` does it for its ``gather``. An exchange of your own needs it for packets
+    that come neither from ``jax.lax.all_gather(..., to="invarying")`` nor from ``jax.lax.psum``.
+    The program stays as it is, so it must be true.
 
     Args:
       x: any array, inside ``jax.shard_map`` or ``jax.vmap`` over the axis.
