@@ -293,8 +293,7 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
         for number, geometry in enumerate(geometries[start:stop]):
             if geometry.num_blocks:
                 stream = streams.setdefault(geometry.block_shape, len(streams))
-                k = compression.topk_of(geometry.shape)
-                selector = compression.selector(geometry.block_size, k, stream)
+                selector = compression.selector(geometry, stream)
                 members.setdefault((geometry.block_shape, selector), []).append(number)
         groups = []
         for kind, numbers in members.items():

@@ -138,21 +138,17 @@ class Compression:
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
-    def topk_of(self, shape: tuple[int, ...]) -> int:
-        """Returns how many coefficients are sent of each block of a tensor of this shape."""
-        if not callable(self.topk):
-            return self.topk
-        k = self.topk(shape)
-        checks.static_integer(f"{self.topk!r} of a tensor {shape}", k, at_least=1)
-        return int(k)
+    def selector(self, geometry: BlockGeometry, stream: int) -> AnySelector:
+        """Returns the selector of the blocks of a tensor, which sends all if ``topk`` is as large.
 
-    def selector(self, n: int, k: int, stream: int) -> AnySelector:
-        """Returns the selector of ``k`` of a block's ``n`` coefficients, or of all if ``k >= n``.
-
-        The ``stream`` is the number of the section, so that each section draws other positions.
+        The ``stream`` is a number for each shape of blocks, so that each draws other positions.
         """
+        n, k = geometry.block_size, self.topk
+        if callable(k):
+            k = k(geometry.shape)
+            checks.static_integer(f"{self.topk!r} of a tensor {geometry.shape}", k, at_least=1)
         if k >= n:
             return AllCoefficients(n)
         if not isinstance(self.selection, str):
-            return Chosen(n, k, self.selection)
-        return SELECTORS[self.selection](n, k, self.seed, stream)
+            return Chosen(n, int(k), self.selection)
+        return SELECTORS[self.selection](n, int(k), self.seed, stream)

@@ -17,9 +17,16 @@ from demo_optax._src.compression.packet import MULTIPLE
 Gather = Callable[[Any, Any], Any]
 
 
-def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
+def gather(
+    packet: UInt32[Array, "words"], axis_name: AxisName, along: Gather | None = None
+) -> UInt32[Array, "workers words"]:
     """Gathers all workers' packets, with a type that marks them as equal under ``shard_map``."""
-    return _by_each_device(lambda words: gather_along(words, axis_name), packet, axis_name)
+    along = along or gather_along
+    if axis_name is None:
+        return packet[None]
+    if axes.manual_names(axis_name) != axes.names(axis_name):
+        return along(packet, axis_name)
+    return split_across_devices(lambda x: along(x, axis_name), packet, axis_name)
 
 
 def gather_by(
@@ -27,22 +34,12 @@ def gather_by(
 ) -> UInt32[Array, "workers words"]:
     """Gathers them by a function of the user's own."""
 
-    def gathered(words: UInt32[Array, "words"]) -> UInt32[Array, "workers words"]:
+    def gathered(words: UInt32[Array, "words"], axis_name: AxisName) -> Array:
         rows, shape = own(words, axis_name), (axes.size(axis_name), words.size)
         checks.made_arrays("gather", own, [rows], [shape], jnp.uint32)
         return declare_equal(rows, axis_name)
 
-    return _by_each_device(gathered, packet, axis_name)
-
-
-def _by_each_device(
-    collective: Callable, packet: UInt32[Array, "words"], axis_name: AxisName
-) -> UInt32[Array, "workers words"]:
-    if axis_name is None:
-        return packet[None]
-    if axes.manual_names(axis_name) != axes.names(axis_name):
-        return collective(packet)
-    return split_across_devices(collective, packet, axis_name)
+    return gather(packet, axis_name, gathered)
 
 
 def declare_equal(x: Array, axis_name: AxisName) -> Array:
