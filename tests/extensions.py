@@ -10,7 +10,7 @@ from tests import pages
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how_to" / "extend.md"
 DEFINITIONS = [block for block in pages.blocks(PAGE, "python") if "print(" not in block]
 
-NAMES: dict = {"__name__": "extend"}
+NAMES: dict = {"__name__": "extend", "demo_optax": demo_optax}
 exec(compile("\n".join(DEFINITIONS), str(PAGE), "exec"), NAMES)
 MoreOfMatrices, Threshold, Ternary, Hartley, ring = map(
     NAMES.get, ("MoreOfMatrices", "Threshold", "Ternary", "Hartley", "ring")

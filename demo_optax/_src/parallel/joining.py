@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from demo_optax._src import checks
+from demo_optax._src import checks, transport
+from demo_optax._src.local_state import nodes
+from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel.layout import local_leaves
 
 
@@ -21,7 +23,8 @@ def join_state(own_state, shared_state):
         Counts, metrics, rounds and the state of the base optimizer are taken from it.
 
     Raises:
-      ValueError: the two states were not made by the same optimizer for the same parameters.
+      ValueError: the two states were not made by the same optimizer for the same parameters; or
+        ``own_state`` has sent a message that still waits for ``apply``.
 
     Example:
       >>> import jax, jax.numpy as jnp, demo_optax
@@ -34,6 +37,8 @@ def join_state(own_state, shared_state):
     """
     remedy = "Make both by tx.init of the same optimizer, for the same parameters."
     checks.state_fits("the shared state", shared_state, own_state, remedy)
+    for momentum in nodes(own_state, DecoupledMomentumState):
+        transport.require_unsent(momentum)
     return jax.tree.map(
         lambda own, theirs, is_own: own if is_own else jnp.asarray(theirs),
         own_state,
