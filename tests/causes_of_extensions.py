@@ -30,6 +30,12 @@ class Returns:
 
 
 @dataclasses.dataclass(frozen=True)
+class OfLongOnes:
+    def __call__(self, shape):
+        return 2 if shape[0] > 8 else 4
+
+
+@dataclasses.dataclass(frozen=True)
 class WithoutScales(extensions.Ternary):
     def encode(self, values):
         return super().encode(values)[0], values
@@ -49,6 +55,12 @@ def gathered(own):
 def in_fragments():
     outer = demo_optax.demo(1e-3, demo_optax.Compression(extensions.MoreOfMatrices(4, 2), 8))
     demo_optax.local_steps(optax.sgd(0.1), outer, 4, fragments=2)
+
+
+def owned_by_different_numbers():
+    compression = demo_optax.Compression(OfLongOnes(), 8)
+    tx = demo_optax.demo(1e-3, compression, exchange=demo_optax.TwoPhase())
+    tx.init([WEIGHTS, np.ones((16, 8), np.float32)])
 
 
 def restored_without_its_code():
@@ -83,5 +95,6 @@ RAISED = [
     lambda: Quantiser(2, (1, 0, 3)),
     lambda: Quantiser(2, (-3, 0, 1)),
     in_fragments,
+    owned_by_different_numbers,
     ("Gone.*before you restore", restored_without_its_code),
 ]

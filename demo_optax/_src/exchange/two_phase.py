@@ -233,6 +233,12 @@ class TwoPhase:
                 f"selection={settings.selection!r} and topk={settings.topk} owners send back the "
                 "very coefficients that were sent to them. Leave it out."
             )
+        if len({*plan.sides}) < len(plan.sides):
+            raise ValueError(
+                f"topk={settings.topk!r} sends different numbers of blocks of one shape, "
+                f"{plan.sides}, of which an owner keeps one residual: make it give equal numbers "
+                "to tensors with equal blocks, or exchange by AllGather."
+            )
         coding = self.value_coding_back or settings.value_coding
         return [
             Section(
