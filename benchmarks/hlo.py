@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from demo_optax._src import axes
-from demo_optax._src.axes import AxisName
+from demo_optax import AxisName
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _INSTRUCTION = re.compile(rf"= (?P<result>\(.*?\)|\S+) (?P<kind>{_KINDS})(?P<start>-start)?\(")
@@ -44,7 +43,8 @@ class Collective(NamedTuple):
     def crosses(self, mesh: Mesh, axis_name: AxisName) -> bool:
         """Whether workers along ``axis_name`` send anything to each other."""
         places = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_names), -1)
-        along = places[[mesh.axis_names.index(name) for name in axes.names(axis_name)]]
+        names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
+        along = places[[mesh.axis_names.index(name) for name in names]]
         return any(np.ptp(along[:, group], axis=1).any() for group in self.groups)
 
 

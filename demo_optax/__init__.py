@@ -42,6 +42,7 @@ from demo_optax._src.parallel import stack_workers as stack_workers
 from demo_optax._src.parallel import state_shardings as state_shardings
 from demo_optax._src.parallel import state_specs as state_specs
 from demo_optax._src.parallel import worker_gradients as worker_gradients
+from demo_optax._src.parallel.joining import join_state as join_state
 from demo_optax._src.rounds import local_steps as local_steps
 from demo_optax._src.rounds import multi_steps as multi_steps
 from demo_optax._src.transport import SplitTransformation as SplitTransformation

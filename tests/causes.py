@@ -14,7 +14,14 @@ import demo_optax
 from demo_optax._src import matrices
 from demo_optax._src.commands import quantities
 from demo_optax._src.commands.main import make_parser
-from tests import causes_of_checkpoints, causes_of_halves, causes_of_swarms, model, workers
+from tests import (
+    causes_of_checkpoints,
+    causes_of_extensions,
+    causes_of_halves,
+    causes_of_swarms,
+    model,
+    workers,
+)
 from tests.causes_in_common import DEMO, state_of, two
 from tests.workers import step_of
 
@@ -302,8 +309,12 @@ RAISED = [
         lambda: ALONE.update([jnp.ones(3)], ALONE.init(jnp.ones(3))),
     ),
     (
-        r"shapes \[\(16, 8\)\], but .*\[\(24, 8\)\].*anew",
+        r"shapes=\(\(16, 8\),\).*shapes=\(\(24, 8\),\).*anew",
         lambda: ALONE.update(jnp.ones((24, 8)), ALONE.init(jnp.ones((16, 8)))),
+    ),
+    (
+        "has the structure.*pass the containers",
+        lambda: ALONE.update([jnp.ones(3)], ALONE.init((jnp.ones(3),))),
     ),
     (r"\(2, .*axis of workers in front.*stack_workers", stacked_state_inside),
     (
@@ -489,6 +500,7 @@ RAISED = [
     a_place_without_a_swarm,
     owners_of_one_all_gather,
     *causes_of_checkpoints.RAISED,
+    *causes_of_extensions.RAISED,
     *causes_of_halves.RAISED,
     lambda: demo_optax.Compression(seed=2**64),
     lambda: demo_optax.init_opt_state(

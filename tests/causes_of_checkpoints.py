@@ -94,7 +94,7 @@ def import_checkpoint():
 
 def convert_a_leaf_of_another_shape():
     target = jax.ShapeDtypeStruct((4,), np.float32, sharding=NamedSharding(two(), P()))
-    described = {"states": {}, "sizes": [2], "over": {"['x']": []}}
+    described = {"states": {}, "sizes": [2], "over": {"['x']": []}, "words": {}}
     elastic.convert({"['x']": np.ones(3)}, described, {"x": target}, described)
 
 

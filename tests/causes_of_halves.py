@@ -41,6 +41,7 @@ def apply_twice():
 RAISED = [
     send_twice,
     apply_twice,
+    lambda: demo_optax.join_state(sent()[1], ALONE.init(PARAMS)),
     lambda: ALONE.apply(sent()[0].packets, *sent(), None),
     lambda: apply(outbox=OTHER.empty_outbox(PARAMS)),
     *[

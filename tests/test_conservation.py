@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
-from tests import draws, oracles
+from tests import draws, extensions, oracles
 from tests.sweeps import sweep
 
 alphas = st.sampled_from([1.0, 0.5, 0.2])
@@ -18,6 +18,7 @@ INVERSES = {
     "dct": oracles.inverse_dct,
     "randomized-dct": oracles.inverse_randomized_dct,
     "identity": lambda block: block,
+    extensions.Hartley(): extensions.inverse_hartley,
 }
 
 
@@ -72,6 +73,12 @@ def test_momenta_of_any_tree_are_conserved(workers, shapes, compression, alpha, 
 def test_nothing_is_lost_of_shared_positions(selection):
     compression = demo_optax.Compression(7, 8, "sign", "randomized-dct", selection=selection)
     assert_conserved([(16, 11), (5,)], compression, alpha=1.0, seed=0, workers=3)
+
+
+@sweep("k by tensor", "threshold", "ternary", "transform", name=extensions.COMPRESSIONS)
+def test_nothing_is_lost_of_settings_of_a_users_own(name):
+    compression = extensions.COMPRESSIONS[name]
+    assert_conserved([(16, 11), (5,)], compression, alpha=1.0, seed=0, workers=8)
 
 
 def test_random_basis_is_carried_over_without_loss():

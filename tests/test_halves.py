@@ -94,10 +94,10 @@ def test_workers_that_miss_steps_join_and_follow_stay_equal():
     tx, params = split("demo_scaled"), initial()
     each = [Worker(tx, i, params) for i in range(4)]
     for step in range(12):
-        if step == 6:  # the state of the shared half comes from another worker
-            fresh, shared = Worker(tx, 3, params).state, each[0].state
-            momentum = fresh[0]._replace(count=shared[0].count, metrics=shared[0].metrics)
-            each[3] = Worker(tx, 3, each[0].params, (momentum, *shared[1:]))
+        if step == 6:
+            joined = demo_optax.join_state(Worker(tx, 3, params).state, each[0].state)
+            assert not jax.tree.reduce(jnp.maximum, jax.tree.map(jnp.max, joined[0].momentum))
+            each[3] = Worker(tx, 3, each[0].params, joined)
         sent = [worker.prepare(step) for worker in each if (worker.number, step) != (2, 5)]
         if step == 5:
             each[2].follow()
@@ -250,6 +250,34 @@ def test_in_a_round_apply_changes_nothing_and_a_follower_keeps_pace():
     late.follow()
     late.finish(np.zeros_like(packets))
     assert int(late.state.mini_step) == 0 == int(mine.state.mini_step)
+
+
+def test_a_worker_joins_rounds_and_follows_one_that_it_missed():
+    rate, params = optax.linear_schedule(1e-2, 1e-3, 20), initial()
+    tx = demo_optax.local_steps(optax.sgd(rate, momentum=0.9), MAKE["demo"](), every=3)
+    each = [Worker(tx, i, params) for i in range(2)]
+    for step in range(18):
+        if step == 7:  # in the middle of the third round of the others
+            theirs = jax.device_get(each[0].state)  # as it comes from a file
+            each.append(Worker(tx, 2, each[0].params))
+            each[2].state = demo_optax.join_state(each[2].state, theirs)
+            for own in (each[2].state.displacement, each[2].state.outer[0].momentum):
+                assert not any(jnp.any(x) for x in jax.tree.leaves(own))
+        taking_part = each[:2] if 7 <= step < 9 or 12 <= step < 15 else each
+        packets = rows(*[worker.prepare(step) for worker in taking_part])
+        if step % 3 < 2:
+            continue
+        for worker in each:
+            if worker not in taking_part:
+                worker.follow()
+            worker.finish(packets, worker.number if worker in taking_part else -1)
+            assert_bit_equal(worker.params, each[0].params)
+            shared = [(w.state.round, w.state.first_step) for w in (worker, each[0])]
+            assert_bit_equal(*shared)
+        joined = [int(worker.state.outer[0].metrics.participants) for worker in each]
+        assert set(joined) == {len(taking_part)}
+    momenta = [worker.state.outer[0].momentum["w"] for worker in each]
+    assert (momenta[2] != momenta[0]).any()
 
 
 def test_both_halves_compile_once(compiled):

@@ -357,13 +357,17 @@ def test_a_preconditioner_keeps_its_dtype(dtypes, with_params):
     assert after[0].precondition.nu.dtype == dtypes[0]
 
 
+FORGERS = {"packets.py", "byzantine.py"}  # of packets that the library would never build
+WRITES_LOSSES = {"__main__.py"}  # of benchmarks/quality, into the library's own file
+
+
 def test_nothing_outside_imports_private_modules():
     root = pathlib.Path(demo_optax.__file__).parents[1]
-    found = [
-        path
-        for folder in ("examples", "notebooks", "docs")
+    found = {
+        path.name
+        for folder in ("examples", "notebooks", "docs", "benchmarks")
         for path in (root / folder).rglob("*")
         if path.suffix in (".py", ".md", ".ipynb") and "_build" not in path.parts
         if re.search(r"(from|import) demo_optax\._src", path.read_text())
-    ]
-    assert found == []
+    }
+    assert found == FORGERS | WRITES_LOSSES

@@ -3,7 +3,7 @@
 Each message tells what was given, what was expected and what to change.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -64,6 +64,37 @@ def in_interval(name: str, value: Any, interval: str) -> None:
 def one_of(name: str, value: object, choices: Collection[Any]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def named_or_own(name: str, value: Any, choices: Collection[str], kind: Any = Callable) -> None:
+    """Requires one of our names, or a value of the user's own of some kind."""
+    if not isinstance(value, kind):
+        one_of(name, value, choices)
+    else:
+        lasting_text(name, value)
+
+
+def lasting_text(name: str, value: Any) -> None:
+    """Requires a value that is hashable and whose ``repr`` holds no address."""
+    if not isinstance(value, Hashable) or " at 0x" in repr(value):
+        raise TypeError(
+            f"{name}={value!r} must be hashable, and its repr must be the same in every process, "
+            "because it enters the checksums of packets: make it a frozen dataclass, with a method "
+            "__call__ in place of a function."
+        )
+
+
+def made_arrays(
+    name: str, setting: Any, made: Iterable[Any], shapes: Iterable[tuple], dtype: Any
+) -> None:
+    """Refuses what a setting of the user's own has made unless its shapes and dtypes are right."""
+    given = [f"{getattr(x, 'dtype', type(x).__name__)} {np.shape(x)}" for x in made]
+    needed = [f"{jnp.dtype(dtype)} {shape}" for shape in shapes]
+    if given != needed:
+        raise ValueError(
+            f"{name}={setting!r} returned {', '.join(given)}, but {', '.join(needed)} is needed: "
+            "it must return these shapes and dtypes, whatever the numbers are."
+        )
 
 
 def require_rate(name: str, value: Any) -> None:

@@ -121,7 +121,7 @@ class Fragments:
                 "Compression(topk=4096, transform='identity') with decay=1.0, gradient_weight=1.0 "
                 "and mean='workers' sends every element."
             )
-        stacked = dataclasses.replace(outer.compression, block_rule="stack")
+        stacked = _of_stacks(outer.compression)
         return cls(outer.algorithm.with_compression(stacked), Cutter(outer.compression, count))
 
     def init(self, params) -> tuple[Any, Pending]:
@@ -229,4 +229,13 @@ def plan_of_fragment(compression: Compression, shapes: tuple[Shape, ...], count:
     whole = make_plan(compression, shapes)
     pairs = zip(whole.sections, whole.sides, strict=True)
     stacks = tuple((-(-section.num_blocks // count), *sides) for section, sides in pairs)
-    return make_plan(dataclasses.replace(compression, block_rule="stack"), stacks)
+    return make_plan(_of_stacks(compression), stacks)
+
+
+def _of_stacks(compression: Compression) -> Compression:
+    if callable(compression.topk):
+        raise TypeError(
+            f"topk={compression.topk!r} depends on a tensor's shape, but a fragment has blocks of "
+            "many tensors in one stack: give an integer, or leave out fragments."
+        )
+    return dataclasses.replace(compression, block_rule="stack")

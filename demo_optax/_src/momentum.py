@@ -421,8 +421,8 @@ class Momentum:
             "remove it."
         )
         what = "the state of the decoupled momentum"
-        checks.state_fits(what, {name: getattr(state, name) for name in needed}, needed, remedy)
         format_word.require(what, {"format": state.format}, {"format": plan.stored}, remedy)
+        checks.state_fits(what, {name: getattr(state, name) for name in needed}, needed, remedy)
         if to_send:
             transport.require_unsent(state)
         return plan

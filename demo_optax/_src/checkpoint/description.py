@@ -77,7 +77,10 @@ def describe(layout: StateLayout, opt_state) -> dict:
         states[keystr(path)] = {
             "momenta": momenta,
             "shapes": stored.shapes,
-            "settings": dataclasses.asdict(settings),
+            "settings": {
+                field.name: _in_json(getattr(settings, field.name))
+                for field in dataclasses.fields(settings)
+            },
             "pending": is_pending,
             "holder": keystr(holder),
             "fragments": keeper.weight.shape[-1] if around else None,
@@ -87,13 +90,18 @@ def describe(layout: StateLayout, opt_state) -> dict:
     return json.loads(json.dumps(described, default=int))
 
 
+def _in_json(setting: Any) -> Any:
+    """Returns a setting, or the text of one of the user's own."""
+    return setting if isinstance(setting, (int, str)) else {"own": repr(setting)}
+
+
 def _format(momentum_format: MomentumFormat, shape, counts: list[int]) -> dict:
     """Returns what a stored momentum means; shards matter only where they are padded."""
     geometry = momentum_format.geometry(shape)
     counts = counts + [1] * (len(shape) - len(counts))
     dims = zip(geometry.shape, geometry.sides, counts, strict=True)
     return {
-        "transform": momentum_format.transform,
+        "transform": _in_json(momentum_format.transform),
         "seed": momentum_format.seed,
         "block sides": geometry.sides,
         "shards": [count if dim % side else 1 for dim, side, count in dims],

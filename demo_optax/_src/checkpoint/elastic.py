@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from demo_optax._src import format_word
 from demo_optax._src.arrays import widest
 from demo_optax._src.checkpoint.description import by_path, from_paths, is_of_exchange
 from demo_optax._src.compression import Compression, Plan, make_plan
@@ -52,7 +53,7 @@ def put_back(state: dict, saved: dict) -> dict:
     result: dict[str, np.ndarray] = {}
     for path, own in saved["states"].items():
         holder, outbox = own["holder"], f"{own['holder']}.pending.outbox"
-        settings, shapes = Compression(**own["settings"]), tuple(map(tuple, own["shapes"]))
+        settings, shapes = _settings_of(own["settings"]), tuple(map(tuple, own["shapes"]))
         count, number, step = 1, 0, state[f"{path}.count"] - 1
         if own["fragments"]:
             count, number = own["fragments"], int(state[f"{holder}.round"]) % own["fragments"]
@@ -76,6 +77,21 @@ def put_back(state: dict, saved: dict) -> dict:
                     # Devices with equal shards put back equal messages.
                     new[at] = old[at] + np.concatenate(parts).reshape(old[at].shape)
     return result
+
+
+def _settings_of(saved: dict) -> Compression:
+    """Returns the settings of a description; this process has made those of the user's own."""
+    settings = dict(saved)
+    for name, setting in saved.items():
+        if isinstance(setting, dict):
+            settings[name] = format_word.of_text(setting["own"])
+            if settings[name] is None:
+                raise ValueError(
+                    f"the checkpoint was saved with {name}={setting['own']}, which this process "
+                    "has not made, and the restore needs it because workers or settings changed: "
+                    f"call demo_optax.Compression({name}=...) with it before you restore."
+                )
+    return Compression(**settings)
 
 
 def _without_progress(

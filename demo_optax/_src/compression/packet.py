@@ -28,7 +28,7 @@ from demo_optax._src.arrays import (
 )
 from demo_optax._src.compression import values as value_codings
 from demo_optax._src.compression.bits import checksum, pack_bits, unpack_bits, words_of
-from demo_optax._src.compression.values import CodedValues, ValueCoding
+from demo_optax._src.compression.values import CodedValues, Coding, ValueCoding, coding_of
 
 MULTIPLE = 128
 
@@ -71,7 +71,7 @@ class Section:
 
     num_blocks: int
     selector: Any
-    value_coding: ValueCoding
+    value_coding: ValueCoding | Coding
 
     @property
     def word_counts(self) -> tuple[int, int, int]:
@@ -79,9 +79,9 @@ class Section:
         positions = (
             self.selector.position_words(self.num_blocks) if self.selector.sends_positions else 0
         )
-        scales = words_of(self.num_blocks, value_codings.scale_bits(self.value_coding))
-        bits = value_codings.value_bits(self.value_coding)
-        return positions, scales, words_of(self.num_blocks * self.selector.k, bits)
+        coding = coding_of(self.value_coding)
+        scales = words_of(self.num_blocks, coding.scale_bits)
+        return positions, scales, words_of(self.num_blocks * self.selector.k, coding.bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def encode(sections: Sequence[Section], selected: Message) -> tuple[list[CodedVa
         for section, values in zip(sections, selected.values, strict=True)
     ]
     decoded = [
-        value_codings.decode(codes, section.value_coding)[0]
+        coding_of(section.value_coding).decode(*codes)[0]
         for section, codes in zip(sections, coded, strict=True)
     ]
     return coded, Message(selected.positions, tuple(decoded))
@@ -186,11 +186,11 @@ def build(
         words = [jax.lax.bitcast_convert_type(x, jnp.uint32)[None] for x in packet_header]
         words += [] if extra is None else [extra]
         for section, places, codes in zip(layout.sections, positions, coded, strict=True):
-            coding = section.value_coding
+            coding = coding_of(section.value_coding)
             if section.selector.sends_positions:
                 words.append(section.selector.encode(places))
-            words.append(pack_bits(codes.scales, value_codings.scale_bits(coding)))
-            words.append(pack_bits(codes.values, value_codings.value_bits(coding)))
+            words.append(pack_bits(codes.scales, coding.scale_bits))
+            words.append(pack_bits(codes.values, coding.bits))
         rest = jnp.concatenate(words)
         rest = jnp.pad(rest, (0, layout.words - 1 - len(rest)))
         expected = _expected_checksum(layout, rest, Origin(origin.step, packet_id))
@@ -236,7 +236,8 @@ def _decode(layout: PacketLayout, packet: UInt32[Array, "words"]) -> tuple[Messa
     valid = jnp.array(True)
     rest = packet[layout.header_words :]
     for section in layout.sections:
-        num_blocks, selector, coding = section.num_blocks, section.selector, section.value_coding
+        num_blocks, selector = section.num_blocks, section.selector
+        coding = coding_of(section.value_coding)
         for_positions, for_scales, _ = section.word_counts
         position_words, scale_words, value_words, rest = jnp.split(
             rest, [for_positions, for_positions + for_scales, sum(section.word_counts)]
@@ -245,10 +246,10 @@ def _decode(layout: PacketLayout, packet: UInt32[Array, "words"]) -> tuple[Messa
         if selector.sends_positions:
             positions, inside = selector.decode(position_words, num_blocks)
             valid &= inside
-        scales = unpack_bits(scale_words, value_codings.scale_bits(coding), num_blocks)
-        coded = unpack_bits(value_words, value_codings.value_bits(coding), num_blocks * selector.k)
-        coded = CodedValues(scales, coded.reshape(num_blocks, selector.k))
-        values, finite = value_codings.decode(coded, coding)
+        scales = unpack_bits(scale_words, coding.scale_bits, num_blocks * bool(coding.scale_bits))
+        coded = unpack_bits(value_words, coding.bits, num_blocks * selector.k)
+        coded = coded.reshape(num_blocks, selector.k)
+        values, finite = coding.decode(scales, coded)
         valid &= finite
         all_positions.append(positions)
         all_values.append(values)

@@ -4,8 +4,8 @@ tensor ── forward ─► (blocks, n) ── pack ──► (*grid, n)
        ◄─ inverse ──             ◄─ unpack ─
 
 part     some consecutive tensors; parts are computed one after another
-group    the blocks of one shape in all tensors of a part, as one array
-section  the blocks of one shape in all parts, contiguous in the packet
+group    the blocks of one shape in a part's tensors, as one array, if equally many are sent of each
+section  the same in all parts, contiguous in the packet
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ Momenta = list[Coefficients]
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All blocks of one shape in a part, which fill ``rows`` of a packet's section.
+    """The blocks of one shape and selector in a part, which fill ``rows`` of a packet's section.
 
     The rows are a start and an exclusive stop. The tensors are indices in the part.
     """
@@ -209,7 +209,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The compression of a list of tensors, with a section and its ``sides`` per block shape."""
+    """The compression of a list of tensors, with sections and the ``sides`` of their blocks."""
 
     compression: Compression
     geometries: tuple[BlockGeometry, ...]
@@ -285,32 +285,31 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
     """Makes the plan of tensors with these shapes."""
     momentum_format = compression.momentum_format
     geometries = tuple(map(momentum_format.geometry, shapes))
-    selectors: dict[Shape, Any] = {}  # keyed by the sides of blocks, in the order of the sections
-    filled: dict[Shape, int] = {}
+    filled: dict[tuple[Shape, Any], int] = {}  # blocks of each section, by sides and selector
+    streams: dict[Shape, int] = {}
     parts: list[Part] = []
     for start, stop in _part_bounds([math.prod(shape) for shape in shapes]):
-        members: dict[Shape, list[int]] = {}
+        members: dict[tuple[Shape, Any], list[int]] = {}
         for number, geometry in enumerate(geometries[start:stop]):
             if geometry.num_blocks:
-                members.setdefault(geometry.block_shape, []).append(number)
+                stream = streams.setdefault(geometry.block_shape, len(streams))
+                selector = compression.selector(geometry, stream)
+                members.setdefault((geometry.block_shape, selector), []).append(number)
         groups = []
-        for sides, numbers in members.items():
-            if sides not in selectors:
-                selectors[sides] = compression.selector(
-                    math.prod(sides), compression.topk, len(selectors)
-                )
-            first = filled.get(sides, 0)
-            filled[sides] = first + sum(geometries[start + i].num_blocks for i in numbers)
-            section, rows = list(selectors).index(sides), (first, filled[sides])
-            group = Group(sides, tuple(numbers), selectors[sides], section, rows)
-            groups.append(group)
+        for kind, numbers in members.items():
+            first = filled.get(kind, 0)
+            filled[kind] = first + sum(geometries[start + i].num_blocks for i in numbers)
+            sides, selector = kind
+            section, rows = list(filled).index(kind), (first, filled[kind])
+            groups.append(Group(sides, tuple(numbers), selector, section, rows))
         tensors = (start, stop), geometries[start:stop]
         parts.append(Part(momentum_format, *tensors, tuple(groups)))
     sections = [
-        Section(filled[sides], selector, compression.value_coding)
-        for sides, selector in selectors.items()
+        Section(blocks, selector, compression.value_coding)
+        for (_, selector), blocks in filled.items()
     ]
-    return Plan(compression, geometries, tuple(parts), tuple(sections), tuple(selectors))
+    sides = tuple(sides for sides, _ in filled)
+    return Plan(compression, geometries, tuple(parts), tuple(sections), sides)
 
 
 _PARTS = 4

@@ -1,9 +1,11 @@
 """Selectors, which decide which coefficients of each block are sent. Each kind has its own file.
 
-To add one, write a frozen dataclass with the methods of `SharedSelector` or `ChoosingSelector`, or
-derive it from `TopK` with another choice, and enter it in `Selection` and in `SELECTORS`.
+A choice of the user's own is made a selector by `Chosen`. To add a selector here, write a frozen
+dataclass with the methods of `SharedSelector` or `ChoosingSelector`, and enter it in `Selection`
+and in `SELECTORS`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
@@ -11,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt32
 
 from demo_optax._src.arrays import BoolScalar, IntScalar
 from demo_optax._src.compression.bins import Bins
-from demo_optax._src.compression.known_positions import SharedSet, SharedSlice
+from demo_optax._src.compression.known_positions import AllCoefficients, SharedSet, SharedSlice
 from demo_optax._src.compression.top_k import TopK
 
 At = Int32[Array, "blocks places"]
@@ -22,7 +24,8 @@ class Selector(Protocol):
     """Decides which ``k`` of the ``n`` coefficients of a block are sent.
 
     Only the selector knows what its positions mean; they are an int32 array with a row for each
-    block. It may assume ``k < n``. Selectors are hashable, and their ``repr`` enters the checksum.
+    block. It may assume ``k < n``. Selectors are frozen dataclasses: `with_count` replaces ``k``,
+    and their ``repr`` enters the checksum.
     """
 
     n: int
@@ -104,3 +107,8 @@ SELECTORS: dict[str, Callable[[int, int, int, int], AnySelector]] = {
     "random-slicing": lambda n, k, seed, stream: SharedSlice(n, k, "random-slicing", seed, stream),
     "slicing": lambda n, k, seed, stream: SharedSlice(n, k, "slicing", seed, stream),
 }
+
+
+def with_count(selector: AnySelector, k: int) -> AnySelector:
+    """Returns the same selector of another number of coefficients."""
+    return AllCoefficients(selector.n) if k >= selector.n else dataclasses.replace(selector, k=k)

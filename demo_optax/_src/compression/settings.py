@@ -1,17 +1,25 @@
 """Settings of the compression and of the format in which a momentum is stored."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from demo_optax._src import checks
+from demo_optax._src import checks, format_word
 from demo_optax._src.arrays import Coefficients, IntScalar
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
+from demo_optax._src.compression.chosen import Choice, Chosen
 from demo_optax._src.compression.known_positions import AllCoefficients
 from demo_optax._src.compression.selection import SELECTORS, AnySelector, Selection
-from demo_optax._src.compression.transforms import BASIS_STREAM, TRANSFORMS, Basis, TransformName
-from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
+from demo_optax._src.compression.transforms import (
+    BASIS_STREAM,
+    TRANSFORMS,
+    Basis,
+    Transform,
+    TransformName,
+)
+from demo_optax._src.compression.values import VALUE_CODINGS, Coding, ValueCoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +30,7 @@ class MomentumFormat:
     transform is ``"random"``.
     """
 
-    transform: TransformName
+    transform: TransformName | Transform
     block_side: int
     block_rule: BlockRule
     seed: int
@@ -32,6 +40,8 @@ class MomentumFormat:
 
     def basis(self, step: IntScalar) -> Basis | None:
         """Returns the basis at a step, the same on all workers, or None for the identity."""
+        if not isinstance(self.transform, str):
+            return Basis(functools.partial(transforms.checked_matrix, self.transform))
         return TRANSFORMS[self.transform](transforms.key_of(self.seed, step, BASIS_STREAM))
 
     def advance(
@@ -60,13 +70,16 @@ class Compression:
 
     Attributes:
       topk: number of coefficients sent from each block; a block that has fewer sends all of them.
-      block_side: number of elements per side of a block (see
-        `demo_optax._src.compression.blocks`).
+        It may be a function of a tensor's shape.
+      block_side: largest number of elements per side of a block.
       value_coding: coding of the values in a packet, from 32 bits down to 1: ``"float32"``,
-        ``"bfloat16"``, ``"int8"``, ``"int4"``, ``"int2"`` or ``"sign"``.
+        ``"bfloat16"``, ``"int8"``, ``"int4"``, ``"int2"`` or ``"sign"``; or a
+        `demo_optax.extend.Coding`.
       transform: ``"dct"``, ``"randomized-dct"``, ``"random"`` or ``"identity"``.
         ``"randomized-dct"`` first multiplies the elements by fixed random signs and is meant for
-        shared positions. ``"random"`` draws new orthogonal matrices on each step.
+        shared positions. ``"random"`` draws new orthogonal matrices on each step. A function takes
+        the side of a block, an int from 1 on, to an orthonormal matrix ``(side, side)`` of NumPy,
+        with a basis vector in each row.
       block_rule: rule for a dimension that ``block_side`` does not divide. With ``"pad"`` it is
         padded with zeros. With ``"divisor"`` the side is a divisor of the dimension. With
         ``"stack"`` each parameter is a stack of blocks along its first dimension.
@@ -76,45 +89,66 @@ class Compression:
         ``"random"``, ``"random-slicing"``, and FlexDeMo's ``"striding"`` and ``"slicing"``.
         ``"random-slicing"`` sends a contiguous slice of coefficients that starts at a random
         position, the same in all blocks. It needs only slices instead of gathers and scatters, and
-        should be used with ``transform="randomized-dct"``.
+        should be used with ``transform="randomized-dct"``. A function of coefficients, floats
+        ``(blocks, n)``, and of ``topk`` returns positions, int32 ``(blocks, topk)``: those from 0
+        to ``n - 1`` are unique in each block, and any other is ``n``, for a slot that stays empty.
       seed: random seed for drawn bases and positions.
 
+    Functions are frozen dataclasses with ``__call__``, since their ``repr`` enters checksums that
+    are equal in all processes. ``docs/how_to/extend.md`` has an example of each.
+
     Raises:
-      ValueError: a setting is out of range.
-      TypeError: an integer setting is an array, as under ``optax.inject_hyperparams``.
+      ValueError: a setting is out of range. At the first step: what a function returns does not
+        have the shape or dtype above; a matrix is not orthonormal.
+      TypeError: an integer setting is an array, as under ``optax.inject_hyperparams``; the ``repr``
+        of a function differs between processes.
 
     Example:
       >>> Compression(topk=8, value_coding="int4").block_side
       64
     """
 
-    topk: int = 32
+    topk: int | Callable[[tuple[int, ...]], int] = 32
     block_side: int = 64
-    value_coding: ValueCoding = "float32"
-    transform: TransformName = "dct"
+    value_coding: ValueCoding | Coding = "float32"
+    transform: TransformName | Transform = "dct"
     block_rule: BlockRule = "pad"
-    selection: Selection = "topk"
+    selection: Selection | Choice = "topk"
     seed: int = 0
 
     def __post_init__(self):
         for name, least in {"topk": 1, "block_side": 1, "seed": 0}.items():
+            if name == "topk" and callable(self.topk):
+                checks.lasting_text("topk", self.topk)
+                continue
             checks.static_integer(name, getattr(self, name), at_least=least)
             object.__setattr__(self, name, int(getattr(self, name)))  # its repr enters a checksum
         if self.seed >= 2**64:
             raise ValueError(f"seed must be below 2**64, not {self.seed}: give a smaller one.")
-        checks.one_of("value_coding", self.value_coding, VALUE_CODINGS)
-        checks.one_of("transform", self.transform, TRANSFORMS)
+        checks.named_or_own("value_coding", self.value_coding, VALUE_CODINGS, Coding)
+        checks.named_or_own("transform", self.transform, TRANSFORMS)
         checks.one_of("block_rule", self.block_rule, BLOCK_RULES)
-        checks.one_of("selection", self.selection, SELECTORS)
+        checks.named_or_own("selection", self.selection, SELECTORS)
+        for setting in (self.topk, self.value_coding, self.transform, self.selection):
+            if not isinstance(setting, (int, str)):
+                format_word.word_of(setting)  # a restore finds it again by its text
 
     @property
     def momentum_format(self) -> MomentumFormat:
         seed = self.seed if transforms.is_redrawn(self.transform) else 0
         return MomentumFormat(self.transform, self.block_side, self.block_rule, seed)
 
-    def selector(self, n: int, k: int, stream: int) -> AnySelector:
-        """Returns the selector of ``k`` of a block's ``n`` coefficients, or of all if ``k >= n``.
+    def selector(self, geometry: BlockGeometry, stream: int) -> AnySelector:
+        """Returns the selector of the blocks of a tensor, which sends all if ``topk`` is as large.
 
-        The ``stream`` is the number of the section, so that each section draws other positions.
+        The ``stream`` is a number for each shape of blocks, so that each draws other positions.
         """
-        return AllCoefficients(n) if k >= n else SELECTORS[self.selection](n, k, self.seed, stream)
+        n, k = geometry.block_size, self.topk
+        if callable(k):
+            k = k(geometry.shape)
+            checks.static_integer(f"{self.topk!r} of a tensor {geometry.shape}", k, at_least=1)
+        if k >= n:
+            return AllCoefficients(n)
+        if not isinstance(self.selection, str):
+            return Chosen(n, int(k), self.selection)
+        return SELECTORS[self.selection](n, int(k), self.seed, stream)

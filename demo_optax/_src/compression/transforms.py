@@ -7,7 +7,7 @@ swapped, which saves a transpose in each direction.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,8 @@ def random_basis(key: PRNGKeyArray, n: int) -> Float32[Array, "{n} {n}"]:
 
 
 TransformName = Literal["dct", "randomized-dct", "random", "identity"]
+Transform = Callable[[int], Any]
+"""Takes a side to its orthonormal matrix, with one basis vector per row."""
 
 TRANSFORMS: dict[str, Callable[[PRNGKeyArray], Basis | None]] = {
     "dct": lambda key: Basis(dct_basis),
@@ -73,6 +75,20 @@ TRANSFORMS: dict[str, Callable[[PRNGKeyArray], Basis | None]] = {
     "identity": lambda key: None,
 }
 """Functions that make the basis of each transform; only ``"random"`` uses the step's key."""
+
+
+@functools.cache
+def checked_matrix(transform: Transform, n: int) -> Float[np.ndarray, "{n} {n}"]:
+    """Returns the matrix of a transform of the user's own, which must be orthonormal."""
+    with jax.ensure_compile_time_eval():
+        matrix = np.asarray(transform(n), np.float64)
+    if matrix.shape != (n, n) or not np.allclose(matrix @ matrix.T, np.eye(n), atol=1e-5):
+        raise ValueError(
+            f"transform={transform!r} gives a matrix of shape {matrix.shape} for blocks of side "
+            f"{n}, but it must be ({n}, {n}) and orthonormal to 1e-5, so that its transpose is its "
+            "inverse: divide each row by its norm, and make rows orthogonal to each other."
+        )
+    return matrix
 
 
 def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
@@ -85,7 +101,7 @@ def signs(sides: Sequence[int]) -> Float32[np.ndarray, "*sides"]:
     return np.asarray(2 * np.random.RandomState(0).randint(2, size=tuple(sides)) - 1, np.float32)
 
 
-def is_redrawn(name: TransformName) -> bool:
+def is_redrawn(name: TransformName | Transform) -> bool:
     """Tells whether the basis changes on every step, so that momenta must change theirs."""
     return name == "random"
 

@@ -36,6 +36,13 @@ class AllGather:
         proportion, by a factor of at most ``norm_limit``. The excess stays in the worker's
         momentum. The limit bounds the effect of a broken worker, and holds for each shard of
         sharded parameters.
+      gather: function that takes a packet, uint32 ``(words,)``, and the axis name to the packets of
+        all workers, uint32 ``(workers, words)``, in the order of ``jax.lax.axis_index``; None for
+        one ``jax.lax.all_gather``. All workers must get the same rows, which the digests in later
+        packets show (`demo_optax.ExchangeMetrics.agreed`). ``docs/how_to/extend.md`` writes a ring.
+
+    Raises:
+      ValueError: at the first step: ``gather`` returns another shape or dtype.
 
     Example:
       >>> import demo_optax
@@ -44,6 +51,7 @@ class AllGather:
 
     axis_name: AxisName = None
     norm_limit: float | None = None
+    gather: collectives.Gather | None = None
 
     def __post_init__(self):
         axes.names(self.axis_name)
@@ -70,7 +78,11 @@ class AllGather:
         previous_metrics: ExchangeMetrics,
         mean: Mean,
     ) -> Aggregate:
-        packets = collectives.gather(outbox.packets[0], self.axis_name)
+        packet, axis_name = outbox.packets[0], self.axis_name
+        if self.gather is None:
+            packets = collectives.gather(packet, axis_name)
+        else:
+            packets = collectives.gather_by(self.gather, packet, axis_name)
         worker = axes.index(self.axis_name)
         average = self.average(plan, packets, outbox, worker, previous_metrics, mean)
         return average._replace(state=state)

@@ -2,23 +2,88 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, UInt32
 
-from demo_optax._src import axes
+from demo_optax._src import axes, checks
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression.packet import MULTIPLE
 
+Gather = Callable[[Any, Any], Any]
 
-def gather(packet: UInt32[Array, "words"], axis_name: AxisName) -> UInt32[Array, "workers words"]:
+
+def gather(
+    packet: UInt32[Array, "words"], axis_name: AxisName, along: Gather | None = None
+) -> UInt32[Array, "workers words"]:
     """Gathers all workers' packets, with a type that marks them as equal under ``shard_map``."""
+    along = along or gather_along
     if axis_name is None:
         return packet[None]
     if axes.manual_names(axis_name) != axes.names(axis_name):
-        return gather_along(packet, axis_name)
-    return split_across_devices(lambda x: gather_along(x, axis_name), packet, axis_name)
+        return along(packet, axis_name)
+    return split_across_devices(lambda x: along(x, axis_name), packet, axis_name)
+
+
+def gather_by(
+    own: Gather, packet: UInt32[Array, "words"], axis_name: AxisName
+) -> UInt32[Array, "workers words"]:
+    """Gathers them by a function of the user's own."""
+
+    def gathered(words: UInt32[Array, "words"], axis_name: AxisName) -> Array:
+        rows, shape = own(words, axis_name), (axes.size(axis_name), words.size)
+        checks.made_arrays("gather", own, [rows], [shape], jnp.uint32)
+        return declare_equal(rows, axis_name)
+
+    return gather(packet, axis_name, gathered)
+
+
+def declare_equal(x: Array, axis_name: AxisName) -> Array:
+    """Types an array as equal on all workers, which JAX cannot know of a result of ``ppermute``.
+
+    `demo_optax.AllGather` does it for its ``gather``. An exchange of your own needs it for packets
+    that come neither from ``jax.lax.all_gather(..., to="invarying")`` nor from ``jax.lax.psum``.
+    The program stays as it is, so it must be true.
+
+    Args:
+      x: any array, inside ``jax.shard_map`` or ``jax.vmap`` over the axis.
+      axis_name: the workers' axis or axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def largest(x):
+      ...     neighbours = jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+      ...     return declare_equal(jnp.maximum(x, neighbours), "data")
+      >>> jax.vmap(largest, axis_name="data", out_axes=None)(jnp.array([3, 5]))
+      Array(5, dtype=int32)
+    """
+    return _declare_equal.bind(x, names=axes.names(axis_name))
+
+
+_declare_equal = Primitive("declare_equal")
+_declare_equal.def_impl(lambda x, *, names: x)
+mlir.register_lowering(_declare_equal, lambda context, x, *, names: [x])
+
+
+@_declare_equal.def_abstract_eval
+def _without_axes(x: Any, *, names: tuple[str, ...]) -> Any:
+    kind = x.manual_axis_type
+    return x.update(manual_axis_type=kind.update(varying=kind.varying - {*names}))
+
+
+def _of_one_worker(axis_data: Any, arrays, dims, *, names: tuple[str, ...]) -> tuple[Any, Any]:
+    (x,), (dim,) = arrays, dims
+    if axis_data.name in names:
+        x, dim = (x if dim is None else jax.lax.index_in_dim(x, 0, dim, keepdims=False)), None
+        names = tuple(name for name in names if name != axis_data.name)
+    return _declare_equal.bind(x, names=names), dim
+
+
+batching.fancy_primitive_batchers[_declare_equal] = _of_one_worker
 
 
 def gather_along(

@@ -1,7 +1,8 @@
 """The protocol of exchanges, which turn the workers' messages into the same aggregate on all.
 
 To add one, write a frozen dataclass with the methods of `Exchange` in a file of this folder, and
-name it in the ``__init__.py`` of this folder and of ``demo_optax``.
+name it in the ``__init__.py`` of this folder and of ``demo_optax``. Users do the same in a file of
+their own, which imports nothing private.
 """
 
 import dataclasses
@@ -165,12 +166,19 @@ class SparseSum:
 class Aggregate(NamedTuple):
     """The result of an exchange on one worker.
 
+    An exchange of your own takes it from ``AllGather.average`` and replaces what differs.
+
     Attributes:
       mean: the mean of each section, the same on all workers; its type must say so, as that of
-        `collectives.gather` does.
+        ``jax.lax.all_gather(..., to="invarying")`` and of `demo_optax.extend.declare_equal` does.
       accepted: float32 ``(blocks, 1)`` for each section, the fraction of this worker's message that
         counts; the rest of what has left the momentum returns to it.
       state: the new state of the exchange.
+      metrics: `demo_optax.ExchangeMetrics`, the same on all workers.
+
+    Example:
+      >>> Aggregate(mean=(), accepted=(), state=(), metrics=None)._replace(state=3).state
+      3
     """
 
     mean: Sequence[SparseSum]
@@ -180,7 +188,7 @@ class Aggregate(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The traffic of one exchange on a worker's link.
+    """The traffic of one exchange on a worker's link, which an exchange tells from shapes alone.
 
     Attributes:
       sent: bytes that the worker hands to its collectives.
@@ -189,6 +197,12 @@ class Traffic(NamedTuple):
       overlaps: whether the exchange overlaps with the next step's compute.
       direct: bytes of the received ones that come straight from their senders, as in an all-to-all,
         and not around a ring.
+
+    Example:
+      A ring of eight workers passes on seven packets of 512 bytes.
+
+      >>> Traffic(sent=7 * 512, received=7 * 512, rounds=7).overlaps
+      False
     """
 
     sent: int
@@ -202,6 +216,9 @@ class Traffic(NamedTuple):
 class Exchange(Protocol):
     """Turns the workers' messages into the same aggregate on all of them.
 
+    It is a frozen dataclass. ``docs/how_to/extend.md`` writes one, and `demo_optax.AllGather`
+    takes a function for those that only move packets in another way.
+
     No packet is trusted. Every worker rejects a packet with a wrong checksum or from a different
     step or worker, as well as positions that the selector cannot send and values or energies that
     are not finite. A worker whose step counter differs rejects the packets of all others.
@@ -214,7 +231,7 @@ class Exchange(Protocol):
 
     @property
     def axis_name(self) -> AxisName:
-        """The workers' axis or axes; None for a single worker."""
+        """The workers' axis, a tuple of axes, or None for a single worker."""
         ...
 
     def packets_per_worker(self) -> int:
@@ -222,11 +239,11 @@ class Exchange(Protocol):
         ...
 
     def layout(self, plan: Plan) -> PacketLayout:
-        """Returns the layout of one of these packets."""
+        """Returns the layout of one of these packets; its ``words`` are their length."""
         ...
 
     def init(self, plan: Plan) -> Any:
-        """Returns the initial state of the exchange."""
+        """Returns the initial state of one worker's exchange: arrays, or ``()``."""
         ...
 
     def exchange(

@@ -32,7 +32,8 @@ from demo_optax._src.compression.packet import (
     parse_headers,
 )
 from demo_optax._src.compression.plan import select, shared_positions
-from demo_optax._src.compression.values import VALUE_CODINGS, ValueCoding
+from demo_optax._src.compression.selection import with_count
+from demo_optax._src.compression.values import VALUE_CODINGS, Coding, ValueCoding
 from demo_optax._src.exchange import collectives
 from demo_optax._src.exchange.averaging import (
     Shared,
@@ -91,7 +92,7 @@ class TwoPhase:
 
     axis_name: AxisName = None
     topk_back: int | None = None
-    value_coding_back: ValueCoding | None = None
+    value_coding_back: ValueCoding | Coding | None = None
     norm_limit: float | None = None
     residual_decay: float = 0.9
 
@@ -102,7 +103,8 @@ class TwoPhase:
             checks.static_integer("topk_back", self.topk_back, at_least=1)
             object.__setattr__(self, "topk_back", int(self.topk_back))
         if self.value_coding_back is not None:
-            checks.one_of("value_coding_back", self.value_coding_back, VALUE_CODINGS)
+            given = self.value_coding_back
+            checks.named_or_own("value_coding_back", given, VALUE_CODINGS, Coding)
         if self.norm_limit is not None:
             checks.in_interval("norm_limit", self.norm_limit, "[1, inf)")
             object.__setattr__(self, "norm_limit", float(self.norm_limit))
@@ -223,24 +225,30 @@ class TwoPhase:
     def _result_sections(self, plan: Plan) -> list[Section]:
         """Returns the sections of all owners' results together."""
         settings = plan.compression
-        # The block is arbitrary, since only ``sends_positions`` matters.
-        sends_positions = settings.selector(2, 1, 0).sends_positions
-        if self.topk_back is not None and not sends_positions:
+        selectors = [section.selector for section in plan.sections]
+        is_shared = [not one.sends_positions and one.k < one.n for one in selectors]
+        if self.topk_back is not None and any(is_shared):
             raise ValueError(
                 f"topk_back={self.topk_back} is for selections that send their positions: with "
                 f"selection={settings.selection!r} and topk={settings.topk} owners send back the "
                 "very coefficients that were sent to them. Leave it out."
             )
+        if len({*plan.sides}) < len(plan.sides):
+            raise ValueError(
+                f"topk={settings.topk!r} sends different numbers of blocks of one shape, "
+                f"{plan.sides}, of which an owner keeps one residual: make it give equal numbers "
+                "to tensors with equal blocks, or exchange by AllGather."
+            )
         coding = self.value_coding_back or settings.value_coding
         return [
             Section(
                 s.num_blocks,
-                settings.selector(s.selector.n, self.topk_back or 4 * s.selector.k, number)
+                with_count(s.selector, self.topk_back or 4 * s.selector.k)
                 if s.selector.sends_positions
                 else s.selector,
                 coding,
             )
-            for number, s in enumerate(plan.sections)
+            for s in plan.sections
         ]
 
     def _result_layout(self, plan: Plan, workers: int) -> PacketLayout:
