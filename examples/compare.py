@@ -49,7 +49,8 @@ def main() -> None:
             "--checkpoint-dir: use train_lm.py for that."
         )
     given = {each.name: getattr(config, each.name) for each in dataclasses.fields(Config)}
-    compared = [Config(**given | {"optimizer": name}) for name in names]
+    del given["optimizer"]
+    compared = [Config(**given, optimizer=name) for name in names]
     baseline = dataclasses.replace(
         compared[0],
         optimizer=BASELINE,
