@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 import demo_optax
-from demo_optax._src import format_word
 from demo_optax._src.checkpoint import elastic
+from demo_optax._src.compression.settings import KNOWN
 from demo_optax.extend import Quantiser
 from tests import extensions
 
@@ -64,7 +64,7 @@ def owned_by_different_numbers():
 
 
 def restored_without_its_code():
-    with mock.patch.dict(format_word._KNOWN, clear=True):
+    with mock.patch.dict(KNOWN, clear=True):
         elastic._settings_of({"topk": 4, "selection": {"own": "Gone(share=0.5)"}})
 
 

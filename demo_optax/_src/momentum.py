@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, UInt32
 
-from demo_optax._src import axes, checks, format_word, metrics, participation, transport
+from demo_optax._src import axes, checks, metrics, participation, transport
 from demo_optax._src.arrays import (
     BoolScalar,
     IntScalar,
@@ -38,6 +38,7 @@ from demo_optax._src.compression import Compression, Plan, make_plan, packet
 from demo_optax._src.compression.bits import round_stochastically
 from demo_optax._src.compression.packet import Message, Origin, Packets
 from demo_optax._src.compression.plan import Part, shared_positions
+from demo_optax._src.compression.settings import require_words, word_of
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Exchange
 from demo_optax._src.exchange.protocol import (
@@ -149,7 +150,7 @@ class Momentum:
             exchange=self.exchange.init(plan),
             pending=self._empty_pending(plan) if isinstance(self.exchange, Delayed) else (),
             sent=jnp.array(False),
-            format=jnp.asarray(format_word.word_of(plan.stored)),
+            format=jnp.asarray(word_of(plan.stored)),
         )
 
     def update(self, updates, state, params=None, **extra_args) -> Any:
@@ -195,7 +196,7 @@ class Momentum:
             row, packets = transport.row_of(worker, axis_name, rows), jnp.asarray(packets)
         is_own = (outbox.status == MESSAGE) & (outbox.step == state.count)
         is_current = jnp.where(state.sent, is_own, outbox.status == EMPTY)
-        is_current &= state.format == format_word.word_of(plan.stored)
+        is_current &= state.format == word_of(plan.stored)
         packets, to_carry = zero_unless(is_current, (packets, outbox.packets))
         factor = jnp.where(is_current, outbox.factor, 0)
         outbox = outbox._replace(packets=to_carry, factor=factor, step=state.count)
@@ -221,7 +222,7 @@ class Momentum:
         participates = participation.decide(gradient, exchange.axis_name, extra_args, sharded)
         participates &= jnp.isfinite(jnp.square(jnp.asarray(weight, jnp.float32)))
         participates &= jnp.isfinite(self.decay) & ~state.sent
-        participates &= state.format == format_word.word_of(plan.stored)
+        participates &= state.format == word_of(plan.stored)
 
         # Precondition: each worker may have a second moment of its own
         initial = self.precondition.init(gradient if params is None else params)
@@ -421,7 +422,7 @@ class Momentum:
             "remove it."
         )
         what = "the state of the decoupled momentum"
-        format_word.require(what, {"format": state.format}, {"format": plan.stored}, remedy)
+        require_words(what, {"format": state.format}, {"format": plan.stored}, remedy)
         checks.state_fits(what, {name: getattr(state, name) for name in needed}, needed, remedy)
         if to_send:
             transport.require_unsent(state)

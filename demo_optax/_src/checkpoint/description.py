@@ -13,9 +13,8 @@ from jax.tree_util import GetAttrKey, keystr
 
 from demo_optax._src.arrays import is_key, key_impl, unwrap_keys, wrap_keys
 from demo_optax._src.axes import names, sharded_axes
-from demo_optax._src.compression.settings import MomentumFormat, StoredMomenta
+from demo_optax._src.compression.settings import MomentumFormat, StoredMomenta, word_of
 from demo_optax._src.exchange.protocol import Pending
-from demo_optax._src.format_word import word_of
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._src import format_word
 from demo_optax._src.arrays import widest
 from demo_optax._src.checkpoint.description import by_path, from_paths, is_of_exchange
 from demo_optax._src.compression import Compression, Plan, make_plan
 from demo_optax._src.compression.packet import Message
+from demo_optax._src.compression.settings import settings_of_text
 from demo_optax._src.exchange.protocol import divide
 from demo_optax._src.fragments import Cutter
 
@@ -84,7 +84,7 @@ def _settings_of(saved: dict) -> Compression:
     settings = dict(saved)
     for name, setting in saved.items():
         if isinstance(setting, dict):
-            settings[name] = format_word.of_text(setting["own"])
+            settings[name] = settings_of_text(setting["own"])
             if settings[name] is None:
                 raise ValueError(
                     f"the checkpoint was saved with {name}={setting['own']}, which this process "

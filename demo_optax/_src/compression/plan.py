@@ -216,11 +216,7 @@ class Plan:
     parts: tuple[Part, ...]
     sections: tuple[Section, ...]
     sides: tuple[Shape, ...]
-
-    @property
-    def stored(self) -> StoredMomenta:
-        shapes = tuple(geometry.shape for geometry in self.geometries)
-        return StoredMomenta(self.compression.momentum_format, shapes)
+    stored: StoredMomenta
 
     def map_parts(
         self, stage: Callable[..., Any], *arguments: Sequence[Any], after: Sequence[Array] = ()
@@ -309,7 +305,8 @@ def make_plan(compression: Compression, shapes: tuple[Shape, ...]) -> Plan:
         for (_, selector), blocks in filled.items()
     ]
     sides = tuple(sides for sides, _ in filled)
-    return Plan(compression, geometries, tuple(parts), tuple(sections), sides)
+    stored = StoredMomenta(momentum_format, tuple(x.shape for x in geometries))
+    return Plan(compression, geometries, tuple(parts), tuple(sections), sides, stored)
 
 
 _PARTS = 4

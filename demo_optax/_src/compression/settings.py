@@ -1,11 +1,21 @@
-"""Settings of the compression and of the format in which a momentum is stored."""
+"""Settings of the compression and of the format in which a momentum is stored.
+
+A momentum means nothing without the transform, the blocks and the seed that it was made with, and a
+message that is kept means nothing without its selection. A state, which holds arrays alone, has the
+*word* of these settings, a checksum of their text.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from demo_optax._src import checks, format_word
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from demo_optax._src import checks
 from demo_optax._src.arrays import Coefficients, IntScalar
 from demo_optax._src.compression import transforms
 from demo_optax._src.compression.blocks import BLOCK_RULES, BlockGeometry, BlockRule, block_geometry
@@ -20,6 +30,40 @@ from demo_optax._src.compression.transforms import (
     TransformName,
 )
 from demo_optax._src.compression.values import VALUE_CODINGS, Coding, ValueCoding
+
+KNOWN: dict[int, Any] = {}
+"""The settings of every word that this process has made, for descriptions and messages."""
+
+
+def word_of(settings: Any) -> np.uint32:
+    """Returns the word of settings, which must have the same ``repr`` in every process."""
+    word = zlib.crc32(repr(settings).encode())
+    KNOWN[word] = settings
+    return np.uint32(word)
+
+
+def settings_of_text(text: str) -> Any:
+    """Returns the settings whose ``repr`` this is, or None if this process has made none."""
+    return KNOWN.get(zlib.crc32(text.encode()))
+
+
+def require_words(
+    what: str, words: Mapping[str, Any], settings: Mapping[str, Any], remedy: str
+) -> None:
+    """Refuses words other than those of the settings, where they are known.
+
+    ``what`` begins the message and ``remedy`` ends it; both mappings are by the leaves' names.
+    """
+    for name, wanted in settings.items():
+        given = words[name]
+        if isinstance(given, (Tracer, jax.ShapeDtypeStruct)):
+            continue
+        if np.any(np.asarray(given) != word_of(wanted)):
+            made = KNOWN.get(int(np.ravel(given)[0])) or "settings that this process does not know"
+            raise ValueError(
+                f"{what} was made for {made}, but {wanted} is needed: go back to the old settings. "
+                f"{remedy}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +175,7 @@ class Compression:
         checks.named_or_own("selection", self.selection, SELECTORS)
         for setting in (self.topk, self.value_coding, self.transform, self.selection):
             if not isinstance(setting, (int, str)):
-                format_word.word_of(setting)  # a restore finds it again by its text
+                word_of(setting)  # a restore finds it again by its text
 
     @property
     def momentum_format(self) -> MomentumFormat:

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, UInt32
 
-from demo_optax._src import axes, format_word
+from demo_optax._src import axes
 from demo_optax._src.arrays import Coefficients, IntScalar, true_once_computed, zero_unless
 from demo_optax._src.axes import AxisName
 from demo_optax._src.compression import Compression, Plan
 from demo_optax._src.compression.packet import Message, PacketLayout, Packets
+from demo_optax._src.compression.settings import require_words, word_of
 from demo_optax._src.metrics import ExchangeMetrics
 
 Mean = Literal["senders", "workers"]
@@ -110,14 +111,14 @@ class Pending(NamedTuple):
         ]
         varying = axes.as_varying(outbox._replace(message=Message(*flat)), axis_name)
         kept = varying._replace(step=outbox.step, status=outbox.status)
-        return cls(kept, jnp.asarray(format_word.word_of(compression)))
+        return cls(kept, jnp.asarray(word_of(compression)))
 
     def restored(self, plan: Plan, compression: Compression) -> Outbox:
         """Returns the outbox that was kept, without its message if it is one of other settings."""
         advice = "Restore the run with demo_optax.checkpoint, which puts messages back."
         given, needed = {"format": self.format}, {"format": compression}
-        format_word.require("the message that the state keeps", given, needed, advice)
-        is_ours = self.format == format_word.word_of(compression)
+        require_words("the message that the state keeps", given, needed, advice)
+        is_ours = self.format == word_of(compression)
         packets, factor = zero_unless(is_ours, (self.outbox.packets, self.outbox.factor))
         message = divide(plan, self.outbox.message)
         return self.outbox._replace(message=message, packets=packets, factor=factor)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend import core
 from jax.interpreters import partial_eval
@@ -18,9 +19,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
-from demo_optax._src import axes, checks, format_word
+from demo_optax._src import axes, checks
 from demo_optax._src.arrays import boxed_inside, unboxed
 from demo_optax._src.axes import AxisName, sharded_axes
+from demo_optax._src.compression.settings import KNOWN
 from demo_optax._src.parallel import shards
 
 
@@ -144,7 +146,7 @@ def _settings_in(program, shapes) -> dict[str, Any]:
             kept, _ = partial_eval.dce_jaxpr(program.jaxpr, wanted)
             with jax.ensure_compile_time_eval():
                 (word,) = core.jaxpr_as_fun(core.ClosedJaxpr(kept, program.consts))()
-            found[keystr(path)] = format_word.known(word)
+            found[keystr(path)] = KNOWN[int(np.ravel(word)[0])]
     return found
 
 

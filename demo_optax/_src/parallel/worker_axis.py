@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
-from demo_optax._src import axes, checks, format_word, participation
+from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
 from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
+from demo_optax._src.compression.settings import require_words
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
@@ -466,7 +467,7 @@ def require_state(opt_state, layout: StateLayout, *, on_device: bool = False) ->
     )
     checks.state_fits(what, opt_state, expected, remedy)
     words = {keystr(path): x for path, x in jax.tree.leaves_with_path(opt_state)}
-    format_word.require(what, words, layout.settings, remedy)
+    require_words(what, words, layout.settings, remedy)
 
 
 def own_entries(state, layout: StateLayout):
