@@ -51,8 +51,8 @@ class Settings:
     """Sequences in one step, of all workers together."""
     steps: int = 600
     """Updates of the parameters."""
-    optimizer: Literal["demo-muon", "demo-scaled"] = "demo-muon"
-    """demo-muon ends at a lower loss; demo-scaled takes less time where batches are small."""
+    optimizer: Literal["demo_muon", "demo_scaled"] = "demo_muon"
+    """demo_muon ends at a lower loss; demo_scaled takes less time where batches are small."""
     learning_rate: float = 3e-3
     """Highest learning rate, after a warm-up and before a cosine to a tenth."""
     seed: int = 0
@@ -176,8 +176,7 @@ def train(settings: Settings) -> float:
 
     peak, warmup = settings.learning_rate, min(50, settings.steps // 2)
     rate = optax.warmup_cosine_decay_schedule(peak / 50, peak, warmup, settings.steps, peak / 10)
-    is_muon = settings.optimizer == "demo-muon"
-    tx = (demo_optax.demo_muon if is_muon else demo_optax.demo_scaled)(rate, axis_name="data")
+    tx = getattr(demo_optax, settings.optimizer)(rate, axis_name="data")
     train_step = demo_optax.make_train_step(loss_fn, tx, mesh, clip_norm=1.0)
     eval_step = jax.jit(loss_fn)
     batches = read_batches(train_text, settings)

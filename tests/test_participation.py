@@ -132,7 +132,7 @@ def test_negative_settings_are_refused(setting):
 
 def test_a_gradient_of_the_transposed_shape_is_refused():
     tx = demo_optax.demo(1e-3)
-    with pytest.raises(ValueError, match=r"shapes \[\(4, 8\)\].*\[\(8, 4\)\] is needed"):
+    with pytest.raises(ValueError, match=r"shapes=\(\(4, 8\),\).*\(\(8, 4\),\)\) is needed"):
         tx.update(jnp.ones((8, 4)), tx.init(jnp.ones((4, 8))))
 
 
