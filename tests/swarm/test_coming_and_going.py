@@ -261,7 +261,7 @@ def scaled(**settings):
         (scaled(learning_rate=2e-2), {}, "optimizer is"),
         slow(scaled(decay=0.5), {}, "optimizer is"),
         (scaled(compression=FEWER), {}, r"compression is Compression\(topk=32.*\(topk=4"),
-        (scaled(exchange=LIMITED), {}, r"exchange is AllGather.*norm_limit=None, gather=None\) there"),
+        (scaled(exchange=LIMITED), {}, r"AllGather.*norm_limit=None, gather=None\) there"),
         (swarms.DEMO_SCALED, {"snapshot_every": 7}, "snapshot_every is 100 there"),
         (swarms.DEMO_SCALED, {"slots": 5}, "slots is 4 there and 5 here"),
         (swarms.DEMO_SCALED, {"facts": {"--seed": 2}}, "--seed is missing there"),
