@@ -199,6 +199,9 @@ def _require_swarm(config: Config) -> None:
     if config.swarm is None:
         for name in (
             "worker",
+            "key",
+            "owner",
+            "roster_at_least",
             "slots",
             "deadline",
             "min_workers",

@@ -1,7 +1,6 @@
 """A run for members only: what nobody of the roster has signed does not exist in it."""
 
 import functools
-import json
 import os
 import stat
 import threading
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 
 from demo_optax._src.swarm import records, roster, seals, snapshots
 from demo_optax._src.swarm.members_only import MembersOnly
-from demo_optax._src.swarm.records import Manifest, PacketRef, SwarmError
+from demo_optax._src.swarm.records import PacketRef, SwarmError
+from demo_optax._src.swarm.slots import last_manifests
 from demo_optax.swarm import Member, ObjectStore
 from tests import swarms
 from tests.swarms import together
@@ -279,3 +279,203 @@ def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snap
     assert swarms.digest(params) == ends[0][1][7]
     for worker in [*workers, newcomer]:
         worker.close()
+
+
+def signed_manifest(run, name, step, packets, previous, **changes):
+    """The bytes of a manifest as a member signs them, and their physical name."""
+    store = run.store(name)
+    manifest = records.Manifest(
+        step, tuple(packets), previous, time.time(), roster.named(run.roster())
+    )
+    key = records.step_key("manifests", step)
+    return store._name(key), store._sealed(key, records.encode(manifest._replace(**changes)))
+
+
+def physical(run, folder):
+    return [f"{folder}/{name}" for name in run.anybody.names(folder)]
+
+
+def test_whoever_has_the_store_and_no_key_is_believed_in_nothing(run):
+    joined = run.members(min_workers=3, deadline=30.0)
+    everybody(joined, 0)
+    (run.folder / "other").mkdir()
+    other = Run(run.folder / "other")
+    for member in other.members(min_workers=3)[:1]:
+        member.announce(0)
+    tries = 0
+    for step in range(1, 16):
+        anybody, previous = run.anybody, joined[0].head(step - 1)
+        ref = PacketRef(0, 9, records.sha256(b"evil"), 1, 1, "0" * 128)
+        forged = records.encode(records.Manifest(step, (ref,), previous, 1.0))
+        held = [x for f in ("manifests", "packets", "slots") for x in physical(run, f)]
+        genuine = anybody.get(physical(run, "manifests")[-1])
+        attacks = [
+            (f"manifests/{step:08d}", forged),
+            (f"manifests/{'0' * 32}.{step:08d}", forged),
+            (f"manifests/{step + 1:08d}", genuine),
+            (f"slots/000/{step + 5:06d}", b"{}"),
+            (f"slots/000/{'1' * 32}.{step + 5:06d}", genuine),
+            (records.packet_key(step, ref), b"evil"),
+            (f"packets/{step:08d}/{'2' * 32}.000.packet", forged + b"\nevil"),
+            (records.mark_key(step, (0, 9), "left"), b""),
+            (records.mark_key(step, (7, 9), "here"), b""),
+            (f"snapshots/{step:08d}.json", b"{}"),
+            (f"snapshots/{'3' * 32}.{step:08d}.json", genuine),
+            (f"attested/{step:08d}/{'4' * 32}.000", genuine),
+            ("run.json", b'{"slots": "1"}'),
+            (f"{'5' * 32}.run.json", b"{}"),
+            (f"packets/{step:08d}/{'6' * 32}.ends", forged + b"\nends"),
+            (roster.KEY, b"9" * 100 if step % 2 else other.anybody.get(roster.KEY)),
+            *[(name, anybody.get(name)) for name in physical(other, "packets")],
+        ]
+        for name, data in attacks:
+            anybody.put(name, data)
+            tries += 1
+        copies = [x.replace(f"{step - 1:08d}", f"{step:08d}") for x in held]
+        for name, copied in zip(held, copies, strict=True):
+            if name != copied and anybody.get(copied) is None:  # a genuine one in another step
+                anybody.put(copied, anybody.get(name))
+                tries += 1
+        results = everybody(joined, step)
+        assert len({x.manifest for x in results}) == 1
+        assert sorted(results[0].packets) == [0, 1, 2]
+        assert len({member.head(step) for member in joined}) == 1
+    assert tries >= 300
+    assert [x.step for x in last_manifests(joined[0].store)] == list(range(16))
+
+
+@pytest.mark.parametrize("damage", ["deleted", "junk", "another reference", "another step"])
+def test_a_manifest_that_was_lost_is_decided_again_and_nobody_has_another_head(run, damage):
+    paris, rome, oslo = joined = run.members(deadline=2.0)
+    everybody(joined, 0)
+    for member in joined:
+        member.send(1, f"{member.worker:5} in 1".encode())
+    paris_first = paris._agree(1, joined[0].manifest(0).members, len(b"paris in 1"), 0.0)
+    (name,) = [x for x in physical(run, "manifests") if x.endswith("00000001")]
+    genuine = run.anybody.get(name)
+    if damage == "deleted":
+        run.anybody.delete([name])
+    elif damage == "junk":
+        run.anybody.put(name, b"junk")
+    elif damage == "another step":
+        (before,) = [x for x in physical(run, "manifests") if x.endswith("00000000")]
+        run.anybody.put(name, run.anybody.get(before))
+    else:
+        run.anybody.put(name, genuine.replace(b", 1, 1,", b", 2, 1,"))
+    for member in (rome, oslo):
+        member._agree(1, member.manifest(0).members, len(b"paris in 1"), time.monotonic())
+    assert paris_first.packets == rome.manifest(1).packets
+    assert len({member.head(1) for member in joined}) == 1
+    everybody(joined, 2)
+    assert len({member.head(2) for member in joined}) == 1
+
+
+def test_an_instant_proposer_that_lists_itself_alone_gains_nothing(run):
+    paris, rome, oslo = joined = run.members(deadline=5.0)
+    everybody(joined, 0)
+    own = oslo.send(1, b"oslo  in 1")
+    name, data = signed_manifest(run, "oslo", 1, [own], oslo.head(0))
+    run.anybody.put(name, data)
+    assert paris.manifest(1) is None and rome.manifest(1) is None
+    results = together([functools.partial(exchange, x, 1) for x in (paris, rome)])
+    assert all(sorted(x.packets) == [0, 1, 2] for x in results)
+    assert paris.head(1) == rome.head(1)
+
+
+def test_the_side_of_more_members_goes_on_and_the_other_one_goes_back(run):
+    said = []
+    paris, rome, oslo = joined = run.members(deadline=1.0)
+    oslo.tell = said.append
+    everybody(joined, 0)
+    oslo._hashes[0] = "a" * 64  # it decided step 0 otherwise
+    results = together([functools.partial(exchange, x, 1) for x in joined])
+    assert [x.swept for x in results] == [False, False, True]
+    assert sorted(results[0].packets) == [0, 1] and results[0].late == ()
+    assert "2 members go on from another step 0 than this worker, whose side has 1" in said[-1]
+    assert paris.head(1) == rome.head(1) and oslo.astray
+
+
+def test_a_packet_of_another_head_or_step_or_run_is_of_nobody(run):
+    paris, rome = run.members("paris", "rome")
+    everybody([paris, rome], 0)
+    packet = PacketRef(1, 1, records.sha256(b"x"))
+    signed = rome.store.sign(1, packet, rome.head(0))
+    assert paris.store.is_signed(1, signed, rome.head(0))
+    for step, changed, previous in [
+        (2, signed, rome.head(0)),
+        (1, signed, "0" * 64),
+        (1, signed._replace(slot=0), rome.head(0)),
+        (1, signed._replace(tokens=10**15), rome.head(0)),
+        (1, signed._replace(steps=2), rome.head(0)),
+        (1, signed._replace(incarnation=2), rome.head(0)),
+        (1, signed._replace(sha256="0" * 64), rome.head(0)),
+        (1, signed._replace(seal=""), rome.head(0)),
+    ]:
+        assert not paris.store.is_signed(step, changed, previous)
+    rome.store.roster = rome.store.roster._replace(run="0" * 32)
+    assert not paris.store.is_signed(1, rome.store.sign(1, packet, rome.head(0)), rome.head(0))
+
+
+def test_who_announces_itself_in_vain_is_waited_for_once_in_ten_steps(run):
+    paris, rome, oslo = run.members(deadline=0.5)
+    everybody([paris, rome], 0)
+    waited = []
+    for step in range(1, 12):
+        oslo._steps.say(step, oslo.me, "here")
+        began = time.monotonic()
+        everybody([paris, rome], step)
+        waited.append(time.monotonic() - began > 0.45)
+    assert waited == [True] + 9 * [False] + [True]
+
+
+def test_what_belongs_to_a_slot_is_written_by_its_member_alone(run):
+    rome, paris = run.store("rome"), run.store("paris")
+    rome.put("slots/000/000009", b"{}")
+    rome.put("attested/00000004/000", b"x")
+    assert paris.get("slots/000/000009") is None and paris.get("attested/00000004/000") is None
+    rome.put("slots/001/000009", b"{}")
+    assert paris.get("slots/001/000009") == b"{}"
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store):
+        self._store, self.counts, self.patience = store, {}, store.patience
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name):
+        if name not in ("get", "put", "create", "names", "delete"):
+            raise AttributeError(name)
+
+        def counted(*args):
+            with self._lock:
+                kind = {"create": "put"}.get(name, name)
+                self.counts[kind] = self.counts.get(kind, 0) + 1
+            return getattr(self._store, name)(*args)
+
+        return counted
+
+
+def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path):
+    names, steps = [f"m{n}" for n in range(16)], 5
+    (tmp_path / "closed").mkdir()
+    closed = Run(tmp_path / "closed", names)
+    settings = dict(slots=16, deadline=60.0, min_workers=16)
+    counting = Counting(ObjectStore(str(tmp_path / "open")))
+    open_members = [Member(counting, name, **settings) for name in names]
+    counting_closed = Counting(closed.anybody)
+    closed_members = [closed.member(name, inner=counting_closed, **settings) for name in names]
+    found = []
+    for joined, counts in (open_members, counting.counts), (closed_members, counting_closed.counts):
+        everybody(joined, 0)
+        counts.clear()
+        for step in range(1, steps + 1):
+            everybody(joined, step)
+        found.append({name: counts.get(name, 0) / steps / 16 for name in ("get", "put", "names")})
+    print(found)
+    open_run, members_only = found
+    assert members_only["names"] == 0 < open_run["names"]
+    assert members_only["put"] <= open_run["put"] + 0.01
+    asked = [sum(x.values()) for x in found]
+    assert asked[1] <= asked[0]

@@ -220,7 +220,7 @@ def steps_of(store: Store) -> list[int]:
     return records.steps_of(x for x in store.names("snapshots") if x.endswith(".json"))
 
 
-def attested_steps(store: Store, until: int, number: int) -> list[int]:
+def attested_steps(store: Store, until: int, number: int = 0) -> list[int]:
     """Returns the steps of the newest snapshots that are believed, in order."""
     found: list[int] = []
     for step in reversed([x for x in steps_of(store) if x <= until]):
