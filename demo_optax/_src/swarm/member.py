@@ -488,6 +488,8 @@ class Member:
         return bool(self._closed) and step < self._vain.get(slot, -VAIN_STEPS) + VAIN_STEPS
 
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest:
+        if self._closed and (there := self.manifest(step)):  # written while it read packets
+            return there
         named = self._name_roster() if self._closed else ""
         packets, key = sorted(packets), records.step_key("manifests", step)
         proposed = Manifest(step, tuple(packets), self.head(step - 1), time.time(), named)
