@@ -178,7 +178,7 @@ def test_a_worker_with_nothing_finite_is_there_but_counts_for_nothing(store, cap
     assert history.goodput() == pytest.approx((3 + 1) / 6)
     lines = status(history).splitlines()
     assert lines[1:3] == ["members: oslo", "skipped it, since nothing was finite: paris"]
-    assert "missing" not in status(history) and "1.33 tokens a second" in lines[-1]
+    assert "missing" not in status(history) and "1.33 tokens a second" in lines[-2]
     main(["swarm", store.url])
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["worker", "counted", "late", "skipped", "steps"] in shown

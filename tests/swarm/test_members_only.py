@@ -473,7 +473,7 @@ def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path):
         for step in range(1, steps + 1):
             everybody(joined, step)
         found.append({name: counts.get(name, 0) / steps / 16 for name in ("get", "put", "names")})
-    print('COUNTS', found)
+    print("COUNTS", found)
     open_run, members_only = found
     assert members_only["names"] == 0 < open_run["names"]
     assert members_only["put"] <= open_run["put"] + 0.01
