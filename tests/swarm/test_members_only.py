@@ -479,3 +479,66 @@ def test_a_step_of_16_members_asks_the_store_no_more_than_an_open_one(tmp_path):
     assert members_only["put"] <= open_run["put"] + 0.01
     asked = [sum(x.values()) for x in found]
     assert asked[1] <= asked[0]
+
+
+def test_a_new_member_takes_part_once_its_roster_holds(run, monkeypatch):
+    monkeypatch.setattr("demo_optax._src.swarm.member.ROSTER_SECONDS", 0.0)
+    paris = run.member("paris", deadline=0.3)
+    exchange(paris, 0)
+    run.make("lima")
+    run.change("lima")
+    lima = run.member("lima", deadline=0.3)
+    lima.receive(0)
+    assert not lima.may_send(1)  # roster 1 holds still
+    result = exchange(paris, 1)
+    assert sorted(result.packets) == [0] and result.manifest.roster.startswith("2 ")
+    lima.receive(1)
+    lima.announce(2)
+    assert all(sorted(x.packets) == [0, 3] for x in everybody([paris, lima], 2))
+
+
+def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
+    run = numbered(tmp_path)
+    names = [f"worker-{n}" for n in range(3)]
+    workers = make_workers(run, names, snapshot_every=4, min_workers=3)
+    ends = together([functools.partial(swarms.take_steps, x, 10) for x in workers])
+    for worker in workers:
+        worker._turns.close()
+    liar = workers[2].member
+    leaves = snapshots.read_newest(liar.store, shared_of(workers[0], *ends[0][0]))[1]
+    forged = [x + 1 if x.dtype.kind == "f" else x for x in leaves]
+    chain = {"head": liar.head(9), "since": 9, "roster": roster.named(run.roster())}
+    assert snapshots.write(liar.store, 10, forged, **chain)
+    chain |= {"since": 0, "head": "0" * 64}
+    assert snapshots.write(liar.store, 1000, forged, **chain)
+    newcomer = swarms.make_worker(swarms.DEMO_SCALED, run.store("worker-3"), 3, snapshot_every=4)
+    params, _ = swarms.begin(newcomer)
+    assert newcomer.number == 10 and swarms.digest(params) == ends[0][1][10]
+    for worker in [*workers, newcomer]:
+        worker.close()
+
+
+def shared_of(worker, params, opt_state):
+    from demo_optax._src.swarm.replicated_state import shared_leaves, to_host
+
+    return list(map(to_host, shared_leaves(params, opt_state)))
+
+
+def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_parameters(tmp_path):
+    run = numbered(tmp_path)
+    names = [f"worker-{n}" for n in range(3)]
+    workers = make_workers(run, names, snapshot_every=2, min_workers=2, deadline=3.0)
+    ends = together([functools.partial(swarms.take_steps, x, 5) for x in workers])
+    astray = workers[2].member
+    astray._hashes[4] = "a" * 64  # as if it had decided step 4 otherwise
+    states = [end[0] for end in ends]
+    later = together(
+        [
+            functools.partial(swarms.take_steps, x, 12, state)
+            for x, state in zip(workers, states, strict=True)
+        ]
+    )
+    assert later[0][1] == later[1][1]
+    assert later[2][1][12] == later[0][1][12] and astray.astray is None
+    for worker in workers:
+        worker.close()

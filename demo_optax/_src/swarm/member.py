@@ -244,6 +244,8 @@ class Member:
         That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.
         """
         self._packets = {}
+        if self._closed and self._closed.slot not in self._closed.members(step):
+            return False  # the roster that it is in does not hold yet
         if self._has_sent:
             return True
         self._has_sent = True
@@ -437,6 +439,7 @@ class Member:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
         logged, head = started, self.head(step - 1)
         waits_for = {slot for slot, _ in expected if slot != self.slot}
+        may_decide = self._closed is None or self.slot in self._closed.members(step)
 
         def glance(step: int) -> records.StepFolder:
             return self._steps.glance(step, head, sorted(waits_for))
@@ -468,7 +471,8 @@ class Member:
             waited, deadline = looked - started, self.deadline
             if missing and self._leaves_out_most(step, {slot for slot, _ in arrived}):
                 deadline *= PATIENT_DEADLINES
-            if len(arrived) >= self.min_workers and (not missing or waited >= deadline):
+            is_enough = may_decide and len(arrived) >= self.min_workers
+            if is_enough and (not missing or waited >= deadline):
                 self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
                 return self._propose(step, packets)
             if now - logged > LOG_EVERY_SECONDS:

@@ -110,10 +110,6 @@ class MembersOnly(Store):
         """Says which roster holds from a snapshot on."""
         self._holds = [(step, roster.number_of(named))]
 
-    def begin_unless_known(self, step: int, named: str) -> None:
-        if not self._holds:
-            self.begin(step, named)
-
     def knows(self, step: int, named: str) -> bool:
         """Tells whether a roster is there that may hold from a step on: numbers never fall."""
         number = roster.number_of(named)
@@ -143,9 +139,15 @@ class MembersOnly(Store):
         return packet._replace(seal=self.key.sign(*self._said(step, packet, previous)).hex())
 
     def is_signed(self, step: int, packet: PacketRef, previous: str) -> bool:
-        """Tells whether a member of the step's roster has signed a packet, after these steps."""
-        public, said = self.members(step).get(packet.slot), self._said(step, packet, previous)
-        return bool(public) and seals.is_signed(public.signs, bytes.fromhex(packet.seal), *said)
+        """Tells whether a member has signed a packet that follows this head.
+
+        Where it is not known which roster held, anybody who ever was one is a member.
+        """
+        number, said = self.number_at(step), self._said(step, packet, previous)
+        rosters = [number] if number else range(1, self.roster.number + 1)
+        publics = {self.roster.members(n).get(packet.slot) for n in rosters} - {None}
+        seal = bytes.fromhex(packet.seal)
+        return any(x is not None and seals.is_signed(x.signs, seal, *said) for x in publics)
 
     def _said(self, step: int, packet: PacketRef, previous: str) -> tuple:
         fields = (str(x) for x in packet[:-1])

@@ -99,6 +99,8 @@ def is_attested(
     """
     if not isinstance(store, MembersOnly):
         return True
+    if not store.knows(index.step, index.roster):
+        return False
     counted = _counted(store, index, known or {})
     if counted is None:
         return False
@@ -114,7 +116,6 @@ def _counted(
     steps = range(index.since, index.step)
     if all(step in known for step in steps):
         return set().union(*(known[step] for step in steps))
-    store.begin_unless_known(index.step, index.roster)
     found = in_parallel(lambda step: store.get(records.step_key("manifests", step)), steps)
     counted, head = set(), None
     for step, data in zip(steps, found, strict=True):
