@@ -202,7 +202,8 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
                 if (index := read_index(store, step)) is None:
                     continue
                 if not is_attested(store, index):
-                    raise Damaged(f"that before step {step} is not signed by most of those before")
+                    failures.append(f"most of those before have not signed that of step {step}")
+                    continue
                 leaves = read(store, index, like=own)
                 if step == 0:
                     attest(store, index)
