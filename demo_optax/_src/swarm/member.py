@@ -345,12 +345,16 @@ class Member:
         return self._hashes.get(step, origin)
 
     def go_on_from(self, index: SnapshotIndex, sha256: str) -> None:
-        """Goes on from a snapshot; the first step of a run follows the hash of its index."""
+        """Goes on from a snapshot; the first step of a run follows the hash of its index.
+
+        In an open run nobody asks what a snapshot follows.
+        """
+        if self._closed is None:
+            return
         with self._lock:
             self._manifests, self._since, self.astray = {}, {}, None
             self._hashes = {index.step - 1: index.head if index.step else sha256}
-            if self._closed and index.roster:
-                self._closed.begin(index.step, index.roster)
+            self._closed.begin(index.step, index.roster)
 
     def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
