@@ -33,6 +33,8 @@ def run(args: argparse.Namespace) -> None:
     added = map(seals.read_public, args.public)
     signed = roster.change(before, owner, added, args.without)
     place.put(roster.KEY, signed)
-    print(f"roster {before.number + 1 if before else 1} of {args.place}")
-    for slot, public in sorted(roster.parse(signed, owner.public).members().items()):
+    written = roster.parse(signed, owner.public)
+    assert written is not None  # the owner has just signed it
+    print(f"roster {written.number} of {args.place}")
+    for slot, public in sorted(written.members().items()):
         print(f"  slot {slot}: {public.name}")

@@ -193,7 +193,9 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
     Snapshots before the step ``first`` are of no use to the worker.
     """
     if not steps_of(store):
-        chain = {"roster": roster.named(store.roster)} if isinstance(store, MembersOnly) else {}
+        chain: dict[str, Any] = {}
+        if isinstance(store, MembersOnly):
+            chain["roster"] = roster.named(store.roster)
         write(store, 0, own, **chain)
     failures: list[str] = []
     for _ in range(READ_TRIES):  # a snapshot that is swept meanwhile has a successor
