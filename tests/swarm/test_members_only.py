@@ -258,6 +258,12 @@ def make_workers(run, names=NAMES, **settings):
     ]
 
 
+def slowly(*args):
+    """A batch that takes longer than a comparison with a snapshot."""
+    time.sleep(0.6)
+    return swarms.batch_of(*args)
+
+
 def numbered(run_folder):
     return Run(run_folder, [f"worker-{n}" for n in range(4)])
 
@@ -266,7 +272,7 @@ def test_workers_train_with_equal_parameters_and_one_joins_from_an_attested_snap
     run = numbered(tmp_path)
     names = [f"worker-{n}" for n in range(3)]
     workers = make_workers(run, names, snapshot_every=2, min_workers=3)
-    ends = together([functools.partial(swarms.take_steps, x, 7) for x in workers])
+    ends = together([functools.partial(swarms.take_steps, x, 7, batches=slowly) for x in workers])
     assert ends[0][1] == ends[1][1] == ends[2][1] and len(ends[0][1]) == 7
     for worker in workers:
         worker._turns.close()
