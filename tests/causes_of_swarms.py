@@ -277,6 +277,11 @@ def unsigned_snapshot():
         snapshots.read_newest(store, leaves)
 
 
+def member_without_a_key():
+    with owned("paris") as (_, place, _):
+        Member(place, "paris")
+
+
 def file_that_is_no_key(text="nothing"):
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/paris.key", "w") as file:
@@ -320,6 +325,7 @@ RAISED = [
     lambda: as_member(slots=1),
     lambda: as_member(change=["paris"]),
     unsigned_snapshot,
+    member_without_a_key,
     lambda: run_command("look FOLDER/run"),
     lambda: run_command("roster FOLDER/open --owner FOLDER/owner.key FOLDER/paris.pub", "open"),
     lambda: run_command("roster FOLDER/other --owner FOLDER/owner.key", "other"),

@@ -112,7 +112,7 @@ def test_a_signed_object_with_any_byte_changed_does_not_exist(run, body, place, 
 
 def test_members_exchange_and_all_get_the_packets_of_all(run):
     joined = run.members(min_workers=3)
-    assert [member.me for member in joined] == [(0, 1), (1, 1), (2, 1)]
+    assert [member.slot for member in joined] == [0, 1, 2]
     for step in range(4):
         results = everybody(joined, step)
         assert all(x.manifest == results[0].manifest for x in results)
@@ -126,7 +126,7 @@ def test_a_member_that_comes_back_has_its_slot_and_a_new_incarnation(run):
     joined = run.members(min_workers=3)
     everybody(joined, 0)
     again = run.member("rome", min_workers=3)
-    assert again.me == (1, 2)
+    assert again.slot == 1 and again.incarnation > joined[1].incarnation
     again.receive(0)
     again.announce(1)
     everybody([joined[0], again, joined[2]], 1)
@@ -548,3 +548,63 @@ def test_a_worker_on_the_smaller_side_goes_back_to_a_snapshot_and_has_equal_para
     assert later[2][1][12] == later[0][1][12] and astray.astray is None
     for worker in workers:
         worker.close()
+
+
+def test_a_worker_without_a_key_founds_no_open_run_beside_one_for_members_only(run):
+    before = run.anybody.names("")
+    with pytest.raises(SwarmError, match="the run there is for members only: give this worker --k"):
+        Member(run.anybody, "mallory")
+    assert run.anybody.names("") == before
+
+
+def test_claims_that_were_deleted_do_not_stop_a_member_that_comes_back(run):
+    paris, rome = run.members("paris", "rome")
+    everybody([paris, rome], 0)
+    run.anybody.delete(physical(run, "slots"))
+    again = run.member("rome")
+    again.receive(0)
+    assert again.incarnation >= rome.incarnation
+
+
+def test_nobody_is_left_out_half_by_half(run):
+    for name in ("lima", "bonn"):
+        run.make(name)
+    run.change("lima", "bonn")
+    names = (*NAMES, "lima", "bonn")
+    joined = run.members(*names, deadline=30.0)
+    everybody(joined, 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined[:3]]
+    name, data = signed_manifest(run, "oslo", 1, refs, joined[0].head(0))
+    run.anybody.put(name, data)
+    assert joined[0].manifest(1) is not None  # three of five
+    head = joined[0].head(1)
+    refs = [joined[2].store.sign(2, PacketRef(*joined[2].me, "0" * 64), head)]
+    refs = [joined[1].store.sign(2, PacketRef(*joined[1].me, "0" * 64), head), *refs]
+    name, data = signed_manifest(run, "oslo", 2, refs, head)
+    run.anybody.put(name, data)
+    assert joined[0].manifest(2) is None  # two of the three, but two of five lately
+
+
+def test_a_mark_is_no_packet(run):
+    paris, rome = run.members("paris", "rome")
+    everybody([paris, rome], 0)
+    rome._steps.say(1, rome.me, "left")
+    left = paris._steps._read(1, 1).packet
+    assert paris.store.is_signed(1, left, "", "left")
+    assert not paris.store.is_signed(1, left, "")
+    name, data = signed_manifest(run, "paris", 1, [left], "")
+    run.anybody.put(name, data)
+    assert paris.manifest(1) is None
+
+
+def test_a_manifest_of_those_who_were_taken_out_is_not_believed(run):
+    paris, oslo = run.members("paris", "oslo")
+    everybody([paris, oslo], 0)
+    ref = oslo.send(1, b"oslo  in 1")
+    name, data = signed_manifest(run, "oslo", 1, [ref], oslo.head(0))
+    run.change(without=["oslo"])
+    run.anybody.put(name, data)
+    late = run.member("rome")
+    late.receive(0)
+    late._since[0] = -1e9
+    assert late.manifest(1) is None

@@ -43,6 +43,7 @@ PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
 # In a run for members only:
 PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
+CUT_STEPS = 10  # whose members a step may not go on without
 VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
 SHORTEST_ROUND = 0.5  # the share of a median round after which a member may end it for all
 ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
@@ -136,6 +137,8 @@ class Member:
         self._since: dict[int, float] = {}  # when they were decided, by the monotonic clock
         self.counted: dict[int, frozenset[int]] = {}  # slots, by step, for snapshots to come
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
+        self._cut = 0  # the last step that went on without most
+        self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which a slot announced itself in vain
         self._looked_for_roster = 0.0
         self._packets: dict[PacketRef, bytes] = {}  # of the current step
@@ -399,20 +402,34 @@ class Member:
         if not self._closed.knows(step + 1, manifest.roster):
             log.warning("%s %d names a roster that is not there", self.unit, step)
             return False
+        slots, stayed = self._slots_of(manifest), self._closed.roster.members()
+        held = self._closed.members(step)
+        if 2 * sum(held.get(n) == stayed.get(n) for n in slots) < len(slots):
+            return False  # by those who were taken out
         if manifest.previous == self._hashes.get(step - 1, manifest.previous):
             waits = PATIENT_DEADLINES * self.deadline
-            is_fair = not self._leaves_out_most(step, self._slots_of(manifest))
-            return is_fair or time.monotonic() - self._since.get(step - 1, -math.inf) >= waits
+            if not self._leaves_out_most(step, self._slots_of(manifest)):
+                return True
+            if time.monotonic() - self._since.get(step - 1, -math.inf) < waits:
+                return False
+            self._cut = step
+            return True
         return self._goes_astray(step, {manifest.previous: self._slots_of(manifest)})
 
     def _leaves_out_most(self, step: int, slots: Set[int]) -> bool:
-        """Tells whether most of those who counted last, and have not left, are missing."""
-        if self._closed is None or (last := self._manifests.get(step - 1)) is None:
+        """Tells whether half of those who counted lately, and have not left, are missing.
+
+        These are the last ten steps, so that nobody is left out half by half.
+        """
+        if self._closed is None:
             return False
-        left = self._steps.glance(step, self.head(step - 1), ()).left
-        counted = {packet.slot for packet in last.packets if packet.member not in left}
+        lately = range(max(step - CUT_STEPS, self._cut), step)
+        counted = set().union(*(self.counted.get(n, frozenset()) for n in lately))
         counted &= self._closed.members(step).keys()
-        return 2 * len(counted - slots) > len(counted)
+        for slot in counted - slots if 2 * len(counted & slots) <= len(counted) else ():
+            self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
+        counted -= {slot for slot, _ in self._left} - slots
+        return 2 * len(counted & slots) <= len(counted) > 0
 
     def _goes_astray(self, step: int, sides: Mapping[str, Set[int]]) -> bool:
         """Tells whether more members follow another head than this worker's own.
@@ -477,6 +494,7 @@ class Member:
                 deadline *= PATIENT_DEADLINES
             is_enough = may_decide and len(arrived) >= self.min_workers
             if is_enough and (not missing or waited >= deadline):
+                self._cut = step if deadline > self.deadline else self._cut
                 self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
                 return self._propose(step, packets)
             if now - logged > LOG_EVERY_SECONDS:

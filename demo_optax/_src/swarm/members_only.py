@@ -134,24 +134,25 @@ class MembersOnly(Store):
                 self._secrets = opened
             self.roster = found if is_known else self.roster
 
-    def sign(self, step: int, packet: PacketRef, previous: str) -> PacketRef:
+    def sign(self, step: int, packet: PacketRef, previous: str, kind: str = "packet") -> PacketRef:
         """Returns a reference with this member's signature."""
-        return packet._replace(seal=self.key.sign(*self._said(step, packet, previous)).hex())
+        said = self._said(kind, step, packet, previous)
+        return packet._replace(seal=self.key.sign(*said).hex())
 
-    def is_signed(self, step: int, packet: PacketRef, previous: str) -> bool:
+    def is_signed(self, step: int, packet: PacketRef, previous: str, kind: str = "packet") -> bool:
         """Tells whether a member has signed a packet that follows this head.
 
         Where it is not known which roster held, anybody who ever was one is a member.
         """
-        number, said = self.number_at(step), self._said(step, packet, previous)
+        number, said = self.number_at(step), self._said(kind, step, packet, previous)
         rosters = [number] if number else range(1, self.roster.number + 1)
         publics = {self.roster.members(n).get(packet.slot) for n in rosters} - {None}
         seal = bytes.fromhex(packet.seal)
         return any(x is not None and seals.is_signed(x.signs, seal, *said) for x in publics)
 
-    def _said(self, step: int, packet: PacketRef, previous: str) -> tuple:
+    def _said(self, kind: str, step: int, packet: PacketRef, previous: str) -> tuple:
         fields = (str(x) for x in packet[:-1])
-        return "packet", self.roster.run, step, *fields, previous
+        return kind, self.roster.run, step, *fields, previous
 
     def put(self, key: str, data: bytes) -> None:
         self.inner.put(self._name(key), self._sealed(key, data))
@@ -168,7 +169,7 @@ class MembersOnly(Store):
         if self.get(key) is not None:
             return False
         self.inner.put(self._name(key), sealed)
-        return True
+        return self.get(key) == data  # others may have done the same
 
     def get(self, key: str) -> bytes | None:
         for generation in self._generations(key):

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 class Roster(NamedTuple):
     """What the owner has signed."""
 
-    run: str  # 32 random digits
+    run: str  # 32 digits, which follow from the owner's key
     number: int  # grows by 1 with each change
     entries: tuple[Entry, ...]
     generations: tuple[int, ...]  # numbers from which there was a new secret
@@ -106,7 +106,7 @@ def change(
     generations = roster.generations if roster else ()
     if without or not known:
         known, generations = [*known, secrets.token_bytes(32)], (*generations, number)
-    run = roster.run if roster else secrets.token_hex(16)
+    run = records.sha256(owner.public.signs.encode())[:32]
     boxes = {
         x.signs: seals.close_box(x, b"".join(known), "secrets", run, number, x.signs).hex()
         for x in [*members, owner.public]

@@ -4,7 +4,7 @@ import contextlib
 import re
 import time
 
-from demo_optax._src.swarm import records
+from demo_optax._src.swarm import records, roster
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Claim, Damaged, Manifest, MemberId, SwarmError
 from demo_optax._src.swarm.store import Store, in_parallel
@@ -13,16 +13,22 @@ IDLE_STEPS = 100  # a slot may be taken over if its owner took part in none of t
 IDLE_SECONDS = 600.0  # and claimed it longer ago than this
 CLAIM_TRIES = 100
 POLL_SECONDS = 0.02
+FIRST_SECOND = 1_700_000_000  # since 1970: incarnations have nine digits
 
 _CLAIM = re.compile("([0-9]{3,9})/([0-9]{6,9})")  # the next incarnation has a valid number, too
 
 
 def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
     """Claims the worker's previous slot, a free one, or that of a worker that is gone."""
+    if not (is_closed := isinstance(store, MembersOnly)) and store.get(roster.KEY) is not None:
+        raise SwarmError(
+            "the run there is for members only: give this worker --key with its key and --owner "
+            "with the owner's public line, as MembersOnly takes them."
+        )
     taken: dict[int, int] = {}  # incarnations that a listing may not show yet
     for _ in range(CLAIM_TRIES):
         newest = newest_claims(store)
-        slot = store.slot if isinstance(store, MembersOnly) else None
+        slot = store.slot if is_closed else None
         if slot is None:
             slot = _choose(store, worker, newest, slots)
         elif slot >= slots:
@@ -31,6 +37,8 @@ def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
                 f"least slots={slot + 1}."
             )
         incarnation = max(newest[slot][0] if slot in newest else 0, taken.get(slot, 0)) + 1
+        if is_closed:  # larger than those of claims that somebody has deleted
+            incarnation = max(incarnation, int(time.time()) - FIRST_SECOND)
         key = records.claim_key((slot, incarnation))
         is_new = store.create(key, records.encode(Claim(worker, nonce, time.time())))
         # The nonce tells whether the claim is its own, and only the store's answer was lost.

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._src.swarm import records, roster
-from demo_optax._src.swarm.member import Member
+from demo_optax._src.swarm.member import CUT_STEPS, Member
 from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, SnapshotIndex, SwarmError
 from demo_optax._src.swarm.store import PART, Store, in_parallel
@@ -344,7 +344,7 @@ class SnapshotTurns:
                 if index is not None and is_attested(store, index, known):
                     self._attested = step
                     break
-        for step in [x for x in list(known) if x < self._attested]:
+        for step in [x for x in list(known) if x < min(self._attested, before - CUT_STEPS)]:
             known.pop(step, None)
         return self._attested
 
@@ -395,10 +395,14 @@ class SnapshotTurns:
             attest(store, index)
         if drift <= SIGNED_DRIFT or is_own_broken or (drift < LARGEST_DRIFT and not is_closed):
             return (step, drift, leaves) if self._is_believed(index) else None
+        differs = f"differs from this worker's parameters or state by {drift:.2g} of their norm"
+        if is_closed and self._is_believed(index):
+            self._warn(step, f"{differs}, and was taken over, since most members have signed it")
+            return step, drift, leaves
         self._warn(
             step,
-            f"differs from this worker's parameters or state by {drift:.2g} of their norm, more "
-            "than rounding explains, and was not taken over: stop the worker that is wrong",
+            f"{differs}, more than rounding explains, and was not taken over: stop the worker that "
+            "is wrong",
         )
         return step, drift, None
 

@@ -75,13 +75,14 @@ class SignedSteps:
         self._store, self._slots = store, slots
         self._said: dict[int, dict[int, Said]] = {}  # by step and slot
         self._asked: int | None = None  # the slot that the last glance was at
+        self._looks = 0  # so that each glance is at another slot
 
     def glance(self, step: int, head: str, waits_for: Iterable[int]) -> StepFolder:
         """Looks at one member that is waited for: while it is missing, the others can wait."""
-        open_ones = self._open(step, waits_for)
-        self._asked = open_ones[0] if open_ones else None
-        for slot in open_ones[:1]:
-            self._keep(step, slot, self._read(step, slot))
+        open_ones, self._looks = self._open(step, waits_for), self._looks + 1
+        self._asked = open_ones[self._looks % len(open_ones)] if open_ones else None
+        if self._asked is not None:
+            self._keep(step, self._asked, self._read(step, self._asked))
         return self.folder(step, head)
 
     def look(
@@ -151,7 +152,7 @@ class SignedSteps:
         return said is not None and said.mark == "ends" and said.packet.member != me
 
     def _signed(self, step: int, packet: PacketRef, payload: bytes, head: str) -> bytes:
-        packet = self._store.sign(step, packet, head)
+        packet = self._store.sign(step, packet, head, MARKS.get(payload, "packet"))
         return records.encode(Manifest(step, (packet,), head, 0.0)) + b"\n" + payload
 
     def _open(self, step: int, slots: Iterable[int]) -> list[int]:
@@ -173,8 +174,10 @@ class SignedSteps:
             (packet,) = spoken.packets
             is_own = slot in (None, packet.slot) and packet.slot < self._slots
             is_whole = spoken.step == step and packet.sha256 == records.sha256(payload)
-            is_valid = is_own and is_whole and (payload in MARKS) == (not spoken.previous)
-            if is_valid and self._store.is_signed(step, packet, spoken.previous):
+            kind = MARKS.get(payload, "packet")
+            is_valid = is_own and is_whole and (kind == "packet") == bool(spoken.previous)
+            is_valid = is_valid and (kind == "ends") == (slot is None)
+            if is_valid and self._store.is_signed(step, packet, spoken.previous, kind):
                 return Said(spoken.previous, packet, payload)
         return None
 
