@@ -608,3 +608,25 @@ def test_a_manifest_of_those_who_were_taken_out_is_not_believed(run):
     late.receive(0)
     late._since[0] = -1e9
     assert late.manifest(1) is None
+
+
+def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_back(run):
+    said = []
+    paris, rome, _ = joined = run.members(deadline=5.0, tell=said.append)
+    everybody(joined, 0)
+    refs = [x.send(1, f"{x.worker:5} in 1".encode()) for x in joined]
+    name, data = signed_manifest(run, "oslo", 1, refs, paris.head(0))
+    run.anybody.put(name, data)
+    gone = paris.store._name(paris._steps.key(1, refs[2]))
+    hidden = run.anybody.get(gone)
+    run.anybody.delete([gone])
+    results = together([functools.partial(x.receive, 1) for x in (paris, rome)])
+    assert all(sorted(x.packets) == [0, 1] and not x.swept for x in results)
+    assert "a packet that counts in step 1 cannot be read since 1 s" in said[-1]
+    decided = together([functools.partial(exchange, x, 2) for x in (paris, rome)])[0].manifest
+    assert decided.lost == (2,) and paris.head(2) == rome.head(2)
+    run.anybody.put(gone, hidden)
+    late = run.member("oslo")
+    late.receive(0)
+    assert sorted(late.receive(1).packets) == [0, 1]
+    assert late.receive(2).manifest == decided and late.head(2) == paris.head(2)

@@ -137,6 +137,7 @@ class Member:
         self._since: dict[int, float] = {}  # when they were decided, by the monotonic clock
         self.counted: dict[int, frozenset[int]] = {}  # slots, by step, for snapshots to come
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
+        self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
         self._cut = 0  # the last step that went on without most
         self._left: set[MemberId] = set()  # members that said that they leave
         self._vain: dict[int, int] = {}  # the last step in which a slot announced itself in vain
@@ -282,7 +283,17 @@ class Member:
         while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
             now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
             self._prefetched |= self._read_all(now)
-        return self._fetch(manifest)
+        return self._fetch(manifest, self._lost_later(manifest))
+
+    def _lost_later(self, manifest: Manifest) -> tuple[int, ...]:
+        """Returns the slots that nobody applied in a step, as the next one says."""
+        key, following = records.step_key("manifests", manifest.step + 1), None
+        with contextlib.suppress(Damaged):
+            data = (self._prefetched.get(key) or self.store.get(key)) if self._closed else None
+            following = records.decode(Manifest, data)
+        if following is None or records.head(manifest, following.lost) != following.previous:
+            return ()
+        return following.lost
 
     def read_ahead(self, first: int, steps: int) -> None:
         """Reads the manifests of the next steps at once, and lets `receive` read packets ahead.
@@ -347,6 +358,10 @@ class Member:
         origin = records.sha256(self._closed.roster.run.encode()) if self._closed else ""
         return self._hashes.get(step, origin)
 
+    def lost(self, step: int) -> tuple[int, ...]:
+        """Returns the slots whose packets of a step this worker did not apply."""
+        return self._lost.get(step, ())
+
     def go_on_from(self, index: SnapshotIndex, sha256: str) -> None:
         """Goes on from a snapshot; the first step of a run follows the hash of its index.
 
@@ -355,7 +370,7 @@ class Member:
         if self._closed is None:
             return
         with self._lock:
-            self._manifests, self._since, self.astray = {}, {}, None
+            self._manifests, self._since, self._lost, self.astray = {}, {}, {}, None
             self._hashes = {index.step - 1: index.head if index.step else sha256}
             self._closed.begin(index.step, index.roster)
 
@@ -363,12 +378,14 @@ class Member:
         with self._lock:
             self._require_next(step, manifest)
             self._manifests[step], self._hashes[step] = manifest, records.head(manifest)
+            self._lost.pop(step, None)
+            self._left -= manifest.members
             self._since[step] = time.monotonic()
             if self._closed:
                 self._closed.hold(step + 1, manifest.roster)
                 self.counted[step] = frozenset(packet.slot for packet in manifest.packets)
             for old in [n for n in self._manifests if n < step - 1]:
-                for kept in self._manifests, self._hashes, self._since:
+                for kept in self._manifests, self._hashes, self._since, self._lost:
                     kept.pop(old, None)
             return manifest
 
@@ -408,7 +425,9 @@ class Member:
             return False  # by those who were taken out
         if manifest.previous == self._hashes.get(step - 1, manifest.previous):
             waits = PATIENT_DEADLINES * self.deadline
-            if not self._leaves_out_most(step, self._slots_of(manifest)):
+            if step - 1 in self._manifests and manifest.lost != self._lost.get(step - 1, ()):
+                return False
+            if not self._leaves_out_most(step, slots):
                 return True
             if time.monotonic() - self._since.get(step - 1, -math.inf) < waits:
                 return False
@@ -518,7 +537,8 @@ class Member:
             return there
         named = self._name_roster() if self._closed else ""
         packets, key = sorted(packets), records.step_key("manifests", step)
-        proposed = Manifest(step, tuple(packets), self.head(step - 1), time.time(), named)
+        lost = self._lost.get(step - 1, ())
+        proposed = Manifest(step, tuple(packets), self.head(step - 1), time.time(), named, lost)
         data = records.encode(proposed)
         if self.store.create(key, data):
             return self._keep(step, proposed)
@@ -578,23 +598,27 @@ class Member:
         ahead = self._prefetched.pop(key, None)
         return self.store.get(key) if ahead is None else ahead
 
-    def _fetch(self, manifest: Manifest) -> ExchangeResult:
+    def _fetch(self, manifest: Manifest, lost: Collection[int] = ()) -> ExchangeResult:
         """Reads all packets that count; a worker may miss one only if it was swept."""
         step = manifest.step
         if self.astray:
             return ExchangeResult(manifest, {}, True, ())
 
         def attempt(is_last: bool = False) -> ExchangeResult | None:
+            nonlocal lost
             self._read(step, manifest.packets)
             packets = {x.slot: self._packets[x] for x in manifest.packets if x in self._packets}
             counted = {packet.slot: packet for packet in manifest.packets}
             swept = len(packets) < len(counted)
             if swept and is_last:
-                without = counted.keys() - packets.keys()
-                self._hashes[step] = records.head(manifest, without)
-                counted = {slot: x for slot, x in counted.items() if slot in packets}
-                swept = False
-            elif swept:  # which happens only after two later snapshots
+                lost = counted.keys() - packets.keys()
+            if lost:
+                self._lost[step] = tuple(sorted(lost))
+                self._hashes[step] = records.head(manifest, lost)
+                counted = {slot: x for slot, x in counted.items() if slot not in lost}
+                packets = {slot: data for slot, data in packets.items() if slot not in lost}
+                swept = len(packets) < len(counted)
+            if swept:  # which happens only after two later snapshots
                 indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]
                 if sum(later > step for later in records.steps_of(indices)) < 2:
                     return None

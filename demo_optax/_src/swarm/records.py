@@ -49,6 +49,7 @@ class Manifest(NamedTuple):
     previous: str  # `head` of the step before; "" in the first one of an open run
     time: float  # seconds since 1970, by the clock of the worker that wrote it
     roster: str = ""  # number and hash of that which holds from the next step on
+    lost: tuple[int, ...] = ()  # slots whose packets of the step before nobody applies
 
     @property
     def members(self) -> frozenset[MemberId]:
@@ -74,6 +75,7 @@ class SnapshotIndex(NamedTuple):
     head: str = ""  # of the step before
     since: int = 0  # the step of the last snapshot that was attested
     roster: str = ""  # that holds in the step
+    lost: tuple[int, ...] = ()  # slots whose packets of the step before nobody applied
 
 
 R = TypeVar("R", bound=Manifest | Claim | SnapshotIndex)
@@ -86,6 +88,7 @@ _PATTERNS = {  # of the JSON of each field
     "step": _COUNT,
     "packets": rf"\[{_PACKET}(, {_PACKET})*\]",
     "previous": f'""|{_HASH}',
+    "lost": rf"\[(?:{_COUNT}(?:, {_COUNT})*)?\]",
     "time": r"\d{1,11}(\.\d+)?(e-\d+)?",  # to the year 5138
     "worker": _TEXT,
     "nonce": _TEXT,
@@ -106,6 +109,8 @@ def encode(record: Manifest | Claim | SnapshotIndex) -> bytes:
 def decode(kind: type[R], data: bytes | None, key: str = "an object") -> R:
     """Decodes a record; raises `Damaged`, with its key, where it is missing or not valid."""
     values = parse(data, kind._fields, key)
+    if "lost" in kind._fields:
+        values["lost"] = tuple(values["lost"])
     if kind is Manifest:
         values["packets"] = tuple(PacketRef(*x) for x in values["packets"])
     return kind(**{name: values[name] for name in kind._fields})

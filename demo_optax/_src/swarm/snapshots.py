@@ -117,19 +117,18 @@ def _counted(
     if all(step in known for step in steps):
         return set().union(*(known[step] for step in steps))
     found = in_parallel(lambda step: store.get(records.step_key("manifests", step)), steps)
-    counted, head = set(), None
+    counted, before = set(), None
     for step, data in zip(steps, found, strict=True):
         try:
             manifest = records.decode(Manifest, data)
         except Damaged:
             return None
         signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
-        if manifest.step != step or manifest.previous != (head or manifest.previous):
+        follows = before is None or records.head(before, manifest.lost) == manifest.previous
+        if manifest.step != step or not follows or not all(signed):
             return None
-        if not all(signed):
-            return None
-        head, counted = records.head(manifest), counted | {x.slot for x in manifest.packets}
-    return counted if head in (None, index.head) else None
+        before, counted = manifest, counted | {x.slot for x in manifest.packets}
+    return counted if before is None or records.head(before, index.lost) == index.head else None
 
 
 def _part_key(file: str, number: int) -> str:
@@ -333,7 +332,8 @@ class SnapshotTurns:
         if not isinstance(store, MembersOnly):
             return {"head": self.member.head(step - 1)}
         named = f"{(number := store.number_at(step))} {store.roster.hash_of(number)}"
-        return {"head": self.member.head(step - 1), "roster": named}
+        lost = self.member.lost(step - 1)
+        return {"head": self.member.head(step - 1), "roster": named, "lost": lost}
 
     def _last_attested(self, before: int) -> int:
         """Returns the step of the newest snapshot that most members have signed."""
