@@ -323,6 +323,8 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
         assert "members: paris" in shown and "members only, roster 2: paris" in shown
     for line, said in [
         ("swarm run", "the run at 'run' is for members only: give --key"),
+        ("swarm run --key paris.key", "the run at 'run' is for members only: give --key"),
+        ("swarm open --owner owner.pub", "there is no run|is for members only: give --key"),
         ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 2"),
         ("swarm roster run --owner rome.key", "has a roster that rome has not signed"),
     ]:

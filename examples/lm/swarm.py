@@ -96,7 +96,7 @@ def run_or_exit(config: Config) -> None:
 def store_of(config: Config) -> Store:
     """The store of the run, in which only members exist if this worker has a key."""
     store = ObjectStore(config.swarm or "")
-    if not config.key or not config.owner:
+    if config.key is None or config.owner is None:  # both, which is required
         return store
     return MembersOnly(store, config.key, config.owner, at_least=config.roster_at_least)
 

@@ -246,6 +246,12 @@ def _require_swarm(config: Config) -> None:
         raise ValueError(
             f"--worker {config.worker!r} has characters that cannot be printed: give another name."
         )
+    if bool(config.key) != bool(config.owner) or (config.roster_at_least and not config.key):
+        raise ValueError(
+            "--key, --owner and --roster-at-least are for a swarm for members only: give --key with "
+            "the file of this worker's key and --owner with the owner's public line, or leave all "
+            "of them out."
+        )
     if config.min_workers > config.slots:
         raise ValueError(
             f"--min-workers {config.min_workers} can never come together in --slots "

@@ -167,9 +167,12 @@ def test_without_a_roster_of_the_owner_nobody_begins(run, tmp_path):
     run.make("lima")
     with pytest.raises(SwarmError, match="the key of lima is not in roster 1"):
         run.store("lima")
-    run.anybody.put(roster.KEY, b"{}")
-    with pytest.raises(SwarmError, match="of number 1 or higher, but none that owner signed"):
-        run.store("paris")
+    for damage in (run.anybody.put, roster.KEY, b"{}"), (run.anybody.delete, [roster.KEY]):
+        damage[0](*damage[1:])
+        before = run.anybody.names("")
+        with pytest.raises(SwarmError, match="of number 1 or higher, but none that owner signed"):
+            run.store("paris")
+        assert run.anybody.names("") == before
 
 
 def test_a_roster_that_another_owner_signed_does_not_exist(run):
@@ -514,9 +517,9 @@ def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
     leaves = snapshots.read_newest(liar.store, shared_of(workers[0], *ends[0][0]))[1]
     forged = [x + 1 if x.dtype.kind == "f" else x for x in leaves]
     chain = {"head": liar.head(9), "since": 9, "roster": roster.named(run.roster())}
-    assert snapshots.write(liar.store, 10, forged, **chain)
+    assert snapshots.write(liar.store, 10, forged, slot=2, **chain)
     chain |= {"since": 0, "head": "0" * 64}
-    assert snapshots.write(liar.store, 1000, forged, **chain)
+    assert snapshots.write(liar.store, 1000, forged, slot=2, **chain)
     newcomer = swarms.make_worker(swarms.DEMO_SCALED, run.store("worker-3"), 3, snapshot_every=4)
     params, _ = swarms.begin(newcomer)
     assert newcomer.number == 10 and swarms.digest(params) == ends[0][1][10]
@@ -630,3 +633,61 @@ def test_a_packet_that_most_could_not_read_counts_for_nobody_even_if_it_comes_ba
     late.receive(0)
     assert sorted(late.receive(1).packets) == [0, 1]
     assert late.receive(2).manifest == decided and late.head(2) == paris.head(2)
+
+
+def test_a_member_that_writes_each_snapshot_first_ends_only_its_own_turns(tmp_path):
+    run = numbered(tmp_path)
+    names = [f"worker-{n}" for n in range(3)]
+    workers = make_workers(run, names, snapshot_every=2, min_workers=3)
+    states = [swarms.begin(worker) for worker in workers]
+    liar = workers[2].member.store
+    for step in 2, 4:
+        junk = records.SnapshotIndex(step, f"snapshots/{step:08d}/{'0' * 32}", 1, *2 * ["0" * 64])
+        for name in "", ".001", ".002":
+            liar.put(f"snapshots/{step:08d}{name}.json", records.encode(junk))
+    together(
+        [
+            functools.partial(swarms.take_steps, x, 4, state, batches=slowly)
+            for x, state in zip(workers, states, strict=True)
+        ]
+    )
+    for worker in workers:
+        worker._turns.close()
+    assert snapshots.attested_steps(run.store("worker-3"), 100) == [0, 2]  # the turn of slot 1
+    for worker in workers:
+        worker.close()
+
+
+def test_a_time_that_a_member_signs_decides_nothing(run):
+    joined = run.members(deadline=2.0)
+    everybody(joined, 0)
+    first = joined[2].manifest(0)
+    alone = [joined[2].send(1, b"oslo  in 1")]
+    for step, packets, previous in (0, first.packets, first.previous), (1, alone, joined[2].head(0)):
+        name, data = signed_manifest(run, "oslo", step, packets, previous, time=0.0)
+        run.anybody.put(name, data)
+    late = run.member("rome", deadline=0.1)
+    assert late.receive(0).manifest.time == 0 and late.head(0) == joined[2].head(0)
+    assert late.manifest(1) is None
+    time.sleep(0.6)  # five deadlines by its own clock
+    assert late.manifest(1) is not None
+
+
+def test_a_step_of_fewer_than_min_workers_is_not_there_for_readers_either(run):
+    oslo, paris, rome = run.member("oslo"), run.member("paris", min_workers=2), run.member("rome")
+    name, data = signed_manifest(run, "oslo", 0, [oslo.send(0, b"x")], oslo.head(-1))
+    run.anybody.put(name, data)
+    assert paris.manifest(0) is None and rome.manifest(0) is not None
+
+
+def test_no_byte_of_a_packet_is_parsed_before_its_signature_was_verified(run, monkeypatch):
+    paris, rome = run.members("paris", "rome")
+    rome.send(0, b"x")
+    (name,) = physical(run, "packets/00000000")
+    genuine, parsed = run.anybody.get(name), []
+    decode = records.decode
+    monkeypatch.setattr(records, "decode", lambda *x: parsed.append(x[1]) or decode(*x))
+    run.anybody.put(name, genuine.replace(b'"step": 0', b'"step":  0'))
+    assert paris._steps._read(0, 1) is None and not any(parsed)
+    run.anybody.put(name, genuine)
+    assert paris._steps._read(0, 1).payload == b"x" and any(parsed)

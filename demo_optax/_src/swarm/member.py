@@ -6,7 +6,6 @@ count. A worker proposes one as soon as it has all packets it waits for, or has 
 
 import collections
 import contextlib
-import math
 import statistics
 import threading
 import time
@@ -78,7 +77,8 @@ class Member:
       slots: the largest number of workers at a time; the same for all workers of the run.
       deadline: seconds for which a step waits for the workers that took part in the last one. The
         default is three median steps, or half a median round, and at least 2 seconds.
-      min_workers: a step waits, without a deadline, until this many packets are there.
+      min_workers: a step waits, without a deadline, until this many packets are there. With
+        `MembersOnly` no step with fewer is believed, so all workers should have the same number.
       tell: is called with a line of text whenever there is something to report.
 
     Raises:
@@ -134,7 +134,7 @@ class Member:
         self._has_sent = False
         self._manifests: dict[int, Manifest] = {}  # the last ones
         self._hashes: dict[int, str] = {}  # of these manifests
-        self._since: dict[int, float] = {}  # when they were decided, by the monotonic clock
+        self._since: dict[int, float] = {}  # when this worker learned of them, by its own clock
         self.counted: dict[int, frozenset[int]] = {}  # slots, by step, for snapshots to come
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
@@ -278,8 +278,6 @@ class Member:
         self._packets = {}
         self._last_time = None  # otherwise the next duration would contain the catching up
         manifest = self._decided(step)
-        age = max(time.time() - manifest.time, 0.0)  # others knew it when it was written
-        self._since[step] = min(self._since.get(step, math.inf), time.monotonic() - age)
         while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
             now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
             self._prefetched |= self._read_all(now)
@@ -370,7 +368,8 @@ class Member:
         if self._closed is None:
             return
         with self._lock:
-            self._manifests, self._since, self._lost, self.astray = {}, {}, {}, None
+            self._manifests, self._lost, self.astray = {}, {}, None
+            self._since = {index.step - 1: time.monotonic()}
             self._hashes = {index.step - 1: index.head if index.step else sha256}
             self._closed.begin(index.step, index.roster)
 
@@ -414,7 +413,7 @@ class Member:
         if self._closed is None:
             return True
         signed = (self._closed.is_signed(step, x, manifest.previous) for x in manifest.packets)
-        if manifest.step != step or not all(signed):
+        if manifest.step != step or not all(signed) or len(manifest.packets) < self.min_workers:
             return False
         if not self._closed.knows(step + 1, manifest.roster):
             log.warning("%s %d names a roster that is not there", self.unit, step)
@@ -429,7 +428,7 @@ class Member:
                 return False
             if not self._leaves_out_most(step, slots):
                 return True
-            if time.monotonic() - self._since.get(step - 1, -math.inf) < waits:
+            if (now := time.monotonic()) - self._since.setdefault(step - 1, now) < waits:
                 return False
             self._cut = step
             return True
@@ -620,7 +619,7 @@ class Member:
                 swept = len(packets) < len(counted)
             if swept:  # which happens only after two later snapshots
                 indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]
-                if sum(later > step for later in records.steps_of(indices)) < 2:
+                if sum(later > step for later in set(records.steps_of(indices))) < 2:
                     return None
             for packet in manifest.packets:
                 data = packets.get(packet.slot)

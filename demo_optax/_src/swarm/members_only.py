@@ -17,7 +17,9 @@ from demo_optax._src.swarm.store import Store, log
 
 HEAD = SIGNATURE_BYTES + 6  # of a sealed object: the signature, the roster's number, the slot
 
-_OWN = re.compile(r"(?:slots|attested/\d{8,10})/(\d{3,9})(?:[/.]|$)")  # written by this slot alone
+_OWN = re.compile(  # written by this slot alone
+    r"(?:slots/|(?:attested|packets)/\d{8,10}/|snapshots/\d{8,10}\.)(\d{3,9})(?:[/.]|$)"
+)
 _PART = re.compile(r"snapshots/\d{8,10}/[0-9a-f]{32}/\d{6}")  # an index has its hash
 _TAGGED = re.compile(r"(.*/)?([0-9a-f]{32})\.([^/]+)", re.DOTALL)
 
@@ -175,7 +177,7 @@ class MembersOnly(Store):
         for generation in self._generations(key):
             with contextlib.suppress(Damaged):  # much too large
                 data = self.inner.get(self._name(key, generation))
-                body = data if self._is_raw(key) else self._opened(key, data)
+                body = data if _PART.fullmatch(key) else self._opened(key, data)
                 if body is not None:
                     return body
         return None
@@ -191,9 +193,6 @@ class MembersOnly(Store):
         with contextlib.suppress(Damaged):
             return roster.parse(self.inner.get(roster.KEY), self.owner)
         return None
-
-    def _is_raw(self, key: str) -> bool:
-        return bool(_PART.fullmatch(key)) or key.startswith("packets/")
 
     def _generations(self, key: str) -> Sequence[int]:
         number = self.number_at(records.step_in(key))
@@ -228,11 +227,12 @@ class MembersOnly(Store):
         return plain if f"{folder}/{name}" in names else None
 
     def _sealed(self, key: str, body: bytes) -> bytes:
-        if self._is_raw(key):
+        if _PART.fullmatch(key):
             return body
         number = self.number_at(records.step_in(key)) or self._newest()
         about = number.to_bytes(4, "big") + self.slot.to_bytes(2, "big")
-        return self.key.sign("object", self.roster.run, key, about, body) + about + body
+        digest = records.sha256(body)
+        return self.key.sign("object", self.roster.run, key, about, digest) + about + body
 
     def _opened(self, key: str, data: bytes | None) -> bytes | None:
         """Returns what a member has signed under this key, else None."""
@@ -249,9 +249,7 @@ class MembersOnly(Store):
         if public is None or not 0 < number <= self.roster.number or is_foreign:
             log.info("%s is of no member", key)
             return None
-        if held and number != held:
+        if held and public != self.roster.members(held).get(slot):
             return None
-        is_signed = seals.is_signed(
-            public.signs, signature, "object", self.roster.run, key, about, body
-        )
-        return body if is_signed else None
+        said = "object", self.roster.run, key, about, records.sha256(body)
+        return body if seals.is_signed(public.signs, signature, *said) else None

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -22,7 +23,13 @@ import numpy as np
 from demo_optax._src.swarm import records, roster
 from demo_optax._src.swarm.member import CUT_STEPS, Member
 from demo_optax._src.swarm.members_only import MembersOnly
-from demo_optax._src.swarm.records import Damaged, Manifest, SnapshotIndex, SwarmError
+from demo_optax._src.swarm.records import (
+    Damaged,
+    Manifest,
+    MemberId,
+    SnapshotIndex,
+    SwarmError,
+)
 from demo_optax._src.swarm.store import PART, Store, in_parallel
 
 Leaves = list[np.ndarray]
@@ -32,6 +39,8 @@ READ_TRIES = 5
 LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
 POLL_SECONDS = 0.25
+
+_INDEX = re.compile(r"(\d{8,10})(?:\.(\d{3,9}))?\.json")
 
 
 def digest(leaves: Leaves) -> str:
@@ -48,11 +57,13 @@ def write(
     step: int,
     leaves: Leaves,
     before_part: Callable[[], object] = lambda: None,
+    slot: int | None = None,
     **chain: Any,
 ) -> bool:
     """Writes a snapshot; the first one of a step stands. Returns whether it is this one.
 
-    Its index has the `head`, `since` and `roster` that it follows.
+    With members only each slot has one of its own in a step. Its index has the `head`, `since` and
+    `roster` that it follows.
     """
     data = b"".join(_as_bytes(x).data for x in leaves)
     folder = records.step_key("snapshots", step)
@@ -61,7 +72,7 @@ def write(
     for number, start in enumerate(starts):
         before_part()
         store.put(_part_key(file, number), data[start : start + PART])
-    key, written = f"{folder}.json", records.encode(index)
+    key, written = _index_key(step, slot), records.encode(index)
     if not store.create(key, written) and store.get(key) != written:  # the answer may be lost
         return False
     attest(store, index)
@@ -131,19 +142,24 @@ def _counted(
     return counted if before is None or records.head(before, index.lost) == index.head else None
 
 
+def _index_key(step: int, slot: int | None) -> str:
+    of_slot = "" if slot is None else f".{slot:03d}"
+    return f"{records.step_key('snapshots', step)}{of_slot}.json"
+
+
 def _part_key(file: str, number: int) -> str:
     return f"{file}/{number:06d}"
 
 
-def read_index(store: Store, step: int) -> SnapshotIndex | None:
+def read_index(store: Store, step: int, slot: int | None = None) -> SnapshotIndex | None:
     """Reads the index of a snapshot, if there is one; raises `Damaged` where it is not valid."""
-    folder = records.step_key("snapshots", step)
-    data = store.get(f"{folder}.json")
+    key = _index_key(step, slot)
+    data = store.get(key)
     if data is None:
         return None
-    index = records.decode(SnapshotIndex, data, f"{folder}.json")
-    if index.step != step or not index.file.startswith(f"{folder}/"):
-        raise Damaged(f"{folder}.json must not name the file {index.file!r}.")
+    index = records.decode(SnapshotIndex, data, key)
+    if index.step != step or not index.file.startswith(f"{records.step_key('snapshots', step)}/"):
+        raise Damaged(f"{key} must not name the file {index.file!r}.")
     return index
 
 
@@ -198,9 +214,9 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
         write(store, 0, own, **chain)
     failures: list[str] = []
     for _ in range(READ_TRIES):  # a snapshot that is swept meanwhile has a successor
-        for step in reversed([step for step in steps_of(store) if step >= first]):
+        for step, slot in [x for x in _newest(store) if x[0] >= first]:
             try:
-                if (index := read_index(store, step)) is None:
+                if (index := read_index(store, step, slot)) is None:
                     continue
                 if not is_attested(store, index):
                     failures.append(f"most of those before have not signed that of step {step}")
@@ -218,23 +234,30 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotInde
     )
 
 
+def _newest(store: Store) -> list[tuple[int, int | None]]:
+    """Returns the steps and slots of all snapshots, the newest ones first."""
+    found = filter(None, map(_INDEX.fullmatch, store.names("snapshots")))
+    pairs = [(int(x[1]), int(x[2]) if x[2] else None) for x in found]
+    return sorted(pairs, key=lambda pair: pair[0], reverse=True)
+
+
 def steps_of(store: Store) -> list[int]:
     """Returns the steps of all complete snapshots, in order."""
-    return records.steps_of(x for x in store.names("snapshots") if x.endswith(".json"))
+    return sorted({step for step, _ in _newest(store)})
 
 
 def attested_steps(store: Store, until: int, number: int = 0) -> list[int]:
     """Returns the steps of the newest snapshots that are believed, in order."""
-    found: list[int] = []
-    for step in reversed([x for x in steps_of(store) if x <= until]):
+    found: set[int] = set()
+    for step, slot in [x for x in _newest(store) if x[0] <= until]:
         with contextlib.suppress(Damaged):
             if not isinstance(store, MembersOnly) or (
-                (index := read_index(store, step)) and is_attested(store, index)
+                (index := read_index(store, step, slot)) and is_attested(store, index)
             ):
-                found.append(step)
-        if len(found) == number:
-            break
-    return found[::-1]
+                found.add(step)
+                if len(found) == number:
+                    break
+    return sorted(found)
 
 
 def sweep(store: Store, step: int) -> None:
@@ -300,12 +323,13 @@ class SnapshotTurns:
         an earlier snapshot, or whose parameters are not finite, writes none.
         """
         members, self._last = [packet.member for packet in manifest.packets], step
-        if members[step // self.every % len(members)] != self.member.me:
+        writer = members[step // self.every % len(members)]
+        if writer != self.member.me:
             if self._compared is None:
                 self._awaited = step
-                chain = self._chain(step)
+                chain, slot = self._chain(step), self._slot_in_index(writer)
                 self._compared = self._threads.submit(
-                    self._compare, step, shared, num_params, chain
+                    self._compare, step, slot, shared, num_params, chain
                 )
         elif self._written and not self._written.done():
             self._warn(step, "was not written, since an earlier one is still being written")
@@ -335,12 +359,15 @@ class SnapshotTurns:
         lost = self.member.lost(step - 1)
         return {"head": self.member.head(step - 1), "roster": named, "lost": lost}
 
+    def _slot_in_index(self, writer: MemberId) -> int | None:
+        return writer[0] if isinstance(self.member.store, MembersOnly) else None
+
     def _last_attested(self, before: int) -> int:
         """Returns the step of the newest snapshot that most members have signed."""
         store, known = self.member.store, self.member.counted
-        for step in reversed([x for x in steps_of(store) if self._attested < x < before]):
+        for step, slot in [x for x in _newest(store) if self._attested < x[0] < before]:
             with contextlib.suppress(Damaged):
-                index = read_index(store, step)
+                index = read_index(store, step, slot)
                 if index is not None and is_attested(store, index, known):
                     self._attested = step
                     break
@@ -353,7 +380,8 @@ class SnapshotTurns:
             store, wait = self.member.store, self.member.wait_for_transfers
             if isinstance(store, MembersOnly):
                 chain["since"] = self._last_attested(step)
-            if write(store, step, shared, before_part=wait, **chain):
+            slot = self._slot_in_index(self.member.me)
+            if write(store, step, shared, wait, slot, **chain):
                 sweep(store, step)
             else:
                 self._warn(step, "was not written, since another one stands in its place")
@@ -361,12 +389,12 @@ class SnapshotTurns:
             self._warn(step, f"was not written: {error}")
 
     def _compare(
-        self, step: int, own: Leaves, num_params: int, chain: dict[str, Any]
+        self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]
     ) -> Comparison | None:
         """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
         store, own_digest = self.member.store, digest(own)
         try:
-            while (index := read_index(store, step)) is None and self._awaited == step:
+            while (index := read_index(store, step, slot)) is None and self._awaited == step:
                 if any(step < later <= self._last for later in steps_of(store)):
                     return None  # its writer was gone, or skipped it
                 time.sleep(POLL_SECONDS)
