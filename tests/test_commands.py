@@ -304,6 +304,13 @@ def test_quantities_that_cannot_be_read_are_refused(parse, text, message):
         getattr(quantities, parse)(text)
 
 
+@pytest.mark.parametrize("flags", ["--key paris.key", "--owner owner.pub", "--roster-at-least 2"])
+def test_a_worker_gets_a_key_and_its_owner_or_neither(flags):
+    config = from_command_line(None, ["--swarm", "run", *flags.split()])
+    with pytest.raises(ValueError, match="give --key with the file of this worker's key and --own"):
+        require_sensible(config)
+
+
 def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("owner", "paris", "rome"):
@@ -324,7 +331,7 @@ def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
     for line, said in [
         ("swarm run", "the run at 'run' is for members only: give --key"),
         ("swarm run --key paris.key", "the run at 'run' is for members only: give --key"),
-        ("swarm open --owner owner.pub", "there is no run|is for members only: give --key"),
+        ("swarm run --owner owner.pub", "the run at 'run' is for members only: give --key"),
         ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 2"),
         ("swarm roster run --owner rome.key", "has a roster that rome has not signed"),
     ]:

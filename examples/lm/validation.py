@@ -248,9 +248,9 @@ def _require_swarm(config: Config) -> None:
         )
     if bool(config.key) != bool(config.owner) or (config.roster_at_least and not config.key):
         raise ValueError(
-            "--key, --owner and --roster-at-least are for a swarm for members only: give --key with "
-            "the file of this worker's key and --owner with the owner's public line, or leave all "
-            "of them out."
+            "--key, --owner and --roster-at-least are for a swarm for members only: "
+            "give --key with the file of this worker's key and --owner with the owner's public "
+            "line, or leave all of them out."
         )
     if config.min_workers > config.slots:
         raise ValueError(

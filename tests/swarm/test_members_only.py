@@ -663,7 +663,10 @@ def test_a_time_that_a_member_signs_decides_nothing(run):
     everybody(joined, 0)
     first = joined[2].manifest(0)
     alone = [joined[2].send(1, b"oslo  in 1")]
-    for step, packets, previous in (0, first.packets, first.previous), (1, alone, joined[2].head(0)):
+    for step, packets, previous in (
+        (0, first.packets, first.previous),
+        (1, alone, joined[2].head(0)),
+    ):
         name, data = signed_manifest(run, "oslo", step, packets, previous, time=0.0)
         run.anybody.put(name, data)
     late = run.member("rome", deadline=0.1)
