@@ -1,5 +1,6 @@
 """Causes for every ``raise`` of the swarm."""
 
+import argparse
 import builtins
 import contextlib
 import functools
@@ -14,8 +15,19 @@ import optax
 from obstore.exceptions import PermissionDeniedError
 
 import demo_optax
+from demo_optax._src.commands import main
 from demo_optax._src.parallel import processes
-from demo_optax._src.swarm import agreement, history, picture, records, slots, snapshots
+from demo_optax._src.swarm import (
+    agreement,
+    history,
+    picture,
+    records,
+    roster,
+    seals,
+    slots,
+    snapshots,
+)
+from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Claim, Manifest, PacketRef
 from demo_optax._src.swarm.round_clock import RoundClock
 from demo_optax.swarm import Member, ObjectStore
@@ -226,7 +238,97 @@ def no_place_in_the_first_process():
         swarms.make_worker(swarms.DEMO_SCALED, None, 0)
 
 
+@contextlib.contextmanager
+def owned(*names):
+    """A folder with a run for members only, and its roster."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = {x: seals.make_key(f"{folder}/{x}.key", x) for x in ("owner", *names, "mallory")}
+        for name, public in made.items():
+            with open(f"{folder}/{name}.pub", "w") as file:
+                file.write(public.line)
+        place, owner = ObjectStore(f"{folder}/run"), seals.read_key(f"{folder}/owner.key")
+        place.put(roster.KEY, roster.change(None, owner, [made[name] for name in names]))
+        yield folder, place, owner
+
+
+def as_member(name="paris", slots=8, change=(), **settings):
+    with owned("rome", "paris") as (folder, place, owner):
+        store = MembersOnly(place, f"{folder}/{name}.key", f"{folder}/owner.pub", **settings)
+        if change:
+            there = roster.parse(place.get(roster.KEY), owner.public)
+            place.put(roster.KEY, roster.change(there, owner, without=change))
+            store.look_for_roster()
+            store.put("run.json", b"{}")
+        Member(store, slots=slots)
+
+
+def change_roster(added=(), without=(), by="owner"):
+    with owned("paris") as (folder, place, owner):
+        there = roster.parse(place.get(roster.KEY), owner.public)
+        publics = [seals.read_public(f"{folder}/{x}.pub")._replace(name="paris") for x in added]
+        roster.change(there, seals.read_key(f"{folder}/{by}.key"), publics, without)
+
+
+def unsigned_snapshot():
+    with owned("paris") as (folder, place, _):
+        store = MembersOnly(place, f"{folder}/paris.key", f"{folder}/owner.pub")
+        leaves = [np.ones(2, np.float32)]
+        snapshots.write(store, 4, leaves)
+        snapshots.read_newest(store, leaves)
+
+
+def member_without_a_key():
+    with owned("paris") as (_, place, _):
+        Member(place, "paris")
+
+
+def file_that_is_no_key(text="nothing"):
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/paris.key", "w") as file:
+            file.write(text)
+        seals.read_key(f"{folder}/paris.key")
+
+
+def import_without_cryptography():
+    kept = sys.modules.pop("demo_optax._src.swarm.seals")
+    try:
+        again = functools.partial(importlib.import_module, "demo_optax._src.swarm.seals")
+        without_import("cryptography", again)
+    finally:
+        sys.modules["demo_optax._src.swarm.seals"] = kept
+
+
+def run_command(line, place="run"):
+    with owned("paris") as (folder, *_):
+        if place == "open":
+            ObjectStore(f"{folder}/open").create("slots/000/000001", b"{}")
+        if place == "other":
+            ObjectStore(f"{folder}/other").put(roster.KEY, b"{}")
+        words = [x.replace("FOLDER", folder) for x in line.split()]
+        command = main.MAKERS["roster"] if words[0] == "roster" else main.COMMANDS["swarm"]
+        parser = argparse.ArgumentParser()
+        command.add_arguments(functools.partial(main._add, parser))
+        command.run(parser.parse_intermixed_args(words[1:]))
+
+
 RAISED = [
+    import_without_cryptography,
+    file_that_is_no_key,
+    lambda: file_that_is_no_key(f"{HASH} \x07"),
+    lambda: roster.number_of("the newest"),
+    lambda: change_roster(without=["rome"]),
+    lambda: change_roster(without=["paris"]),
+    lambda: change_roster(added=["mallory"]),
+    lambda: change_roster(by="mallory"),
+    lambda: as_member("mallory"),
+    lambda: as_member(at_least=2),
+    lambda: as_member(slots=1),
+    lambda: as_member(change=["paris"]),
+    unsigned_snapshot,
+    member_without_a_key,
+    lambda: run_command("look FOLDER/run"),
+    lambda: run_command("roster FOLDER/open --owner FOLDER/owner.key FOLDER/paris.pub", "open"),
+    lambda: run_command("roster FOLDER/other --owner FOLDER/owner.key", "other"),
     a_round_that_cannot_be_watched,
     import_without_obstore,
     draw_without_matplotlib,

@@ -21,7 +21,7 @@ from benchmarks import hlo
 from demo_optax import Compression, accounting
 from demo_optax._src.commands import quantities
 from demo_optax._src.commands.main import main
-from demo_optax.swarm import Member, ObjectStore
+from demo_optax.swarm import Member, MembersOnly, ObjectStore
 from lm.config import from_command_line
 from lm.validation import require_sensible
 from tests.sweeps import slow
@@ -32,6 +32,9 @@ CHOOSE = (
     "--batch-tokens 65536 --width 1024"
 )
 BYTES = "bytes --preset 300m --topk 8 --value-coding int4 --workers 64"
+
+
+OPEN = "open: whoever may write to the place may take part"
 
 
 @pytest.fixture
@@ -222,7 +225,7 @@ def test_a_terminal_without_plus_minus_gets_another_sign(monkeypatch):
 def test_swarm_looks_at_a_store_and_needs_its_package(printed, tmp_path, monkeypatch):
     (tmp_path / "slots/000").mkdir(parents=True)
     (tmp_path / "slots/000/000001").touch()
-    assert printed(f"swarm {tmp_path}") == "no step yet; joined: slot 0\n"
+    assert printed(f"swarm {tmp_path}") == f"no step yet; joined: slot 0\n{OPEN}\n"
     monkeypatch.delitem(sys.modules, "demo_optax.swarm", raising=False)
     monkeypatch.delattr(demo_optax, "swarm", raising=False)
     for name in [name for name in sys.modules if name.startswith("demo_optax._src.swarm")]:
@@ -299,3 +302,41 @@ def test_quantities_are_read_kindly(parse, texts, value):
 def test_quantities_that_cannot_be_read_are_refused(parse, text, message):
     with pytest.raises(argparse.ArgumentTypeError, match=message):
         getattr(quantities, parse)(text)
+
+
+@pytest.mark.parametrize("flags", ["--key paris.key", "--owner owner.pub", "--roster-at-least 2"])
+def test_a_worker_gets_a_key_and_its_owner_or_neither(flags):
+    config = from_command_line(None, ["--swarm", "run", *flags.split()])
+    with pytest.raises(ValueError, match="give --key with the file of this worker's key and --own"):
+        require_sensible(config)
+
+
+def test_keys_and_a_roster_are_made_and_changed(printed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("owner", "paris", "rome"):
+        line = (shown := printed(f"swarm key {name}")).splitlines()[0]
+        assert f"{line}\n" == (tmp_path / f"{name}.pub").read_text()
+        assert (tmp_path / f"{name}.key").read_text().split()[0] not in shown
+    with pytest.raises(SystemExit, match=r"error: .*exists"):
+        printed("swarm key paris")
+    shown = printed("swarm roster run --owner owner.key paris.pub rome.pub")
+    assert shown == "roster 1 of run\n  slot 0: paris\n  slot 1: rome\n"
+    assert printed("swarm roster run --owner owner.key --without rome") == (
+        "roster 2 of run\n  slot 0: paris\n"
+    )
+    Member(MembersOnly(ObjectStore("run"), "paris.key", "owner.pub")).exchange(0, b"a packet")
+    for key in ("paris.key", "owner.key"):
+        shown = printed(f"swarm run --key {key} --owner owner.pub")
+        assert "members: paris" in shown and "members only, roster 2: paris" in shown
+    for line, said in [
+        ("swarm run", "the run at 'run' is for members only: give --key"),
+        ("swarm run --key paris.key", "the run at 'run' is for members only: give --key"),
+        ("swarm run --owner owner.pub", "the run at 'run' is for members only: give --key"),
+        ("swarm run --key rome.key --owner owner.pub", "the key of rome is not in roster 2"),
+        ("swarm roster run --owner rome.key", "has a roster that rome has not signed"),
+    ]:
+        with pytest.raises(SystemExit, match=said):
+            printed(line)
+    Member(ObjectStore("open"), "paris")
+    with pytest.raises(SystemExit, match="open has an open run, which stays open"):
+        printed("swarm roster open --owner owner.key paris.pub")

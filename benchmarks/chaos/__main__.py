@@ -25,9 +25,11 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from demo_optax.swarm import History, ObjectStore, draw, read_history
+from demo_optax._src.swarm import roster, seals
+from demo_optax.swarm import History, MembersOnly, ObjectStore, Store, draw, read_history
 
 from . import faults as kinds
+from .attack import Attack
 from .fleet import ROOT, Worker, compare_steps, lag
 from .stores import Served, StoreName, served
 
@@ -53,6 +55,8 @@ def parsed() -> argparse.Namespace:
     add("--round-seconds", type=float, help="seconds in a round")
     add("--seed", type=int, default=0, help="of the faults, and of the run")
     add("--hang", type=float, default=90.0, help="seconds without a step that count as a hang")
+    add("--keys", action="store_true", help="the run is for members only")
+    add("--attack", type=int, default=0, help="tries of somebody who has the store and no key")
     add("--picture", type=pathlib.Path, help="draws who took part when")
     return parser.parse_args()
 
@@ -71,9 +75,12 @@ class Chaos:
                 settings["--" + name.replace("_", "-")] = value
         words = [str(word) for pair in settings.items() for word in pair] + ["--log-checksums"]
         words += NANO if options.preset == "nano" else []
+        names = [f"worker-{n}" for n in range(options.workers)]
+        owned = make_keys(folder, place.url, names) if options.keys else {}
         self.workers = [
-            Worker(f"worker-{n}", folder, words, place.environment) for n in range(options.workers)
+            Worker(name, folder, words, place.environment, owned.get(name, ())) for name in names
         ]
+        self.attack = Attack(place.url, options.attack, options.seed)
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self.hangs = 0
@@ -84,6 +91,7 @@ class Chaos:
             worker.start()
         self.wait_for_all()
         self.began = time.time()
+        self.attack.start()
         self.console.print(f"{len(self.workers)} workers train")
         if self.options.every:
             self.kill_regularly()
@@ -149,6 +157,8 @@ class Chaos:
                 worker.start()
 
     def end(self) -> None:
+        if self.attack.counts:
+            self.attack.stop()
         for worker in self.workers:
             worker.send(signal.SIGCONT)
             worker.send(signal.SIGTERM)
@@ -157,6 +167,17 @@ class Chaos:
                 self.errors.append(f"{worker.name} at SIGTERM: {status}, {worker.last_words()}")
                 worker.send(signal.SIGKILL)
                 worker.wait(10)
+
+
+def make_keys(folder: pathlib.Path, url: str, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Writes keys and a roster; returns the trainer's settings for each member."""
+    publics = {name: seals.make_key(folder / f"{name}.key", name) for name in ("owner", *names)}
+    (folder / "owner.pub").write_text(publics["owner"].line)
+    owner = seals.read_key(folder / "owner.key")
+    signed = roster.change(None, owner, [publics[name] for name in names])
+    ObjectStore(url).put(roster.KEY, signed)
+    owner_file = str(folder / "owner.pub")
+    return {name: ("--key", str(folder / f"{name}.key"), "--owner", owner_file) for name in names}
 
 
 def seconds_until_joined(workers: list[Worker]) -> list[float]:
@@ -194,6 +215,7 @@ def report(chaos: Chaos, history: History, console: Console) -> bool:
         "of which imports and data, compiling, catching up": "; ".join(
             spread(seconds) for seconds in list(zip(*joins, strict=True))[1:]
         ),
+        "tries without a key": ", ".join(f"{n} {x}" for x, n in chaos.attack.counts.items()),
         "held-out loss": ", ".join(losses),
     }
     table = Table(show_header=False)
@@ -212,6 +234,7 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         with served(options.store, folder, options.seed) as place:
+            os.environ.update(place.environment)
             chaos = Chaos(options, place, folder, console)
             try:
                 chaos.run()
@@ -221,8 +244,10 @@ def main(options: argparse.Namespace) -> int:
                 chaos.ended = time.time()
             finally:
                 chaos.end()
-            os.environ.update(place.environment)
-            history = read_history(ObjectStore(place.url))
+            store: Store = ObjectStore(place.url)
+            if options.keys:
+                store = MembersOnly(store, folder / "owner.key", folder / "owner.pub")
+            history = read_history(store)
             good = report(chaos, history, console)
             if options.picture:
                 draw(history, str(options.picture))

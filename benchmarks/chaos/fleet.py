@@ -30,7 +30,15 @@ class Join(NamedTuple):
 class Worker:
     """One name; one process after the other."""
 
-    def __init__(self, name: str, folder: pathlib.Path, words: Sequence[str], environment):
+    def __init__(
+        self,
+        name: str,
+        folder: pathlib.Path,
+        words: Sequence[str],
+        environment,
+        key: Sequence[str] = (),
+    ):
+        self.key = key  # the settings of a member, which name it
         self.name, self.folder = name, folder / name
         self.words, self.environment = list(words), environment
         self.process: subprocess.Popen | None = None
@@ -59,7 +67,8 @@ class Worker:
     def start(self) -> None:
         self.logged_before = self.logged
         self.starts.append(time.time())
-        words = [*self.words, "--worker", self.name, "--log-dir", str(self.folder)]
+        own = self.key or ("--worker", self.name)
+        words = [*self.words, *own, "--log-dir", str(self.folder)]
         with (self.folder / f"output{len(self.starts)}.txt").open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(ROOT / "examples" / "train_lm.py"), *words],

@@ -7,6 +7,7 @@ from demo_optax._src.swarm.history import status as status
 from demo_optax._src.swarm.history import watch_history as watch_history
 from demo_optax._src.swarm.member import Left as Left
 from demo_optax._src.swarm.member import Member as Member
+from demo_optax._src.swarm.members_only import MembersOnly as MembersOnly
 from demo_optax._src.swarm.picture import draw as draw
 from demo_optax._src.swarm.records import SwarmError as SwarmError
 from demo_optax._src.swarm.store import ObjectStore as ObjectStore

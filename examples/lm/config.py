@@ -165,6 +165,13 @@ class Config:
     worker: Annotated[str, Field(min_length=1)] | None = None
     """Name of this worker in a swarm. Each needs a name of its own, and
     keeps it when it is started again. By default the host's name."""
+    key: Annotated[str, Field(min_length=1)] | None = None
+    """File of this worker's key, in a swarm for members only. The name of
+    the worker is then that of the roster."""
+    owner: Annotated[str, Field(min_length=1)] | None = None
+    """File with the public line of the owner of a swarm for members only."""
+    roster_at_least: Annotated[int, Field(ge=0)] = 0
+    """Lowest number of a roster that this worker believes."""
     slots: Count = 16
     """Largest number of workers of a swarm at a time."""
     deadline: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -217,7 +224,7 @@ class Config:
 
     def write(self, path: Path) -> None:
         """Writes a YAML file for ``--config``, without the settings of this process alone."""
-        own = ("config", "coordinator", "num_processes", "process_id", "worker")
+        own = ("config", "coordinator", "num_processes", "process_id", "worker", "key")
         unset = {field.name for field in dataclasses.fields(self) if field.default is None}
         plain = {
             name: _plain(value)

@@ -24,7 +24,9 @@ from demo_optax.checkpoint import Checkpointer, folder_of
 from demo_optax.swarm import (
     Left,
     Member,
+    MembersOnly,
     ObjectStore,
+    Store,
     StoreError,
     SwarmError,
     SwarmMetrics,
@@ -82,13 +84,21 @@ def run_or_exit(config: Config) -> None:
         with mistakes_said():
             require_sensible(config)
             run = prepare(config)
-            store = ObjectStore(config.swarm or "")
+            store = store_of(config)
         try:
             train(run, store, signals, started)
         except SwarmError as error:
             sys.exit(f"error: {error}")
         except StoreError as error:
             sys.exit(f"error: {error} {GO_ON}")
+
+
+def store_of(config: Config) -> Store:
+    """The store of the run, in which only members exist if this worker has a key."""
+    store = ObjectStore(config.swarm or "")
+    if config.key is None or config.owner is None:  # both, which is required
+        return store
+    return MembersOnly(store, config.key, config.owner, at_least=config.roster_at_least)
 
 
 def keep_compiled_programs() -> None:
@@ -98,19 +108,21 @@ def keep_compiled_programs() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def train(run: Run, store: ObjectStore, signals: Signals, started: float) -> None:
+def train(run: Run, store: Store, signals: Signals, started: float) -> None:
     config = run.config
     bar = progress_bar()
     member = Member(
         store,
-        config.worker or socket.gethostname(),
+        "" if config.key else config.worker or socket.gethostname(),
         slots=config.slots,
         deadline=config.deadline,
         min_workers=config.min_workers,
         tell=lambda line: bar.console.print(line, soft_wrap=True),
     )
     describe(run)
-    console.print(f"worker {member.worker} has slot {member.slot} of {member.slots} in {store.url}")
+    console.print(
+        f"worker {member.worker} has slot {member.slot} of {member.slots} in {run.config.swarm}"
+    )
     every = steps_of_a_round(config.optimizer, config.local_steps)
     overlaps = delay(config) and every > 1
     tokens = math.prod(run.batch_shape)

@@ -199,6 +199,9 @@ def _require_swarm(config: Config) -> None:
     if config.swarm is None:
         for name in (
             "worker",
+            "key",
+            "owner",
+            "roster_at_least",
             "slots",
             "deadline",
             "min_workers",
@@ -242,6 +245,12 @@ def _require_swarm(config: Config) -> None:
     if not (config.worker or "").isprintable():
         raise ValueError(
             f"--worker {config.worker!r} has characters that cannot be printed: give another name."
+        )
+    if bool(config.key) != bool(config.owner) or (config.roster_at_least and not config.key):
+        raise ValueError(
+            "--key, --owner and --roster-at-least are for a swarm for members only: "
+            "give --key with the file of this worker's key and --owner with the owner's public "
+            "line, or leave all of them out."
         )
     if config.min_workers > config.slots:
         raise ValueError(

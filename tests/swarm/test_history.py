@@ -21,6 +21,8 @@ TAKEN = {
     "rome": [10, 10, 10, None, None, 10, 10, 10],
 }
 
+OPEN = "open: whoever may write to the place may take part"
+
 
 def write(store, taken):
     """Writes a run in which rounds take as long as SECONDS says."""
@@ -178,7 +180,7 @@ def test_a_worker_with_nothing_finite_is_there_but_counts_for_nothing(store, cap
     assert history.goodput() == pytest.approx((3 + 1) / 6)
     lines = status(history).splitlines()
     assert lines[1:3] == ["members: oslo", "skipped it, since nothing was finite: paris"]
-    assert "missing" not in status(history) and "1.33 tokens a second" in lines[-1]
+    assert "missing" not in status(history) and "1.33 tokens a second" in lines[-2]
     main(["swarm", store.url])
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["worker", "counted", "late", "skipped", "steps"] in shown
@@ -231,7 +233,7 @@ def test_names_are_drawn_and_printed_as_text(store, tmp_path, monkeypatch, capsy
 def test_a_name_that_moves_the_cursor_is_no_name(name, store, capsys):
     store.put(records.claim_key(OSLO), records.encode(Claim(name, "", 0.0)))
     main(["swarm", store.url])
-    assert capsys.readouterr().out == "no step yet; joined: slot 0\n"
+    assert capsys.readouterr().out == f"no step yet; joined: slot 0\n{OPEN}\n"
     with pytest.raises(ValueError, match="characters that can be printed"):
         Member(store, name)
 
@@ -255,7 +257,7 @@ def test_names_are_shown_as_text_whatever_is_in_them(store, capsys):
     store.put(records.claim_key(OSLO), records.encode(Claim("o\x1b[2J\nslo", "", 0.0)))
     store.put(records.claim_key(PARIS), records.encode(Claim("åbo [red]", "", 0.0)))
     main(["swarm", store.url])
-    assert capsys.readouterr().out == "no step yet; joined: slot 0, åbo [red]\n"
+    assert capsys.readouterr().out == f"no step yet; joined: slot 0, åbo [red]\n{OPEN}\n"
 
 
 @pytest.mark.parametrize("folder", ["of-nobody", "there"])
@@ -270,4 +272,4 @@ def test_a_place_without_a_run_is_refused_and_not_made(folder, tmp_path):
 def test_workers_that_joined_before_the_first_step_are_shown(store, capsys):
     Member(store, "paris")
     main(["swarm", store.url])
-    assert capsys.readouterr().out == "no step yet; joined: paris\n"
+    assert capsys.readouterr().out == f"no step yet; joined: paris\n{OPEN}\n"

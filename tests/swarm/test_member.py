@@ -27,6 +27,10 @@ def members(store, number, **settings):
     return [Member(store, f"worker-{n}", **settings) for n in range(number)]
 
 
+def manifest_of(store, step):
+    return records.decode(Manifest, store.get(records.step_key("manifests", step)))
+
+
 def exchange(member, step, packet=None):
     return member.exchange(step, packet or f"{member.slot} in {step}".encode())
 
@@ -54,9 +58,11 @@ def test_manifests_are_a_chain(store):
     (member,) = members(store, 1)
     for step in range(3):
         exchange(member, step)
-    data = [store.get(records.step_key("manifests", step)) for step in range(3)]
-    previous = [records.decode(Manifest, x).previous for x in data]
-    assert previous == ["", records.sha256(data[0]), records.sha256(data[1])]
+    decided = [manifest_of(store, step) for step in range(3)]
+    heads = [records.head(manifest) for manifest in decided]
+    assert [manifest.previous for manifest in decided] == ["", *heads[:2]]
+    assert records.head(decided[0]._replace(time=7.0)) == heads[0]
+    assert records.head(decided[0], without=[0]) != heads[0]
 
 
 def test_who_is_late_is_waited_for_once_and_then_counts_again(store):
@@ -238,7 +244,7 @@ def test_a_packet_much_larger_than_those_of_the_run_is_not_read(store, monkeypat
     for step in range(2):
         store.put(records.packet_key(step, large), b"longer than 12 bytes")
     assert list(exchange(first, 0).packets) == [0]
-    previous = records.sha256(store.get(records.step_key("manifests", 0)))
+    previous = records.head(manifest_of(store, 0))
     store.put(records.step_key("manifests", 1), records.encode(Manifest(1, (large,), previous, 0)))
     with pytest.raises(SwarmError, match="a packet that counts in step 1 cannot be read"):
         first.receive(1)
@@ -257,9 +263,9 @@ def test_a_listed_packet_of_another_length_counts_for_nobody_and_is_told_once(st
         ]
         for packet, data in zip(sent, (good, short), strict=True):
             store.put(records.packet_key(step, packet), data)
-        manifest = records.encode(Manifest(step, tuple(sent), previous, 0))
-        store.put(records.step_key("manifests", step), manifest)
-        previous, result = records.sha256(manifest), first.receive(step)
+        manifest = Manifest(step, tuple(sent), previous, 0)
+        store.put(records.step_key("manifests", step), records.encode(manifest))
+        previous, result = records.head(manifest), first.receive(step)
         assert result.packets == {0: good} and result.members == ("worker-0",)
         assert not result.swept
     (line,) = [line for line in told if "counts for nobody" in line or "count for nobody" in line]
@@ -325,7 +331,7 @@ def test_who_leaves_does_not_mind_that_the_exchange_goes_on(store, monkeypatch):
 
     def exchanging():
         for step in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
-            member._keep(step, Manifest(step, (packet,), "", 0.0), b"")
+            member._keep(step, Manifest(step, (packet,), "", 0.0))
 
     def leaving():
         try:

@@ -6,10 +6,11 @@ import io
 import sys
 from collections.abc import Sequence
 
-from demo_optax._src.commands import bytes_of, choose, swarm
+from demo_optax._src.commands import bytes_of, choose, swarm, swarm_key, swarm_roster
 
 DESCRIPTION = "Chooses an optimizer for a link, counts bytes, and looks at swarms."
 COMMANDS = {"choose": choose, "bytes": bytes_of, "swarm": swarm}
+MAKERS = {"key": swarm_key, "roster": swarm_roster}  # what follows on `swarm`, if it is no place
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,8 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    args = make_parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["swarm"] and words[1:2] and words[1] in MAKERS:
+        maker = MAKERS[words[1]]
+        parser = argparse.ArgumentParser(f"demo-optax swarm {words[1]}", description=maker.__doc__)
+        maker.add_arguments(functools.partial(_add, parser))
+        parser.set_defaults(run=maker.run)
+        args = parser.parse_intermixed_args(words[2:])
+    else:
+        args = make_parser().parse_args(words)
     try:
         args.run(args)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"error: {error}")

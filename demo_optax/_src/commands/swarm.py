@@ -2,6 +2,9 @@
 
 demo-optax swarm s3://bucket/run --picture life.png
 demo-optax swarm s3://bucket/run --watch
+demo-optax swarm key paris                     makes paris.key and paris.pub
+demo-optax swarm roster s3://bucket/run --owner owner.key paris.pub rome.pub
+demo-optax swarm s3://bucket/run --key paris.key --owner owner.pub
 """
 
 import argparse
@@ -18,6 +21,9 @@ CLEAR = "\x1b[H\x1b[2J"
 
 def add_arguments(add: Callable[..., None]) -> None:
     add("url", "the run's place: a folder, s3://..., gs://... or az://...")
+    add("--key", "your key, if the run is for members only", None)
+    add("--owner", "the owner's public line", None)
+    add("--roster-at-least", "the lowest number of a roster to believe", 0, type=int)
     add("--last", "steps to look at; 0 for all", 200, type=int)
     add("--watch", "looks again every ten seconds, until Ctrl-C", action="store_true")
     add("--picture", "also draws who took part when", None, metavar="FILE")
@@ -28,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
     folder = folder_of(args.url)
     is_there = folder is None or folder.is_dir()  # an ObjectStore would make the folder
-    store = swarm.ObjectStore(args.url) if is_there else None
+    store = _store_of(args) if is_there else None
     is_watched = "watch" in args
     with contextlib.suppress(*[KeyboardInterrupt] * is_watched):
         for history in swarm.watch_history(store, args.last) if store else [None]:
@@ -47,6 +53,22 @@ def run(args: argparse.Namespace) -> None:
             if not is_watched:
                 return
             print("Ctrl-C ends this.\n", flush=True)
+
+
+def _store_of(args: argparse.Namespace):
+    """Returns the store of a run to look at, in which only members exist if a key is given."""
+    from demo_optax import swarm
+    from demo_optax._src.swarm.roster import KEY
+
+    store = swarm.ObjectStore(args.url)
+    if args.key and args.owner:
+        return swarm.MembersOnly(store, args.key, args.owner, at_least=args.roster_at_least)
+    if args.key or args.owner or store.get(KEY) is not None:
+        raise ValueError(
+            f"the run at {args.url!r} is for members only: give --key with the file of a key, and "
+            "--owner with the owner's public line. A run that is open needs neither."
+        )
+    return store
 
 
 def _print_steps(history) -> None:

@@ -1,17 +1,20 @@
 """The history of a swarm's run, from its store: who took part when, and how well time was used."""
 
 import contextlib
+import copy
 import datetime
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from demo_optax._src.swarm import records
+from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Damaged, Manifest, MemberId
 from demo_optax._src.swarm.slots import last_manifests, newest_claims, read_claim
-from demo_optax._src.swarm.snapshots import steps_of
+from demo_optax._src.swarm.snapshots import attested_steps
 from demo_optax._src.swarm.store import Store, in_parallel
 
 REFRESH_SECONDS = 10.0
@@ -29,6 +32,7 @@ class History(NamedTuple):
       left: slots and incarnations of the workers that said that they leave.
       snapshots: steps or rounds from which a new worker can start.
       snapshot_every: steps or rounds between two snapshots, if the run has begun.
+      access: who may take part: whoever may write to the store, or the members of the roster.
     """
 
     manifests: Sequence[Manifest]
@@ -36,6 +40,7 @@ class History(NamedTuple):
     left: frozenset[MemberId]
     snapshots: Sequence[int]
     snapshot_every: int | None = None
+    access: str = ""
 
     def members(self, number: int) -> list[str]:
         """Returns the names of the workers whose packets counted in one of these steps."""
@@ -131,13 +136,22 @@ def read_history(store: Store, last: int | None = None) -> History:
     manifests = last_manifests(store, last)
     if not manifests:
         claims = newest_claims(store).items()
-        return History([], {(slot, n): x.worker for slot, (n, x) in claims}, frozenset(), [])
+        names = {(slot, n): x.worker for slot, (n, x) in claims}
+        return History([], names, frozenset(), [], access=_access(store))
     members = sorted({member for manifest in manifests for member in manifest.members})
     claims = in_parallel(lambda member: read_claim(store, member), members)
     names = {member: x.worker for member, x in zip(members, claims, strict=True)}
     said = {f"slots/{name}" for name in store.names("slots")}
     left = frozenset(member for member in members if records.left_key(member) in said)
-    return History(manifests, names, left, steps_of(store), _snapshot_every(store))
+    snapshots = attested_steps(store, sys.maxsize)
+    return History(manifests, names, left, snapshots, _snapshot_every(store), _access(store))
+
+
+def _access(store: Store) -> str:
+    if not isinstance(store, MembersOnly):
+        return "open: whoever may write to the place may take part"
+    names = ", ".join(sorted(x.name for x in store.roster.members().values()))
+    return f"members only, roster {store.roster.number}: {names}"
 
 
 def _snapshot_every(store: Store) -> int | None:
@@ -190,8 +204,11 @@ def watch_history(
       1
       >>> folder.cleanup()
     """
-    before, kept = None, _Kept(store)
+    before, kept = None, _Kept(store.inner if isinstance(store, MembersOnly) else store)
     readable: Any = kept  # a store has other methods, which nobody calls
+    if isinstance(store, MembersOnly):
+        readable = copy.copy(store)
+        readable.inner = kept
     while True:
         kept.look_again()
         yield read_history(readable, last)
@@ -203,7 +220,8 @@ def watch_history(
 def status(history: History) -> str:
     """Summarizes a run in a few lines: its last step or round, who is there, left or missing."""
     if not history.manifests:
-        return f"no step yet; joined: {', '.join(history.names.values()) or 'nobody'}"
+        joined = ", ".join(history.names.values()) or "nobody"
+        return "\n".join(filter(None, [f"no step yet; joined: {joined}", history.access]))
     end, durations, unit = history.manifests[-1], history.seconds(), history.unit
     present, left, missing = _fates(history)
     skipped = [name for name in present if name in history.skipped(-1)]
@@ -228,7 +246,7 @@ def status(history: History) -> str:
             f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} {history.weight_unit} a second counted"
             + ("" if has_rounds else f", goodput {history.goodput():.0%}")
         )
-    return "\n".join(lines)
+    return "\n".join(filter(None, [*lines, history.access]))
 
 
 def _next_snapshot(history: History, number: int) -> str:

@@ -10,13 +10,22 @@ import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from demo_optax._src import checks
-from demo_optax._src.swarm import records
-from demo_optax._src.swarm.records import Damaged, Manifest, MemberId, PacketRef, SwarmError
+from demo_optax._src.swarm import records, roster
+from demo_optax._src.swarm.members_only import MembersOnly
+from demo_optax._src.swarm.records import (
+    Damaged,
+    Manifest,
+    MemberId,
+    PacketRef,
+    SnapshotIndex,
+    SwarmError,
+)
 from demo_optax._src.swarm.slots import claim, read_claim
+from demo_optax._src.swarm.steps import ListedSteps, SignedSteps
 from demo_optax._src.swarm.store import PART, ObjectStore, Store, in_parallel, log
 
 FIRST_DEADLINE = 60.0  # seconds, while nobody knows how long a step takes
@@ -31,6 +40,12 @@ POLL_SHARE = 0.02  # of a median round, behind which the exchange is hidden
 LOG_EVERY_SECONDS = 5.0
 PATIENCE = 60.0  # seconds for which a read is tried again, unless the store has its own
 AHEAD_BYTES = 100_000_000  # of packets that are read before their step is applied
+# In a run for members only:
+PATIENT_DEADLINES = 5  # that pass before a step goes on without most of those who counted
+CUT_STEPS = 10  # whose members a step may not go on without
+VAIN_STEPS = 10  # in which nobody waits again for a member that announced itself in vain
+SHORTEST_ROUND = 0.5  # the share of a median round after which a member may end it for all
+ROSTER_SECONDS = 10.0  # between two looks for a roster of a higher number
 
 T = TypeVar("T")
 
@@ -56,12 +71,14 @@ class Member:
     """The place of this process in a swarm.
 
     Args:
-      store: the store that all workers of the run share.
-      worker: a unique name. A process that comes back under its name gets its slot again.
+      store: the store that all workers of the run share; `MembersOnly` if they have keys.
+      worker: a unique name. A process that comes back under its name gets its slot again. With a
+        key the name and the slot are those of the roster, and the argument is left out.
       slots: the largest number of workers at a time; the same for all workers of the run.
       deadline: seconds for which a step waits for the workers that took part in the last one. The
         default is three median steps, or half a median round, and at least 2 seconds.
-      min_workers: a step waits, without a deadline, until this many packets are there.
+      min_workers: a step waits, without a deadline, until this many packets are there. With
+        `MembersOnly` no step with fewer is believed, so all workers should have the same number.
       tell: is called with a line of text whenever there is something to report.
 
     Raises:
@@ -83,7 +100,7 @@ class Member:
     def __init__(
         self,
         store: Store,
-        worker: str,
+        worker: str = "",
         *,
         slots: int = 16,
         deadline: float | None = None,
@@ -94,6 +111,9 @@ class Member:
         checks.static_integer("min_workers", min_workers, at_least=1)
         if deadline is not None:
             checks.in_interval("deadline", deadline, "(0, inf)")
+        self._closed = store if isinstance(store, MembersOnly) else None
+        if self._closed:
+            worker = self._closed.members(0)[self._closed.slot].name
         if not worker or not isinstance(worker, str) or not worker.isprintable():
             raise ValueError(
                 "worker must be a name of this worker alone, of characters that can be printed, "
@@ -114,7 +134,15 @@ class Member:
         self._has_sent = False
         self._manifests: dict[int, Manifest] = {}  # the last ones
         self._hashes: dict[int, str] = {}  # of these manifests
-        self._packets: dict[str, bytes] = {}  # of the current step
+        self._since: dict[int, float] = {}  # when this worker learned of them, by its own clock
+        self.counted: dict[int, frozenset[int]] = {}  # slots, by step, for snapshots to come
+        self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
+        self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
+        self._cut = 0  # the last step that went on without most
+        self._left: set[MemberId] = set()  # members that said that they leave
+        self._vain: dict[int, int] = {}  # the last step in which a slot announced itself in vain
+        self._looked_for_roster = 0.0
+        self._packets: dict[PacketRef, bytes] = {}  # of the current step
         self._prefetched: dict[str, bytes] = {}
         self._ahead: list[str] = []  # packets to read next, in order,
         self._most_ahead = slots  # and how many of them at once
@@ -124,6 +152,9 @@ class Member:
         self._leaving = threading.Event()
         self._lock = threading.RLock()  # with a delay, the exchange has a thread of its own
         self._transferring = threading.Lock()  # packets, for which snapshots make way
+        steps = SignedSteps(self._closed, slots) if self._closed else None
+        self._steps = steps or ListedSteps(store, slots)
+        self._signed_steps = steps
         self.slot, self.incarnation = claim(store, worker, uuid.uuid4().hex, slots)
 
     @property
@@ -155,8 +186,9 @@ class Member:
 
         What is a little larger comes from a worker with other settings, and counts for nobody.
         """
-        if isinstance(self.store, ObjectStore):
-            self.store.packet_bytes = max(PART, 2 * packet_bytes)
+        store = self._closed.inner if self._closed else self.store
+        if isinstance(store, ObjectStore):
+            store.packet_bytes = max(PART, 2 * packet_bytes)
         self._packet_bytes = packet_bytes
         self._most_ahead = min(self.slots, AHEAD_BYTES // packet_bytes)
         size = packet_bytes / 1e6
@@ -176,7 +208,7 @@ class Member:
         """
         started = time.monotonic()
         if ends_round:
-            self.store.put(records.mark_key(step, self.me, "ends"), b"")
+            self._steps.say(step, self.me, "ends")
         if ends_round or steps > 1:
             self.unit = "round"
         own = None
@@ -190,9 +222,9 @@ class Member:
         if self._last_time is not None:
             self._durations.append(now - self._last_time)
         self._last_time = now
-        late = {x for x in expected - manifest.members if x[0] != self.slot}
+        late = {x for x in expected - manifest.members if x[0] != self.slot and not self.astray}
         if late:
-            late -= self._folder(step).left
+            late -= self._steps.glance(step, self.head(step - 1), ()).left
         return result._replace(
             late=tuple(map(self.name_of, sorted(late))),
             own=self.slot if own and own in manifest.packets else None,
@@ -204,10 +236,9 @@ class Member:
         checks.static_integer("steps", steps, at_least=0)
         checks.in_interval("tokens", tokens, "[0, inf)")
         own = PacketRef(*self.me, records.sha256(packet), int(steps), records.tokens_of(tokens))
-        key = records.packet_key(step, own)
-        self._packets = {key: packet}
         with self._transferring:
-            self.store.put(key, packet)
+            own = self._steps.send(step, own, packet, self.head(step - 1))
+        self._packets = {own: packet}
         self.last_sent = step
         return own
 
@@ -217,13 +248,16 @@ class Member:
         That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.
         """
         self._packets = {}
+        if self._closed and self._closed.slot not in self._closed.members(step):
+            return False  # the roster that it is in does not hold yet
         if self._has_sent:
             return True
         self._has_sent = True
-        earlier = self._folder(step).packets.get(self.slot)
+        folder = self._steps.glance(step, self.head(step - 1), [self.slot])
+        earlier = folder.packets.get(self.slot)
         if earlier is None or earlier.member == self.me:
             return True
-        self.store.put(records.mark_key(step, self.me, "left"), b"")
+        self._steps.say(step, self.me, "left")
         return False
 
     def wait_for_transfers(self) -> None:
@@ -233,7 +267,11 @@ class Member:
 
     def others_ended(self, step: int) -> bool:
         """Tells whether others have ended a round of local steps."""
-        return bool(self._folder(step).ends - {self.me})
+        if self._closed and self._last_time is not None and self._durations:
+            shortest = SHORTEST_ROUND * statistics.median(self._durations)
+            if time.monotonic() - self._last_time < shortest:
+                return False
+        return self._steps.has_ended(step, self.me)
 
     def receive(self, step: int) -> ExchangeResult:
         """Returns what the others exchanged in a step that is decided."""
@@ -243,7 +281,17 @@ class Member:
         while self._ahead and self._ahead[0].startswith(records.step_key("packets", step)):
             now, self._ahead = self._ahead[: self._most_ahead], self._ahead[self._most_ahead :]
             self._prefetched |= self._read_all(now)
-        return self._fetch(manifest)
+        return self._fetch(manifest, self._lost_later(manifest))
+
+    def _lost_later(self, manifest: Manifest) -> tuple[int, ...]:
+        """Returns the slots that nobody applied in a step, as the next one says."""
+        key, following = records.step_key("manifests", manifest.step + 1), None
+        with contextlib.suppress(Damaged):
+            data = (self._prefetched.get(key) or self.store.get(key)) if self._closed else None
+            following = records.decode(Manifest, data)
+        if following is None or records.head(manifest, following.lost) != following.previous:
+            return ()
+        return following.lost
 
     def read_ahead(self, first: int, steps: int) -> None:
         """Reads the manifests of the next steps at once, and lets `receive` read packets ahead.
@@ -258,7 +306,7 @@ class Member:
         for data in self._prefetched.values():
             with contextlib.suppress(Damaged):
                 manifest = records.decode(Manifest, data)
-                packets += [records.packet_key(manifest.step, x) for x in manifest.packets]
+                packets += [self._steps.key(manifest.step, x) for x in manifest.packets]
         self._ahead = packets if self._most_ahead else []
 
     def manifest(self, step: int) -> Manifest | None:
@@ -271,7 +319,8 @@ class Member:
                 data = self._get(key)
                 if data is None:
                     return None
-                return self._keep(step, records.decode(Manifest, data, key), data)
+                manifest = records.decode(Manifest, data, key)
+                return self._keep(step, manifest) if self._is_taken(step, manifest) else None
             except Damaged as error:  # then nobody can decide the step anew, or go on
                 log.warning("the manifest of %s %d: %s", self.unit, step, error)
                 return None
@@ -279,7 +328,7 @@ class Member:
     def announce(self, step: int) -> None:
         """Asks the others to wait for this worker's packet in a step and in the next one."""
         for number in step, step + 1:  # the first may be decided at this moment
-            self.store.put(records.mark_key(number, self.me, "here"), b"")
+            self._steps.say(number, self.me, "here")
 
     def leave(self, step: int | None = None) -> None:
         """Ends a wait; given the next step's number, it also tells the others not to wait."""
@@ -288,7 +337,7 @@ class Member:
             # It may be catching up; the list is a copy, since the exchange's thread adds to it.
             step = max([step, *(decided + 1 for decided in list(self._manifests))])
             for number in step, step + 1:  # a packet of the first may be on its way
-                self.store.put(records.mark_key(number, self.me, "left"), b"")
+                self._steps.say(number, self.me, "left")
             self.store.put(records.left_key(self.me), b"")  # for whoever looks at the run later
 
     def end_if_leaving(self) -> None:
@@ -302,18 +351,48 @@ class Member:
             self._names[member] = read_claim(self.store, member).worker
         return self._names[member]
 
-    def _keep(self, step: int, manifest: Manifest, data: bytes) -> Manifest:
+    def head(self, step: int) -> str:
+        """Returns the hash of what was decided up to a step, if this worker knows it."""
+        origin = records.sha256(self._closed.roster.run.encode()) if self._closed else ""
+        return self._hashes.get(step, origin)
+
+    def lost(self, step: int) -> tuple[int, ...]:
+        """Returns the slots whose packets of a step this worker did not apply."""
+        return self._lost.get(step, ())
+
+    def go_on_from(self, index: SnapshotIndex, sha256: str) -> None:
+        """Goes on from a snapshot; the first step of a run follows the hash of its index.
+
+        In an open run nobody asks what a snapshot follows.
+        """
+        if self._closed is None:
+            return
+        with self._lock:
+            self._manifests, self._lost, self.astray = {}, {}, None
+            self._since = {index.step - 1: time.monotonic()}
+            self._hashes = {index.step - 1: index.head if index.step else sha256}
+            self._closed.begin(index.step, index.roster)
+
+    def _keep(self, step: int, manifest: Manifest) -> Manifest:
         with self._lock:
             self._require_next(step, manifest)
-            self._manifests[step], self._hashes[step] = manifest, records.sha256(data)
+            self._manifests[step], self._hashes[step] = manifest, records.head(manifest)
+            self._lost.pop(step, None)
+            self._left -= manifest.members
+            self._since[step] = time.monotonic()
+            if self._closed:
+                self._closed.hold(step + 1, manifest.roster)
+                self.counted[step] = frozenset(packet.slot for packet in manifest.packets)
             for old in [n for n in self._manifests if n < step - 1]:
-                del self._manifests[old], self._hashes[old]
+                for kept in self._manifests, self._hashes, self._since, self._lost:
+                    kept.pop(old, None)
             return manifest
 
     def _require_next(self, step: int, manifest: Manifest) -> None:
         """Raises SwarmError unless the manifest follows the one before, and knows this worker."""
         previous, last = self._hashes.get(step - 1, manifest.previous), manifest.packets[-1]
-        if (manifest.step, manifest.previous) != (step, previous) or last.slot >= self.slots:
+        follows = (manifest.step, manifest.previous) == (step, previous) or self.astray
+        if not follows or last.slot >= self.slots:
             raise SwarmError(
                 f"the manifest of {self.unit} {step} does not follow from the one before: two runs "
                 "share this place in the store, or somebody changed it. Use another place."
@@ -325,35 +404,122 @@ class Member:
                     f"{self.slot}: give every process a --worker name of its own."
                 )
 
+    def _is_taken(self, step: int, manifest: Manifest) -> bool:
+        """Tells whether a manifest stands; in an open run each does.
+
+        With keys, members of the roster have signed its packets, and it follows from the one
+        before. If it does not, the side of more members goes on, and the other one begins anew.
+        """
+        if self._closed is None:
+            return True
+        signed = (self._closed.is_signed(step, x, manifest.previous) for x in manifest.packets)
+        if manifest.step != step or not all(signed) or len(manifest.packets) < self.min_workers:
+            return False
+        if not self._closed.knows(step + 1, manifest.roster):
+            log.warning("%s %d names a roster that is not there", self.unit, step)
+            return False
+        slots, stayed = self._slots_of(manifest), self._closed.roster.members()
+        held = self._closed.members(step)
+        if 2 * sum(held.get(n) == stayed.get(n) for n in slots) < len(slots):
+            return False  # by those who were taken out
+        if manifest.previous == self._hashes.get(step - 1, manifest.previous):
+            waits = PATIENT_DEADLINES * self.deadline
+            if step - 1 in self._manifests and manifest.lost != self._lost.get(step - 1, ()):
+                return False
+            if not self._leaves_out_most(step, slots):
+                return True
+            if (now := time.monotonic()) - self._since.setdefault(step - 1, now) < waits:
+                return False
+            self._cut = step
+            return True
+        return self._goes_astray(step, {manifest.previous: self._slots_of(manifest)})
+
+    def _leaves_out_most(self, step: int, slots: Set[int]) -> bool:
+        """Tells whether half of those who counted lately, and have not left, are missing.
+
+        These are the last ten steps, so that nobody is left out half by half.
+        """
+        if self._closed is None:
+            return False
+        lately = range(max(step - CUT_STEPS, self._cut), step)
+        counted = set().union(*(self.counted.get(n, frozenset()) for n in lately))
+        counted &= self._closed.members(step).keys()
+        for slot in counted - slots if 2 * len(counted & slots) <= len(counted) else ():
+            self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
+        counted -= {slot for slot, _ in self._left} - slots
+        return 2 * len(counted & slots) <= len(counted) > 0
+
+    def _goes_astray(self, step: int, sides: Mapping[str, Set[int]]) -> bool:
+        """Tells whether more members follow another head than this worker's own.
+
+        Who counted last is on its side unless he has signed for another one.
+        """
+        last, own = self._manifests.get(step - 1), self.head(step - 1)
+        others = {head: slots for head, slots in sides.items() if head != own}
+        if not others:
+            return False
+        best = min(others, key=lambda head: (-len(others[head]), head))
+        same = (self._slots_of(last) if last else set()) - set().union(*others.values())
+        same |= sides.get(own, set())
+        if (-len(others[best]), best) > (-len(same), own):
+            return False
+        self.astray = (
+            f"{len(others[best])} members go on from another {self.unit} {step - 1} than this "
+            f"worker, whose side has {len(same)}: it goes back to a snapshot"
+        )
+        self.tell(f"{self.unit} {step}: {self.astray}")
+        return True
+
+    @staticmethod
+    def _slots_of(manifest: Manifest) -> set[int]:
+        return {packet.slot for packet in manifest.packets}
+
     def _agree(self, step: int, expected: Set[MemberId], size: int, started: float) -> Manifest:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
-        logged = started
+        logged, head = started, self.head(step - 1)
+        waits_for = {slot for slot, _ in expected if slot != self.slot}
+        may_decide = self._closed is None or self.slot in self._closed.members(step)
+
+        def glance(step: int) -> records.StepFolder:
+            return self._steps.glance(step, head, sorted(waits_for))
+
         while True:
             self.end_if_leaving()
             looked = time.monotonic()
-            reads: list[Callable[[int], Any]] = [self.manifest, self._folder]
+            reads: list[Callable[[int], Any]] = [self.manifest, glance]
             manifest, folder = in_parallel(lambda read: read(step), reads)
             if manifest is not None:
                 return manifest
+            is_over = looked - started >= self.deadline
+            folder = self._steps.look(step, head, folder, waits_for, thorough=is_over)
+            if self._signed_steps and self._goes_astray(step, self._signed_steps.sides(step)):
+                return Manifest(step, (), head, time.time())
             present = folder.packets.values()
             self._read(step, present, size)
-            packets = [x for x in present if records.packet_key(step, x) in self._packets]
+            packets = [x for x in present if x in self._packets]
             arrived = frozenset(packet.member for packet in packets)
-            newest = dict(sorted(arrived | folder.here))
+            here = frozenset(x for x in folder.here if not self._is_in_vain(step, x[0]))
+            newest = dict(sorted(arrived | here))
             missing = sorted(
                 (slot, incarnation)
-                for slot, incarnation in (expected | folder.here) - folder.left - arrived
+                for slot, incarnation in (expected | here) - folder.left - arrived
                 if newest.get(slot, 0) <= incarnation
             )
+            waits_for = {slot for slot, _ in missing}
             now = time.monotonic()
-            waited = now - started
-            if len(arrived) >= self.min_workers and (not missing or waited >= self.deadline):
+            waited, deadline = looked - started, self.deadline
+            if missing and self._leaves_out_most(step, {slot for slot, _ in arrived}):
+                deadline *= PATIENT_DEADLINES
+            is_enough = may_decide and len(arrived) >= self.min_workers
+            if is_enough and (not missing or waited >= deadline):
+                self._cut = step if deadline > self.deadline else self._cut
+                self._vain |= {slot: step for slot, _ in set(missing) & here - expected}
                 return self._propose(step, packets)
             if now - logged > LOG_EVERY_SECONDS:
                 logged = now
                 names = ", ".join(map(self.name_of, missing))
                 what = (
-                    f"waits for {names}, {waited:.0f} of at most {self.deadline:.0f} s"
+                    f"waits for {names}, {waited:.0f} of at most {deadline:.0f} s"
                     if len(arrived) >= self.min_workers
                     else f"{len(arrived)} of at least {self.min_workers} workers are here; has "
                     f"waited for more for {waited:.0f} s"
@@ -361,30 +527,48 @@ class Member:
                 self.tell(f"{self.unit} {step}: {what}")
             time.sleep(min((now - looked) / LOOKING_SHARE, self._longest_pause))
 
+    def _is_in_vain(self, step: int, slot: int) -> bool:
+        """Tells whether a member has announced itself lately, and then sent nothing."""
+        return bool(self._closed) and step < self._vain.get(slot, -VAIN_STEPS) + VAIN_STEPS
+
     def _propose(self, step: int, packets: list[PacketRef]) -> Manifest:
-        previous = self._hashes.get(step - 1, "")
-        proposed = Manifest(step, tuple(sorted(packets)), previous, time.time())
-        if self.store.create(records.step_key("manifests", step), data := records.encode(proposed)):
-            return self._keep(step, proposed, data)
+        if self._closed and (there := self.manifest(step)):  # written while it read packets
+            return there
+        named = self._name_roster() if self._closed else ""
+        packets, key = sorted(packets), records.step_key("manifests", step)
+        lost = self._lost.get(step - 1, ())
+        proposed = Manifest(step, tuple(packets), self.head(step - 1), time.time(), named, lost)
+        data = records.encode(proposed)
+        if self.store.create(key, data):
+            return self._keep(step, proposed)
+        if self._closed and self.manifest(step) is None:  # members do not take what stands there
+            self.store.put(key, data)
         return self._decided(step)
+
+    def _name_roster(self) -> str:
+        """Returns the newest roster, which this worker looks for from time to time."""
+        assert self._closed is not None
+        if time.monotonic() - self._looked_for_roster > ROSTER_SECONDS:
+            self._closed.look_for_roster()
+            self._looked_for_roster = time.monotonic()
+        return roster.named(self._closed.roster)
 
     def _decided(self, step: int) -> Manifest:
         """Returns the manifest of a decided step, which the store may not show at once."""
         return self._retry(f"the manifest of {self.unit} {step}", lambda: self.manifest(step))
 
-    def _folder(self, step: int) -> records.StepFolder:
-        return records.read_folder(self.store.names(records.step_key("packets", step)), self.slots)
-
     def _read(self, step: int, packets: Iterable[PacketRef], size: int | None = None) -> None:
         """Reads the packets that are not there yet, and keeps those of the right hash and size."""
-        sent = {records.packet_key(step, packet): packet for packet in packets}
-        missing = sent.keys() - self._packets.keys()
+        held, packets = self._steps.payloads(step), set(packets) - self._packets.keys()
+        sent = {self._steps.key(step, packet): packet for packet in packets - held.keys()}
+        found = {packet: held[packet] for packet in packets & held.keys()}
+        missing = sent.keys()
         with self._transferring if missing else contextlib.nullcontext():
-            found = self._read_all(missing)
-        for key, data in found.items():
-            packet = sent[key]
+            for key, data in self._read_all(missing).items():
+                found[sent[key]] = self._steps.payload(data)
+        for packet, data in found.items():
             if records.sha256(data) == packet.sha256 and self._fits(step, packet, data, size):
-                self._packets[key] = data
+                self._packets[packet] = data
 
     def _fits(self, step: int, packet: PacketRef, data: bytes, size: int | None) -> bool:
         """Tells whether a packet has a length that may count; says once of a worker if not."""
@@ -413,19 +597,29 @@ class Member:
         ahead = self._prefetched.pop(key, None)
         return self.store.get(key) if ahead is None else ahead
 
-    def _fetch(self, manifest: Manifest) -> ExchangeResult:
+    def _fetch(self, manifest: Manifest, lost: Collection[int] = ()) -> ExchangeResult:
         """Reads all packets that count; a worker may miss one only if it was swept."""
         step = manifest.step
-        keys = {x.slot: records.packet_key(step, x) for x in manifest.packets}
+        if self.astray:
+            return ExchangeResult(manifest, {}, True, ())
 
-        def attempt() -> ExchangeResult | None:
+        def attempt(is_last: bool = False) -> ExchangeResult | None:
+            nonlocal lost
             self._read(step, manifest.packets)
-            packets = {n: self._packets[key] for n, key in keys.items() if key in self._packets}
+            packets = {x.slot: self._packets[x] for x in manifest.packets if x in self._packets}
             counted = {packet.slot: packet for packet in manifest.packets}
-            swept = len(packets) < len(keys)
+            swept = len(packets) < len(counted)
+            if swept and is_last:
+                lost = counted.keys() - packets.keys()
+            if lost:
+                self._lost[step] = tuple(sorted(lost))
+                self._hashes[step] = records.head(manifest, lost)
+                counted = {slot: x for slot, x in counted.items() if slot not in lost}
+                packets = {slot: data for slot, data in packets.items() if slot not in lost}
+                swept = len(packets) < len(counted)
             if swept:  # which happens only after two later snapshots
                 indices = [x for x in self.store.names("snapshots") if x.endswith(".json")]
-                if sum(later > step for later in records.steps_of(indices)) < 2:
+                if sum(later > step for later in set(records.steps_of(indices))) < 2:
                     return None
             for packet in manifest.packets:
                 data = packets.get(packet.slot)
@@ -436,7 +630,13 @@ class Member:
             skipped = tuple(name for name, steps in names if not steps)
             return ExchangeResult(manifest, packets, swept, members, skipped)
 
-        return self._retry(f"a packet that counts in {self.unit} {step}", attempt)
+        try:
+            return self._retry(f"a packet that counts in {self.unit} {step}", attempt)
+        except SwarmError as error:
+            if not self._closed or (result := attempt(is_last=True)) is None:
+                raise
+            self.tell(f"{error} If most members have it, this worker goes back to a snapshot.")
+            return result
 
     def _retry(self, what: str, attempt: Callable[[], T | None]) -> T:
         started, pause = time.monotonic(), 0.01

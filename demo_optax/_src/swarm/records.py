@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
-FORMAT = 5  # of the store's objects and of packets; all workers of a run have the same
+FORMAT = 6  # of the store's objects and of packets; all workers of a run have the same
 
 MOST_TOKENS = 10**16 - 1  # of a packet
 
@@ -34,6 +34,7 @@ class PacketRef(NamedTuple):
     sha256: str
     steps: int = 1  # that count; several with rounds, 0 if none had a finite gradient
     tokens: float = 1  # the weight of the message
+    seal: str = ""  # its sender's signature, in a run for members only
 
     @property
     def member(self) -> MemberId:
@@ -45,8 +46,10 @@ class Manifest(NamedTuple):
 
     step: int  # in which the packets were built
     packets: tuple[PacketRef, ...]  # in the order of their slots, at most one per slot
-    previous: str  # SHA-256 of the manifest of the step before; "" in the first one
+    previous: str  # `head` of the step before; "" in the first one of an open run
     time: float  # seconds since 1970, by the clock of the worker that wrote it
+    roster: str = ""  # number and hash of that which holds from the next step on
+    lost: tuple[int, ...] = ()  # slots whose packets of the step before nobody applies
 
     @property
     def members(self) -> frozenset[MemberId]:
@@ -69,17 +72,23 @@ class SnapshotIndex(NamedTuple):
     parts: int
     sha256: str  # of all parts together
     digest: str  # of the arrays
+    head: str = ""  # of the step before
+    since: int = 0  # the step of the last snapshot that was attested
+    roster: str = ""  # that holds in the step
+    lost: tuple[int, ...] = ()  # slots whose packets of the step before nobody applied
 
 
 R = TypeVar("R", bound=Manifest | Claim | SnapshotIndex)
 
 _COUNT, _TEXT, _HASH = r"\d{1,10}", '".*"', '"[0-9a-f]{64}"'
 _TOKENS = r"\d{1,16}(?:\.\d{1,20})?(?:e-\d{1,2})?"  # as `packet_key` writes them
-_PACKET = rf"\[{_COUNT}, {_COUNT}, {_HASH}, {_COUNT}, {_TOKENS}\]"
+_PACKET = rf'\[{_COUNT}, {_COUNT}, {_HASH}, {_COUNT}, {_TOKENS}, "(?:[0-9a-f]{{128}})?"\]'
+ROSTER = "[0-9]{1,8} [0-9a-f]{64}"  # its number and its hash
 _PATTERNS = {  # of the JSON of each field
     "step": _COUNT,
     "packets": rf"\[{_PACKET}(, {_PACKET})*\]",
     "previous": f'""|{_HASH}',
+    "lost": rf"\[(?:{_COUNT}(?:, {_COUNT})*)?\]",
     "time": r"\d{1,11}(\.\d+)?(e-\d+)?",  # to the year 5138
     "worker": _TEXT,
     "nonce": _TEXT,
@@ -87,6 +96,9 @@ _PATTERNS = {  # of the JSON of each field
     "parts": _COUNT,
     "sha256": _HASH,
     "digest": _HASH,
+    "head": f'""|{_HASH}',
+    "since": _COUNT,
+    "roster": f'""|"{ROSTER}"',
 }
 
 
@@ -97,6 +109,8 @@ def encode(record: Manifest | Claim | SnapshotIndex) -> bytes:
 def decode(kind: type[R], data: bytes | None, key: str = "an object") -> R:
     """Decodes a record; raises `Damaged`, with its key, where it is missing or not valid."""
     values = parse(data, kind._fields, key)
+    if "lost" in kind._fields:
+        values["lost"] = tuple(values["lost"])
     if kind is Manifest:
         values["packets"] = tuple(PacketRef(*x) for x in values["packets"])
     return kind(**{name: values[name] for name in kind._fields})
@@ -127,6 +141,15 @@ def _is_valid(field: str, value: Any) -> bool:
 def sha256(data: bytes) -> str:
     """Returns the SHA-256 digest in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
+
+
+def head(manifest: Manifest, without: Iterable[int] = ()) -> str:
+    """Returns the SHA-256 of what a step decided, which the next one names.
+
+    It leaves out when that was written, and has the slots whose packets could not be read.
+    """
+    decided = encode(manifest._replace(time=0.0)) + json.dumps(sorted(without)).encode()
+    return sha256(decided)
 
 
 def claim_key(member: MemberId) -> str:
@@ -197,6 +220,12 @@ def step_of(name: str) -> int | None:
     """Returns the step of a name such as ``00000042/…``, or None for other names."""
     match = re.match(r"(\d{8,})(?:[/.]|$)", name)
     return int(match[1]) if match else None
+
+
+def step_in(key: str) -> int | None:
+    """Returns the step that an object belongs to, if it belongs to one."""
+    folder, _, name = key.partition("/")
+    return step_of(name) if folder in ("packets", "manifests", "snapshots", "attested") else None
 
 
 def steps_of(names: Iterable[str]) -> list[int]:

@@ -4,7 +4,8 @@ import contextlib
 import re
 import time
 
-from demo_optax._src.swarm import records
+from demo_optax._src.swarm import records, roster
+from demo_optax._src.swarm.members_only import MembersOnly
 from demo_optax._src.swarm.records import Claim, Damaged, Manifest, MemberId, SwarmError
 from demo_optax._src.swarm.store import Store, in_parallel
 
@@ -12,21 +13,36 @@ IDLE_STEPS = 100  # a slot may be taken over if its owner took part in none of t
 IDLE_SECONDS = 600.0  # and claimed it longer ago than this
 CLAIM_TRIES = 100
 POLL_SECONDS = 0.02
+FIRST_SECOND = 1_700_000_000  # since 1970: incarnations have nine digits
 
 _CLAIM = re.compile("([0-9]{3,9})/([0-9]{6,9})")  # the next incarnation has a valid number, too
 
 
 def claim(store: Store, worker: str, nonce: str, slots: int) -> MemberId:
     """Claims the worker's previous slot, a free one, or that of a worker that is gone."""
+    if not (is_closed := isinstance(store, MembersOnly)) and store.get(roster.KEY) is not None:
+        raise SwarmError(
+            "the run there is for members only: give this worker --key with its key and --owner "
+            "with the owner's public line, as MembersOnly takes them."
+        )
     taken: dict[int, int] = {}  # incarnations that a listing may not show yet
     for _ in range(CLAIM_TRIES):
         newest = newest_claims(store)
-        slot = _choose(store, worker, newest, slots)
+        slot = store.slot if is_closed else None
+        if slot is None:
+            slot = _choose(store, worker, newest, slots)
+        elif slot >= slots:
+            raise SwarmError(
+                f"{worker!r} has slot {slot} of the roster, and slots={slots}: give all workers at "
+                f"least slots={slot + 1}."
+            )
         incarnation = max(newest[slot][0] if slot in newest else 0, taken.get(slot, 0)) + 1
+        if is_closed:  # larger than those of claims that somebody has deleted
+            incarnation = max(incarnation, int(time.time()) - FIRST_SECOND)
         key = records.claim_key((slot, incarnation))
         is_new = store.create(key, records.encode(Claim(worker, nonce, time.time())))
         # The nonce tells whether the claim is its own, and only the store's answer was lost.
-        if is_new or read_claim(store, (slot, incarnation)).nonce == nonce:
+        if is_new or _nonce(store, key) == nonce:
             return slot, incarnation
         taken[slot] = incarnation
         time.sleep(POLL_SECONDS)
@@ -48,10 +64,22 @@ def newest_claims(store: Store) -> dict[int, tuple[int, Claim]]:
 
 
 def read_claim(store: Store, member: MemberId) -> Claim:
-    """Reads a claim; unreadable ones, as of names that cannot be printed, are as if expired."""
+    """Reads a claim; unreadable ones, as of names that cannot be printed, are as if expired.
+
+    With keys the names are those of the roster.
+    """
+    if (entry := getattr(store, "roster", None)) is not None:
+        names = {x.slot: x.public.name for x in entry.entries}
+        return Claim(names.get(member[0], f"slot {member[0]}"), "", 0.0)
     with contextlib.suppress(Damaged):
         return records.decode(Claim, store.get(records.claim_key(member)))
     return Claim(f"slot {member[0]}", "", 0.0)
+
+
+def _nonce(store: Store, key: str) -> str:
+    with contextlib.suppress(Damaged):
+        return records.decode(Claim, store.get(key)).nonce
+    return ""
 
 
 def last_manifests(store: Store, number: int | None = None) -> list[Manifest]:

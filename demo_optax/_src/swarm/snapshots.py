@@ -6,20 +6,30 @@ packets need not wait long for a slow link. Orbax writes a checkpoint with all p
 but a single process writes a snapshot, in a thread, while the others train.
 """
 
+import contextlib
 import hashlib
 import itertools
 import math
+import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._src.swarm import records
-from demo_optax._src.swarm.member import Member
-from demo_optax._src.swarm.records import Damaged, Manifest, SnapshotIndex, SwarmError
+from demo_optax._src.swarm import records, roster
+from demo_optax._src.swarm.member import CUT_STEPS, Member
+from demo_optax._src.swarm.members_only import MembersOnly
+from demo_optax._src.swarm.records import (
+    Damaged,
+    Manifest,
+    MemberId,
+    SnapshotIndex,
+    SwarmError,
+)
 from demo_optax._src.swarm.store import PART, Store, in_parallel
 
 Leaves = list[np.ndarray]
@@ -27,7 +37,10 @@ Leaves = list[np.ndarray]
 NUM_KEPT = 2
 READ_TRIES = 5
 LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
+SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
 POLL_SECONDS = 0.25
+
+_INDEX = re.compile(r"(\d{8,10})(?:\.(\d{3,9}))?\.json")
 
 
 def digest(leaves: Leaves) -> str:
@@ -40,33 +53,113 @@ def digest(leaves: Leaves) -> str:
 
 
 def write(
-    store: Store, step: int, leaves: Leaves, before_part: Callable[[], object] = lambda: None
+    store: Store,
+    step: int,
+    leaves: Leaves,
+    before_part: Callable[[], object] = lambda: None,
+    slot: int | None = None,
+    **chain: Any,
 ) -> bool:
-    """Writes a snapshot; the first one of a step stands. Returns whether it is this one."""
+    """Writes a snapshot; the first one of a step stands. Returns whether it is this one.
+
+    With members only each slot has one of its own in a step. Its index has the `head`, `since` and
+    `roster` that it follows.
+    """
     data = b"".join(_as_bytes(x).data for x in leaves)
     folder = records.step_key("snapshots", step)
     file, starts = f"{folder}/{uuid.uuid4().hex}", range(0, len(data), PART)
-    index = SnapshotIndex(step, file, len(starts), records.sha256(data), digest(leaves))
+    index = SnapshotIndex(step, file, len(starts), records.sha256(data), digest(leaves), **chain)
     for number, start in enumerate(starts):
         before_part()
         store.put(_part_key(file, number), data[start : start + PART])
-    key, written = f"{folder}.json", records.encode(index)
-    return store.create(key, written) or store.get(key) == written  # the answer may be lost
+    key, written = _index_key(step, slot), records.encode(index)
+    if not store.create(key, written) and store.get(key) != written:  # the answer may be lost
+        return False
+    attest(store, index)
+    return True
+
+
+def attest(store: Store, index: SnapshotIndex) -> None:
+    """Signs a snapshot, in a run for members only."""
+    if isinstance(store, MembersOnly):
+        store.put(
+            _attested_key(index.step, store.slot), records.sha256(records.encode(index)).encode()
+        )
+
+
+def _attested_key(step: int, slot: int) -> str:
+    return f"{records.step_key('attested', step)}/{slot:03d}"
+
+
+def attesters(store: MembersOnly, index: SnapshotIndex) -> set[int]:
+    """Returns the slots of the members, under the newest roster too, that have signed it."""
+    signed = records.sha256(records.encode(index)).encode()
+    slots, members = store.members(index.step), store.roster.members()
+    present = [slot for slot, public in slots.items() if public == members.get(slot)]
+    found = in_parallel(lambda slot: store.get(_attested_key(index.step, slot)), present)
+    return {slot for slot, data in zip(present, found, strict=True) if data == signed}
+
+
+def is_attested(
+    store: Store, index: SnapshotIndex, known: Mapping[int, frozenset[int]] | None = None
+) -> bool:
+    """Tells whether most of the members that counted since the last one have signed a snapshot.
+
+    Those counted are taken from the manifests, which must lead to the snapshot. Before the first
+    step nobody has counted, and one signature is enough. In an open run every snapshot is believed.
+    """
+    if not isinstance(store, MembersOnly):
+        return True
+    if not store.knows(index.step, index.roster):
+        return False
+    counted = _counted(store, index, known or {})
+    if counted is None:
+        return False
+    counted &= store.roster.members().keys()
+    signed = attesters(store, index)
+    return 2 * len(signed & counted) > len(counted) if counted else bool(signed)
+
+
+def _counted(
+    store: MembersOnly, index: SnapshotIndex, known: Mapping[int, frozenset[int]]
+) -> set[int] | None:
+    """Returns who counted before a snapshot, or None if the manifests do not lead to it."""
+    steps = range(index.since, index.step)
+    if all(step in known for step in steps):
+        return set().union(*(known[step] for step in steps))
+    found = in_parallel(lambda step: store.get(records.step_key("manifests", step)), steps)
+    counted, before = set(), None
+    for step, data in zip(steps, found, strict=True):
+        try:
+            manifest = records.decode(Manifest, data)
+        except Damaged:
+            return None
+        signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)
+        follows = before is None or records.head(before, manifest.lost) == manifest.previous
+        if manifest.step != step or not follows or not all(signed):
+            return None
+        before, counted = manifest, counted | {x.slot for x in manifest.packets}
+    return counted if before is None or records.head(before, index.lost) == index.head else None
+
+
+def _index_key(step: int, slot: int | None) -> str:
+    of_slot = "" if slot is None else f".{slot:03d}"
+    return f"{records.step_key('snapshots', step)}{of_slot}.json"
 
 
 def _part_key(file: str, number: int) -> str:
     return f"{file}/{number:06d}"
 
 
-def read_index(store: Store, step: int) -> SnapshotIndex | None:
+def read_index(store: Store, step: int, slot: int | None = None) -> SnapshotIndex | None:
     """Reads the index of a snapshot, if there is one; raises `Damaged` where it is not valid."""
-    folder = records.step_key("snapshots", step)
-    data = store.get(f"{folder}.json")
+    key = _index_key(step, slot)
+    data = store.get(key)
     if data is None:
         return None
-    index = records.decode(SnapshotIndex, data, f"{folder}.json")
-    if index.step != step or not index.file.startswith(f"{folder}/"):
-        raise Damaged(f"{folder}.json must not name the file {index.file!r}.")
+    index = records.decode(SnapshotIndex, data, key)
+    if index.step != step or not index.file.startswith(f"{records.step_key('snapshots', step)}/"):
+        raise Damaged(f"{key} must not name the file {index.file!r}.")
     return index
 
 
@@ -109,19 +202,29 @@ def read(
     return leaves
 
 
-def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[int, Leaves]:
-    """Returns the step and the arrays of the newest snapshot; writes the first one of a run.
+def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[SnapshotIndex, Leaves]:
+    """Returns the index and the arrays of the newest snapshot; writes the first one of a run.
 
     Snapshots before the step ``first`` are of no use to the worker.
     """
     if not steps_of(store):
-        write(store, 0, own)
+        chain: dict[str, Any] = {}
+        if isinstance(store, MembersOnly):
+            chain["roster"] = roster.named(store.roster)
+        write(store, 0, own, **chain)
     failures: list[str] = []
     for _ in range(READ_TRIES):  # a snapshot that is swept meanwhile has a successor
-        for step in reversed([step for step in steps_of(store) if step >= first]):
+        for step, slot in [x for x in _newest(store) if x[0] >= first]:
             try:
-                if (index := read_index(store, step)) is not None:
-                    return step, read(store, index, like=own)
+                if (index := read_index(store, step, slot)) is None:
+                    continue
+                if not is_attested(store, index):
+                    failures.append(f"most of those before have not signed that of step {step}")
+                    continue
+                leaves = read(store, index, like=own)
+                if step == 0:
+                    attest(store, index)
+                return index, leaves
             except Damaged as error:
                 failures.append(str(error))
     reasons = "; ".join(dict.fromkeys(failures)) or f"none of step {first} or later is there"
@@ -131,9 +234,30 @@ def read_newest(store: Store, own: Leaves, first: int = 0) -> tuple[int, Leaves]
     )
 
 
+def _newest(store: Store) -> list[tuple[int, int | None]]:
+    """Returns the steps and slots of all snapshots, the newest ones first."""
+    found = filter(None, map(_INDEX.fullmatch, store.names("snapshots")))
+    pairs = [(int(x[1]), int(x[2]) if x[2] else None) for x in found]
+    return sorted(pairs, key=lambda pair: pair[0], reverse=True)
+
+
 def steps_of(store: Store) -> list[int]:
     """Returns the steps of all complete snapshots, in order."""
-    return records.steps_of(x for x in store.names("snapshots") if x.endswith(".json"))
+    return sorted({step for step, _ in _newest(store)})
+
+
+def attested_steps(store: Store, until: int, number: int = 0) -> list[int]:
+    """Returns the steps of the newest snapshots that are believed, in order."""
+    found: set[int] = set()
+    for step, slot in [x for x in _newest(store) if x[0] <= until]:
+        with contextlib.suppress(Damaged):
+            if not isinstance(store, MembersOnly) or (
+                (index := read_index(store, step, slot)) and is_attested(store, index)
+            ):
+                found.add(step)
+                if len(found) == number:
+                    break
+    return sorted(found)
 
 
 def sweep(store: Store, step: int) -> None:
@@ -141,10 +265,10 @@ def sweep(store: Store, step: int) -> None:
 
     The caller has written the snapshot of this step, and can tell nothing of later ones.
     """
-    kept = [x for x in steps_of(store) if x <= step][-NUM_KEPT:]
+    kept = attested_steps(store, step, NUM_KEPT)
     if len(kept) < NUM_KEPT:
         return
-    for folder in "packets", "snapshots":
+    for folder in "packets", "snapshots", "attested":
         steps = {name: records.step_of(name) for name in store.names(folder)}
         old = [name for name, of in steps.items() if of is not None and of < kept[0]]
         # An index is deleted before its file, so that whoever reads an index finds the file.
@@ -190,6 +314,7 @@ class SnapshotTurns:
         self._compared: Future[Comparison | None] | None = None
         self._awaited = -1  # the step whose snapshot is awaited
         self._last = 0  # the last step that had a turn
+        self._attested = 0  # the last step whose snapshot most members have signed
 
     def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
         """Writes a snapshot of the arrays before a step, or compares them with its writer's.
@@ -198,17 +323,21 @@ class SnapshotTurns:
         an earlier snapshot, or whose parameters are not finite, writes none.
         """
         members, self._last = [packet.member for packet in manifest.packets], step
-        if members[step // self.every % len(members)] != self.member.me:
+        writer = members[step // self.every % len(members)]
+        if writer != self.member.me:
             if self._compared is None:
                 self._awaited = step
-                self._compared = self._threads.submit(self._compare, step, shared, num_params)
+                chain, slot = self._chain(step), self._slot_in_index(writer)
+                self._compared = self._threads.submit(
+                    self._compare, step, slot, shared, num_params, chain
+                )
         elif self._written and not self._written.done():
             self._warn(step, "was not written, since an earlier one is still being written")
         elif not is_finite(shared[:num_params]):
             self._warn(step, "was not written, since this worker's parameters are not finite")
         else:  # its own arrays are newer than those that it still compares
             self._awaited, self._compared = -1, None
-            self._written = self._threads.submit(self._write, step, shared)
+            self._written = self._threads.submit(self._write, step, shared, self._chain(step))
 
     def comparison(self) -> Comparison | None:
         """Returns the last comparison once it has ended, and only once."""
@@ -221,27 +350,60 @@ class SnapshotTurns:
         self._awaited = -1
         self._threads.shutdown(wait=True)
 
-    def _write(self, step: int, shared: Leaves) -> None:
+    def _chain(self, step: int) -> dict[str, Any]:
+        """Returns what the index of a snapshot must say of the steps before."""
+        store = self.member.store
+        if not isinstance(store, MembersOnly):
+            return {"head": self.member.head(step - 1)}
+        named = f"{(number := store.number_at(step))} {store.roster.hash_of(number)}"
+        lost = self.member.lost(step - 1)
+        return {"head": self.member.head(step - 1), "roster": named, "lost": lost}
+
+    def _slot_in_index(self, writer: MemberId) -> int | None:
+        return writer[0] if isinstance(self.member.store, MembersOnly) else None
+
+    def _last_attested(self, before: int) -> int:
+        """Returns the step of the newest snapshot that most members have signed."""
+        store, known = self.member.store, self.member.counted
+        for step, slot in [x for x in _newest(store) if self._attested < x[0] < before]:
+            with contextlib.suppress(Damaged):
+                index = read_index(store, step, slot)
+                if index is not None and is_attested(store, index, known):
+                    self._attested = step
+                    break
+        for step in [x for x in list(known) if x < min(self._attested, before - CUT_STEPS)]:
+            known.pop(step, None)
+        return self._attested
+
+    def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
         try:
             store, wait = self.member.store, self.member.wait_for_transfers
-            if write(store, step, shared, before_part=wait):
+            if isinstance(store, MembersOnly):
+                chain["since"] = self._last_attested(step)
+            slot = self._slot_in_index(self.member.me)
+            if write(store, step, shared, wait, slot, **chain):
                 sweep(store, step)
             else:
                 self._warn(step, "was not written, since another one stands in its place")
         except (OSError, Damaged) as error:  # another worker writes the next one
             self._warn(step, f"was not written: {error}")
 
-    def _compare(self, step: int, own: Leaves, num_params: int) -> Comparison | None:
+    def _compare(
+        self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]
+    ) -> Comparison | None:
         """Awaits a step's snapshot; returns None if none comes, or it cannot be read."""
         store, own_digest = self.member.store, digest(own)
         try:
-            while (index := read_index(store, step)) is None and self._awaited == step:
+            while (index := read_index(store, step, slot)) is None and self._awaited == step:
                 if any(step < later <= self._last for later in steps_of(store)):
                     return None  # its writer was gone, or skipped it
                 time.sleep(POLL_SECONDS)
             if index is None or self._awaited != step:
                 return None
+            may_sign = self._agrees(index, chain)
             if index.digest == own_digest:
+                if may_sign:
+                    attest(store, index)
                 return step, 0.0, None
             leaves = read(store, index, own, before_part=self.member.wait_for_transfers)
         except (OSError, Damaged) as error:
@@ -256,14 +418,36 @@ class SnapshotTurns:
         ]
         drift = float(np.max(drifts))
         is_own_broken = not math.isfinite(drift) and is_finite(leaves)
-        if drift < LARGEST_DRIFT or is_own_broken:
+        is_closed = isinstance(store, MembersOnly)
+        if may_sign and drift <= SIGNED_DRIFT:
+            attest(store, index)
+        if drift <= SIGNED_DRIFT or is_own_broken or (drift < LARGEST_DRIFT and not is_closed):
+            return (step, drift, leaves) if self._is_believed(index) else None
+        differs = f"differs from this worker's parameters or state by {drift:.2g} of their norm"
+        if is_closed and self._is_believed(index):
+            self._warn(step, f"{differs}, and was taken over, since most members have signed it")
             return step, drift, leaves
         self._warn(
             step,
-            f"differs from this worker's parameters or state by {drift:.2g} of their norm, more "
-            "than rounding explains, and was not taken over: stop the worker that is wrong",
+            f"{differs}, more than rounding explains, and was not taken over: stop the worker that "
+            "is wrong",
         )
         return step, drift, None
+
+    def _agrees(self, index: SnapshotIndex, chain: dict[str, Any]) -> bool:
+        """Tells whether this worker has come to the snapshot on the way that its index says."""
+        there = {name: getattr(index, name) for name in chain}
+        is_long = index.step - index.since >= self.every or not index.since
+        return there == chain and is_long and index.since <= self._last_attested(index.step)
+
+    def _is_believed(self, index: SnapshotIndex) -> bool:
+        """Waits until most members have signed a snapshot; none is taken over before."""
+        store = self.member.store
+        while not is_attested(store, index, self.member.counted):
+            if self._awaited != index.step or self._last > index.step:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
 
     def _warn(self, step: int, what: str) -> None:
         self.member.tell(f"the snapshot before {self.member.unit} {step} {what}")

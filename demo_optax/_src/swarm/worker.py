@@ -15,7 +15,7 @@ from demo_optax._src.local_state import nodes
 from demo_optax._src.momentum import DecoupledMomentumState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.processes import by_lead, is_lead
-from demo_optax._src.swarm import agreement, replicated_state, snapshots
+from demo_optax._src.swarm import agreement, records, replicated_state, snapshots
 from demo_optax._src.swarm.member import ExchangeResult, Left, Member
 from demo_optax._src.swarm.programs import compile_programs, require_optimizer
 from demo_optax._src.swarm.records import Manifest, SwarmError
@@ -461,7 +461,15 @@ class SwarmWorker:
     def _jump(self, params, opt_state, first: int = 0) -> tuple[Any, Any]:
         """Takes over the newest snapshot; the first worker of a run writes one."""
         own = list(map(to_host, shared_leaves(params, opt_state)))
-        self.number, leaves = by_lead(lambda: snapshots.read_newest(self.member.store, own, first))
+
+        def read() -> tuple[int, Any]:
+            member = self.member
+            first_step = 0 if member.astray else first
+            index, leaves = snapshots.read_newest(member.store, own, first_step)
+            member.go_on_from(index, records.sha256(records.encode(index)))
+            return index.step, leaves
+
+        self.number, leaves = by_lead(read)
         return replace_leaves(self._programs.shardings, params, opt_state, leaves)
 
     def _take_snapshot(self, params, opt_state, manifest: Manifest) -> None:

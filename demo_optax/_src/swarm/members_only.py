@@ -1,0 +1,255 @@
+"""The store of a run for members only: what no member has signed does not exist in it.
+
+It is a `Store` itself, so that the rest of the swarm knows nothing of signatures. Its objects have
+names that nobody without the run's secret can tell in advance.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+
+from demo_optax._src.swarm import records, roster, seals
+from demo_optax._src.swarm.records import Damaged, PacketRef, SwarmError
+from demo_optax._src.swarm.roster import Roster
+from demo_optax._src.swarm.seals import SIGNATURE_BYTES
+from demo_optax._src.swarm.store import Store, log
+
+HEAD = SIGNATURE_BYTES + 6  # of a sealed object: the signature, the roster's number, the slot
+
+_OWN = re.compile(  # written by this slot alone
+    r"(?:slots/|(?:attested|packets)/\d{8,10}/|snapshots/\d{8,10}\.)(\d{3,9})(?:[/.]|$)"
+)
+_PART = re.compile(r"snapshots/\d{8,10}/[0-9a-f]{32}/\d{6}")  # an index has its hash
+_TAGGED = re.compile(r"(.*/)?([0-9a-f]{32})\.([^/]+)", re.DOTALL)
+
+
+class MembersOnly(Store):
+    """A store in which only what members of the owner's roster have signed exists.
+
+    Args:
+      store: the store, to which anybody may write.
+      key: the file of this member's key, or of the owner's, which can only read.
+      owner: the file of the owner's public line.
+      at_least: the lowest number of a roster to believe, as the owner says.
+
+    Raises:
+      SwarmError: there is no such roster, or the key is not in it.
+
+    Example:
+      >>> import os, tempfile
+      >>> from demo_optax._src.swarm import roster, seals
+      >>> from demo_optax.swarm import ObjectStore
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> keys = {name: os.path.join(folder.name, name) for name in ("owner", "paris")}
+      >>> publics = {name: seals.make_key(f"{file}.key", name) for name, file in keys.items()}
+      >>> for name, file in keys.items():
+      ...     _ = open(f"{file}.pub", "w").write(publics[name].line)
+      >>> anybody = ObjectStore(os.path.join(folder.name, "run"))
+      >>> owner = seals.read_key(f"{keys['owner']}.key")
+      >>> anybody.put("roster.json", roster.change(None, owner, [publics["paris"]]))
+      >>> store = MembersOnly(anybody, f"{keys['paris']}.key", f"{keys['owner']}.pub")
+      >>> store.create("manifests/00000000", b"signed"), store.get("manifests/00000000")
+      (True, b'signed')
+      >>> anybody.get("manifests/00000000") is None
+      True
+      >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str | os.PathLike,
+        owner: str | os.PathLike,
+        *,
+        at_least: int = 0,
+    ):
+        self.inner, self.key, self.owner = store, seals.read_key(key), seals.read_public(owner)
+        self.patience = getattr(store, "patience", 60.0)
+        self._holds: list[tuple[int, int]] = []  # steps from which rosters hold, and their numbers
+        self._settings: dict[str, bytes] = {}  # that each new secret needs again
+        found = self._read_roster()
+        if found is None or found.number < at_least:
+            seen = f"number {found.number}" if found else "none"
+            raise SwarmError(
+                f"the owner's roster is needed, of number {max(at_least, 1)} or higher, but {seen} "
+                f"that {self.owner.name} signed is there: let the owner run `demo-optax swarm "
+                "roster` for this place, and give the right --owner."
+            )
+        self.roster, self._secrets = found, found.secrets(self.key)
+        if not self._secrets:
+            raise SwarmError(
+                f"the key of {self.key.name} is not in roster {found.number}: let the owner add "
+                "its public line with `demo-optax swarm roster`."
+            )
+
+    @property
+    def url(self) -> str:
+        return getattr(self.inner, "url", "")
+
+    @property
+    def slot(self) -> int:
+        """This member's slot; raises SwarmError where it has none any more."""
+        signs = self.key.public.signs
+        for slot, public in self.roster.members().items():
+            if public.signs == signs:
+                return slot
+        raise SwarmError(
+            f"{self.key.name} is no member under roster {self.roster.number}: ask the owner."
+        )
+
+    def members(self, step: int) -> dict[int, seals.Public]:
+        """Returns the members by slot that may take part in a step."""
+        return self.roster.members(self.number_at(step) or self.roster.number)
+
+    def number_at(self, step: int | None) -> int:
+        """Returns the number of the roster that holds in a step, or 0 where this is not known."""
+        if step is None:
+            return 0
+        return max((number for first, number in self._holds if first <= step), default=0)
+
+    def begin(self, step: int, named: str) -> None:
+        """Says which roster holds from a snapshot on."""
+        self._holds = [(step, roster.number_of(named))]
+
+    def knows(self, step: int, named: str) -> bool:
+        """Tells whether a roster is there that may hold from a step on: numbers never fall."""
+        number = roster.number_of(named)
+        if number > self.roster.number:
+            self.look_for_roster()
+        is_there = named == f"{number} {self.roster.hash_of(number)}"
+        return is_there and number >= self.number_at(step)
+
+    def hold(self, step: int, named: str) -> None:
+        """Lets a roster hold from a step on."""
+        if (number := roster.number_of(named)) > self.number_at(step):
+            self._holds = [*self._holds, (step, number)]
+            for key, body in self._settings.items():
+                self.create(key, body)
+
+    def look_for_roster(self) -> None:
+        """Takes over a roster of a higher number, if there is one."""
+        found = self._read_roster()
+        if found is not None and found.number > self.roster.number:
+            is_known = self.roster.sha256 in found.earlier
+            if is_known and (opened := found.secrets(self.key)):
+                self._secrets = opened
+            self.roster = found if is_known else self.roster
+
+    def sign(self, step: int, packet: PacketRef, previous: str, kind: str = "packet") -> PacketRef:
+        """Returns a reference with this member's signature."""
+        said = self._said(kind, step, packet, previous)
+        return packet._replace(seal=self.key.sign(*said).hex())
+
+    def is_signed(self, step: int, packet: PacketRef, previous: str, kind: str = "packet") -> bool:
+        """Tells whether a member has signed a packet that follows this head.
+
+        Where it is not known which roster held, anybody who ever was one is a member.
+        """
+        number, said = self.number_at(step), self._said(kind, step, packet, previous)
+        rosters = [number] if number else range(1, self.roster.number + 1)
+        publics = {self.roster.members(n).get(packet.slot) for n in rosters} - {None}
+        seal = bytes.fromhex(packet.seal)
+        return any(x is not None and seals.is_signed(x.signs, seal, *said) for x in publics)
+
+    def _said(self, kind: str, step: int, packet: PacketRef, previous: str) -> tuple:
+        fields = (str(x) for x in packet[:-1])
+        return kind, self.roster.run, step, *fields, previous
+
+    def put(self, key: str, data: bytes) -> None:
+        self.inner.put(self._name(key), self._sealed(key, data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Writes an object unless a valid one exists; what is not valid is overwritten."""
+        if records.step_in(key) is None:
+            self._settings |= {} if key.startswith("slots/") else {key: data}
+            if self.get(key) is not None:
+                return False
+        sealed = self._sealed(key, data)
+        if self.inner.create(self._name(key), sealed):
+            return True
+        if self.get(key) is not None:
+            return False
+        self.inner.put(self._name(key), sealed)
+        return self.get(key) == data  # others may have done the same
+
+    def get(self, key: str) -> bytes | None:
+        for generation in self._generations(key):
+            with contextlib.suppress(Damaged):  # much too large
+                data = self.inner.get(self._name(key, generation))
+                body = data if _PART.fullmatch(key) else self._opened(key, data)
+                if body is not None:
+                    return body
+        return None
+
+    def names(self, folder: str) -> list[str]:
+        return sorted(filter(None, (self._plain(folder, x) for x in self.inner.names(folder))))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        every = range(len(self._secrets))
+        self.inner.delete(sorted({self._name(key, n) for key in keys for n in every}))
+
+    def _read_roster(self) -> Roster | None:
+        with contextlib.suppress(Damaged):
+            return roster.parse(self.inner.get(roster.KEY), self.owner)
+        return None
+
+    def _generations(self, key: str) -> Sequence[int]:
+        number = self.number_at(records.step_in(key))
+        return [self._current(number)] if number else range(len(self._secrets))[::-1]
+
+    def _current(self, number: int) -> int:
+        return min(self.roster.generation(number), len(self._secrets) - 1)
+
+    def _newest(self) -> int:
+        """Returns the number under which this member writes what belongs to no step."""
+        return self._holds[-1][1] if self._holds else self.roster.number
+
+    def _name(self, key: str, generation: int | None = None) -> str:
+        if _PART.fullmatch(key):
+            return key
+        if generation is None:
+            number = self.number_at(records.step_in(key)) or self._newest()
+            generation = self._current(number)
+        folder, slash, name = key.rpartition("/")
+        tag = seals.tag(self._secrets[generation], "name", self.roster.run, key)[:16].hex()
+        return f"{folder}{slash}{tag}.{name}"
+
+    def _plain(self, folder: str, name: str) -> str | None:
+        """Returns the name of an object without its tag, or None if the tag is wrong."""
+        if _PART.fullmatch(f"{folder}/{name}"):
+            return name
+        if (match := _TAGGED.fullmatch(name)) is None:
+            return None
+        plain = (match[1] or "") + match[3]
+        key = f"{folder}/{plain}"
+        names = {self._name(key, n) for n in range(len(self._secrets))}
+        return plain if f"{folder}/{name}" in names else None
+
+    def _sealed(self, key: str, body: bytes) -> bytes:
+        if _PART.fullmatch(key):
+            return body
+        number = self.number_at(records.step_in(key)) or self._newest()
+        about = number.to_bytes(4, "big") + self.slot.to_bytes(2, "big")
+        digest = records.sha256(body)
+        return self.key.sign("object", self.roster.run, key, about, digest) + about + body
+
+    def _opened(self, key: str, data: bytes | None) -> bytes | None:
+        """Returns what a member has signed under this key, else None."""
+        if data is None or len(data) < HEAD:
+            return None
+        signature, about, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:HEAD], data[HEAD:]
+        number, slot = int.from_bytes(about[:4], "big"), int.from_bytes(about[4:], "big")
+        step, own = records.step_in(key), _OWN.match(key)
+        held = self.number_at(step)
+        public = self.roster.members(number).get(slot)
+        if step is None and public not in self.roster.members().values():
+            public = None  # who was taken out says nothing more of the run
+        is_foreign = own is not None and int(own[1]) != slot
+        if public is None or not 0 < number <= self.roster.number or is_foreign:
+            log.info("%s is of no member", key)
+            return None
+        if held and public != self.roster.members(held).get(slot):
+            return None
+        said = "object", self.roster.run, key, about, records.sha256(body)
+        return body if seals.is_signed(public.signs, signature, *said) else None

@@ -1,0 +1,130 @@
+"""The roster of a run for members only: who may take part, as the owner has signed it.
+
+There is one object, which the owner alone replaces. It holds all of its history: who was a member
+under each number follows from the newest one.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from demo_optax._src.swarm import records, seals
+from demo_optax._src.swarm.records import Damaged, SwarmError
+from demo_optax._src.swarm.seals import SIGNATURE_BYTES, Key, Public
+
+KEY = "roster.json"
+
+
+class Entry(NamedTuple):
+    """A member, and the numbers of the rosters that it is in."""
+
+    public: Public
+    slot: int
+    first: int
+    last: int = 0  # 0 while it is a member
+
+
+class Roster(NamedTuple):
+    """What the owner has signed."""
+
+    run: str  # 32 digits, which follow from the owner's key
+    number: int  # grows by 1 with each change
+    entries: tuple[Entry, ...]
+    generations: tuple[int, ...]  # numbers from which there was a new secret
+    earlier: tuple[str, ...]  # hashes of the rosters before
+    boxes: dict[str, str]  # all secrets, sealed for each member and the owner
+    sha256: str = ""  # of this one
+
+    def members(self, number: int = 0) -> dict[int, Public]:
+        """Returns the members by slot, under this number or an earlier one."""
+        at = number or self.number
+        return {x.slot: x.public for x in self.entries if x.first <= at <= (x.last or at)}
+
+    def generation(self, number: int) -> int:
+        """Returns which secret holds under a number."""
+        return max(sum(first <= number for first in self.generations) - 1, 0)
+
+    def hash_of(self, number: int) -> str:
+        hashes = *self.earlier, self.sha256
+        return hashes[number - 1] if 0 < number <= len(hashes) else ""
+
+    def secrets(self, key: Key) -> list[bytes]:
+        """Returns the secrets of all generations, if they were sealed for this key."""
+        signs = key.public.signs
+        box = bytes.fromhex(self.boxes.get(signs, ""))
+        content = key.open_box(box, "secrets", self.run, self.number, signs) or b""
+        return [content[start : start + 32] for start in range(0, len(content), 32)]
+
+
+def parse(data: bytes | None, owner: Public) -> Roster | None:
+    """Reads a roster if the owner has signed these bytes; else it is as if there was none."""
+    signature, body = (data or b"")[:SIGNATURE_BYTES], (data or b"")[SIGNATURE_BYTES:]
+    if not seals.is_signed(owner.signs, signature, "roster", body):
+        return None
+    values = json.loads(body)
+    entries = tuple(Entry(Public(*public), *rest) for public, *rest in values.pop("entries"))
+    values |= {name: tuple(values[name]) for name in ("generations", "earlier")}
+    return Roster(**values, entries=entries, sha256=records.sha256(body))
+
+
+def change(
+    roster: Roster | None, owner: Key, added: Iterable[Public] = (), without: Collection[str] = ()
+) -> bytes:
+    """Returns the signed bytes of the next roster; taking somebody out makes a new secret."""
+    number = roster.number + 1 if roster else 1
+    entries = list(roster.entries) if roster else []
+    present = {x.public.name for x in entries if not x.last}
+    if unknown := set(without) - present:
+        raise SwarmError(
+            f"{', '.join(sorted(unknown))} cannot be taken out: give names of members, which are "
+            f"{', '.join(sorted(present)) or 'nobody'}."
+        )
+    entries = [
+        x._replace(last=number - 1) if x.public.name in without and not x.last else x
+        for x in entries
+    ]
+    for public in added:
+        members = [x for x in entries if not x.last]
+        if any(x.public == public for x in members):
+            continue
+        for x in members:
+            if {x.public.name, x.public.signs, x.public.opens} & set(public):
+                raise SwarmError(
+                    f"{public.name} has the name or the key of the member {x.public.name}: give "
+                    f"another one, or take it out first with --without {x.public.name}."
+                )
+        taken = {x.slot for x in members}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        entries.append(Entry(public, slot, number))
+    if not (members := [x.public for x in entries if not x.last]):
+        raise SwarmError("a roster needs a member: give the public line of at least one.")
+    known = roster.secrets(owner) if roster else []
+    if roster and len(known) != len(roster.generations):
+        raise SwarmError("this owner's key does not open the secrets: give the key that made them.")
+    generations = roster.generations if roster else ()
+    if without or not known:
+        known, generations = [*known, secrets.token_bytes(32)], (*generations, number)
+    run = records.sha256(owner.public.signs.encode())[:32]
+    boxes = {
+        x.signs: seals.close_box(x, b"".join(known), "secrets", run, number, x.signs).hex()
+        for x in [*members, owner.public]
+    }
+    earlier = (*roster.earlier, roster.sha256) if roster else ()
+    values = Roster(run, number, tuple(entries), generations, earlier, boxes)._asdict()
+    del values["sha256"]
+    body = json.dumps(values).encode()
+    return owner.sign("roster", body) + body
+
+
+def named(roster: Roster) -> str:
+    """Returns how a manifest names a roster."""
+    return f"{roster.number} {roster.sha256}"
+
+
+def number_of(name: str) -> int:
+    """Returns the number in the name of a roster, or 0 in an open run."""
+    if name and not re.fullmatch(records.ROSTER, name):
+        raise Damaged(f"{name!r} names no roster.")
+    return int(name.partition(" ")[0]) if name else 0
