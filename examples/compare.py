@@ -38,7 +38,7 @@ class Comparison(Config):
 
 
 def main() -> None:
-    default = Comparison(steps=300, evaluate_every=30, log_dir="runs")
+    default = Comparison(steps=400, evaluate_every=40, log_dir="runs")
     config = configuration.from_command_line(__doc__, default=default)
     folder = config.log_dir or "runs"
     names = config.optimizer
