@@ -203,7 +203,7 @@ def test_no_name_or_key_is_in_a_roster_twice(run):
     (run.folder / "second").mkdir()
     seals.make_key(run.folder / "second" / "paris.key", "paris")
     other = seals.read_key(run.folder / "second" / "paris.key").public
-    with pytest.raises(SwarmError, match="paris has the name or the key of the member paris"):
+    with pytest.raises(SwarmError, match="'paris' has the name or the key of the member 'paris'"):
         roster.change(run.roster(), run.key("owner"), [other])
     again = roster.change(run.roster(), run.key("owner"), [run.key("paris").public])
     assert len(roster.parse(again, run.key("owner").public).members()) == 3

@@ -92,7 +92,7 @@ def change(
         for x in members:
             if {x.public.name, x.public.signs, x.public.opens} & set(public):
                 raise SwarmError(
-                    f"{public.name} has the name or the key of the member {x.public.name}: give "
+                    f"{public.name!r} has the name or the key of the member {x.public.name!r}: give "
                     f"another one, or take it out first with --without {x.public.name}."
                 )
         taken = {x.slot for x in members}
