@@ -92,8 +92,8 @@ def change(
         for x in members:
             if {x.public.name, x.public.signs, x.public.opens} & set(public):
                 raise SwarmError(
-                    f"{public.name!r} has the name or the key of the member {x.public.name!r}: give "
-                    f"another one, or take it out first with --without {x.public.name}."
+                    f"{public.name!r} has the name or the key of the member {x.public.name!r}: "
+                    f"give another one, or take it out first with --without {x.public.name}."
                 )
         taken = {x.slot for x in members}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
