@@ -190,8 +190,8 @@ def test_a_roster_that_another_owner_signed_does_not_exist(run):
 @pytest.mark.parametrize(
     ("added", "without", "said"),
     [
-        ((), ("lima",), "lima cannot be taken out: give names of members, which are oslo, paris"),
-        ((), NAMES, "a roster needs a member"),
+        ((), ("lima",), "'lima' cannot be taken out: give names of members, which are oslo, paris"),
+        ((), NAMES, "roster 2 needs a member"),
     ],
 )
 def test_a_roster_names_members_and_has_some(run, added, without, said):
@@ -203,7 +203,7 @@ def test_no_name_or_key_is_in_a_roster_twice(run):
     (run.folder / "second").mkdir()
     seals.make_key(run.folder / "second" / "paris.key", "paris")
     other = seals.read_key(run.folder / "second" / "paris.key").public
-    with pytest.raises(SwarmError, match="paris has the name or the key of the member paris"):
+    with pytest.raises(SwarmError, match="'paris' has the name or the key of the member 'paris'"):
         roster.change(run.roster(), run.key("owner"), [other])
     again = roster.change(run.roster(), run.key("owner"), [run.key("paris").public])
     assert len(roster.parse(again, run.key("owner").public).members()) == 3
@@ -694,3 +694,40 @@ def test_no_byte_of_a_packet_is_parsed_before_its_signature_was_verified(run, mo
     assert paris._steps._read(0, 1) is None and not any(parsed)
     run.anybody.put(name, genuine)
     assert paris._steps._read(0, 1).payload == b"x" and any(parsed)
+
+
+def test_a_worker_whose_snapshots_nobody_signs_stops_until_the_owner_takes_the_others_out(tmp_path):
+    run, said = numbered(tmp_path), []
+    workers = make_workers(run, ["worker-0", "worker-1"], snapshot_every=2, deadline=0.2)
+    states = [swarms.begin(worker) for worker in workers]
+    both = [
+        functools.partial(swarms.take_steps, x, 1, y) for x, y in zip(workers, states, strict=True)
+    ]
+    alone, state = workers[0], together(both)[0][0]  # the other one is gone without a word
+    alone.member.tell = said.append
+    going = threading.Thread(target=swarms.take_steps, args=(alone, 12, state, slowly))
+    going.start()
+    going.join(timeout=12)
+    assert going.is_alive() and alone.member.is_unheard and alone.number < 10
+    assert any("so this worker sends nothing until they do: let the owner take" in x for x in said)
+    run.change(without=["worker-1"])
+    going.join(timeout=30)
+    assert not going.is_alive() and alone.number == 12
+    for worker in workers:
+        worker.close()
+
+
+def test_who_has_left_need_not_sign_a_snapshot(tmp_path):
+    run = numbered(tmp_path)
+    names = [f"worker-{n}" for n in range(3)]
+    workers = make_workers(run, names, snapshot_every=4, deadline=0.5)
+    states = [swarms.begin(worker) for worker in workers]
+    both = [
+        functools.partial(swarms.take_steps, x, 2, y) for x, y in zip(workers, states, strict=True)
+    ]
+    state = together(both)[0][0]
+    for worker in workers[1:]:
+        worker.close()
+    swarms.take_steps(workers[0], 6, state, slowly)
+    workers[0].close()
+    assert 4 in snapshots.attested_steps(run.store("worker-3"), 100)

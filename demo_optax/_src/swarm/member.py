@@ -135,7 +135,9 @@ class Member:
         self._manifests: dict[int, Manifest] = {}  # the last ones
         self._hashes: dict[int, str] = {}  # of these manifests
         self._since: dict[int, float] = {}  # when this worker learned of them, by its own clock
-        self.counted: dict[int, frozenset[int]] = {}  # slots, by step, for snapshots to come
+        self.counted: dict[int, frozenset[MemberId]] = {}  # by step, for snapshots to come
+        self.turns: dict[int, str] = {}  # heads that snapshots must follow, by step
+        self.is_unheard = False  # nobody signs its snapshots, so it may be on a side of its own
         self.astray: str | None = None  # why this worker must go back to a snapshot, if it must
         self._lost: dict[int, tuple[int, ...]] = {}  # slots that nobody applied, by step
         self._cut = 0  # the last step that went on without most
@@ -248,8 +250,8 @@ class Member:
         That packet shall count. Otherwise the worker helps to decide the step, and sends nothing.
         """
         self._packets = {}
-        if self._closed and self._closed.slot not in self._closed.members(step):
-            return False  # the roster that it is in does not hold yet
+        if self.is_unheard or not self._may_decide(step):
+            return False  # or the roster that it is in does not hold yet
         if self._has_sent:
             return True
         self._has_sent = True
@@ -259,6 +261,9 @@ class Member:
             return True
         self._steps.say(step, self.me, "left")
         return False
+
+    def _may_decide(self, step: int) -> bool:
+        return self._closed is None or self._closed.slot in self._closed.members(step)
 
     def wait_for_transfers(self) -> None:
         """Waits until no packet is being sent or read."""
@@ -368,7 +373,7 @@ class Member:
         if self._closed is None:
             return
         with self._lock:
-            self._manifests, self._lost, self.astray = {}, {}, None
+            self._manifests, self._lost, self.astray, self.turns = {}, {}, None, {}
             self._since = {index.step - 1: time.monotonic()}
             self._hashes = {index.step - 1: index.head if index.step else sha256}
             self._closed.begin(index.step, index.roster)
@@ -382,7 +387,7 @@ class Member:
             self._since[step] = time.monotonic()
             if self._closed:
                 self._closed.hold(step + 1, manifest.roster)
-                self.counted[step] = frozenset(packet.slot for packet in manifest.packets)
+                self.counted[step] = manifest.members
             for old in [n for n in self._manifests if n < step - 1]:
                 for kept in self._manifests, self._hashes, self._since, self._lost:
                     kept.pop(old, None)
@@ -442,7 +447,7 @@ class Member:
         if self._closed is None:
             return False
         lately = range(max(step - CUT_STEPS, self._cut), step)
-        counted = set().union(*(self.counted.get(n, frozenset()) for n in lately))
+        counted = {slot for n in lately for slot, _ in self.counted.get(n, ())}
         counted &= self._closed.members(step).keys()
         for slot in counted - slots if 2 * len(counted & slots) <= len(counted) else ():
             self._left |= self._steps.glance(step, self.head(step - 1), [slot]).left
@@ -478,7 +483,6 @@ class Member:
         """Returns the manifest that stands, and proposes one when this worker need not wait."""
         logged, head = started, self.head(step - 1)
         waits_for = {slot for slot, _ in expected if slot != self.slot}
-        may_decide = self._closed is None or self.slot in self._closed.members(step)
 
         def glance(step: int) -> records.StepFolder:
             return self._steps.glance(step, head, sorted(waits_for))
@@ -492,7 +496,8 @@ class Member:
                 return manifest
             is_over = looked - started >= self.deadline
             folder = self._steps.look(step, head, folder, waits_for, thorough=is_over)
-            if self._signed_steps and self._goes_astray(step, self._signed_steps.sides(step)):
+            sides = self._signed_steps.sides(step) if self._signed_steps else {}
+            if self.astray or (sides and self._goes_astray(step, sides)):
                 return Manifest(step, (), head, time.time())
             present = folder.packets.values()
             self._read(step, present, size)
@@ -510,6 +515,7 @@ class Member:
             waited, deadline = looked - started, self.deadline
             if missing and self._leaves_out_most(step, {slot for slot, _ in arrived}):
                 deadline *= PATIENT_DEADLINES
+            may_decide = self._may_decide(step) and not self.is_unheard
             is_enough = may_decide and len(arrived) >= self.min_workers
             if is_enough and (not missing or waited >= deadline):
                 self._cut = step if deadline > self.deadline else self._cut

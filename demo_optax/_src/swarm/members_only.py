@@ -79,8 +79,8 @@ class MembersOnly(Store):
         self.roster, self._secrets = found, found.secrets(self.key)
         if not self._secrets:
             raise SwarmError(
-                f"the key of {self.key.name} is not in roster {found.number}: let the owner add "
-                "its public line with `demo-optax swarm roster`."
+                f"the key of {self.key.name} is not in roster {found.number}: give the "
+                "owner its public line, for `demo-optax swarm roster`."
             )
 
     @property
@@ -95,7 +95,8 @@ class MembersOnly(Store):
             if public.signs == signs:
                 return slot
         raise SwarmError(
-            f"{self.key.name} is no member under roster {self.roster.number}: ask the owner."
+            f"{self.key.name} is no member under roster {self.roster.number}: use the key of a "
+            "member, or give the owner its public line."
         )
 
     def members(self, step: int) -> dict[int, seals.Public]:

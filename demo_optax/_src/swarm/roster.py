@@ -78,8 +78,8 @@ def change(
     present = {x.public.name for x in entries if not x.last}
     if unknown := set(without) - present:
         raise SwarmError(
-            f"{', '.join(sorted(unknown))} cannot be taken out: give names of members, which are "
-            f"{', '.join(sorted(present)) or 'nobody'}."
+            f"{', '.join(map(repr, sorted(unknown)))} cannot be taken out: give names of members, "
+            f"which are {', '.join(sorted(present)) or 'nobody'}."
         )
     entries = [
         x._replace(last=number - 1) if x.public.name in without and not x.last else x
@@ -92,14 +92,14 @@ def change(
         for x in members:
             if {x.public.name, x.public.signs, x.public.opens} & set(public):
                 raise SwarmError(
-                    f"{public.name} has the name or the key of the member {x.public.name}: give "
-                    f"another one, or take it out first with --without {x.public.name}."
+                    f"{public.name!r} has the name or the key of the member {x.public.name!r}: "
+                    f"give another one, or take it out first with --without {x.public.name}."
                 )
         taken = {x.slot for x in members}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         entries.append(Entry(public, slot, number))
     if not (members := [x.public for x in entries if not x.last]):
-        raise SwarmError("a roster needs a member: give the public line of at least one.")
+        raise SwarmError(f"roster {number} needs a member: give the public line of at least one.")
     known = roster.secrets(owner) if roster else []
     if roster and len(known) != len(roster.generations):
         raise SwarmError("this owner's key does not open the secrets: give the key that made them.")

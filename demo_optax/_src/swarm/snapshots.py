@@ -6,11 +6,14 @@ packets need not wait long for a slow link. Orbax writes a checkpoint with all p
 but a single process writes a snapshot, in a thread, while the others train.
 """
 
+import collections
 import contextlib
 import hashlib
 import itertools
 import math
 import re
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -39,6 +42,7 @@ READ_TRIES = 5
 LARGEST_DRIFT = 0.1  # that different kinds of devices may explain
 SIGNED_DRIFT = 1e-3  # up to which a member signs another's snapshot; measured: below 1e-6
 POLL_SECONDS = 0.25
+HEARD_SECONDS = 2.0  # between two looks for a snapshot that most have signed
 
 _INDEX = re.compile(r"(\d{8,10})(?:\.(\d{3,9}))?\.json")
 
@@ -101,7 +105,7 @@ def attesters(store: MembersOnly, index: SnapshotIndex) -> set[int]:
 
 
 def is_attested(
-    store: Store, index: SnapshotIndex, known: Mapping[int, frozenset[int]] | None = None
+    store: Store, index: SnapshotIndex, known: Mapping[int, frozenset[MemberId]] | None = None
 ) -> bool:
     """Tells whether most of the members that counted since the last one have signed a snapshot.
 
@@ -115,14 +119,18 @@ def is_attested(
     counted = _counted(store, index, known or {})
     if counted is None:
         return False
-    counted &= store.roster.members().keys()
-    signed = attesters(store, index)
-    return 2 * len(signed & counted) > len(counted) if counted else bool(signed)
+    members, signed = store.roster.members(), attesters(store, index)
+    newest = {slot: n for slot, n in sorted(counted) if slot in members}
+    awaited = [x for x in newest.items() if x[0] not in signed]
+    if 2 * len(awaited) >= len(newest):  # those who have left for good sign nothing any more
+        said = in_parallel(lambda member: store.get(records.left_key(member)), awaited)
+        awaited = [x for x, data in zip(awaited, said, strict=True) if data is None]
+    return len(signed & newest.keys()) > len(awaited) if newest else bool(signed)
 
 
 def _counted(
-    store: MembersOnly, index: SnapshotIndex, known: Mapping[int, frozenset[int]]
-) -> set[int] | None:
+    store: MembersOnly, index: SnapshotIndex, known: Mapping[int, frozenset[MemberId]]
+) -> set[MemberId] | None:
     """Returns who counted before a snapshot, or None if the manifests do not lead to it."""
     steps = range(index.since, index.step)
     if all(step in known for step in steps):
@@ -138,7 +146,7 @@ def _counted(
         follows = before is None or records.head(before, manifest.lost) == manifest.previous
         if manifest.step != step or not follows or not all(signed):
             return None
-        before, counted = manifest, counted | {x.slot for x in manifest.packets}
+        before, counted = manifest, counted | manifest.members
     return counted if before is None or records.head(before, index.lost) == index.head else None
 
 
@@ -315,6 +323,8 @@ class SnapshotTurns:
         self._awaited = -1  # the step whose snapshot is awaited
         self._last = 0  # the last step that had a turn
         self._attested = 0  # the last step whose snapshot most members have signed
+        self._turns: collections.deque[int] = collections.deque([0, 0], 2)  # its own last ones
+        self._closing = threading.Event()
 
     def take(self, step: int, shared: Leaves, num_params: int, manifest: Manifest) -> None:
         """Writes a snapshot of the arrays before a step, or compares them with its writer's.
@@ -324,6 +334,7 @@ class SnapshotTurns:
         """
         members, self._last = [packet.member for packet in manifest.packets], step
         writer = members[step // self.every % len(members)]
+        self.member.turns[step] = self.member.head(step - 1)
         if writer != self.member.me:
             if self._compared is None:
                 self._awaited = step
@@ -348,6 +359,7 @@ class SnapshotTurns:
 
     def close(self) -> None:
         self._awaited = -1
+        self._closing.set()
         self._threads.shutdown(wait=True)
 
     def _chain(self, step: int) -> dict[str, Any]:
@@ -364,15 +376,19 @@ class SnapshotTurns:
 
     def _last_attested(self, before: int) -> int:
         """Returns the step of the newest snapshot that most members have signed."""
-        store, known = self.member.store, self.member.counted
+        store, known, turns = self.member.store, self.member.counted, self.member.turns
         for step, slot in [x for x in _newest(store) if self._attested < x[0] < before]:
             with contextlib.suppress(Damaged):
                 index = read_index(store, step, slot)
-                if index is not None and is_attested(store, index, known):
+                if index is None or index.head != turns.get(step, index.head):
+                    continue  # or of those who went on from another step
+                if is_attested(store, index, known):
                     self._attested = step
                     break
         for step in [x for x in list(known) if x < min(self._attested, before - CUT_STEPS)]:
             known.pop(step, None)
+        for step in [x for x in list(turns) if x < self._attested]:
+            turns.pop(step, None)
         return self._attested
 
     def _write(self, step: int, shared: Leaves, chain: dict[str, Any]) -> None:
@@ -380,6 +396,7 @@ class SnapshotTurns:
             store, wait = self.member.store, self.member.wait_for_transfers
             if isinstance(store, MembersOnly):
                 chain["since"] = self._last_attested(step)
+                self._wait_until_heard(step, chain["since"])
             slot = self._slot_in_index(self.member.me)
             if write(store, step, shared, wait, slot, **chain):
                 sweep(store, step)
@@ -387,6 +404,28 @@ class SnapshotTurns:
                 self._warn(step, "was not written, since another one stands in its place")
         except (OSError, Damaged) as error:  # another worker writes the next one
             self._warn(step, f"was not written: {error}")
+
+    def _wait_until_heard(self, step: int, since: int) -> None:
+        """Lets this worker send nothing while nobody's snapshot is signed since two of its turns.
+
+        It may be on the smaller one of two sides that do not see each other.
+        """
+        if since >= self._turns[0]:
+            self._turns.append(step)
+            return
+        member, store = self.member, self.member.store
+        member.is_unheard = True
+        member.tell(
+            f"{member.unit} {step}: most members have signed no snapshot since that of {since}, so "
+            "this worker sends nothing until they do: let the owner take those out of the roster "
+            "that are gone for good"
+        )
+        while not any(x > since for x in attested_steps(store, sys.maxsize, 1)):
+            if self._closing.wait(HEARD_SECONDS):
+                return
+            store.look_for_roster()
+        self._turns.extend([0, 0])
+        member.astray, member.is_unheard = "a newer snapshot was signed by most members", False
 
     def _compare(
         self, step: int, slot: int | None, own: Leaves, num_params: int, chain: dict[str, Any]
