@@ -140,6 +140,7 @@ def gone(text):
     """Paths and patterns of this repository in a text for which there is no file."""
     named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]*\w)", text)
     elsewhere = ("docs/_build", "demo_optax/notebooks")  # what is built; what Colab unpacks
+    elsewhere += ("demo_optax/1",)  # what signatures begin with
     # tests/test_benchmarks.py requires the tag of studies that left on each page that names one.
     elsewhere += ("benchmarks/",) if STUDIES in text else ()
     return [path for path in named if not path.startswith(elsewhere) and not list(ROOT.glob(path))]
