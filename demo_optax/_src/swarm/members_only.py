@@ -37,14 +37,14 @@ class MembersOnly(Store):
       SwarmError: there is no such roster, or the key is not in it.
 
     Example:
-      >>> import os, tempfile
+      >>> import os, pathlib, tempfile
       >>> from demo_optax._src.swarm import roster, seals
       >>> from demo_optax.swarm import ObjectStore
       >>> folder = tempfile.TemporaryDirectory()
       >>> keys = {name: os.path.join(folder.name, name) for name in ("owner", "paris")}
       >>> publics = {name: seals.make_key(f"{file}.key", name) for name, file in keys.items()}
       >>> for name, file in keys.items():
-      ...     _ = open(f"{file}.pub", "w").write(publics[name].line)
+      ...     _ = pathlib.Path(f"{file}.pub").write_text(publics[name].line)
       >>> anybody = ObjectStore(os.path.join(folder.name, "run"))
       >>> owner = seals.read_key(f"{keys['owner']}.key")
       >>> anybody.put("roster.json", roster.change(None, owner, [publics["paris"]]))
