@@ -520,6 +520,11 @@ def test_a_forged_snapshot_of_one_member_is_passed_over(tmp_path):
     assert snapshots.write(liar.store, 10, forged, slot=2, **chain)
     chain |= {"since": 0, "head": "0" * 64}
     assert snapshots.write(liar.store, 1000, forged, slot=2, **chain)
+    for step, since in ((2000, 2000), (2001, 2005)):  # windows in which nobody counted
+        assert snapshots.write(liar.store, step, forged, slot=2, **chain | {"since": since})
+        index = snapshots.read_index(liar.store, step, 2)
+        assert index
+        snapshots.attest(liar.store, index)
     newcomer = swarms.make_worker(swarms.DEMO_SCALED, run.store("worker-3"), 3, snapshot_every=4)
     params, _ = swarms.begin(newcomer)
     assert newcomer.number == 10 and swarms.digest(params) == ends[0][1][10]

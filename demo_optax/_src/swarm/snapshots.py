@@ -114,7 +114,7 @@ def is_attested(
     """
     if not isinstance(store, MembersOnly):
         return True
-    if not store.knows(index.step, index.roster):
+    if not store.knows(index.step, index.roster) or not index.since < max(index.step, 1):
         return False
     counted = _counted(store, index, known or {})
     if counted is None:
@@ -125,7 +125,7 @@ def is_attested(
     if 2 * len(awaited) >= len(newest):  # those who have left for good sign nothing any more
         said = in_parallel(lambda member: store.get(records.left_key(member)), awaited)
         awaited = [x for x, data in zip(awaited, said, strict=True) if data is None]
-    return len(signed & newest.keys()) > len(awaited) if newest else bool(signed)
+    return len(signed & newest.keys()) > len(awaited) if newest else bool(signed) and not index.step
 
 
 def _counted(
@@ -135,11 +135,13 @@ def _counted(
     steps = range(index.since, index.step)
     if all(step in known for step in steps):
         return set().union(*(known[step] for step in steps))
-    found = in_parallel(lambda step: store.get(records.step_key("manifests", step)), steps)
-    counted, before = set(), None
-    for step, data in zip(steps, found, strict=True):
+    counted, before, found = set(), None, []
+    for step in steps:
+        if not found:  # few at a time, since an index may name any step
+            ahead = steps[step - index.since :][:64]
+            found = in_parallel(lambda step: store.get(records.step_key("manifests", step)), ahead)
         try:
-            manifest = records.decode(Manifest, data)
+            manifest = records.decode(Manifest, found.pop(0))
         except Damaged:
             return None
         signed = (store.is_signed(step, x, manifest.previous) for x in manifest.packets)

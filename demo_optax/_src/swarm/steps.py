@@ -169,9 +169,9 @@ class SignedSteps:
         """Reads what a member has said, or anybody's word that a round ends."""
         data = self._store.get(_key(step, slot)) or b""
         line, _, payload = data.partition(b"\n")
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Damaged, ValueError):
             spoken = records.decode(Manifest, line[:1000])
-            (packet,) = spoken.packets
+            (packet,) = spoken.packets  # of two it is nobody's
             is_own = slot in (None, packet.slot) and packet.slot < self._slots
             is_whole = spoken.step == step and packet.sha256 == records.sha256(payload)
             kind = MARKS.get(payload, "packet")
