@@ -425,7 +425,8 @@ class SnapshotTurns:
         while not any(x > since for x in attested_steps(store, sys.maxsize, 1)):
             if self._closing.wait(HEARD_SECONDS):
                 return
-            store.look_for_roster()
+            if isinstance(store, MembersOnly):
+                store.look_for_roster()
         self._turns.extend([0, 0])
         member.astray, member.is_unheard = "a newer snapshot was signed by most members", False
 
