@@ -30,10 +30,6 @@ from rich.progress import Progress, TextColumn
 import demo_optax
 from demo_optax.checkpoint import Checkpointer
 
-VOCABULARY = 256  # the tokens are bytes
-EVALUATION_BATCHES = 16
-READ_EVERY = 10  # steps between two looks at the loss
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -108,12 +104,12 @@ def rotate(x_BxTxHxK: jax.Array) -> jax.Array:
 class LanguageModel(nnx.Module):
     def __init__(self, settings: Settings, rngs: nnx.Rngs):
         width, layers = settings.width, range(settings.layers)
-        self.embedding = nnx.Embed(VOCABULARY, width, rngs=rngs)
+        self.embedding = nnx.Embed(256, width, rngs=rngs)  # the tokens are bytes
         self.blocks = nnx.List(Block(width, settings.heads, rngs) for _ in layers)
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        """Logits ``(B, T, VOCABULARY)`` of the token that follows each one."""
+        """Logits ``(B, T, 256)`` of the token that follows each one."""
         x_BxTxD = self.embedding(tokens_BxT)
         for block in self.blocks:
             x_BxTxD = block(x_BxTxD)
@@ -180,7 +176,7 @@ def train(settings: Settings) -> float:
     train_step = demo_optax.make_train_step(loss_fn, tx, mesh, clip_norm=1.0)
     eval_step = jax.jit(loss_fn)
     batches = read_batches(train_text, settings)
-    held_out = list(itertools.islice(read_batches(held_out_text, settings), EVALUATION_BATCHES))
+    held_out = list(itertools.islice(read_batches(held_out_text, settings), 16))
 
     def evaluate(params) -> float:
         return float(sum(eval_step(params, to_devices(x, mesh)) for x in held_out)) / len(held_out)
@@ -208,7 +204,7 @@ def train(settings: Settings) -> float:
             batch = to_devices(next(batches), mesh)
             params, opt_state, metrics = train_step(params, opt_state, batch)
             last = step == settings.steps
-            if step % READ_EVERY == 0 or last:  # to read a loss is to wait for its step
+            if step % 10 == 0 or last:  # to read a loss is to wait for its step
                 demo_optax.check_metrics(metrics.exchange)
                 loss = float(metrics.loss.mean())
                 bar.update(task, completed=step, loss=f"{loss:.3f}")

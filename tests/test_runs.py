@@ -455,6 +455,8 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
     compare.main()
     shown = capsys.readouterr().out
     assert "over each link of a ring of 3" in shown
+    state = re.search(r"optimizer state of a worker.* ([\d.]+) .* ([\d.]+) ", shown)
+    assert state and 6 <= float(state[1]) < 9 and 8 <= float(state[2]) < 8.1  # and not of all three
     losses = re.search(r"loss on held-out.*?([\d.]+) ± ([\d.]+)", shown)
     assert losses and float(losses[2]) > 0
     seeds = [
@@ -467,9 +469,12 @@ def test_the_comparison_makes_a_table_and_a_picture(tmp_path, capsys, monkeypatc
         assert yaml.safe_load((tmp_path / name / "config.yaml").read_text())["optimizer"] == name
 
 
-def test_the_comparison_counts_simulated_workers(tmp_path, capsys, monkeypatch):
+def test_the_comparison_counts_simulated_workers_of_several_optimizers(
+    tmp_path, capsys, monkeypatch
+):
     config = dataclasses.replace(NANO, log_dir=str(tmp_path), workers=None, simulate=4)
-    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config)])
+    names = ["demo-muon", "demo-scaled"]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words_of(config), "--optimizer", *names])
     log = types.SimpleNamespace(
         bytes_per_step=1e6,
         megabytes=6.0,
@@ -483,8 +488,17 @@ def test_the_comparison_counts_simulated_workers(tmp_path, capsys, monkeypatch):
     )
     compare.main()
     shown = capsys.readouterr().out
-    assert re.search(r"over each link of a ring of 4.* 3 .* 1.5 ", shown)
-    assert re.search(r"loss on held-out.* 4.000 .* 4.000 ", shown)
+    assert re.search(r"demo-muon .* demo-scaled .* adamw ", shown)
+    assert re.search(r"over each link of a ring of 4.* 3 .* 3 .* 1.5 ", shown)
+    assert re.search(r"loss on held-out.* 4.000 .* 4.000 .* 4.000 ", shown)
+
+
+@pytest.mark.parametrize("names", [["adamw"], ["demo", "demo"], ["demo", "adamw"]])
+def test_the_comparison_refuses_its_baseline_and_repetitions(names, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--optimizer", *names])
+    with pytest.raises(SystemExit, match="2"):
+        compare.main()
+    assert "name optimizers other than adamw, each once" in capsys.readouterr().err
 
 
 def test_a_comparison_without_its_picture_still_has_its_table(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,7 @@ import pathlib
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,11 +26,9 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from demo_optax._src.swarm import roster, seals
-from demo_optax.swarm import History, MembersOnly, ObjectStore, Store, draw, read_history
+from demo_optax.swarm import History, MembersOnly, ObjectStore, draw, read_history
 
 from . import faults as kinds
-from .attack import Attack
 from .fleet import ROOT, Worker, compare_steps, lag
 from .stores import Served, StoreName, served
 
@@ -55,8 +54,7 @@ def parsed() -> argparse.Namespace:
     add("--round-seconds", type=float, help="seconds in a round")
     add("--seed", type=int, default=0, help="of the faults, and of the run")
     add("--hang", type=float, default=90.0, help="seconds without a step that count as a hang")
-    add("--keys", action="store_true", help="the run is for members only")
-    add("--attack", type=int, default=0, help="tries of somebody who has the store and no key")
+    add("--keys", action="store_true", help="a run for members only, where others forge too")
     add("--picture", type=pathlib.Path, help="draws who took part when")
     return parser.parse_args()
 
@@ -76,11 +74,10 @@ class Chaos:
         words = [str(word) for pair in settings.items() for word in pair] + ["--log-checksums"]
         words += NANO if options.preset == "nano" else []
         names = [f"worker-{n}" for n in range(options.workers)]
-        owned = make_keys(folder, place.url, names) if options.keys else {}
+        keys = make_keys(folder, place.url, names) if options.keys else {}
         self.workers = [
-            Worker(name, folder, words, place.environment, owned.get(name, ())) for name in names
+            Worker(name, folder, [*words, *keys.get(name, ())], place.environment) for name in names
         ]
-        self.attack = Attack(place.url, options.attack, options.seed)
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
         self.hangs = 0
@@ -91,7 +88,6 @@ class Chaos:
             worker.start()
         self.wait_for_all()
         self.began = time.time()
-        self.attack.start()
         self.console.print(f"{len(self.workers)} workers train")
         if self.options.every:
             self.kill_regularly()
@@ -119,6 +115,7 @@ class Chaos:
 
     def break_everything(self) -> None:
         possible = kinds.PROCESS_KINDS + (kinds.STORE_KINDS if self.place.faults else ())
+        possible += ("forge",) * self.options.keys
         order = [possible[n % len(possible)] for n in range(self.options.faults)]
         self.drawn.shuffle(order)
         of_store: threading.Thread | None = None
@@ -127,7 +124,7 @@ class Chaos:
                 self.wait_for_all()
             if kind in kinds.STORE_KINDS and of_store:
                 of_store.join()
-            fault = kinds.draw(kind, self.workers, self.place.faults, self.drawn)
+            fault = kinds.draw(kind, self.workers, self.place, self.drawn)
             thread = self.happen(fault)
             if kind in kinds.STORE_KINDS:  # lasts while processes are broken
                 of_store = thread
@@ -157,8 +154,6 @@ class Chaos:
                 worker.start()
 
     def end(self) -> None:
-        if self.attack.counts:
-            self.attack.stop()
         for worker in self.workers:
             worker.send(signal.SIGCONT)
             worker.send(signal.SIGTERM)
@@ -169,15 +164,15 @@ class Chaos:
                 worker.wait(10)
 
 
-def make_keys(folder: pathlib.Path, url: str, names: list[str]) -> dict[str, tuple[str, ...]]:
+def make_keys(folder: pathlib.Path, url: str, names: list[str]) -> dict[str, list[str]]:
     """Writes keys and a roster; returns the trainer's settings for each member."""
-    publics = {name: seals.make_key(folder / f"{name}.key", name) for name in ("owner", *names)}
-    (folder / "owner.pub").write_text(publics["owner"].line)
-    owner = seals.read_key(folder / "owner.key")
-    signed = roster.change(None, owner, [publics[name] for name in names])
-    ObjectStore(url).put(roster.KEY, signed)
-    owner_file = str(folder / "owner.pub")
-    return {name: ("--key", str(folder / f"{name}.key"), "--owner", owner_file) for name in names}
+    command = [str(pathlib.Path(sys.executable).with_name("demo-optax")), "swarm"]
+    all_words = [["key", name] for name in ("owner", *names)]
+    all_words += [["roster", url, *(f"{x}.pub" for x in names), "--owner", "owner.key"]]
+    for words in all_words:
+        subprocess.run([*command, *words], cwd=folder, check=True, capture_output=True)
+    owner = str(folder / "owner.pub")
+    return {name: ["--key", str(folder / f"{name}.key"), "--owner", owner] for name in names}
 
 
 def seconds_until_joined(workers: list[Worker]) -> list[float]:
@@ -215,7 +210,6 @@ def report(chaos: Chaos, history: History, console: Console) -> bool:
         "of which imports and data, compiling, catching up": "; ".join(
             spread(seconds) for seconds in list(zip(*joins, strict=True))[1:]
         ),
-        "tries without a key": ", ".join(f"{n} {x}" for x, n in chaos.attack.counts.items()),
         "held-out loss": ", ".join(losses),
     }
     table = Table(show_header=False)
@@ -244,10 +238,8 @@ def main(options: argparse.Namespace) -> int:
                 chaos.ended = time.time()
             finally:
                 chaos.end()
-            store: Store = ObjectStore(place.url)
-            if options.keys:
-                store = MembersOnly(store, folder / "owner.key", folder / "owner.pub")
-            history = read_history(store)
+            store, owner = ObjectStore(place.url), (folder / "owner.key", folder / "owner.pub")
+            history = read_history(MembersOnly(store, *owner) if options.keys else store)
             good = report(chaos, history, console)
             if options.picture:
                 draw(history, str(options.picture))

@@ -1,14 +1,17 @@
 """What goes wrong: each fault is begun, lasts for some seconds, and is ended."""
 
 import random
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from demo_optax.swarm import ObjectStore
+
 from .fleet import Worker
-from .proxy import Faults
+from .stores import Served
 
 
 class Fault(NamedTuple):
@@ -59,11 +62,26 @@ def throttle(worker: Worker, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def draw(kind: str, workers: list[Worker], faults: Faults | None, drawn: random.Random) -> Fault:
+def forge(store: ObjectStore, drawn: random.Random) -> None:
+    """Somebody without a key copies objects to the names of open runs, and to guessed ones."""
+    for folder in ("slots", "packets", "manifests", "snapshots", "attested"):
+        names = store.names(folder)
+        for genuine in drawn.sample(names, min(5, len(names))):
+            data = store.get(f"{folder}/{genuine}") or b""  # it may have been swept
+            for tag in "", f"{drawn.getrandbits(128):032x}.":
+                store.put(f"{folder}/" + re.sub(r"[0-9a-f]{32}\.", tag, genuine), data)
+    store.put("run.json", b"{}")
+
+
+def draw(kind: str, workers: list[Worker], place: Served, drawn: random.Random) -> Fault:
     """A fault of a kind, of a worker that takes part."""
+    if kind == "forge":
+        store = ObjectStore(place.url)
+        return Fault(kind, "junk and copies", lambda: forge(store, drawn))
     worker, seconds = drawn.choice([x for x in workers if x.joined]), drawn.uniform(0.5, 4.0)
     share = drawn.uniform(0.05, 0.5)
     if kind in STORE_KINDS:
+        faults = place.faults
         assert faults is not None
         what, name = {
             "slow store": (f"{share:.2f} s a request, ", "delay"),

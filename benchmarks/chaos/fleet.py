@@ -30,15 +30,7 @@ class Join(NamedTuple):
 class Worker:
     """One name; one process after the other."""
 
-    def __init__(
-        self,
-        name: str,
-        folder: pathlib.Path,
-        words: Sequence[str],
-        environment,
-        key: Sequence[str] = (),
-    ):
-        self.key = key  # the settings of a member, which name it
+    def __init__(self, name: str, folder: pathlib.Path, words: Sequence[str], environment):
         self.name, self.folder = name, folder / name
         self.words, self.environment = list(words), environment
         self.process: subprocess.Popen | None = None
@@ -67,8 +59,7 @@ class Worker:
     def start(self) -> None:
         self.logged_before = self.logged
         self.starts.append(time.time())
-        own = self.key or ("--worker", self.name)
-        words = [*self.words, *own, "--log-dir", str(self.folder)]
+        words = [*self.words, "--worker", self.name, "--log-dir", str(self.folder)]
         with (self.folder / f"output{len(self.starts)}.txt").open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(ROOT / "examples" / "train_lm.py"), *words],

@@ -79,13 +79,12 @@ def is_intact(
     state: Any, initial: Any, axis_name: AxisName, sharded: tuple[str, ...] = ()
 ) -> BoolScalar:
     """Tells whether every leaf that is finite in the initial state is finite in this one too."""
-
-    def are_finite(tree):
+    finite = []
+    for tree in state, initial:
         leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
         largest = [jnp.max(jnp.abs(x), initial=0).astype(jnp.float32) for x in leaves]
-        return jnp.isfinite(jnp.array(largest, jnp.float32))
-
-    intact = (are_finite(state) | ~are_finite(initial)).all()
+        finite.append(jnp.isfinite(jnp.array(largest, jnp.float32)))
+    intact = (finite[0] | ~finite[1]).all()
     return axes.on_all_devices(intact, axis_name, sharded)
 
 

@@ -267,6 +267,32 @@ def slowly(*args):
     return swarms.batch_of(*args)
 
 
+def test_a_slot_above_the_limit_decides_nothing_and_ends_nobody(run):
+    paris, oslo = run.member("paris", slots=2), run.member("oslo")
+    assert exchange(oslo, 0).manifest.packets[-1].slot == 2
+    assert oslo.manifest(0) is not None and paris.manifest(0) is None
+
+
+def test_a_record_of_two_packets_is_nobodys(run):
+    paris, rome = run.member("paris"), run.member("rome")
+    said = rome._steps._signed(
+        0, PacketRef(*rome.me, records.sha256(b"data"), 1, 1), b"data", "0" * 64
+    )
+    spoken = records.decode(records.Manifest, said.partition(b"\n")[0])
+    other = spoken.packets[0]._replace(slot=rome.slot + 1)
+    for packets, is_read in (spoken.packets, True), ((*spoken.packets, other), False):
+        data = records.encode(spoken._replace(packets=packets)) + b"\ndata"
+        rome.store.put(f"packets/00000000/{rome.slot:03d}.packet", data)
+        assert (paris._steps._read(0, rome.slot) is not None) == is_read
+
+
+def test_junk_in_place_of_a_roster_is_not_kept_in_memory(run, monkeypatch):
+    verified = []
+    monkeypatch.setattr(seals, "_verify", lambda *given: verified.append(given[2]) or False)
+    assert roster.parse(b"9" * 1_000_000, run.key("owner").public) is None
+    assert max(map(len, verified)) < 1000
+
+
 def numbered(run_folder):
     return Run(run_folder, [f"worker-{n}" for n in range(4)])
 

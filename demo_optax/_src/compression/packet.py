@@ -212,10 +212,8 @@ def parse_headers(
         for place, dtype in enumerate(_HEADER_DTYPES)
     ]
 
-    def expected(rest: UInt32[Array, "words"], number: Int32[Array, ""]) -> UInt32[Array, ""]:
-        return _expected_checksum(layout, rest, Origin(origin.step, number))
-
-    right = packets[:, 0] == jax.vmap(expected)(packets[:, 1:], origin.packet_id)
+    expected = functools.partial(_expected_checksum, layout)
+    right = packets[:, 0] == jax.vmap(expected, (0, Origin(None, 0)))(packets[:, 1:], origin)
     finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
     intact = right & jnp.all(jnp.stack(finite), axis=0)
     return Header(*fields), packets[:, 1 + names : layout.header_words], intact

@@ -420,6 +420,8 @@ class Member:
         signed = (self._closed.is_signed(step, x, manifest.previous) for x in manifest.packets)
         if manifest.step != step or not all(signed) or len(manifest.packets) < self.min_workers:
             return False
+        if max(self._slots_of(manifest)) >= self.slots:
+            return False
         if not self._closed.knows(step + 1, manifest.roster):
             log.warning("%s %d names a roster that is not there", self.unit, step)
             return False

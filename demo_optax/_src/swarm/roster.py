@@ -61,7 +61,7 @@ class Roster(NamedTuple):
 def parse(data: bytes | None, owner: Public) -> Roster | None:
     """Reads a roster if the owner has signed these bytes; else it is as if there was none."""
     signature, body = (data or b"")[:SIGNATURE_BYTES], (data or b"")[SIGNATURE_BYTES:]
-    if not seals.is_signed(owner.signs, signature, "roster", body):
+    if not seals.is_signed(owner.signs, signature, "roster", records.sha256(body)):
         return None
     values = json.loads(body)
     entries = tuple(Entry(Public(*public), *rest) for public, *rest in values.pop("entries"))
@@ -115,7 +115,7 @@ def change(
     values = Roster(run, number, tuple(entries), generations, earlier, boxes)._asdict()
     del values["sha256"]
     body = json.dumps(values).encode()
-    return owner.sign("roster", body) + body
+    return owner.sign("roster", records.sha256(body)) + body
 
 
 def named(roster: Roster) -> str:
