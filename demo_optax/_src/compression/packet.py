@@ -213,7 +213,7 @@ def parse_headers(
     ]
 
     expected = functools.partial(_expected_checksum, layout)
-    right = packets[:, 0] == jax.vmap(expected, (0, Origin(None, 0)))(packets[:, 1:], origin)
+    right = packets[:, 0] == jax.vmap(expected, (0, Origin._make((None, 0))))(packets[:, 1:], origin)
     finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
     intact = right & jnp.all(jnp.stack(finite), axis=0)
     return Header(*fields), packets[:, 1 + names : layout.header_words], intact
