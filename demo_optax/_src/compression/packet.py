@@ -212,8 +212,9 @@ def parse_headers(
         for place, dtype in enumerate(_HEADER_DTYPES)
     ]
 
-    expected = functools.partial(_expected_checksum, layout)
-    right = packets[:, 0] == jax.vmap(expected, (0, Origin._make((None, 0))))(packets[:, 1:], origin)
+    checksum_of = functools.partial(_expected_checksum, layout)
+    expected = jax.vmap(checksum_of, (0, Origin._make((None, 0))))(packets[:, 1:], origin)
+    right = packets[:, 0] == expected
     finite = [jnp.isfinite(x) for x in fields if x.dtype == jnp.float32]
     intact = right & jnp.all(jnp.stack(finite), axis=0)
     return Header(*fields), packets[:, 1 + names : layout.header_words], intact
