@@ -3,15 +3,17 @@
 The random transform, whose programs take long to compile, is asked for by name.
 """
 
+import functools
 import math
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import demo_optax
+from tests.sweeps import slow
 
 shapes = (
     st.lists(st.integers(1, 13), max_size=4).map(tuple).filter(lambda shape: math.prod(shape) < 500)
@@ -33,27 +35,38 @@ compressions = st.builds(
 
 # With every transform, rule and selection, and sides that a block does not divide.
 CASES = {
-    "dct": (((9, 13), (5,)), demo_optax.Compression(3, 4, "bfloat16")),
-    "randomized-dct": (
-        ((4, 7, 3), (6, 8), ()),
-        demo_optax.Compression(2, 5, "float32", "randomized-dct", "divisor", selection="bins"),
+    "dct": dict(shapes=((9, 13), (5,)), compression=demo_optax.Compression(3, 4, "bfloat16")),
+    "randomized-dct": dict(
+        shapes=((4, 7, 3), (6, 8), ()),
+        compression=demo_optax.Compression(
+            2, 5, "float32", "randomized-dct", "divisor", selection="bins"
+        ),
     ),
-    "identity": (
-        ((10, 3, 1, 6),),
-        demo_optax.Compression(4, 3, "bfloat16", "identity", selection="bins"),
+    "identity": dict(
+        shapes=((10, 3, 1, 6),),
+        compression=demo_optax.Compression(4, 3, "bfloat16", "identity", selection="bins"),
     ),
 }
-
-
-def cases(*names):
-    """A test of these shapes and compressions; what is drawn besides runs with `make test-all`."""
-    chosen = [CASES[name] for name in names or CASES]
-    return pytest.mark.parametrize("shapes, compression", chosen, ids=names or CASES)
 
 
 def examples(number):
     """So many examples, the same on each run; each compiles a program of its own."""
     return settings(max_examples=number, deadline=None, derandomize=True)
+
+
+def cases(known, number, **drawn):
+    """A test of known cases, and with `make test-all` of so many that are drawn."""
+
+    def decorate(test):
+        any_case = examples(number)(given(**drawn)(test))
+
+        def run(case):
+            any_case() if case == "drawn" else test(**known[case])
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return pytest.mark.parametrize("case", [*known, slow("drawn")])(run)
+
+    return decorate
 
 
 def gradients(seed, shapes, workers=None, dtype=np.float32):
@@ -65,10 +78,9 @@ def gradients(seed, shapes, workers=None, dtype=np.float32):
 
 def start(tx, shapes, workers=None):
     """``tx.update``, compiled, and the first state; for several workers stacked under vmap."""
-    state = tx.init([np.zeros(shape, np.float32) for shape in shapes])
-    update = tx.update
+    zeros, init, update = [np.zeros(shape, np.float32) for shape in shapes], tx.init, tx.update
     if workers is not None:
-        state = jax.tree.map(lambda x: np.stack([x] * workers), state)
-        update = jax.vmap(update, axis_name="data")
+        own = functools.partial(jax.vmap, axis_name="data")
+        init, update = own(init, in_axes=None, axis_size=workers), own(update)
     # Each program runs once or twice: most of the time goes into its compilation.
-    return jax.jit(update, compiler_options={"xla_backend_optimization_level": 0}), state
+    return jax.jit(update, compiler_options={"xla_backend_optimization_level": 0}), init(zeros)

@@ -1,7 +1,6 @@
 """What really crosses the wire: the collectives of the compiled step."""
 
 import math
-import re
 
 import jax
 import numpy as np
@@ -9,27 +8,19 @@ import optax
 import pytest
 
 import demo_optax
+from benchmarks import hlo
 from demo_optax._src.compression import make_plan
 from tests import model, workers
 from tests.sweeps import sweep
 
-COLLECTIVE = re.compile(
-    r"= (.+?) (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
-)
-
 
 def collectives(tx, **options):
-    """``(kind, dtype, elements)`` of each collective's result in the optimised program."""
+    """Those of the optimised program of a step, and its mesh."""
     mesh = workers.mesh_of(model.WORKERS)
     params = model.init()
     state = demo_optax.init_opt_state(tx, params, mesh)
     step = demo_optax.make_train_step(model.loss, tx, mesh, **options)
-    text = jax.jit(step).lower(params, state, model.batch(0)).compile().as_text()
-    return [
-        (kind, dtype, math.prod(int(n) for n in dims.split(",") if n))
-        for result, kind in COLLECTIVE.findall(text)
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result)
-    ]
+    return hlo.collectives(step.lower(params, state, model.batch(0)).compile().as_text())
 
 
 OPTIMIZERS = {
@@ -44,6 +35,13 @@ OPTIMIZERS = {
         precondition=optax.scale_by_rms(),
         axis_name="data",
     ),
+    "int4": demo_optax.demo(1e-3, demo_optax.Compression(5, 16, "int4"), axis_name="data"),
+    "sign of bins": demo_optax.demo(
+        1e-3, demo_optax.Compression(5, 16, "sign", selection="bins"), axis_name="data"
+    ),
+    "shared positions": demo_optax.demo(
+        1e-3, demo_optax.Compression(5, 16, "int8", selection="random"), axis_name="data"
+    ),
 }
 
 
@@ -55,32 +53,39 @@ OPTIMIZERS = {
 def test_one_gather_of_unsigned_integers_as_large_as_accounted(case):
     name, check_vma = case
     tx = OPTIMIZERS[name]
-    [(kind, dtype, elements)] = collectives(tx, check_vma=check_vma, clip_norm=1.0)
-    assert (kind, dtype) == ("all-gather", "u32")
-    assert 4 * elements == model.WORKERS * demo_optax.packet_bytes(tx, model.init())
+    [only] = collectives(tx, check_vma=check_vma, clip_norm=1.0)
+    assert (only.kind, only.dtype) == ("all-gather", "u32")
+    assert only.groups == (tuple(range(model.WORKERS)),)
+    assert only.operand_bytes == demo_optax.packet_bytes(tx, model.init())
 
 
 def test_microbatches_share_one_gather():
-    found = collectives(OPTIMIZERS["demo"], microbatches=2)
-    assert [kind for kind, _, _ in found] == ["all-gather"]
+    [only] = collectives(OPTIMIZERS["demo"], microbatches=2)
+    assert only.kind == "all-gather"
 
 
 def test_the_dense_baseline_reduces_every_gradient():
     tx = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(1e-3))
     found = collectives(tx)
-    assert {(kind, dtype) for kind, dtype, _ in found} == {("all-reduce", "f32")}
+    assert {(one.kind, one.dtype) for one in found} == {("all-reduce", "f32")}
     size = 4 * sum(x.size for x in jax.tree.leaves(model.init())) + 4  # who takes part
-    assert 4 * sum(n for _, _, n in found) == size == demo_optax.packet_bytes(tx, model.init())
+    assert sum(one.operand_bytes for one in found) == size
+    assert size == demo_optax.packet_bytes(tx, model.init())
 
 
+@pytest.mark.parametrize("selection", ["topk", "random", "slicing"])
 @pytest.mark.parametrize("values, width", [("float32", 32), ("bfloat16", 16)])
-def test_packet_is_a_header_indices_and_values(values, width):
-    """Counted by hand: 8x8 blocks of 4 coefficients, whose indices take 6 bits each; 5 for 8x4."""
+def test_packet_is_a_header_indices_and_values(values, width, selection):
+    """Counted by hand: 8x8 blocks of 4 coefficients, whose indices take 6 bits each; 5 for 8x4.
+
+    Positions that all workers know take none.
+    """
     params = {"w": np.zeros((16, 20), np.float32), "v": np.zeros(8, np.float32)}
-    compression = demo_optax.Compression(4, 8, values)
-    matrix = math.ceil(4 * 4 * 6 / 32) + 4 * 4 * width // 32
-    edge = math.ceil(2 * 4 * 5 / 32) + 2 * 4 * width // 32
-    vector = math.ceil(4 * 3 / 32) + 4 * width // 32
+    compression = demo_optax.Compression(4, 8, values, selection=selection)
+    sends = selection == "topk"
+    matrix = math.ceil(4 * 4 * 6 * sends / 32) + 4 * 4 * width // 32
+    edge = math.ceil(2 * 4 * 5 * sends / 32) + 2 * 4 * width // 32
+    vector = math.ceil(4 * 3 * sends / 32) + 4 * width // 32
     words = 128 * math.ceil((5 + matrix + edge + vector) / 128)
     sections = make_plan(compression, ((16, 20), (8,))).sections
     assert sum(sum(section.word_counts) for section in sections) == matrix + edge + vector

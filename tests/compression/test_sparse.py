@@ -1,6 +1,6 @@
 """Selection and sparse sums: every formulation against NumPy, and all against each other."""
 
-import functools
+import contextlib
 
 import chex
 import jax
@@ -65,28 +65,27 @@ def test_the_largest_magnitudes_are_chosen(way, k, seed, n, ties):
     np.testing.assert_array_equal(found, np.sort(magnitudes)[:, -k:])
 
 
-def assert_values_are_added(way, blocks, n, k, seed=0):
+WAYS = [sparse.scatter, sparse._add_by_comparison, sparse._add_by_product]
+
+
+@draws.cases(
+    {
+        f"{way.__name__}-{n}": dict(way=way, seed=0, blocks=3, n=n, k=5)
+        for way in WAYS
+        for n in (17, 1088)
+    },
+    number=24,
+    way=st.sampled_from(WAYS),
+    seed=draws.seeds,
+    blocks=blocks,
+    n=sizes,
+    k=st.sampled_from([1, 5]),
+)
+def test_values_are_added_in_their_places(way, seed, blocks, n, k):
     positions, values = drawn(seed, 1, blocks, n, min(k, n))
     start = np.random.default_rng(seed + 1).normal(size=(blocks, n)).astype(np.float32)
     ours = jax.jit(way)(start, positions[0], values[0])
     np.testing.assert_allclose(ours, start + dense(positions, values, n)[0], atol=1e-6)
-
-
-WAYS = [sparse.scatter, sparse._add_by_comparison, sparse._add_by_product]
-
-
-@pytest.mark.parametrize("n", [17, 1088])
-@pytest.mark.parametrize("way", WAYS)
-def test_values_are_added_in_their_places(way, n):
-    assert_values_are_added(way, 3, n, 5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@draws.examples(8)
-@given(seed=draws.seeds, blocks=blocks, n=sizes, k=st.sampled_from([1, 5]))
-def test_any_values_are_added_in_their_places(way, seed, blocks, n, k):
-    assert_values_are_added(way, blocks, n, k, seed)
 
 
 def on_a_tpu(*args, default, tpu=None, **others):
@@ -134,30 +133,38 @@ def mean_by_hand(positions, values, n, largest, mean):
     return total / np.maximum(senders if mean == "senders" else len(values), 1)
 
 
-def assert_means_are_of_who_sent(mean, platform, n, workers, seed=0):
-    positions, values = drawn(seed, workers, 2, n, min(7, n))
-    largest = np.float32(3.0)
-    expected = mean_by_hand(positions, values, n, largest, mean)
+@contextlib.contextmanager
+def on(platform):
+    """The branches for a platform."""
     with pytest.MonkeyPatch.context() as patch:
         if platform == "tpu":
             patch.setattr(jax.lax, "platform_dependent", on_a_tpu)
+        yield
+
+
+PLATFORMS, ANY_MEAN = st.sampled_from(["here", "tpu"]), st.sampled_from(MEANS)
+
+
+@draws.cases(
+    {
+        "here": dict(mean="senders", platform="here", n=100, workers=5, seed=0),
+        "tpu": dict(mean="workers", platform="tpu", n=1088, workers=3, seed=0),
+    },
+    number=16,
+    mean=ANY_MEAN,
+    platform=PLATFORMS,
+    n=sizes,
+    workers=st.integers(1, 5),
+    seed=draws.seeds,
+)
+def test_means_are_those_of_who_sent(mean, platform, n, workers, seed):
+    positions, values = drawn(seed, workers, 2, n, min(7, n))
+    largest = np.float32(3.0)
+    expected = mean_by_hand(positions, values, n, largest, mean)
+    with on(platform):
         for at_once in (workers, 2, 1):
             ours = averaged(TopK(n, min(7, n)), positions, values, largest, mean, at_once)
             np.testing.assert_allclose(ours, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "platform, mean, n, workers", [("here", "senders", 100, 5), ("tpu", "workers", 1088, 3)]
-)
-def test_means_are_those_of_who_sent(platform, mean, n, workers):
-    assert_means_are_of_who_sent(mean, platform, n, workers)
-
-
-@sweep(platform=["here", "tpu"], mean=MEANS)
-@draws.examples(4)
-@given(seed=draws.seeds, n=sizes, workers=st.integers(1, 5))
-def test_means_of_any_workers_are_those_of_who_sent(mean, platform, seed, n, workers):
-    assert_means_are_of_who_sent(mean, platform, n, workers, seed)
 
 
 def drawn_of_bins(seed, workers, blocks, n, k):
@@ -190,15 +197,26 @@ def test_the_largest_of_each_bin_is_chosen(n, k, ties, seed=0):
             assert (positions[:, b] % k == b).all()
 
 
-def assert_bins_are_averaged(mean, platform, n, k, workers, seed=0):
+@draws.cases(
+    {
+        "here": dict(mean="workers", platform="here", n=100, k=7, workers=4, seed=0),
+        "tpu": dict(mean="senders", platform="tpu", n=64, k=8, workers=4, seed=0),
+    },
+    number=16,
+    mean=ANY_MEAN,
+    platform=PLATFORMS,
+    n=sizes,
+    k=st.sampled_from([1, 7, 8]),
+    workers=st.integers(1, 4),
+    seed=draws.seeds,
+)
+def test_bins_are_taken_added_and_averaged(mean, platform, n, k, workers, seed):
     places, positions, values = drawn_of_bins(seed, workers, 2, n, min(k, n))
     x = np.random.default_rng(seed).normal(size=(2, n)).astype(np.float32)
     bins, own = Bins(n, min(k, n)), places[0]
     largest = np.float32(3.0)
     expected = mean_by_hand(positions, values, n, largest, mean)
-    with pytest.MonkeyPatch.context() as patch:
-        if platform == "tpu":
-            patch.setattr(jax.lax, "platform_dependent", on_a_tpu)
+    with on(platform):
         taken = jax.jit(bins.take)(x, own)
         added = jax.jit(bins.add)(x, own, values[0])
         for at_once in (workers, 1):
@@ -208,20 +226,6 @@ def assert_bins_are_averaged(mean, platform, n, k, workers, seed=0):
     np.testing.assert_allclose(added, x + dense(positions[:1], values[:1], n)[0], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "platform, mean, n, k", [("here", "workers", 100, 7), ("tpu", "senders", 64, 8)]
-)
-def test_bins_are_taken_added_and_averaged(platform, mean, n, k):
-    assert_bins_are_averaged(mean, platform, n, k, workers=4)
-
-
-@sweep(platform=["here", "tpu"], mean=MEANS)
-@draws.examples(4)
-@given(seed=draws.seeds, n=sizes, k=st.sampled_from([1, 7, 8]), workers=st.integers(1, 4))
-def test_any_bins_are_taken_added_and_averaged(mean, platform, seed, n, k, workers):
-    assert_bins_are_averaged(mean, platform, n, k, workers, seed)
-
-
 def trained(steps=3, **compression):
     compression = demo_optax.Compression(block_side=16, **compression)
     momentum = demo_optax.decoupled_momentum(0.9, compression, axis_name="data")
@@ -229,38 +233,13 @@ def trained(steps=3, **compression):
     return workers.train(tx, range(steps), params=model.one_matrix, loss=model.linear_loss)[0]
 
 
-@functools.cache
-def expected(**compression):
-    """The parameters as this platform finds them, all packets decoded at once."""
-    return trained(**compression)
-
-
-def assert_replicas_are_identical(params):
-    for leaf in jax.tree.leaves(params):
-        assert len({bytes(np.asarray(shard.data)) for shard in leaf.addressable_shards}) == 1
-
-
 @sweep(("topk", 5), selection=["topk", "bins"], topk=[5, 30])
-def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(
-    topk, selection, monkeypatch
-):
-    wanted = expected(topk=topk, selection=selection)
-    monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-    ours = trained(topk=topk, selection=selection)
-    assert_replicas_are_identical(ours)
-    chex.assert_trees_all_close(ours, wanted, rtol=1e-4, atol=1e-6)
-
-
-@sweep(("topk", "here"), selection=["topk", "bins"], platform=["here", "tpu"])
-def test_packets_decoded_in_several_rounds_are_those_decoded_at_once(
-    selection, platform, monkeypatch
-):
-    wanted = expected(topk=5, selection=selection)
-    if platform == "tpu":
-        monkeypatch.setattr(jax.lax, "platform_dependent", on_a_tpu)
-    monkeypatch.setattr(averaging, "_workers_at_once", lambda layout: 3)  # of eight
-    ours = trained(topk=5, selection=selection)
-    assert_replicas_are_identical(ours)
+def test_a_step_as_a_tpu_takes_it_is_the_same_and_keeps_replicas_identical(topk, selection):
+    wanted = trained(topk=topk, selection=selection)
+    with on("tpu"):
+        ours = trained(topk=topk, selection=selection)
+    for leaf in jax.tree.leaves(ours):
+        assert len({bytes(np.asarray(shard.data)) for shard in leaf.addressable_shards}) == 1
     chex.assert_trees_all_close(ours, wanted, rtol=1e-4, atol=1e-6)
 
 

@@ -6,14 +6,12 @@ import re
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
 from demo_optax._src.compression.transforms import random_basis
 from tests import draws, oracles
-from tests.sweeps import sweep
 
 TRANSFORMS = {
     "dct": oracles.dct,
@@ -33,7 +31,32 @@ def all_coefficients(shapes, compression, gradients):
     return state.momentum, restored
 
 
-def assert_coefficients(shapes, compression, seed=0, dtype="float32"):
+@draws.cases(
+    {
+        **{name: dict(case, seed=0, dtype="float32") for name, case in draws.CASES.items()},
+        "random": dict(
+            shapes=[(6, 4)],
+            compression=demo_optax.Compression(1, 4, transform="random"),
+            seed=0,
+            dtype="float32",
+        ),
+    },
+    number=30,
+    shapes=st.tuples(draws.shapes),
+    compression=st.one_of(
+        draws.compressions,
+        st.builds(
+            demo_optax.Compression,
+            topk=st.just(1),
+            block_side=draws.chunks,
+            transform=st.just("random"),
+            block_rule=draws.rules,
+        ),
+    ),
+    seed=draws.seeds,
+    dtype=draws.values,
+)
+def test_coefficients_are_the_oracles_and_go_back(shapes, compression, seed, dtype):
     rtol = {"float32": 1e-4, "bfloat16": 1e-2}[dtype]
     gradients = draws.gradients(seed, shapes, dtype=dtype)
     results = all_coefficients(shapes, compression, gradients)
@@ -45,33 +68,6 @@ def assert_coefficients(shapes, compression, seed=0, dtype="float32"):
         if compression.transform in TRANSFORMS:
             expected = oracles.to_coefficients(exact, sides, TRANSFORMS[compression.transform])
             np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
-
-
-@draws.cases()
-def test_coefficients_are_the_oracles_and_go_back(shapes, compression):
-    assert_coefficients(shapes, compression)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@draws.examples(16)
-@given(shape=draws.shapes, compression=draws.compressions, seed=draws.seeds)
-def test_coefficients_of_any_shape_are_the_oracles(dtype, shape, compression, seed):
-    assert_coefficients([shape], compression, seed, dtype)
-
-
-@pytest.mark.parametrize("rule", ["pad", "divisor"])
-def test_random_transform_is_orthonormal(rule):
-    compression = demo_optax.Compression(1, 4, transform="random", block_rule=rule)
-    assert_coefficients([(6, 4)], compression)
-
-
-@pytest.mark.slow
-@draws.examples(3)
-@given(shape=draws.shapes, chunk=draws.chunks, rule=draws.rules, seed=draws.seeds)
-def test_random_transform_of_any_shape_is_orthonormal(shape, chunk, rule, seed):
-    compression = demo_optax.Compression(1, chunk, transform="random", block_rule=rule)
-    assert_coefficients([shape], compression, seed)
 
 
 @draws.examples(60)
@@ -87,26 +83,6 @@ def test_blocks_follow_the_documented_rule(shape, chunk, rule):
     grid = tuple(-(-dim // side) for dim, side in zip(shape, sides, strict=True))
     stored = (*grid, np.prod(sides, dtype=int))
     assert compression.momentum_format.geometry(shape).stored_shape == stored
-
-
-@sweep(
-    ("dct", 4, (2, 3)),
-    ("identity", 3, (2,)),
-    transform=["dct", "identity"],
-    chunk=[1, 3, 4, 8],
-    grid=[(1,), (2,), (2, 3), (3, 1)],
-)
-def test_rules_agree_where_the_chunk_divides(transform, chunk, grid):
-    shape = tuple(chunk * n for n in grid)
-    [gradient] = draws.gradients(0, [shape])
-    results = []
-    for rule in ("pad", "divisor"):
-        compression = demo_optax.Compression(3, chunk, transform=transform, block_rule=rule)
-        update, state = draws.start(demo_optax.decoupled_momentum(0.9, compression), [shape])
-        [aggregate], state = update([gradient], state)
-        results.append((np.asarray(aggregate), np.asarray(state.momentum[0])))
-    for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_random_basis_is_another_on_each_step_and_loses_nothing():

@@ -202,20 +202,6 @@ def test_twenty_steps_follow_the_equations(exchange, selection, coding, setting)
         np.testing.assert_allclose(stored(state), simulated.momenta, atol=2e-5)
 
 
-@sweep("two-phase", name=AT_ONCE)
-def test_delayed_by_a_step_constant_gradients_give_the_same_steps(name):
-    drawn, runs = gradients(0, 3), []
-    for way in (AT_ONCE[name], Delayed(AT_ONCE[name])):
-        _, update, state = three(way)
-        runs.append([])
-        for _ in range(10):
-            updates, state = update(drawn, state)
-            runs[-1].append(updates)
-    at_once, late = map(np.stack, runs)
-    assert not late[0].any()
-    np.testing.assert_array_equal(late[1:], at_once[:-1])
-
-
 @draws.examples(3)
 @given(
     shapes=draws.trees,
@@ -276,24 +262,6 @@ def test_on_a_step_of_nobody_owners_keep_what_they_owe(delay):
     assert not np.any(updates)
     chex.assert_trees_all_equal(residual_of(state), residual_of(before))
     chex.assert_trees_all_equal(state.momentum, before.momentum)
-
-
-@sweep(("dct", 0), ("random", 1), transform=["dct", "random"], delay=[0, 1])
-def test_what_is_owed_arrives_in_any_basis(transform, delay):
-    exchange = TwoPhase("data", topk_back=4)
-    tx = demo_optax.decoupled_momentum(
-        1 - 1e-7,
-        demo_optax.Compression(16, 4, transform=transform),
-        gradient_weight=1.0,
-        mean="workers",
-        exchange=Delayed(exchange) if delay else exchange,
-    )
-    update, state = started(tx, 4, np.zeros((8, 8), np.float32))
-    drawn, applied = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32), 0.0
-    for step in range(40):
-        updates, state = update(drawn * (step == 0), state)
-        applied += updates[0]
-    np.testing.assert_allclose(applied, drawn.mean(0), atol=1e-4)
 
 
 def test_a_state_may_be_made_where_it_is_used():

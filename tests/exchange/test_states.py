@@ -72,20 +72,6 @@ def test_replicas_are_identical_after_200_steps_in_every_combination(exchange, s
     assert int(metrics.participants) == 8 and bool(metrics.agreed)
 
 
-@sweep(
-    ("delayed two-phase", (2, 2)),
-    exchange=KEEPING,
-    sizes=[(4,), (2, 2)],
-)
-def test_a_saved_run_goes_on_to_the_same_bits(exchange, sizes, tmp_path):
-    tx = optimizer(exchange)
-    straight = Trained(tx, *sizes).run(range(5))
-    straight.saved(tmp_path)
-    restored = Trained(tx, *sizes).restored(tmp_path)
-    chex.assert_trees_all_equal(straight.state, restored.state)
-    chex.assert_trees_all_equal(straight.run(range(5, 8)).params, restored.run(range(5, 8)).params)
-
-
 def assert_settled(restored, trained, exchange):
     """Whether the momenta have what was under way and owed, in the mean over the workers."""
     kept = jax.tree.leaves((trained.state[0].exchange, trained.state[0].pending))
@@ -95,40 +81,53 @@ def assert_settled(restored, trained, exchange):
     assert_nothing_kept(restored.state)
 
 
-@sweep(((2, 2), (3, 2)), meshes=[((2, 2), (3, 2)), ((4,), (3,)), ((3,), (8,)), ((4, 2), (2, 2))])
-def test_what_owners_owe_goes_back_on_other_workers(meshes, tmp_path):
-    before, after = meshes
-    tx = optimizer("delayed two-phase")
-    trained = Trained(tx, *before).run(range(5)).saved(tmp_path)
-    restored = Trained(tx, *after).restored(tmp_path)
-    assert_settled(restored, trained, "delayed two-phase")
-    restored.run(range(5, 8))
-    assert demo_optax.check_replicas(restored.params, restored.mesh) == ()
+def on(*sizes, **others):
+    return sizes, others
+
+
+def on_eight(*names, cut=P("fsdp", "tensor")):
+    """Two workers of four devices; what a device keeps lies in the order of the mesh's axes."""
+    return on(2, 2, 2, names=("data", *names), specs={"v": P(), "w": cut})
+
+
+WHOLE = dict(specs=None)  # parameters, on both devices of each worker
+USUAL = on_eight("fsdp", "tensor")
+OWNED, LATE, BOTH = ({"exchange": name} for name in KEEPING)
+REDRAWN = {**BOTH, "transform": "random"}
+# Optimizer and mesh before, and after.
+RESTORED = {
+    "more workers": (BOTH, on(2, 2), BOTH, on(3, 2)),
+    "fewer workers": (BOTH, on(4, 2), BOTH, on(2, 2)),
+    "whole parameters": (OWNED, on(4, 2, **WHOLE), OWNED, on(2, 2, **WHOLE)),
+    "other names": (OWNED, USUAL, OWNED, on_eight("tensor", "fsdp")),
+    "another cut": (LATE, USUAL, LATE, on_eight("fsdp", "tensor", cut=P("tensor", "fsdp"))),
+    "one gather": (OWNED, on(2, 2), {"exchange": "all-gather", "topk": 5}, on(2, 2)),
+    "at once": (REDRAWN, on(2, 2), {**REDRAWN, "exchange": "two-phase"}, on(2, 2)),
+    "more coefficients": (REDRAWN, on(2, 2), {**REDRAWN, "topk": 5}, on(2, 2)),
+}
 
 
 @sweep(
-    ("two-phase", "all-gather", "dct"),
-    ("delayed two-phase", "two-phase", "random"),
-    before=["two-phase", "delayed two-phase"],
-    after=["all-gather", "two-phase", "delayed two-phase"],
-    transform=["dct", "random"],
+    "more workers",
+    "whole parameters",
+    "other names",
+    "another cut",
+    "one gather",
+    "at once",
+    name=RESTORED,
 )
-def test_what_owners_owe_goes_back_in_another_exchange(before, after, transform, tmp_path):
-    trained = Trained(optimizer(before, transform=transform), 2, 2).run(range(3)).saved(tmp_path)
-    other = optimizer(after, transform=transform, topk=5)
-    restored = Trained(other, 2, 2).restored(tmp_path)
-    if before == after == "two-phase":  # whose state says nothing of topk
-        chex.assert_trees_all_equal(restored.state, trained.state)
-    else:
-        assert_settled(restored, trained, before)
-
-
-def test_devices_that_hold_the_same_owe_it_once(tmp_path):
-    """Parameters are whole on both devices of each worker."""
-    tx = optimizer("two-phase")
-    trained = Trained(tx, 4, 2, specs=None).run(range(2)).saved(tmp_path)
-    restored = Trained(tx, 2, 2, specs=None).restored(tmp_path)
-    assert_settled(restored, trained, "two-phase")
+def test_what_is_owed_and_under_way_goes_back_where_it_cannot_stay(name, tmp_path):
+    """Into the momenta, in the mean over the workers."""
+    before, (sizes, here), after, (others, there) = RESTORED[name]
+    trained = Trained(optimizer(**before), *sizes, **here).run(range(2)).saved(tmp_path)
+    kept = jax.tree.leaves((trained.state[0].exchange, trained.state[0].pending))
+    assert any(map(np.any, kept))
+    restored = Trained(optimizer(**after), *others, **there).restored(tmp_path)
+    momenta = settled(trained, before["exchange"]), restored.state[0].momentum
+    if sizes[0] == others[0]:
+        assert_close(*momenta)
+    assert_close(*(jax.tree.map(lambda x: np.mean(x, 0), m) for m in momenta))
+    assert_nothing_kept(restored.state)
 
 
 class Net(NamedTuple):
@@ -153,26 +152,6 @@ def test_parameters_may_have_the_names_of_an_exchanges_state(tmp_path):
     both, specs = workers.mesh_of(2, 2), Net(P(None, "fsdp"), P(None, "fsdp"), [P(None, "fsdp")])
     found = demo_optax.state_specs(tx, params, both, param_specs=specs)[0].momentum
     assert set(jax.tree.leaves(found)) == {P("data", None, "fsdp")}
-
-
-def on_eight(exchange, names=("fsdp", "tensor"), cut=P("fsdp", "tensor")):
-    """Two workers of four devices; what a device keeps lies in the order of the mesh's axes."""
-    specs = {"v": P(), "w": cut}
-    return Trained(optimizer(exchange), 2, 2, 2, names=("data", *names), specs=specs)
-
-
-@sweep(
-    ("delayed", "cut"),
-    ("two-phase", "names"),
-    exchange=["two-phase", "delayed"],
-    change=["names", "cut"],
-)
-def test_what_devices_keep_is_not_given_to_others(exchange, change, tmp_path):
-    others = {"names": {"names": ("tensor", "fsdp")}, "cut": {"cut": P("tensor", "fsdp")}}[change]
-    trained = on_eight(exchange).run(range(3)).saved(tmp_path)
-    restored = on_eight(exchange, **others).restored(tmp_path)
-    assert_settled(restored, trained, exchange)
-    assert_close(settled(trained, exchange), restored.state[0].momentum)
 
 
 CHANGES = {
