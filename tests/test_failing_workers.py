@@ -24,17 +24,6 @@ DEMO = demo_optax.demo(
     compression=SMALL,
     axis_name="data",
 )
-CHAINS = {
-    "demo": DEMO,
-    "adamw": demo_optax.demo_adamw(5e-3, weight_decay=0.1, compression=SMALL, axis_name="data"),
-    "signum": demo_optax.demo_signum(5e-3, weight_decay=0.1, compression=SMALL, axis_name="data"),
-    "by hand": optax.chain(
-        demo_optax.decoupled_momentum(0.9, SMALL, axis_name="data"),
-        optax.trace(0.9),
-        optax.add_decayed_weights(0.1),
-        optax.scale_by_learning_rate(0.1),
-    ),
-}
 
 
 def broken_batch(step, broken):
@@ -100,23 +89,6 @@ def test_others_go_on_as_if_broken_workers_were_not_there(check_vma):
     chex.assert_trees_all_equal(state, state_alone)
     seen, alone = (m.exchange._replace(received=0) for m in (metrics, metrics_alone))
     chex.assert_trees_all_equal(seen, alone)
-
-
-@sweep("demo", "by hand", name=CHAINS)
-def test_parameters_rest_where_no_worker_takes_part(name):
-    tx = CHAINS[name]
-    step, _ = placed(tx)
-    before, state_before = after_two_steps(tx, step)
-    batch = broken_batch(2, dict.fromkeys(range(8), np.nan))
-    params, state, metrics = step(before, state_before, batch)
-    assert metrics.exchange.participants == 0
-    chex.assert_trees_all_equal(params, before)
-    chex.assert_trees_all_equal(state[0].momentum, state_before[0].momentum)
-
-    params, state, metrics = step(params, state, model.batch(3))
-    assert metrics.exchange.participants == model.WORKERS
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
-    assert all(np.any(params[n] != before[n]) for n in params)
 
 
 def masks(x, y):

@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 
 import demo_optax
-from demo_optax import checkpoint
 from tests import model, workers
 from tests.sweeps import sweep
 
@@ -125,12 +124,6 @@ def test_a_parameter_may_be_a_number():
     assert params["scale"].shape == () and params["scale"] != 0.5
 
 
-def test_without_weight_decay_no_parameters_are_needed():
-    tx, gradient = demo_optax.demo(0.1, SMALL), np.ones((8, 8), np.float32)
-    updates, _ = jax.jit(tx.update)(gradient, tx.init(gradient))
-    np.testing.assert_allclose(updates, -0.1)
-
-
 def test_several_arguments_are_differentiated_and_others_named():
     def both(x, y, scale):
         return jnp.sum(x * y) * scale
@@ -140,16 +133,6 @@ def test_several_arguments_are_differentiated_and_others_named():
     _, (dx, dy) = jax.jit(jax.vmap(lambda x, y: fn(x, y, scale=2.0), axis_name="data"))(x, y)
     np.testing.assert_array_equal(dx, 2 * y)
     np.testing.assert_array_equal(dy, 2 * x)
-
-
-@pytest.mark.slow
-def test_metrics_of_stacked_workers_are_checked():
-    gradient = jnp.ones((3, 8, 8))
-    update = jax.jit(jax.vmap(lambda g: DEMO.update(g, DEMO.init(g))[1], axis_name="data"))
-    with pytest.raises(ValueError, match="all 3 workers have the very same gradient"):
-        demo_optax.check_metrics(demo_optax.exchange_metrics(update(gradient)))
-    others = gradient * jnp.arange(1.0, 4)[:, None, None]
-    demo_optax.check_metrics(demo_optax.exchange_metrics(update(others)))
 
 
 @pytest.mark.slow
@@ -209,43 +192,30 @@ def test_a_registered_class_without_equality_is_a_tree_of_parameters():
     np.testing.assert_array_equal(params.leaves["w"], plain["w"])
 
 
-def test_a_wrapped_optimizer_is_refused_by_the_checkpointer(tmp_path):
-    with pytest.raises(TypeError, match="made by demo_optax"):
-        checkpoint.Checkpointer(tmp_path, demo_optax.stack_workers(DEMO, MESH), MESH)
-
-
-def test_at_least_one_checkpoint_is_kept(tmp_path):
-    with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
-        checkpoint.Checkpointer(tmp_path, DEMO, MESH, keep=0)
-
-
-@sweep(
-    ("float32", "topk"),
-    ("int4", "striding"),
-    ("sign", "random"),
-    coding=["float32", "bfloat16", "int4", "sign"],
-    selection=["topk", "random", "striding"],
-)
-def test_no_dtype_is_promoted_silently(coding, selection):
-    compression = demo_optax.Compression(4, 8, coding, selection=selection)
-    tx = optax.chain(
-        demo_optax.decoupled_momentum(
-            0.9, compression, axis_name="data", momentum_dtype="bfloat16", mean="workers"
-        ),
-        optax.scale(-0.1),
-    )
-    with jax.numpy_dtype_promotion("strict"):
-        params, *_ = train_line(tx)
-    assert np.isfinite(params["w"]).all()
-
-
 NESTEROV = optax.sgd(1e-2, momentum=0.9, nesterov=True)
 ON_DATA: dict = dict(axis_name="data")
 OUTER = functools.partial(demo_optax.decoupled, NESTEROV, SMALL, gradient_weight=1.0)
+
+
+def positions():
+    """A rule of shared positions; with 64 bits JAX draws others for "random"."""
+    return "random-slicing" if jax.config.jax_enable_x64 else "random"
+
+
+def sent(coding, selection):
+    return demo_optax.Compression(4, 8, coding, selection=selection)
+
+
 EVERY_KIND = {
-    "demo_scaled": lambda: demo_optax.demo_scaled(1e-2, SMALL, **ON_DATA),
+    "demo_scaled": lambda: demo_optax.demo_scaled(1e-2, sent("int4", "striding"), **ON_DATA),
     "demo_muon": lambda: demo_optax.demo_muon(1e-2, SMALL, look_ahead=1.0, **ON_DATA),
-    "demo_adamw": lambda: demo_optax.demo_adamw(1e-2, SMALL, **ON_DATA),
+    "demo_adamw": lambda: demo_optax.demo_adamw(1e-2, sent("sign", positions()), **ON_DATA),
+    "another dtype": lambda: demo_optax.decoupled(
+        optax.sgd(0.1),
+        sent("bfloat16", "bins"),
+        momentum_dtype="float64" if jax.config.jax_enable_x64 else "bfloat16",
+        **ON_DATA,
+    ),
     "two phases": lambda: demo_optax.demo(
         1e-2, SMALL, exchange=demo_optax.Delayed(demo_optax.TwoPhase("data"))
     ),
@@ -291,15 +261,6 @@ def test_doubles_train_where_jax_has_them(name, dtype):
         assert metrics[-1].exchange.participants == WORKERS
         assert params["w"].dtype == dtype
         assert (np.asarray(params["w"]) != before).any()
-
-
-def test_a_refused_save_forgets_nothing(tmp_path):
-    params, state, _ = train_line(DEMO)
-    with checkpoint.Checkpointer(tmp_path, DEMO, MESH) as checkpointer:
-        checkpointer.save(7, params, state, wait=True)
-        with pytest.raises(ValueError, match="holds a checkpoint of step 7 already"):
-            checkpointer.save(3, params, state)
-        checkpointer.save(7, params, state, wait=True)
 
 
 BEHIND = {

@@ -155,12 +155,6 @@ def test_stacked_gradients_are_taken_ahead_as_well():
     np.testing.assert_allclose(found, local - centres(), rtol=1e-6)
 
 
-def test_local_steps_refuse_an_outer_optimizer_that_looks_ahead():
-    outer = demo_optax.decoupled(optax.sgd(1.0), COMPRESSION, look_ahead=1.0)
-    with pytest.raises(ValueError, match="give outer look_ahead=None"):
-        demo_optax.local_steps(optax.sgd(0.1), optax.chain(outer), every=2).init(jnp.zeros(SIZE))
-
-
 def test_a_worker_comes_back_from_where_its_loss_has_no_gradient():
     tx = demo_optax.demo_scaled(0.05, COMPRESSION, look_ahead=1.0)
     params, steps = SHARED, []
@@ -354,8 +348,3 @@ def test_it_may_be_a_hyperparameter():
     far, near = (x.inner_state[2].displacement for x in (far, near))
     assert np.abs(near).max() > 1e-3
     np.testing.assert_allclose(far, 2 * near, rtol=1e-6)
-
-
-def test_a_negative_distance_is_refused():
-    with pytest.raises(ValueError, match="look_ahead must lie in"):
-        demo_optax.demo_scaled(1e-2, look_ahead=-1.0)
