@@ -1,6 +1,7 @@
 """Configurations that no run can be made of: one line on stderr, status 2, nothing written."""
 
 import concurrent.futures
+import math
 import pathlib
 import signal
 import socket
@@ -22,12 +23,20 @@ TRAINER = ROOT / "examples" / "train_lm.py"
 GOOD = ["--preset=nano", "--text", "text", "--batch-size=8", "--workers=8", "--sequence-length=16"]
 SECONDS = 10
 
+COUNTS = """
+batch-size block-side checkpoint-every evaluate-every fsdp local-steps microbatches num-processes
+sequence-length steps topk warmup-steps workers
+"""
+REAL_NUMBERS = "b2", "decay", "learning-rate", "weight-decay"
 WORDS = [
-    ("--steps 0", "--steps 0 must be greater"),
+    *[(f"--{flag} {n}", f"--{flag} {n} must") for flag in COUNTS.split() for n in (0, 10**13)],
+    *[
+        (f"--{flag} {x}", f"--{flag} {x} must")
+        for flag in REAL_NUMBERS
+        for x in (-0.1, math.nan, math.inf)
+    ],
     ("--steps many", "--steps"),
-    ("--steps", "--steps"),
     ("--steps 1 2", "2"),
-    ("--steps 10000000000000", "--steps 10000000000000 must be less"),
     ("--stepz 3", "--stepz"),
     ("stray", "stray"),
     ("--optimizer sgd", "--optimizer"),
@@ -35,48 +44,18 @@ WORDS = [
     ("--remat 1", "1"),
     ("--seed -1", "--seed -1 must"),
     (f"--seed {2**32}", f"--seed {2**32} must"),
-    ("--learning-rate 0", "--learning-rate 0.0 must"),
-    ("--learning-rate nan", "--learning-rate nan must"),
-    ("--learning-rate inf", "--learning-rate inf must"),
-    ("--learning-rate 1e39", "--learning-rate 1e+39 must"),
-    ("--weight-decay -0.1", "--weight-decay -0.1 must"),
-    ("--weight-decay nan", "--weight-decay nan must"),
-    ("--weight-decay inf", "--weight-decay inf must"),
-    ("--decay -0.1", "--decay -0.1 must"),
-    ("--decay 1", "--decay 1.0 must"),
-    ("--decay nan", "--decay nan must"),
-    ("--topk 0", "--topk 0 must"),
-    ("--topk 1000000000", "--topk 1000000000 is more than a block has: give at most 4096"),
     ("--topk 5 --block-side 2", "--topk 5 is more than a block has: give at most 4"),
-    ("--block-side 0", "--block-side 0 must"),
-    ("--block-side 1000000000", "--block-side 1000000000 must"),
-    ("--warmup-steps 0", "--warmup-steps 0 must"),
     ("--warmup-steps 11 --steps 10", "--warmup-steps 11 would never end"),
-    ("--batch-size 0", "--batch-size 0 must"),
     ("--batch-size 3", "--batch-size 3 cannot be divided among 8 devices"),
     ("--batch-size 1000000000", "--batch-size 1000000000 of --sequence-length 16 is more"),
-    ("--batch-size 100000000000", "--batch-size 100000000000 must be less"),
-    ("--sequence-length 0", "--sequence-length 0 must"),
-    ("--batch-size 1000000000 --tokenizer new.json", "more than the text has"),
-    ("--sequence-length 100000000", "--sequence-length 100000000 is more than the text has"),
-    ("--microbatches 0", "--microbatches 0 must"),
     ("--microbatches 2", "a multiple of 16"),
-    ("--microbatches 1000000000", "--batch-size 8 cannot be divided"),
-    ("--workers 0", "--workers 0 must"),
-    ("--workers 1000000", "--workers 1000000 must"),
     ("--workers 16 --batch-size 16", "there are 8 devices"),
-    ("--fsdp 0", "--fsdp 0 must"),
-    ("--fsdp 1000000", "--fsdp 1000000 must"),
     ("--fsdp 2 --batch-size 16", "there are 8 devices"),
-    ("--evaluate-every 0", "--evaluate-every 0 must"),
-    ("--checkpoint-every 0", "--checkpoint-every 0 must"),
-    ("--vocabulary 256", "--vocabulary 256 must"),
     ("--vocabulary 1000000000", "--vocabulary 1000000000 must"),
     ("--sample-length -1", "--sample-length -1 must"),
     ("--optimizer demo --look-ahead 1", "is for demo-scaled and demo-muon"),
     ("--optimizer demo --b2 0.9", "--b2 0.9 is the decay of a second moment, and demo has none"),
     ("--b2 1", "--b2 1.0 must"),
-    ("--local-steps 0", "--local-steps 0 must"),
     ("--local-steps 2", "--local-steps 2 are for --optimizer diloco"),
     ("--optimizer diloco --steps 30", "--steps 30 end inside a round of --local-steps 20"),
     ("--fragments 2", "--fragments 2 is for rounds of local steps"),
@@ -100,15 +79,12 @@ WORDS = [
     # Text and tokenizer
     ("--text missing", "--text missing cannot be read (FileNotFoundError: there is no"),
     ("--text empty.txt", "no text found in empty.txt"),
-    ("--text empty", "no text found in empty"),
     ("--text binary", "no text found in binary"),
     ("--text short.txt", "more than the text has, 5 bytes"),
     ("--text text --sequence-length 512", "the text is too short"),
     ("--text /dev/zero", "no text found in /dev/zero"),
     ("--text garbage.arrayrecord", "--text garbage.arrayrecord"),
     ("--text empty.arrayrecord", "--text empty.arrayrecord"),
-    ("--text large.arrayrecord", "--text large.arrayrecord"),
-    ("--text missing.arrayrecord", "--text missing.arrayrecord"),
     ("--text no-dataset", "--text no-dataset"),
     ("--text broken-dataset", "--text broken-dataset"),
     ("--text s3:/bucket/text", "--text s3:/bucket/text cannot be read (ValueError: 's3:/bucket"),
@@ -116,15 +92,11 @@ WORDS = [
     ("--text splits", "ValueError: it is a dataset of several splits"),
     ("--tokenizer short.txt", "--tokenizer short.txt is no file of the library tokenizers"),
     ("--tokenizer object.json", "object.json is no file of the library tokenizers"),
-    ("--tokenizer binary", "binary is no file of the library tokenizers"),
-    ("--tokenizer text", "text is no file of the library tokenizers"),
     ("--tokenizer no-end.json", "which must be 0"),
     ("--tokenizer s3://bucket/tokens.json", "s3:// needs s3fs"),
-    ("--tokenizer s3:/bucket/tokens.json", "--tokenizer: 's3:/bucket/tokens.json' has a folder"),
     ("--tokenizer empty.txt/tokenizer.json", "empty.txt is no folder"),
     # Folders
     (["--checkpoint-dir", ""], "--checkpoint-dir '' must"),
-    ("--checkpoint-dir short.txt", "short.txt is no folder"),
     ("--checkpoint-dir short.txt/run", "short.txt is no folder"),
     ("--checkpoint-dir s3://bucket/run", "s3:// needs s3fs"),
     ("--checkpoint-dir ftp://host/run", "other stores are not known"),
@@ -132,46 +104,30 @@ WORDS = [
     ("--checkpoint-dir file://host/run", "--checkpoint-dir: 'file://host/run' names a folder on"),
     (["--log-dir", ""], "--log-dir '' must"),
     ("--log-dir gs://bucket/log", "--log-dir gs://bucket/log is a URL: give a folder"),
-    ("--log-dir gs:/bucket/log", "--log-dir: 'gs:/bucket/log' has a folder 'gs:'"),
-    ("--log-dir short.txt", "short.txt is no folder"),
-    ("--log-dir /dev/null/log", "/dev/null is no folder"),
     ("--log-dir dangling", "dangling is no folder"),
     # Several processes
     ("--coordinator localhost", "belong together"),
-    ("--process-id 0", "belong together"),
-    ("--coordinator localhost:1234 --num-processes 2", "belong together"),
     ("--coordinator localhost --num-processes 2 --process-id 1", "must be HOST:PORT"),
     ("--coordinator :1234 --num-processes 2 --process-id 1", "must be HOST:PORT"),
-    ("--coordinator localhost:http --num-processes 2 --process-id 1", "must be HOST:PORT"),
     ("--coordinator localhost:65536 --num-processes 2 --process-id 1", "must be HOST:PORT"),
     ("--coordinator localhost:1234 --num-processes 2 --process-id 2", "count from 0 to 1"),
     ("--coordinator localhost:1234 --num-processes 2 --process-id -1", "--process-id -1 must"),
-    ("--coordinator localhost:1234 --num-processes 0 --process-id 0", "--num-processes 0 must"),
     ("--peer-timeout 0", "--peer-timeout 0 must"),
     ("--config missing.yaml", "--config missing.yaml"),
     ("--config s3://bucket/run.yaml", "--config s3://bucket/run.yaml: it is a URL: give a file"),
-    ("--config s3:/bucket/run.yaml", "--config s3:/bucket/run.yaml: 's3:/bucket/run.yaml' has a"),
-    ("--workers None --swarm s3:/bucket/run", "--swarm: 's3:/bucket/run' has a folder 's3:'"),
     ("--config text", "--config text"),
-    ("--config binary", "--config binary"),
 ]
 
 FILES = [
-    ("steps: 1\nsteps: 2", "sets steps 2 times"),
     ("batch-size: 8\nbatch_size: 16", "sets batch_size 2 times"),
     ("config: given.yaml", "it names another file"),
     ("steps: many", "--steps"),
     ("steps: [1, 2]", "2"),
-    ("steps: {a: 1}", "steps must be a value"),
     ("steps: -3", "--steps -3 must"),
-    ("stepz: 3", "--stepz"),
     ("1: 2", "--1"),
     ("remat: 7", "7"),
-    ("seed: .nan", "--seed"),
     ("checkpoint_dir: {a: b}", "checkpoint_dir must be a value"),
-    ("tokenizer: [[a]]", "tokenizer must be a value"),
     ("- steps", "must hold lines like"),
-    ("steps", "must hold lines like"),
     ("steps: 'unfinished", "quoted scalar"),
     ("steps: 1\n---\nsteps: 2", "but found another document"),
     ("steps: !!python/name:os.system", "could not determine a constructor"),

@@ -87,17 +87,10 @@ def test_python_on_a_page_runs(page, capsys, compiled, monkeypatch, annotations_
     assert [name for name in names if programs.count(name) > 1] == [], "compiled twice"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=name_of)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES, *NOTEBOOKS], ids=name_of)
 def test_links_of_a_page_resolve(page):
-    require_links(page, page.read_text())
-
-
-@pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda script: script.stem)
-def test_links_of_a_notebook_resolve(script):
-    require_links(script, re.sub(r"^# ?", "", script.read_text(), flags=re.MULTILINE))
-
-
-def require_links(page, text):
+    text = page.read_text()
+    text = re.sub(r"^# ?", "", text, flags=re.MULTILINE) if page.suffix == ".py" else text
     for target in links(text):
         path, _, anchor = urllib.parse.unquote(target).partition("#")
         found = (page.parent / path).resolve() if path else page
@@ -130,12 +123,6 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
 
 
-def test_links_and_anchors_are_found():
-    text = "[a](b.md#c) ![d](e.png) `[no](code)` [far](https://x.y)\n```\n[no](code)\n```\n"
-    assert links(text) == ["b.md#c", "e.png"]
-    assert anchors("# One `two`, three\n## *Four*\n") == {"one-two-three", "four"}
-
-
 def gone(text):
     """Paths and patterns of this repository in a text for which there is no file."""
     named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./*-]*\w)", text)
@@ -156,13 +143,6 @@ def test_every_path_that_a_comment_or_a_docstring_names_is_there(folder):
     found = {path: gone(path.read_text()) for path in (ROOT / folder).rglob("*.py")}
     found = {path.relative_to(ROOT).as_posix(): paths for path, paths in found.items() if paths}
     assert found == {}
-
-
-def test_paths_that_are_not_there_are_found():
-    wrong = [f"examples/{'none'}.py", f"benchmarks/{'old'}.py"]
-    text = f"`{wrong[0]}` tests/pages.py docs/*.md https://x.y/docs/none.md ({wrong[1]})"
-    assert gone(text) == wrong
-    assert gone(f"{text} {STUDIES}") == wrong[:1]
 
 
 def test_the_command_lines_name_every_setting_of_the_trainer():

@@ -107,25 +107,6 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("leaf", ["a string", jnp.tanh, np.array("text")], ids=type)
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_leaf_that_is_no_array_is_named(entry, leaf):
-    kind = type(leaf).__name__
-    with pytest.raises(
-        TypeError, match=rf"\['other'\] is of type {kind}, which is no array.*split"
-    ):
-        ENTRIES[entry]({**model.init(), "other": leaf})
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
-@pytest.mark.parametrize("entry", list(ENTRIES)[:5])
-def test_leaves_must_be_real_numbers(entry, dtype):
-    params = {**model.init(), "steps": jnp.ones((3,), dtype)}
-    with pytest.raises(TypeError, match=r"\['steps'\] has the dtype .*flax.nnx.split") as error:
-        ENTRIES[entry](params)
-    assert "Tracer" not in str(error.value)
-
-
 @sweep(True, stateful=[False, True])
 def test_a_model_that_is_split_as_advised_trains(stateful):
     whole = {**model.init(), "mask": jnp.ones(16, bool), "activation": jnp.tanh}
@@ -199,25 +180,42 @@ OF_COMPLEX = OF_SCALES | {
     "packet_bytes of a compression": lambda params: demo_optax.packet_bytes(Compression(), params),
     "state_specs": lambda params: demo_optax.state_specs(MEAN, params, SIMULATED),
     "a part that is frozen": lambda params: demo_optax.init_opt_state(
-        optax.partition({"x": DEMO, "y": optax.set_to_zero()}, {"v": "x", "w": "y"}),
-        {"v": jnp.ones(3), "w": params["w"]},
+        optax.partition({"x": DEMO, "y": optax.set_to_zero()}, {"v": "x", "other": "y"}),
+        {"v": jnp.ones(3), "other": params["other"]},
         SIMULATED,
     ),
 }
 
 
-@pytest.mark.parametrize("entry", OF_COMPLEX)
-def test_no_function_takes_complex_parameters(entry):
-    with pytest.raises(TypeError, match=r"\['w'\] has the complex dtype complex64.*two parameters"):
-        OF_COMPLEX[entry](model.init() | COMPLEX)
+NO_ARRAY = r"\['other'\] is of type \w+, which is no array.*split"
+NO_REAL_NUMBERS = r"\['other'\] has the dtype .*flax.nnx.split"
+IS_COMPLEX = r"\['other'\] has the complex dtype complex64.*two parameters"
+IS_REPLACED = r"\['scale'\] belongs to Flax's .*by stateful=True"
+SCALES = "_overwrite_with_gradient"
+LEAVES = {  # its name, the leaf, the error, its message, and who refuses it
+    "text": ("other", "a string", TypeError, NO_ARRAY, ENTRIES),
+    "function": ("other", jnp.tanh, TypeError, NO_ARRAY, ENTRIES),
+    "array of text": ("other", np.array("text"), TypeError, NO_ARRAY, ENTRIES),
+    "integers": ("other", jnp.ones(3, int), TypeError, NO_REAL_NUMBERS, list(ENTRIES)[:5]),
+    "booleans": ("other", jnp.ones(3, bool), TypeError, NO_REAL_NUMBERS, list(ENTRIES)[:5]),
+    "complex numbers": ("other", jnp.full((4, 4), 1 + 2j), TypeError, IS_COMPLEX, OF_COMPLEX),
+    "scales": (SCALES, {"scale": jnp.ones(1)}, ValueError, IS_REPLACED, OF_SCALES),
+}
 
 
-@pytest.mark.parametrize("entry", OF_SCALES)
-def test_variables_whose_gradient_is_their_next_value_are_not_trained(entry):
-    scales = {"scale": jnp.ones(1)}
-    with pytest.raises(ValueError, match=r"\['scale'\] belongs to Flax's .*by stateful=True"):
-        OF_SCALES[entry]({**model.init(), "_overwrite_with_gradient": scales})
-    assert demo_optax.init_model_state({"_overwrite_with_gradient": scales}, SIMULATED)
+@pytest.mark.parametrize(
+    "leaf, entry", [(leaf, entry) for leaf, (*_, by) in LEAVES.items() for entry in by]
+)
+def test_a_leaf_that_cannot_be_trained_is_named(leaf, entry):
+    """Scales are variables whose gradient is their next value; a model's state may hold them."""
+    name, value, error, message, _ = LEAVES[leaf]
+    with pytest.raises(error, match=message) as refused:
+        (ENTRIES | OF_COMPLEX)[entry](model.init() | {name: value})
+    assert "Tracer" not in str(refused.value)
+
+
+def test_scales_are_a_state_of_the_model():
+    assert demo_optax.init_model_state({SCALES: {"scale": jnp.ones(1)}}, SIMULATED)
 
 
 def test_numbers_are_injected_and_a_compression_is_left_alone():

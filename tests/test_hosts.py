@@ -3,7 +3,6 @@
 import functools
 import os
 import pathlib
-import random
 import re
 import signal
 import subprocess
@@ -60,10 +59,6 @@ def saved(folder):
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
 
-def newer(folder, step):
-    return [number for number in saved(folder) if number > step]
-
-
 def find(pattern, log):
     return re.search(pattern, log.read_text())
 
@@ -106,45 +101,6 @@ def test_the_same_run_on_one_process_or_four(start, optimizer, tmp_path):
         assert close.mean() > (0.999 if optimizer == "demo-scaled" else 1.0 - 1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [slow(1), 2])
-def test_sigterm_saves_and_the_same_command_goes_on(start, processes, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    arguments = [*ENDLESS, "--workers", 2, "--checkpoint-dir", folder]
-    run = start(processes, *arguments, log=log)
-    first = wait_for(lambda: saved(folder), log, run)
-    run.send_signal(signal.SIGTERM)
-    assert run.wait(100) == 143, log.read_text()
-    stopped = int(re.search(r"Stopped after step (\d+)", log.read_text())[1])
-    assert saved(folder)[-1] == stopped >= first[-1]
-
-    arguments[1] = stopped + 3
-    run = start(processes, *arguments, log=log)
-    assert run.wait(100) == 0, log.read_text()
-    assert f"going on after step {stopped}" in log.read_text()
-    assert saved(folder)[-1] == stopped + 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [slow(1), 2])
-def test_signals_before_the_first_step_of_a_resumed_run(start, processes, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    common = ["--workers", 2, "--checkpoint-dir", folder]
-    run = start(processes, *common, "--steps", 4, log=log)
-    assert run.wait(200) == 0, log.read_text()
-    last = 4
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        run = start(processes, *common, *ENDLESS, log=log)
-        wait_for(functools.partial(find, f"going on after step {last}", log), log, run)
-        run.send_signal(number)
-        assert run.wait(100) == status, log.read_text()
-        assert "Traceback" not in log.read_text()
-        # Of two processes one may be two steps ahead.
-        last += 1 if processes == 1 else 3
-        assert f"Stopped after step {last + (processes > 1)}." in log.read_text()
-        last = saved(folder)[-1]
-
-
 @pytest.mark.parametrize("processes", [1, slow(2)])
 def test_a_second_interrupt_stops_at_once(start, processes, tmp_path):
     """While the first step is compiled."""
@@ -157,18 +113,6 @@ def test_a_second_interrupt_stops_at_once(start, processes, tmp_path):
     assert log.read_text().count("Stopped at once. Start the same command again") == processes
     assert "Traceback" not in log.read_text()
     assert saved(folder) == []
-
-
-@pytest.mark.slow
-def test_an_interrupt_of_one_process_stops_both(start, tmp_path):
-    folder, log = tmp_path / "run", tmp_path / "log"
-    run = start(2, "--workers", 2, *ENDLESS, "--checkpoint-dir", folder, log=log)
-    wait_for(lambda: saved(folder), log, run)
-    send(signal.SIGINT, folder, 1)
-    # The first process ends as by SIGTERM, and whichever the launcher sees first counts.
-    assert run.wait(100) in (130, 143), log.read_text()
-    stopped = int(re.search(r"Stopped after step (\d+)", log.read_text())[1])
-    assert saved(folder)[-1] == stopped
 
 
 @pytest.mark.slow
@@ -234,30 +178,3 @@ def test_parameters_of_a_swarm_are_saved_and_evaluated(start, tmp_path):
     evaluate = [sys.executable, str(ROOT / "examples" / "evaluate.py"), *words]
     found = subprocess.run(evaluate, capture_output=True, text=True, check=True)
     assert f"loss on held-out text: {loss} nats per byte" in found.stdout
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_random_moments_lose_at_most_an_interval(start, tmp_path, capsys):
-    """An interval is from one complete checkpoint to the next, which is written in between."""
-    folder, log = tmp_path / "run", tmp_path / "log"
-    arguments = [*ENDLESS, "--workers", 2, "--peer-timeout", 20, "--checkpoint-dir", folder]
-    seed = random.randrange(2**32)
-    draw, repeated, reached = random.Random(seed), [], []
-    for number in range(21):
-        last = (saved(folder) or [0])[-1]
-        run = start(2, *arguments, log=log)
-        going_on = r"going on after step (\d+)" if number else "optimizer"
-        resumed = wait_for(functools.partial(find, going_on, log), log, run)
-        if number:
-            assert int(resumed[1]) == last
-            repeated += [step - last for step in reached]
-        wait_for(functools.partial(newer, folder, last), log, run)
-        time.sleep(draw.uniform(0, 3))
-        send(signal.SIGKILL, folder, draw.randrange(2))
-        assert run.wait(60) == 137, log.read_text()
-        # Where the first process is killed, JAX may abort the other before it can say anything.
-        reached = [int(step) for step in re.findall(r"of 2, after step (\d+)", log.read_text())]
-    with capsys.disabled():
-        print(f"\nsteps repeated after each kill (interval {EVERY}, seed {seed}): {repeated}")
-    # What was done while a checkpoint was written is repeated with its interval.
-    assert repeated and max(repeated) <= 1.5 * EVERY

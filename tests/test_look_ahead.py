@@ -12,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization, traverse_util
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 import demo_optax
 from demo_optax import AllGather, Compression, Delayed
@@ -194,26 +194,6 @@ def test_a_worker_comes_back_from_a_displacement_that_overflows():
     assert not np.asarray(state[2].displacement).any()
 
 
-def test_the_state_of_a_wrapped_model_gives_its_own_parameters():
-    class Boxed(nnx.Module):
-        def __init__(self):
-            self.kernel = nnx.Param(jnp.zeros(SIZE))
-
-    tx = demo_optax.demo_scaled(1e-2, COMPRESSION, look_ahead=1.0)
-    model = Boxed()
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    gradient = jax.tree.map(np.ones_like, nnx.state(model, nnx.Param))
-    nnx.jit(lambda model, optimizer, gradient: optimizer.update(model, gradient))(
-        model, optimizer, gradient
-    )
-    params = nnx.state(model, nnx.Param)
-    local = demo_optax.local_parameters(params, optimizer.opt_state)
-    pure = demo_optax.local_parameters(nnx.as_pure(params), nnx.as_pure(optimizer.opt_state))
-    (moved,), (also,) = map(jax.tree.leaves, (local, pure))
-    assert np.abs(moved - jax.tree.leaves(params)[0]).max() > 1e-3
-    np.testing.assert_array_equal(moved, also)
-
-
 class Holder(nnx.Module):
     def __init__(self, opt_state):
         self.opt_state = nnx.data(nnx.training.optimizer.to_opt_state(opt_state))
@@ -323,19 +303,6 @@ def test_paths_that_read_the_same_are_not_the_same():
 def test_without_displaced_parameters_they_are_the_shared_ones(tx):
     params = {"w": jnp.ones(3)}
     assert demo_optax.local_parameters(params, tx.init(params)) is params
-
-
-def test_a_state_without_workers_is_refused_by_stacked_gradients():
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    tx = demo_optax.demo_scaled(0.1, look_ahead=1.0, axis_name="data")
-    params = {"w": np.ones((4, 4), np.float32)}
-    gradients = demo_optax.worker_gradients(lambda p, x: jnp.sum(x @ p["w"]), mesh)
-    state = demo_optax.demo_scaled(0.1, look_ahead=1.0).init(params)
-    with pytest.raises(ValueError, match=r"parameter w .*demo_optax\.init_opt_state"):
-        gradients(params, np.ones((2, 4), np.float32), opt_state=state)
-    state = demo_optax.init_opt_state(tx, params, mesh)
-    found = jax.jit(lambda *args, state: gradients(*args, opt_state=state))
-    assert found(params, np.ones((2, 4), np.float32), state=state).loss.shape == (2,)
 
 
 def test_it_may_be_a_hyperparameter():

@@ -11,17 +11,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax._src import axes, matrices
+from demo_optax._src import matrices
+from tests import workers
 from tests.sweeps import sweep
 
-AUTO = AxisType.Auto
 SHAPES = {"embed": (128, 64), "in": (64, 128), "in2": (64, 128), "out": (128, 64), "b": (64,)}
-
-
-def mesh_of(*sizes, names=("data", "fsdp", "tensor")):
-    number = int(np.prod(sizes))
-    used = names[: len(sizes)]
-    return jax.make_mesh(sizes, used, (AUTO,) * len(sizes), devices=jax.devices()[:number])
+mesh_of = functools.partial(workers.mesh_of, kind=AxisType.Auto)
 
 
 def parameters():
@@ -243,36 +238,6 @@ def test_a_norm_of_each_shard_before_it_is_named_as_a_cause():
     )
     with pytest.raises(ValueError, match=r"use make_train_step\(clip_norm=\.\.\.\) instead"):
         step(params, state, jnp.ones((4, 8)))
-
-
-@pytest.mark.parametrize(
-    "shape, spec",
-    [
-        ((6, 4), P("fsdp", "tensor")),
-        ((4, 6, 2), P(None, "tensor", "fsdp")),
-        ((8, 8), P(("tensor", "fsdp"))),
-    ],
-)
-@pytest.mark.parametrize("number", [1, 4, 5])
-def test_whole_tensors_reach_the_function(number, shape, spec):
-    mesh = mesh_of(1, 2, 2)
-    stack = np.random.default_rng(0).normal(size=(number, *shape)).astype(np.float32)
-    stacked = P(None, *spec)
-    entries = (*spec, *[None] * len(shape))[: len(shape)]
-    sharded = tuple(map(axes.names, entries))
-
-    def centred(whole):
-        assert whole.shape[1:] == shape
-        return whole - whole.mean(axis=tuple(range(1, whole.ndim)), keepdims=True)
-
-    mapped = jax.shard_map(
-        lambda x: matrices.map_whole(centred, x, sharded),
-        mesh=mesh,
-        in_specs=stacked,
-        out_specs=stacked,
-    )
-    wanted = stack - stack.mean(axis=tuple(range(1, stack.ndim)), keepdims=True)
-    np.testing.assert_allclose(jax.jit(mapped)(stack), wanted, atol=1e-6)
 
 
 def test_frozen_parameters_beside_shards():

@@ -1,6 +1,5 @@
 """Faults that readers of the code found: each failed before."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -142,24 +140,6 @@ EIGHT = np.ones(8, np.float32)
 ROWS = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 
 
-@functools.cache
-def with_seed(seed):
-    compression = Compression(2, 4, selection="random", seed=seed)
-    exchange = demo_optax.Delayed(demo_optax.AllGather("data"))
-    return demo_optax.demo(0.1, compression, exchange=exchange)
-
-
-@pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize("warm", [False, True])
-def test_pending_packets_of_other_settings_are_refused(simulated, warm):
-    mesh = jax.sharding.AbstractMesh((2,), ("data",)) if simulated else workers.mesh_of(2)
-    step = demo_optax.make_train_step(mean_product, with_seed(1), mesh, donate=False)
-    if warm:
-        step(EIGHT, demo_optax.init_opt_state(with_seed(1), EIGHT, mesh), ROWS)
-    with pytest.raises(ValueError, match=r"made for .*seed=0.*seed=1.* is needed"):
-        step(EIGHT, demo_optax.init_opt_state(with_seed(0), EIGHT, mesh), ROWS)
-
-
 TWO_OF_FOUR = demo_optax.demo(0.1, Compression(2, 4), axis_name="data")
 
 
@@ -241,19 +221,6 @@ def test_muon_without_an_axis_is_told_to_name_the_workers():
         step(params, state, np.ones((2, 16), np.float32))
 
 
-def test_a_state_in_flaxs_boxes_is_told_by_the_shape_that_it_lacks():
-    tx = demo_optax.demo_muon(1e-3, axis_name="data")
-    linear = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(linear, nnx.Param)
-    step = demo_optax.make_train_step(
-        lambda params, x: nnx.merge(graph, params)(x).sum(), tx, workers.mesh_of(2)
-    )
-    with pytest.raises(
-        ValueError, match=r"^leaf\[0\]\S+ of the .* has shape \(.*is needed.*init_opt_state"
-    ):
-        step(params, tx.init(params), np.ones((4, 8), np.float32))
-
-
 REDRAWN = Compression(4, 8, transform="random")
 
 
@@ -272,21 +239,6 @@ def test_what_apply_ignores_leaves_a_momentum_in_its_basis():
             assert np.any(before)
             np.testing.assert_array_equal(state.outer[0].momentum, before)
             assert not np.any(updates)
-
-
-def test_a_second_send_and_an_update_inside_jit_lose_nothing():
-    tx = demo_optax.decoupled_momentum(1.0, REDRAWN, gradient_weight=1.0)
-    params, gradient = jnp.ones((8, 8)), jnp.arange(64.0).reshape(8, 8)
-    outbox, sent = jax.jit(tx.send)(gradient, tx.init(params), params)
-    other, again = jax.jit(tx.send)(gradient, sent, params)
-    np.testing.assert_array_equal(again.momentum, sent.momentum)
-    assert float(other.factor) == 0
-    updates, updated = jax.jit(tx.update)(gradient, sent, params)
-    assert not np.any(updates)
-    assert int(updated.count) == 0 and bool(updated.sent)
-    expected, _ = jax.jit(tx.apply)(outbox.packets, outbox, sent, params)
-    found, _ = jax.jit(tx.apply)(outbox.packets, outbox, updated, params)
-    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_worker_that_follows_over_an_axis_changes_its_basis():
