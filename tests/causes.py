@@ -39,6 +39,11 @@ DELAYED_WITH_ANOTHER_SEED = demo_optax.demo(
 )
 
 
+def pending_packets_of_another_seed():
+    state = DELAYED_WITH_ANOTHER_SEED.init(jnp.ones(3))
+    jax.eval_shape(lambda gradient: DELAYED.update(gradient, state), jnp.ones(3))
+
+
 def inner():
     return workers.mesh_of(2, 2)
 
@@ -291,7 +296,7 @@ RAISED = [
     ),
     lambda: demo_optax.AllGather(3),
     lambda: DELAYED.update(jnp.ones(3), ALONE.init(jnp.ones(3))),
-    lambda: DELAYED.update(jnp.ones(3), DELAYED_WITH_ANOTHER_SEED.init(jnp.ones(3))),
+    pending_packets_of_another_seed,
     lambda: demo_optax.demo(1e-3, 32),
     lambda: demo_optax.demo(1e-3, decay=1.5),
     lambda: demo_optax.decoupled(optax.sgd(1.0), decay=1.0),

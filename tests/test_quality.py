@@ -42,23 +42,6 @@ def small(settings=None, **methods):
     return study._study("small", body)
 
 
-def test_results_of_other_settings_do_not_count():
-    each = small(a={"learning_rate": 1.0})
-    method = each.methods["a"]
-    results = {job.key: result(job, 1.0) for job in (each.job(method, seed) for seed in each.seeds)}
-    assert set(each.of_method(method, results)) == {3, 4}
-    changed = dataclasses.replace(method, settings={"steps": 5})
-    assert each.of_method(changed, results) == {}
-
-
-def test_a_method_has_the_rate_of_its_study_where_it_gives_none():
-    each = small(a={"topk": 2}, b={"learning_rate": 2.0}, settings={"learning_rate": 1.0})
-    assert [method.learning_rate for method in each.methods.values()] == [1.0, 2.0]
-    assert each.methods["a"].settings == {"preset": "nano", "steps": 4, "topk": 2}
-    with pytest.raises(ValueError, match="a has no learning_rate"):
-        small(a={})
-
-
 def test_differences_are_paired_by_seed(monkeypatch):
     each = small(AdamW={"learning_rate": 1.0}, b={"learning_rate": 2.0})
     losses = {("AdamW", 3): 1.0, ("AdamW", 4): 2.0, ("b", 3): 1.5, ("b", 4): 2.1}

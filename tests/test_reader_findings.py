@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import AllGather, Compression, Delayed, TwoPhase
+from demo_optax import Compression
 from demo_optax._src.exchange.collectives import sum_over_shards
 from demo_optax.checkpoint import Checkpointer
 from tests import workers
@@ -67,19 +67,6 @@ def test_a_preconditioner_that_makes_nan_of_a_finite_gradient_loses_these_blocks
     (momentum,) = [x for x in jax.tree.leaves(state) if x.shape == (4, 2, 1, 64)]
     blocks = np.abs(np.asarray(momentum)[:, :, 0]).max(axis=-1)
     assert blocks[0, 0] == 0 and (blocks.ravel()[1:] > 0).all()
-
-
-INNER = {"gather": AllGather("data"), "owners": TwoPhase("data")}
-
-
-@sweep("owners", inner=INNER)
-def test_a_delayed_state_keeps_its_dtypes_with_64_bits(inner):
-    with jax.enable_x64(True):
-        tx = demo_optax.demo(1e-3, SMALL, exchange=Delayed(INNER[inner]))
-        gradient = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
-        init = jax.eval_shape(jax.vmap(tx.init, axis_name="data"), gradient)
-        _, after = jax.eval_shape(jax.vmap(tx.update, axis_name="data"), gradient, init)
-        assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, init)
 
 
 def test_empty_leaves_may_lie_in_any_part():

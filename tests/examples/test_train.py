@@ -22,6 +22,19 @@ LAUNCH = [sys.executable, str(ROOT / "examples" / "launch_local.py")]
 TRAIN = str(ROOT / "examples" / "train.py")
 
 
+COMPILED_ONCE = {
+    name: first_of(getattr(demo_optax, name))
+    for name in ("demo_muon", "make_train_step", "packet_bytes")
+}
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """The same programs in all tests of this file that ask for it."""
+    for name, first in COMPILED_ONCE.items():
+        monkeypatch.setattr(demo_optax, name, first)
+
+
 @pytest.fixture
 def settings(tmp_path):
     """A model of one layer, and a text that it can learn."""
@@ -34,7 +47,7 @@ def settings(tmp_path):
         sequence_length=16,
         batch_size=16,
         steps=12,
-        optimizer="demo_scaled",
+        optimizer="demo_muon",
         learning_rate=2e-2,
         evaluate_every=12,
         checkpoint_every=6,
@@ -51,10 +64,9 @@ def words_of(settings):
     return [word for pair in pairs for word in pair]
 
 
-def test_a_run_that_was_stopped_continues_to_the_same_bits(settings, tmp_path, monkeypatch, capsys):
-    settings = dataclasses.replace(settings, optimizer="demo_muon")
-    for name in ("demo_muon", "make_train_step", "packet_bytes"):
-        monkeypatch.setattr(demo_optax, name, first_of(getattr(demo_optax, name)))
+def test_a_run_that_was_stopped_continues_to_the_same_bits(
+    settings, compiled_once, tmp_path, monkeypatch, capsys
+):
     whole = dataclasses.replace(settings, checkpoint_dir=str(tmp_path / "whole"))
     loss = train.train(whole)
     assert loss < 2.5  # a uniform guess has 5.5
@@ -97,7 +109,7 @@ def test_two_processes_read_what_one_reads(settings, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(settings, tmp_path):
-    arguments = words_of(settings)
+    arguments = words_of(dataclasses.replace(settings, optimizer="demo_scaled"))
     for processes in (1, 2):
         launch = [*LAUNCH, "-n", str(processes), "--", TRAIN, *arguments]
         own = ["--cpu-devices", str(2 // processes), "--checkpoint-dir", tmp_path / f"{processes}"]
@@ -149,9 +161,9 @@ def test_urls_reach_the_program_as_they_are():
     assert [settings.text, settings.checkpoint_dir] == words[1::2]
 
 
-def test_a_run_whose_last_save_fails_says_so_at_its_end(settings, tmp_path, monkeypatch, capsys):
-    for name in ("demo_scaled", "make_train_step", "packet_bytes"):
-        monkeypatch.setattr(demo_optax, name, first_of(getattr(demo_optax, name)))
+def test_a_run_whose_last_save_fails_says_so_at_its_end(
+    settings, compiled_once, tmp_path, monkeypatch, capsys
+):
     saving = dataclasses.replace(settings, checkpoint_dir=str(tmp_path / "[/x]"))
 
     def fails(self, step, *rest, **options):
