@@ -80,7 +80,8 @@ def test_momentum_before_is_momentum_after_and_what_was_sent(
             )
 
 
-GATHER, OWNERS = demo_optax.AllGather(), demo_optax.TwoPhase("data", topk_back=4)
+GATHER = demo_optax.AllGather()
+OWNERS = demo_optax.TwoPhase("data", topk_back=16, residual_decay=1.0)
 ARRIVING = {
     "redrawn": (GATHER, dict(transform="random", value_coding="bfloat16")),
     "striding": (GATHER, dict(selection="striding")),
@@ -98,7 +99,7 @@ def test_a_gradient_that_is_seen_once_arrives_whole(name):
     exchange, settings = ARRIVING[name]
     tx = demo_optax.decoupled_momentum(
         1 - 1e-7,
-        demo_optax.Compression(16, 4 if exchange is not GATHER else 8, **settings),
+        demo_optax.Compression(16, 8, **settings),
         gradient_weight=1.0,
         mean="workers",
         exchange=exchange,

@@ -15,6 +15,7 @@ import demo_optax
 from tests import workers
 from tests.by_hand import (
     MAKE,
+    SMALL,
     Worker,
     assert_bit_equal,
     by_hand,
@@ -51,23 +52,37 @@ def test_copies_of_an_optimizer_keep_its_halves(look_ahead):
         tx._replace(update=other.update)
 
 
+PLAIN = demo_optax.decoupled_momentum(0.0, SMALL, gradient_weight=1.0)
+
+
+@jax.jit
+def coefficients(tree):
+    """The coefficients of a gradient, as the momentum stores them."""
+    outbox, state = PLAIN.send(tree, PLAIN.init(tree), tree)
+    return jax.tree.map(jnp.add, state.momentum, decoded(outbox, state))
+
+
 @jax.jit
 def decoded(outbox, state):
     """What the others decode of a message, as the momentum stores it."""
-    before = state[0]._replace(momentum=jax.tree.map(jnp.zeros_like, state[0].momentum))
+    before = state._replace(momentum=jax.tree.map(jnp.zeros_like, state.momentum))
     missing, outbox = jnp.zeros_like(outbox.packets), outbox._replace(step=before.count)
-    state = before, *state[1:]
-    return split("demo").apply(missing, outbox, state, initial(), worker=-1)[1][0].momentum
+    return PLAIN.apply(missing, outbox, before, initial(), worker=-1)[1].momentum
 
 
-def test_a_message_leaves_the_momentum_once_it_counts_and_comes_back_where_it_does_not():
+def test_the_momentum_before_is_the_momentum_after_and_the_message():
     params, (init, send, apply) = initial(), halves_of(split("demo"))
     found, before = gradient(params, 1), init(params)
     for _ in range(3):  # so that the momentum is not zero
         outbox, before = send(found, before, params, worker=0)
         _, before = apply(rows(outbox.packet), outbox, before, params, worker=0)
     outbox, sent = send(found, before, params, worker=0)
-    together = jax.tree.map(jnp.add, sent[0].momentum, decoded(outbox, sent))
+    message = decoded(outbox, sent[0])
+    accumulated = jax.tree.map(
+        lambda m, c: 0.9 * m + 1e-2 * c, before[0].momentum, coefficients(found)
+    )
+    together = jax.tree.map(jnp.add, sent[0].momentum, message)
+    chex.assert_trees_all_close(together, accumulated, atol=2e-7)
     packets = rows(outbox.packet)
     _, counted = apply(packets, outbox, sent, params, worker=0)
     assert_bit_equal(counted[0].momentum, sent[0].momentum)
