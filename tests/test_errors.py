@@ -13,6 +13,7 @@ import pytest
 
 import demo_optax
 from demo_optax._src import matrices
+from demo_optax._src.swarm import worker
 from tests import causes_of_swarms, model, raising, swarms, workers
 from tests.sweeps import sweep
 
@@ -243,7 +244,8 @@ def test_an_optimizer_for_another_axis_than_the_meshs():
         demo_optax.make_train_step(model.loss, DEMO, mesh, "replica")(params, state, model.batch(0))
 
 
-def test_every_message_shows_what_was_given_and_says_what_to_do():
+def test_every_message_shows_what_was_given_and_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(worker, "compile_programs", swarms.compile_once)
     messages = raising.collect()
     missing = sorted(set(raising.raise_statements()) - set(messages))
     assert not missing, "no cause for these"

@@ -192,6 +192,23 @@ def test_a_setting_that_is_not_finite_for_a_step_costs_that_step_alone():
     assert took_part == [1, 0, 1, 0, 1, 0, 1]
 
 
+def test_a_gradient_that_is_huge_on_one_shard_keeps_the_whole_worker_out():
+    mesh = workers.mesh_of(2, 2, kind=jax.sharding.AxisType.Auto)
+    tx = demo_optax.demo_sgd(1.0, demo_optax.Compression(64, 8), axis_name="data")
+    specs, params = jax.P("fsdp"), np.zeros((16, 8), np.float32)
+    step = demo_optax.make_train_step(
+        lambda params, batch: jnp.sum(params * batch[0]), tx, mesh, param_specs=specs
+    )
+    state = demo_optax.init_opt_state(tx, params, mesh, param_specs=specs)
+    batch = np.ones((4, 16, 8), np.float32)
+    batch[:2, 0, 0] = 3e19  # finite, but its square is not; the first worker's upper shard
+    after, state, metrics = step(params, state, batch)
+    assert metrics.exchange.participants == 1
+    np.testing.assert_allclose(np.asarray(after), np.asarray(after)[0, 0] * np.ones((16, 8)))
+    assert np.asarray(after)[0, 0] != 0
+    np.testing.assert_array_equal(np.asarray(state[0].momentum)[0], 0.0)
+
+
 @pytest.mark.parametrize("damage", [3e38, np.inf, np.nan])
 @pytest.mark.parametrize("damaged", ["momentum", "preconditioner"])
 def test_what_was_damaged_starts_again_and_its_worker_takes_part(damaged, damage):
