@@ -61,6 +61,7 @@ def test_replicas_are_identical_after_200_steps_in_every_combination(
 
 
 def on(*sizes, **others):
+    """A mesh of these sizes, and how parameters lie on it."""
     return sizes, others
 
 
