@@ -1,5 +1,6 @@
 """Descriptions of saved states: leaves by their paths, and the meaning of their numbers in JSON."""
 
+import ast
 import dataclasses
 import json
 import math
@@ -19,7 +20,7 @@ from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.parallel import shards
 from demo_optax._src.parallel.layout import StateLayout
 
-FORMAT = 16
+FORMAT = 17
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
 
@@ -115,8 +116,16 @@ def is_of_exchange(name: str, described: dict) -> bool:
     )
 
 
+def with_step(extra, step: int) -> dict:
+    """Returns what is stored as ``extra``; Orbax warns of a tree without arrays."""
+    return {"step": np.asarray(step), "tree": extra}
+
+
 def by_path(tree, part: str = "params") -> dict:
-    """Returns the leaves of a tree by their paths as Orbax can save them, without empty arrays."""
+    """Returns the leaves of a tree by their paths as Orbax can save them, without empty arrays.
+
+    Random keys become their data, and Python's numbers, strings and bytes their ``repr``.
+    """
     leaves = {}
     for path, x in jax.tree.leaves_with_path(tree):
         name, stored = _storable(path, x)
@@ -135,18 +144,13 @@ def by_path(tree, part: str = "params") -> dict:
 
 
 def _storable(path, x) -> tuple[str, Any]:
-    """Returns a leaf's path, with its kind if the stored leaf does not show it, and that leaf.
-
-    Orbax does not support random keys, bytes, integers of more than 64 bits or most scalars.
-    """
+    """Returns a leaf's path, with the generator of random keys, and what is stored of it."""
     name = keystr(path)
     if is_key(x):
         return f"{name} ({key_impl(x)})", unwrap_keys(x)
-    if isinstance(x, bytes):
-        return f"{name} (bytes)", x.decode("latin-1")
-    if isinstance(x, int) and not -(2**63) <= x < 2**63:
-        return name, str(x)
-    return name, np.asarray(x) if isinstance(x, (np.generic, int, float, complex)) else x
+    if isinstance(x, np.generic):
+        return name, np.asarray(x)
+    return name, repr(x) if type(x) in (bool, int, float, complex, str, bytes) else x
 
 
 def from_paths(leaves: dict, like):
@@ -160,21 +164,28 @@ def from_paths(leaves: dict, like):
         x = leaves[_storable(path, original)[0]]
         if is_key(original):
             return wrap_keys(x, original)
-        if isinstance(original, (bytes, str)):
-            return x.encode("latin-1") if isinstance(original, bytes) else str(x)
-        given, wanted = (getattr(v, "dtype", None) or np.asarray(v).dtype for v in (x, original))
-        if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(wanted, jnp.inexact):
+        if isinstance(x, str):
+            x = _parsed(x)
+        if not hasattr(original, "dtype"):
+            return x.item() if hasattr(x, "dtype") else x
+        given = jnp.result_type(x)
+        if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(original.dtype, jnp.inexact):
             raise ValueError(
                 f"{keystr(path)} of the checkpoint is of dtype {given}, but "
                 f"{original!r:.60} is expected: restore it as what it was saved as."
             )
-        if not hasattr(original, "dtype"):
-            return type(original)(x)
         x = jnp.asarray(x) if isinstance(original, jax.Array) else x
-        x = x.astype(original.dtype)
+        x = (x if hasattr(x, "dtype") else np.asarray(x)).astype(original.dtype)
         return x[()] if isinstance(original, np.generic) else x
 
     return jax.tree.map_with_path(restore, like)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except ValueError:  # numbers that are not finite
+        return complex(text) if "j" in text else float(text)
 
 
 def require_same(what: str, tree, saved: dict, ignored=lambda name: False, shapes: bool = True):
