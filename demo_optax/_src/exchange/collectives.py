@@ -1,7 +1,9 @@
 """The collectives of a step, which send data replicated over a worker's devices only once."""
 
+import contextlib
+import contextvars
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +18,23 @@ from demo_optax._src.compression.packet import MULTIPLE
 
 Gather = Callable[[Any, Any], Any]
 
+_sent: contextvars.ContextVar[list[int]] = contextvars.ContextVar("_sent")
+
+
+@contextlib.contextmanager
+def bytes_of_trace() -> Iterator[list[int]]:
+    """Lists the bytes that a device hands to each collective between workers that is traced."""
+    token = _sent.set([])
+    try:
+        yield _sent.get()
+    finally:
+        _sent.reset(token)
+
+
+def note_sent(size: int) -> None:
+    """Notes the bytes of the operands of a collective between workers for `bytes_of_trace`."""
+    _sent.get([]).append(size)
+
 
 def gather(
     packet: UInt32[Array, "words"], axis_name: AxisName, along: Gather | None = None
@@ -24,9 +43,14 @@ def gather(
     along = along or gather_along
     if axis_name is None:
         return packet[None]
+
+    def collective(words: Array) -> Array:
+        note_sent(words.nbytes)
+        return along(words, axis_name)
+
     if axes.manual_names(axis_name) != axes.names(axis_name):
-        return along(packet, axis_name)
-    return split_across_devices(lambda x: along(x, axis_name), packet, axis_name)
+        return collective(packet)
+    return split_across_devices(collective, packet, axis_name)
 
 
 def gather_by(
@@ -133,15 +157,19 @@ def all_to_all(
         return packets
     all_names = axes.names(axis_name)
     if axes.manual_names(axis_name) != all_names:
+        note_sent(packets.nbytes)
         # Under vmap the shape would be wrong for an array that does not vary, so make it vary.
         packets = packets + jnp.uint32(0) * axes.index(axis_name).astype(jnp.uint32)
         exchanged = packets.reshape(*map(axes.size, all_names), -1)
         for place, name in enumerate(all_names):
             exchanged = jax.lax.all_to_all(exchanged, name, place, place, tiled=True)
         return exchanged.reshape(packets.shape)
-    return split_across_devices(
-        lambda x: jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True), packets, axis_name
-    )
+
+    def collective(words: Array) -> Array:
+        note_sent(words.nbytes)
+        return jax.lax.all_to_all(words, axis_name, 0, 0, tiled=True)
+
+    return split_across_devices(collective, packets, axis_name)
 
 
 def split_across_devices(
