@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from benchmarks import hlo
 from demo_optax import Compression, accounting
-from demo_optax._src import axes
 from demo_optax._src.compression import make_plan
 from demo_optax.accounting import preset_shapes
 from tests.sweeps import slow, sweep
@@ -65,29 +64,6 @@ def test_packets_are_as_large_as_the_sum_of_their_bits(settings, per_block):
 
 def shapes(**of_params):
     return {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in of_params.items()}
-
-
-def test_any_chain_can_be_asked():
-    params = shapes(w=(64, 64), b=(64,))
-    alone = demo_optax.packet_bytes(Compression(topk=8), params)
-    demo = demo_optax.demo(1e-3, demo_optax.Compression(topk=8), axis_name="data")
-    injected = optax.inject_hyperparams(demo_optax.demo)
-    for tx in (
-        demo,
-        optax.chain(optax.clip_by_global_norm(1.0), demo),
-        injected(1e-3, Compression(topk=8), axis_name="data"),
-        demo_optax.demo(1e-3, Compression(topk=8), exchange=demo_optax.Delayed(GATHER)),
-        optax.masked(demo, {"w": True, "b": True}),
-    ):
-        assert demo_optax.packet_bytes(tx, params) == alone
-    dense = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(1e-3))
-    assert demo_optax.packet_bytes(dense, params) == 4 * (64 * 64 + 64) + 4  # who takes part
-    for outer in demo, dense:
-        locally = demo_optax.local_steps(optax.adam(1e-3), outer, every=5, axis_name="data")
-        assert demo_optax.packet_bytes(locally, params) == demo_optax.packet_bytes(outer, params)
-    halves = optax.partition({"a": demo, "b": demo}, {"w": "a", "b": "b"})
-    only = [demo_optax.packet_bytes(Compression(topk=8), {n: params[n]}) for n in params]
-    assert demo_optax.packet_bytes(halves, params) == sum(only)
 
 
 @pytest.mark.parametrize(("sites", "each"), [(1, 4), (2, 1), (2, 4), (3, 2)])
@@ -144,109 +120,39 @@ def test_what_exchanges_over_no_axis_has_no_bytes(tx):
         demo_optax.packet_bytes(tx, shapes(w=(8, 8)))
 
 
-def operand():
-    return jax.lax.axis_index("data").astype(jnp.uint32) * jnp.ones(1024, jnp.uint32)
+def by(exchange):
+    return demo_optax.demo(1e-3, Compression(topk=8, value_coding="int4"), exchange=exchange)
 
 
-def pass_on(x):
-    return jax.lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])
-
-
-@jax.custom_vjp
-def passed_on(x):
-    return pass_on(x)
-
-
-passed_on.defvjp(lambda x: (pass_on(x), None), lambda _, gradient: (gradient,))
-
-COLLECTIVES = {
-    "psum": lambda: jax.lax.psum((operand(), operand()[:8]), "data"),
-    "pmax": lambda: jax.lax.pmax(operand(), "data"),
-    "pmin": lambda: jax.lax.pmin(operand(), "data"),
-    "all_gather": lambda: jax.lax.all_gather(operand(), "data"),
-    "invarying": lambda: jax.lax.all_gather(operand(), "data", to="invarying"),
-    "of pairs": lambda: jax.lax.all_gather(operand(), "data", axis_index_groups=[[0, 1], [2, 3]]),
-    "psum_scatter": lambda: jax.lax.psum_scatter(operand(), "data", tiled=True),
-    "all_to_all": lambda: jax.lax.all_to_all(operand().reshape(4, 256), "data", 0, 0),
-    "ppermute": lambda: pass_on(operand()),
-    "pshuffle": lambda: jax.lax.pshuffle(operand(), "data", [1, 2, 3, 0]),
-    "jit": lambda: jax.jit(pass_on)(operand()),
-    "checkpoint": lambda: jax.checkpoint(pass_on)(operand()),
-    "custom_vjp": lambda: passed_on(operand()),
-    "vmap": lambda: jax.vmap(pass_on)(operand().reshape(4, 256)),
-    "none": lambda: jax.lax.while_loop(lambda x: jnp.all(x < 5), lambda x: x + 1, operand()),
+DENSE = optax.chain(demo_optax.mean_over_workers("data"), optax.adam(1e-3))
+in_rounds = functools.partial(demo_optax.local_steps, optax.adam(1e-3), axis_name="data")
+OPTIMIZERS = {
+    "gather": by(GATHER),
+    "delayed": by(demo_optax.Delayed(GATHER)),
+    "two phases": by(TWO_PHASE),
+    "delayed two phases of few": by(demo_optax.Delayed(demo_optax.TwoPhase("data", topk_back=3))),
+    "dense": DENSE,
+    "injected": optax.inject_hyperparams(lambda rate: demo_optax.demo(rate, axis_name="data"))(0.1),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.masked(by(GATHER), True)),
+    "both": optax.partition({"a": by(GATHER), "b": by(TWO_PHASE)}, {"w": "a", "b": "b"}),
+    "rounds": in_rounds(by(TWO_PHASE), 4),
+    "dense rounds": in_rounds(DENSE, 4),
+    "fragments": in_rounds(by(TWO_PHASE), 4, fragments=2),
+    "accumulated": demo_optax.multi_steps(by(GATHER), 4, axis_name="data"),
 }
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_count_as_in_the_compiled_program(name):
-    program, _ = axes.trace_worker(COLLECTIVES[name], AbstractMesh((4,), ("data",)))
-    counted = axes.bytes_handed_over(program, "data")
-
-    def worker():
-        return jax.tree.map(lambda x: x[None], COLLECTIVES[name]())
-
-    spread = jax.shard_map(
-        worker, mesh=mesh_of(4), in_specs=(), out_specs=P("data"), check_vma=False
-    )
-    found = hlo.collectives(jax.jit(spread).lower().compile().as_text())
-    assert counted == sum(one.operand_bytes for one in found)
-    assert (counted > 0) == (name != "none")
-
-
-def choose(number, *branches):
-    return jax.lax.switch(number, branches, operand())
-
-
-CONTROL_FLOW = {
-    "scan": (3, lambda: jax.lax.scan(lambda x, _: (pass_on(x), None), operand(), length=3)),
-    "fori_loop": (3, lambda: jax.lax.fori_loop(0, 3, lambda _, x: pass_on(x), operand())),
-    "map": (1, lambda: jax.lax.map(pass_on, operand().reshape(4, 256))),
-    "cond": (1, lambda: jax.lax.cond(True, pass_on, passed_on, operand())),
-    "switch": (2, lambda: choose(0, pass_on, lambda x: pass_on(pass_on(x)), lambda x: x)),
-    "both": (
-        6,
-        lambda: jax.lax.scan(
-            lambda x, _: (choose(x[0], lambda x: x, lambda x: pass_on(pass_on(x))), None),
-            operand(),
-            length=3,
-        ),
-    ),
-    "unused sizes": (
-        1,
-        lambda: jax.lax.ragged_all_to_all(
-            operand(), operand(), *[operand()[:4].astype(jnp.int32)] * 4, axis_name="data"
-        ),
-    ),
-    "another axis": (0, lambda: jax.lax.psum(jnp.ones(8), "inside")),
-    "both axes": (
-        1,
-        lambda: jax.lax.psum(axes.as_varying(operand(), "inside"), ("data", "inside")),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CONTROL_FLOW)
-def test_every_pass_counts_and_the_largest_branch(name):
-    times, fn = CONTROL_FLOW[name]
-    program, _ = axes.trace_worker(fn, AbstractMesh((4, 2), ("data", "inside")))
-    assert axes.bytes_handed_over(program, "data") == times * 4096
-
-
-def scatter_and_gather(x):
-    part = jax.lax.psum_scatter(x, "data", tiled=True) / 4
-    return jax.lax.all_gather(part, "data", tiled=True, to="invarying")
-
-
-def test_a_mean_of_ones_own_counts_in_the_step_too():
-    params, mesh = {"w": np.ones(256, np.float32)}, mesh_of(4)
-    mean = optax.stateless(lambda gradient, _: jax.tree.map(scatter_and_gather, gradient))
-    tx = optax.chain(mean, optax.sgd(1e-2))
-    step = demo_optax.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx, mesh)
-    opt_state = demo_optax.init_opt_state(tx, params, mesh)
-    *_, metrics = step(params, opt_state, np.ones((8, 256), np.float32))
-    assert metrics.packet_bytes == 4 * 256 + 4 * 256 // 4
-    assert metrics.packet_bytes == demo_optax.packet_bytes(tx, params, workers=4)
+@sweep("both", "dense rounds", "fragments", name=OPTIMIZERS)
+def test_counted_bytes_are_those_of_the_compiled_collectives(name):
+    tx, mesh, batch = OPTIMIZERS[name], mesh_of(4), np.ones((8, 100), np.float32)
+    params = {"w": jnp.zeros((100, 64)), "b": jnp.zeros(64)}
+    loss_fn = lambda params, x: jnp.mean((x @ params["w"] + params["b"][None] - 1) ** 2)  # noqa: E731
+    step = demo_optax.make_train_step(loss_fn, tx, mesh)
+    args = params, demo_optax.init_opt_state(tx, params, mesh), batch
+    lowered = step.lower(*args)
+    sent = sum(one.operand_bytes for one in hlo.collectives(lowered.compile().as_text()))
+    assert demo_optax.packet_bytes(tx, params, workers=4) == sent > 0
+    assert step(*args)[2].packet_bytes == sent
 
 
 @pytest.mark.parametrize("mesh", [None, mesh_of(4)])
@@ -296,39 +202,6 @@ def test_step_times_add_up():
         demo_optax.accounting.step_times(params, settings, 0, 1e8)
 
 
-def test_traffic_does_not_grow_with_the_workers():
-    shapes = preset_shapes("300m")
-    compression = Compression(topk=8, value_coding="int4")
-
-    def received(exchange, workers):
-        setting = compression, exchange
-        return demo_optax.accounting.step_times(shapes, setting, workers, 1e9)["DeMo"].wire
-
-    at_64 = received(TWO_PHASE, 64)
-    assert at_64 < received(GATHER, 64) / 10
-    assert received(TWO_PHASE, 1024) < 1.15 * at_64
-
-
-EXCHANGES = {
-    "gather": GATHER,
-    "two-phase": TWO_PHASE,
-    "two-phase of few": demo_optax.TwoPhase("data", topk_back=3),
-}
-EXCHANGES |= {f"{name}, delayed": demo_optax.Delayed(way) for name, way in EXCHANGES.items()}
-
-
-@sweep(("gather", 8), ("two-phase of few, delayed", 5), exchange=EXCHANGES, workers=[1, 5, 8])
-def test_what_an_exchange_says_that_it_sends_is_what_an_optimizer_sends(exchange, workers):
-    exchange = EXCHANGES[exchange]
-    params = shapes(w=(100, 64), b=(64,))
-    compression = Compression(topk=8, value_coding="int4")
-    tx = demo_optax.demo(1e-3, compression, exchange=exchange)
-    counted = demo_optax.packet_bytes(compression, params, workers=workers, exchange=exchange)
-    assert counted == demo_optax.packet_bytes(tx, params, workers=workers)
-    mesh = AbstractMesh((workers,), ("data",))
-    assert counted == demo_optax.packet_bytes(compression, params, mesh=mesh, exchange=exchange)
-
-
 def test_delays_hide_and_phases_do_not_grow():
     params = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     compression, delayed = Compression(topk=8), demo_optax.Delayed(TWO_PHASE)
@@ -347,7 +220,7 @@ def test_delays_hide_and_phases_do_not_grow():
     few, many = times(16), times(512)
     assert few["gather"] == few["gather too"]
     assert many["gather"].wire > 30 * few["gather"].wire
-    assert many["two phases"].wire < 1.5 * few["two phases"].wire
+    assert many["two phases"].wire < min(1.15 * few["two phases"].wire, many["gather"].wire / 10)
     traffic = TWO_PHASE.traffic(make_plan(compression, ((4096, 4096),)), 16)
     assert few["two phases"].wire == round(traffic.received)
     assert few["two phases"].waiting == pytest.approx(2 * few["gather"].waiting)

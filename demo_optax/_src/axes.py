@@ -5,14 +5,12 @@ Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes
 """
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
@@ -24,6 +22,7 @@ AxisName = str | tuple[str, ...] | None
 
 PARAM_SPECS = "param_specs"
 """This extra argument of an update holds the specs of the parameters whose shards it sees."""
+
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns the axis names as a tuple, which is empty for None."""

@@ -55,15 +55,6 @@ def test_a_digest_is_of_the_whole_whatever_the_sharding(dtype, kind):
         assert digests(jax.device_put(x, jax.NamedSharding(mesh, spec))) == 8 * expected
 
 
-def test_any_single_bit_is_seen():
-    x = np.random.default_rng(0).normal(size=(40, 1024)).astype(np.float32)
-    before = digests(x)
-    for place in random.Random(0).sample(range(8 * x.nbytes), 50):
-        data = bytearray(x.tobytes())
-        flip(data, place)
-        assert digests(np.frombuffer(data, np.float32).reshape(x.shape)) != before
-
-
 def test_every_copy_is_checked():
     everywhere = jax.NamedSharding(workers.mesh_of(4), P())
     x = np.arange(8, dtype=np.float32)

@@ -55,13 +55,11 @@ def packet_bytes(
     workers: int = 1,
     exchange: Exchange | None = None,
 ) -> int:
-    """Returns the bytes that each worker hands to the collectives of one update.
+    """Returns the bytes that each worker hands to the collectives of one exchange.
 
-    With local steps this is the last update of a round, or that of a fragment. Any optax chain will
-    do, since its update is only traced and nothing is computed. The bytes are those of the operands
-    of all collectives, on every pass of a scan and in the largest branch of a condition. For an
-    optimizer without an axis, as in a swarm, they are those of ``outbox.packet``, which another
-    transport carries.
+    They follow from shapes: any optax chain is only traced. With fragments they are those of one.
+    For an optimizer without an axis, as in a swarm, they are those of ``outbox.packet``, which
+    another transport carries.
 
     Args:
       tx_or_compression: an optax transformation that is not yet wrapped by `stack_workers`, or a
@@ -75,13 +73,12 @@ def packet_bytes(
       exchange: exchange for a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
-      The bytes, summed over the worker's devices. They are those of the packet for
-      `decoupled_momentum`, those of the dense gradient for `mean_over_workers`, and 0 for a single
-      worker (``axis_name=None``).
+      The bytes, summed over the worker's devices: of the packets, of both phases if there are two,
+      or of the dense gradient with `mean_over_workers`. They are 0 for ``axis_name=None``.
 
     Raises:
       ValueError: the optimizer does not exchange over ``axis_name``, and has no ``send`` and
-        ``apply``; or a collective is in a ``while`` loop, whose number of passes is unknown.
+        ``apply``; or it exchanges by collectives of the user's own alone.
       TypeError: the exchange of an optimizer without an axis cannot be carried by a transport.
 
     Example:
@@ -109,17 +106,15 @@ def packet_bytes(
         if mesh is None:
             return exchange.traffic(_plan(tx, params), workers).sent
         tx = decoupled_momentum(compression=tx, exchange=exchange)
-
     if mesh is None:
         names = axes.names(axis_name) or ("",)  # which no optimizer exchanges over
         mesh = AbstractMesh((workers, *[1] * (len(names) - 1)), names)
-    layout = find_layout(tx, params, mesh, axis_name or (), param_specs)
-    sent = bytes_handed_over(tx, layout)
+    sent = bytes_handed_over(tx, find_layout(tx, params, mesh, axis_name or (), param_specs))
     if sent is None:
         raise ValueError(
-            "the optimizer exchanges in a jax.lax.while_loop(...), whose passes nobody knows: "
-            "its bytes cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop from one Python "
-            "integer to another."
+            f"over {axis_name!r} the optimizer exchanges by collectives of your own alone, whose "
+            "bytes are not known: exchange by mean_over_workers or an exchange of demo_optax, or "
+            "count the operands in the compiled program."
         )
     return sent * mesh.size // shards.num_workers(mesh, axis_name or ())
 
@@ -227,29 +222,6 @@ Setting = Compression | tuple[Compression, Exchange]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def step_time(
-    sent: Setting | str,
-    params,
-    workers: int,
-    bandwidth: float,
-    latency: float,
-    compute_time: float,
-    local_steps: int = 1,
-    fragments: int | None = None,
-) -> StepTime:
-    """Returns the seconds of a step that sends packets, or gradients of a dtype in an all-reduce.
-
-    The other arguments are those of `step_times`.
-    """
-    traffic = _traffic(sent, params, workers, fragments)
-    steps = local_steps // (fragments or 1)
-    transfer = 8 * traffic.received / bandwidth / steps
-    waiting = traffic.rounds * latency / steps
-    overlaps = steps == 1 and (traffic.overlaps or fragments is not None)
-    wire = round(traffic.received / steps)
-    return StepTime(traffic.sent, wire, transfer, waiting, compute_time, overlaps)
-
-
 def _traffic(sent: Setting | str, params, workers: int, fragments: int | None) -> Traffic:
     if isinstance(sent, str):
         size = dense_bytes(params, BYTES[sent])
@@ -278,8 +250,7 @@ def uplink_bytes(
     but one. In the first of two phases each worker sends straight to each owner elsewhere.
 
     Args:
-      sent: a compression, a pair of a compression and an exchange, or the dtype of a dense
-        all-reduce.
+      sent: a setting, as in `step_times`.
       params: arrays or shapes of the parameters.
       sites: number of sites.
       workers_per_site: workers that share the uplink of a site; 1 if the site is a worker.
@@ -304,7 +275,7 @@ def uplink_bytes(
 
 def step_times(
     params,
-    compression: Setting | Mapping[str, Setting],
+    compression: Setting | str | Mapping[str, Setting | str],
     workers: int,
     bandwidth: float,
     latency: float = 0.0,
@@ -322,21 +293,21 @@ def step_times(
 
     Args:
       params: arrays or shapes of the parameters.
-      compression: one setting, or several by name. A setting is a compression, or a pair of a
-        compression and an exchange, which is `demo_optax.AllGather` by default.
+      compression: one setting, or several by name. A setting is a compression, a pair of a
+        compression and an exchange, which is `demo_optax.AllGather` by default, or the dtype of a
+        dense all-reduce.
       workers: the number ``N`` of workers.
       bandwidth: bits per second of each worker's link.
       latency: seconds per round.
       compute_time: seconds of a step without any exchange.
       local_steps: number of steps of a round, which ends with one exchange
         (`demo_optax.local_steps`).
-      fragments: number of fragments in which the settings exchange the progress of a round; the
-        dense all-reduce is still one exchange of all.
+      fragments: number of fragments in which the settings exchange the progress of a round.
 
     Returns:
       A `StepTime` for each setting, and for a dense all-reduce of the gradient in two dtypes:
-      ``"AdamW, float32"`` and ``"AdamW, bfloat16"``. With ``local_steps > 1`` their names begin
-      with ``"DiLoCo"``.
+      ``"AdamW, float32"`` and ``"AdamW, bfloat16"``. With ``local_steps > 1`` there are also those
+      of a round, whose names begin with ``"DiLoCo"``.
 
     Raises:
       TypeError, ValueError: a number is out of range, or an exchange of fragments is delayed.
@@ -357,11 +328,19 @@ def step_times(
     if fragments is not None:
         require_divides(fragments, local_steps, "local_steps")
 
-    link = params, workers, bandwidth, latency, compute_time
-    times = {f"AdamW, {dtype}": step_time(dtype, *link) for dtype in BYTES}
+    def time(sent: Setting | str, local_steps: int, fragments: int | None = None) -> StepTime:
+        traffic, steps = _traffic(sent, params, workers, fragments), local_steps // (fragments or 1)
+        return StepTime(
+            packet=traffic.sent,
+            wire=round(traffic.received / steps),
+            transfer=8 * traffic.received / bandwidth / steps,
+            waiting=traffic.rounds * latency / steps,
+            compute=compute_time,
+            overlaps=steps == 1 and (traffic.overlaps or fragments is not None),
+        )
+
+    times = {f"AdamW, {dtype}": time(dtype, 1) for dtype in BYTES}
     if local_steps > 1:
-        times |= {f"DiLoCo, {dtype}": step_time(dtype, *link, local_steps) for dtype in BYTES}
+        times |= {f"DiLoCo, {dtype}": time(dtype, local_steps) for dtype in BYTES}
     settings = compression if isinstance(compression, Mapping) else {"DeMo": compression}
-    for name, setting in settings.items():
-        times[name] = step_time(setting, *link, local_steps, fragments)
-    return times
+    return times | {name: time(sent, local_steps, fragments) for name, sent in settings.items()}

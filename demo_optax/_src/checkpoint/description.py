@@ -116,15 +116,11 @@ def is_of_exchange(name: str, described: dict) -> bool:
     )
 
 
-def with_step(extra, step: int) -> dict:
-    """Returns what is stored as ``extra``; Orbax warns of a tree without arrays."""
-    return {"step": np.asarray(step), "tree": extra}
-
-
 def by_path(tree, part: str = "params") -> dict:
     """Returns the leaves of a tree by their paths as Orbax can save them, without empty arrays.
 
-    Random keys become their data, and Python's numbers, strings and bytes their ``repr``.
+    Random keys become their data. Python's numbers, strings and bytes become texts, their
+    ``repr``, which the description holds.
     """
     leaves = {}
     for path, x in jax.tree.leaves_with_path(tree):
@@ -132,9 +128,8 @@ def by_path(tree, part: str = "params") -> dict:
         try:
             _ = isinstance(stored, str) or tensorstore.dtype(stored.dtype)
         except (AttributeError, TypeError, ValueError):
-            where = name.removeprefix("['tree']")
             raise TypeError(
-                f"{part}{where} is {x!r:.60} of {type(x)}, which cannot be stored: give random "
+                f"{part}{name} is {x!r:.60} of {type(x)}, which cannot be stored: give random "
                 "keys, numbers, strings, bytes, None, or arrays of a dtype that TensorStore knows, "
                 "such as x.astype('bfloat16')."
             ) from None

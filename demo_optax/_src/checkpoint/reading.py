@@ -121,16 +121,18 @@ def description_of(directory: str, step: int) -> dict:
 
 
 def digests(x) -> list[dict]:
-    """Returns kind, shape and checksum of each copy of a leaf that this process holds, for JSON.
+    """Returns dtype, shape and checksum of each copy of a leaf that this process holds, for JSON.
 
-    All processes digest an array together, but each digests NumPy arrays and strings for itself.
+    All processes digest an array together, but each digests NumPy arrays for itself. A text is its
+    own digest.
     """
-    kind = "text" if isinstance(x, str) else x.dtype.name
+    if isinstance(x, str):
+        return [{"text": x, "shape": []}]
     if isinstance(x, jax.Array):
         checksums = [int(copy.data) for copy in _checksum(x).addressable_shards]
     else:
         checksums = [_checksum_on_host(x)]
-    return [{"kind": kind, "shape": list(np.shape(x)), "checksum": one} for one in checksums]
+    return [{"dtype": x.dtype.name, "shape": [*x.shape], "checksum": one} for one in checksums]
 
 
 @jax.jit
@@ -140,7 +142,7 @@ def _checksum(x):
 
 def _checksum_on_host(x) -> int:
     """Returns the same checksum for a value on the host, which may have 64 bits."""
-    x = np.frombuffer(x.encode(), np.uint8) if isinstance(x, str) else np.asarray(x)
+    x = np.asarray(x)
     x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
     words = np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")
     places = np.arange(len(words), dtype=np.uint32)
@@ -148,28 +150,26 @@ def _checksum_on_host(x) -> int:
 
 
 def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any]) -> dict:
-    """Returns some parts of a step, verified by their digests, as trees like the given ones.
+    """Returns the leaves of some parts of a step by their paths, verified by their digests.
 
-    Where a given tree has shapes with shardings, the leaves are placed on devices, otherwise in the
-    host's memory. If a tree is None, NumPy arrays by their paths are returned.
+    Where a part's tree has a shape with a sharding, the leaf is placed on devices, otherwise in the
+    host's memory.
     """
     targets: dict[str, dict] = {}
     for part, tree in trees.items():
         like = description.by_path(tree, part)
-        targets[part] = {name: _target(one, like.get(name)) for name, one in saved[part].items()}
+        arrays = {name: x for name, x in saved[part].items() if "text" not in x}
+        targets[part] = {name: _target(x, like.get(name)) for name, x in arrays.items()}
     loaded = targets | on_all(directory, step, lambda: _load(directory, step, targets))
     on_all(directory, step, lambda: _verify(loaded, saved))
-    return {
-        part: leaves if trees[part] is None else description.from_paths(leaves, trees[part])
-        for part, leaves in loaded.items()
-    }
+    for part, leaves in loaded.items():
+        leaves |= {name: x["text"] for name, x in saved[part].items() if "text" in x}
+    return loaded
 
 
 def _target(digest: dict, like: Any):
     """Returns the target of a leaf for Orbax, on devices if ``like`` has a sharding."""
-    if digest["kind"] == "text":
-        return ""
-    dtype = jnp.dtype(digest["kind"])
+    dtype = jnp.dtype(digest["dtype"])
     if isinstance(like, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(digest["shape"], dtype, sharding=like.sharding)
     return np.empty(digest["shape"], dtype)
@@ -253,7 +253,7 @@ def load_extra(directory: str | os.PathLike, extra, *, step: int | None = None):
       ...     load_extra(folder, extra)["seed"]
       3
     """
-    return _load_part(directory, "extra", description.with_step(extra, 0), step)["tree"]
+    return _load_part(directory, "extra", extra, step)
 
 
 def _load_part(directory: str | os.PathLike, part: str, tree, step: int | None):
@@ -266,4 +266,5 @@ def _load_part(directory: str | os.PathLike, part: str, tree, step: int | None):
     saved = description_of(folder, step)["leaves"]
     if tree is not None:
         description.require_same(part, tree, saved[part])
-    return load(folder, step, saved, {part: tree})[part]
+    leaves = load(folder, step, saved, {part: tree})[part]
+    return leaves if tree is None else description.from_paths(leaves, tree)

@@ -143,11 +143,7 @@ class Checkpointer:
         """
         step = operator.index(step)
         checks.static_integer("step", step, at_least=0)
-        trees = {
-            "params": params,
-            "opt_state": opt_state,
-            "extra": description.with_step(extra, step),
-        }
+        trees = {"params": params, "opt_state": opt_state, "extra": extra}
         leaves = {part: description.by_path(tree, part) for part, tree in trees.items()}
         try:
             if self._last != step:
@@ -181,9 +177,13 @@ class Checkpointer:
                 self._orbax = orbax.training.Checkpointer(
                     self._directory, preservation_policy=kept, cleanup_tmp_directories=True
                 )
+            arrays = {
+                part: {name: x for name, x in named.items() if not isinstance(x, str)}
+                for part, named in leaves.items()
+            }
             self._orbax.save_checkpointables_async(
                 step,
-                {part: x for part, x in leaves.items() if x},  # Orbax refuses empty ones
+                {part: x for part, x in arrays.items() if x},  # Orbax refuses empty ones
                 force=True,
                 custom_metadata=reading.stored(json.dumps(described)),
             )
@@ -250,7 +250,7 @@ class Checkpointer:
             for tree, specs in ((params, placement.params), (state, placement.state))
         )
         exact = saved == saved | needed
-        trees = {"params": params, "opt_state": state, "extra": description.with_step(extra, step)}
+        trees = {"params": params, "opt_state": state, "extra": extra}
 
         def is_of_exchange(name: str) -> bool:
             return any(description.is_of_exchange(name, x) for x in (saved, needed))
@@ -260,12 +260,15 @@ class Checkpointer:
             ignored = is_of_exchange if in_state else lambda name: False
             shapes = exact or not in_state
             description.require_same(part, tree, saved["leaves"][part], ignored, shapes=shapes)
-        if not exact:  # what is to be converted is read into the host's memory
-            trees["opt_state"] = None
-        found = reading.load(self._directory, step, saved["leaves"], trees)
+        # What is to be converted is read into the host's memory.
+        placed = trees | ({} if exact else {"opt_state": None})
+        found = reading.load(self._directory, step, saved["leaves"], placed)
         if not exact:
-            found["opt_state"] = convert(found["opt_state"], saved, state, needed)
-        return Checkpoint(step, found["params"], found["opt_state"], found["extra"]["tree"])
+            state = convert(found["opt_state"], saved, state, needed)
+        else:
+            state = description.from_paths(found["opt_state"], state)
+        params, extra = (description.from_paths(found[x], trees[x]) for x in ("params", "extra"))
+        return Checkpoint(step, params, state, extra)
 
 
 def _with_sharding(x, sharding) -> jax.ShapeDtypeStruct:
