@@ -279,20 +279,24 @@ def test_lines_for_an_optax_loop_send_what_was_counted(name):
     assert all(len(line) <= 96 for line in method.code.splitlines())
 
 
+def trainer_of(method):
+    """The trainer's configuration by a method's settings, and the compression that it makes."""
+    config = from_command_line(None, [*shlex.split(method.flags), "--learning-rate", "0.003"])
+    require_sensible(config)
+    assert (config.local_steps or 1) == method.local_steps
+    made = setup.compression(config)
+    if method.row == "E":  # what SparseLoCo makes of it
+        made = dataclasses.replace(made, transform="identity")
+    return config, made
+
+
 @pytest.mark.parametrize("name", [name for name, method in BY_NAME.items() if method.flags])
 def test_settings_for_the_trainer_send_what_was_counted(name):
     method = BY_NAME[name]
-    words = [*shlex.split(method.flags), "--learning-rate", "0.003"]
-    config = from_command_line(None, words)
-    require_sensible(config)
-    assert (config.local_steps or 1) == method.local_steps
+    config, made = trainer_of(method)
     if method.setting:
-        compression, exchange = method.setting
-        made = setup.compression(config)
-        if method.local_steps > 1:  # what SparseLoCo makes of it
-            made = dataclasses.replace(made, transform="identity")
         unlimited = setup.exchange(dataclasses.replace(config, norm_limit=None))
-        assert (made, unlimited) == (compression, exchange)
+        assert (made, unlimited) == method.setting
 
 
 @pytest.mark.parametrize("name", IN_SWARM)
@@ -309,12 +313,7 @@ def test_lines_and_settings_for_a_swarm_send_what_was_counted(name, tmp_path):
     assert accounting.packet_bytes(compression, SMALL) == packets(swarm=True)[name]
     assert names["tx"].steps_per_round == (method.local_steps if method.row == "E" else None)
     assert all(len(line) <= 96 for line in method.code.splitlines())
-    config = from_command_line(None, [*shlex.split(method.flags), "--learning-rate", "0.003"])
-    require_sensible(config)
-    made = setup.compression(config)
-    if method.row == "E":  # what the optimizer makes of it
-        made = dataclasses.replace(made, transform="identity")
-        assert config.local_steps == method.local_steps
+    config, made = trainer_of(method)
     assert made == compression and setup.delay(config) == names["worker"].delay
 
 

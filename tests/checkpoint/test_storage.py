@@ -12,11 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType
 
-import demo_optax
 from demo_optax import checkpoint
 from demo_optax.checkpoint import Checkpointer
 from tests import model, workers
@@ -198,23 +196,6 @@ def test_a_random_key_comes_back_as_one_of_its_generator_or_not_at_all(tmp_path)
                         checkpointer.restore(model.init(), wanted)
             with pytest.raises(ValueError, match=rf"lacks.*holds.*{impl}"):
                 checkpointer.restore(model.init(), {"key": jax.random.key_data(wanted["key"])})
-
-
-def test_a_random_key_of_the_optimizer_is_one_of_its_generator(tmp_path):
-    def noisy():
-        mean = demo_optax.mean_over_workers("data")
-        return optax.chain(mean, optax.add_noise(0.1, 0.5, key=jax.random.key(0)))
-
-    tx = noisy()
-    with Checkpointer(tmp_path, tx, workers.mesh_of(2)) as checkpointer:
-        checkpointer.save(1, *workers.initial(tx, workers.mesh_of(2)), wait=True)
-        checkpointer.restore(model.init())
-    with (
-        jax.default_prng_impl("rbg"),
-        Checkpointer(tmp_path, noisy(), workers.mesh_of(2)) as checkpointer,
-        pytest.raises(ValueError, match=r"opt_state.*rng_key \(rbg\)"),
-    ):
-        checkpointer.restore(model.init())
 
 
 CONTEXTS = {

@@ -108,13 +108,14 @@ def stored(description_text: str) -> dict:
 def description_of(directory: str, step: int) -> dict:
     """Returns the description that was saved with a step, on all processes."""
     folder = epath.Path(directory) / str(step)
-    saved = on_all(directory, step, lambda: orbax.checkpointables_metadata(folder).custom_metadata)
-    text = (saved or {}).get("description", "")
+    read = orbax.checkpointables_metadata
+    saved: Any = on_all(directory, step, lambda: read(folder).custom_metadata) or {}
+    text = saved.get("description", "")
     if saved != stored(text):
         raise DamagedCheckpoint(
             f"the description of the checkpoint in {folder} must be of format "
             f"{description.FORMAT}, but it is damaged, or of the format "
-            f"{(saved or {}).get('format')} of another version of demo_optax. Restore it with that "
+            f"{saved.get('format')} of another version of demo_optax. Restore it with that "
             f"version, give an older step=..., or move the folder {step} away."
         )
     return json.loads(text)
