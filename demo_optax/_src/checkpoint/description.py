@@ -23,6 +23,8 @@ from demo_optax._src.parallel.layout import StateLayout
 FORMAT = 17
 """The version of the saved format, which rises whenever the numbers of a state change meaning."""
 
+_TEXT = " (text)"
+
 
 def describe(layout: StateLayout, opt_state) -> dict:
     """Describes a state of arrays or shapes, so that a restore can compare it with what it needs.
@@ -119,14 +121,14 @@ def is_of_exchange(name: str, described: dict) -> bool:
 def by_path(tree, part: str = "params") -> dict:
     """Returns the leaves of a tree by their paths as Orbax can save them, without empty arrays.
 
-    Random keys become their data. Python's numbers, strings and bytes become texts, their
-    ``repr``, which the description holds.
+    Random keys become their data. Of Python's numbers, strings and bytes the characters of their
+    ``repr`` are stored, since Orbax does not support all of them.
     """
     leaves = {}
     for path, x in jax.tree.leaves_with_path(tree):
         name, stored = _storable(path, x)
         try:
-            _ = isinstance(stored, str) or tensorstore.dtype(stored.dtype)
+            tensorstore.dtype(stored.dtype)
         except (AttributeError, TypeError, ValueError):
             raise TypeError(
                 f"{part}{name} is {x!r:.60} of {type(x)}, which cannot be stored: give random "
@@ -139,13 +141,13 @@ def by_path(tree, part: str = "params") -> dict:
 
 
 def _storable(path, x) -> tuple[str, Any]:
-    """Returns a leaf's path, with the generator of random keys, and what is stored of it."""
+    """Returns a leaf's path, with its kind if it is no array, and the array that is stored."""
     name = keystr(path)
     if is_key(x):
         return f"{name} ({key_impl(x)})", unwrap_keys(x)
-    if isinstance(x, np.generic):
-        return name, np.asarray(x)
-    return name, repr(x) if type(x) in (bool, int, float, complex, str, bytes) else x
+    if type(x) in (bool, int, float, complex, str, bytes):
+        return f"{name}{_TEXT}", np.frombuffer(repr(x).encode(), np.uint8)
+    return name, np.asarray(x) if isinstance(x, np.generic) else x
 
 
 def from_paths(leaves: dict, like):
@@ -156,21 +158,20 @@ def from_paths(leaves: dict, like):
             empty = np.zeros(original.shape, original.dtype)
             sharding = getattr(original, "sharding", None)
             return jax.device_put(empty, sharding) if sharding else empty
-        x = leaves[_storable(path, original)[0]]
+        name, _ = _storable(path, original)
+        x = leaves[name]
         if is_key(original):
             return wrap_keys(x, original)
-        if isinstance(x, str):
-            x = _parsed(x)
-        if not hasattr(original, "dtype"):
-            return x.item() if hasattr(x, "dtype") else x
-        given = jnp.result_type(x)
-        if jnp.issubdtype(given, jnp.inexact) and not jnp.issubdtype(original.dtype, jnp.inexact):
+        if name.endswith(_TEXT):
+            return _parsed(x.tobytes().decode())
+        given, wanted = (jnp.issubdtype(kind, jnp.inexact) for kind in (x.dtype, original.dtype))
+        if given and not wanted:
             raise ValueError(
-                f"{keystr(path)} of the checkpoint is of dtype {given}, but "
+                f"{name} of the checkpoint is of dtype {x.dtype}, but "
                 f"{original!r:.60} is expected: restore it as what it was saved as."
             )
         x = jnp.asarray(x) if isinstance(original, jax.Array) else x
-        x = (x if hasattr(x, "dtype") else np.asarray(x)).astype(original.dtype)
+        x = x.astype(original.dtype)
         return x[()] if isinstance(original, np.generic) else x
 
     return jax.tree.map_with_path(restore, like)
@@ -187,7 +188,8 @@ def require_same(what: str, tree, saved: dict, ignored=lambda name: False, shape
     """Raises unless digests have the leaves and shapes of a tree, but for ``ignored`` names."""
 
     def listed(name: str, shape) -> str:
-        return f"{name} of shape {tuple(shape)}" if shapes else name
+        has_shape = shapes and not name.endswith(_TEXT)
+        return f"{name} of shape {tuple(shape)}" if has_shape else name
 
     leaves = by_path(tree, what)
     expected = {listed(name, np.shape(x)) for name, x in leaves.items() if not ignored(name)}

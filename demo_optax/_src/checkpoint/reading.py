@@ -124,11 +124,8 @@ def description_of(directory: str, step: int) -> dict:
 def digests(x) -> list[dict]:
     """Returns dtype, shape and checksum of each copy of a leaf that this process holds, for JSON.
 
-    All processes digest an array together, but each digests NumPy arrays for itself. A text is its
-    own digest.
+    All processes digest an array together, but each digests NumPy arrays for itself.
     """
-    if isinstance(x, str):
-        return [{"text": x, "shape": []}]
     if isinstance(x, jax.Array):
         checksums = [int(copy.data) for copy in _checksum(x).addressable_shards]
     else:
@@ -159,12 +156,9 @@ def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any
     targets: dict[str, dict] = {}
     for part, tree in trees.items():
         like = description.by_path(tree, part)
-        arrays = {name: x for name, x in saved[part].items() if "text" not in x}
-        targets[part] = {name: _target(x, like.get(name)) for name, x in arrays.items()}
+        targets[part] = {name: _target(x, like.get(name)) for name, x in saved[part].items()}
     loaded = targets | on_all(directory, step, lambda: _load(directory, step, targets))
     on_all(directory, step, lambda: _verify(loaded, saved))
-    for part, leaves in loaded.items():
-        leaves |= {name: x["text"] for name, x in saved[part].items() if "text" in x}
     return loaded
 
 

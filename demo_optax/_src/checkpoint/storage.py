@@ -177,13 +177,9 @@ class Checkpointer:
                 self._orbax = orbax.training.Checkpointer(
                     self._directory, preservation_policy=kept, cleanup_tmp_directories=True
                 )
-            arrays = {
-                part: {name: x for name, x in named.items() if not isinstance(x, str)}
-                for part, named in leaves.items()
-            }
             self._orbax.save_checkpointables_async(
                 step,
-                {part: x for part, x in arrays.items() if x},  # Orbax refuses empty ones
+                {part: x for part, x in leaves.items() if x},  # Orbax refuses empty ones
                 force=True,
                 custom_metadata=reading.stored(json.dumps(described)),
             )
