@@ -43,14 +43,10 @@ def gather(
     along = along or gather_along
     if axis_name is None:
         return packet[None]
-
-    def collective(words: Array) -> Array:
-        note_sent(words.nbytes)
-        return along(words, axis_name)
-
     if axes.manual_names(axis_name) != axes.names(axis_name):
-        return collective(packet)
-    return split_across_devices(collective, packet, axis_name)
+        note_sent(packet.nbytes)
+        return along(packet, axis_name)
+    return split_across_devices(lambda x: along(x, axis_name), packet, axis_name)
 
 
 def gather_by(
@@ -164,12 +160,9 @@ def all_to_all(
         for place, name in enumerate(all_names):
             exchanged = jax.lax.all_to_all(exchanged, name, place, place, tiled=True)
         return exchanged.reshape(packets.shape)
-
-    def collective(words: Array) -> Array:
-        note_sent(words.nbytes)
-        return jax.lax.all_to_all(words, axis_name, 0, 0, tiled=True)
-
-    return split_across_devices(collective, packets, axis_name)
+    return split_across_devices(
+        lambda x: jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True), packets, axis_name
+    )
 
 
 def split_across_devices(
@@ -181,12 +174,14 @@ def split_across_devices(
     """
     replicated = axes.replicated_axes(words, axis_name)
     if not replicated:
+        note_sent(words.nbytes)
         return collective(words)
     size = words.shape[-1]
     padding = [(0, 0)] * (words.ndim - 1) + [(0, -size % (axes.size(replicated) * MULTIPLE))]
     parts = jnp.pad(words, padding)
     parts = parts.reshape(*words.shape[:-1], axes.size(replicated), -1)
     part = jnp.take(parts, jax.lax.axis_index(replicated), axis=-2)
+    note_sent(part.nbytes)
     received = collective(part)
     whole = jax.lax.all_gather(
         received, replicated, axis=received.ndim - 1, tiled=True, to="invarying"
