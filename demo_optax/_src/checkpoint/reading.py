@@ -163,9 +163,9 @@ def load(directory: str, step: int, saved: dict[str, dict], trees: dict[str, Any
 
 
 def _target(digest: dict, like: Any):
-    """Returns the target of a leaf for Orbax, on devices if ``like`` has a sharding."""
+    """Returns the target of a leaf for Orbax, on devices if ``like`` is a shape with a sharding."""
     dtype = jnp.dtype(digest["dtype"])
-    if isinstance(like, jax.ShapeDtypeStruct):
+    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is not None:
         return jax.ShapeDtypeStruct(digest["shape"], dtype, sharding=like.sharding)
     return np.empty(digest["shape"], dtype)
 
