@@ -113,8 +113,8 @@ def packet_bytes(
     if sent is None:
         raise ValueError(
             f"over {axis_name!r} the optimizer exchanges by collectives of your own alone, whose "
-            "bytes are not known: exchange by mean_over_workers or an exchange of demo_optax, or "
-            "count the operands in the compiled program."
+            "bytes are not known. Use mean_over_workers or an exchange of demo_optax, or count the "
+            "operands in the compiled program."
         )
     return sent * mesh.size // shards.num_workers(mesh, axis_name or ())
 
