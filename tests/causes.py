@@ -223,8 +223,12 @@ def state_of_other_blocks():
     step_of(DEMO, two())(model.init(), state, model.batch(0))
 
 
-def exchange_by_a_collective_of_ones_own():
-    tx = optax.stateless(lambda gradient, _: jax.lax.psum(gradient, "data"))
+def exchange_in_a_while_loop():
+    def update(gradient, _):
+        pass_on = functools.partial(jax.lax.ppermute, axis_name="data", perm=[(0, 0)])
+        return jax.lax.while_loop(lambda x: x[0] < 1, pass_on, gradient)
+
+    tx = optax.chain(optax.stateless(update), demo_optax.mean_over_workers("data"))
     demo_optax.packet_bytes(tx, jnp.zeros(3))
 
 
@@ -485,7 +489,7 @@ RAISED = [
     lambda: demo_optax.local_parameters(model.init(), {"displacement": model.init()}),
     displacement_without_paths,
     lambda: demo_optax.packet_bytes(DEMO, model.init(), param_specs=P("fsdp")),
-    exchange_by_a_collective_of_ones_own,
+    exchange_in_a_while_loop,
     lambda: quantities.bandwidth("fast"),
     lambda: quantities.bandwidth("1GB"),
     lambda: quantities.count("1.5"),

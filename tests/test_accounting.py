@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from benchmarks import hlo
 from demo_optax import Compression, accounting
+from demo_optax._src import axes
 from demo_optax._src.compression import make_plan
 from demo_optax.accounting import preset_shapes
 from tests.sweeps import sweep
@@ -153,6 +154,111 @@ def test_counted_bytes_are_those_of_the_compiled_collectives(name):
     sent = sum(one.operand_bytes for one in hlo.collectives(lowered.compile().as_text()))
     assert demo_optax.packet_bytes(tx, params, workers=4) == sent > 0
     assert step(*args)[2].packet_bytes == sent
+
+
+def operand():
+    return jax.lax.axis_index("data").astype(jnp.uint32) * jnp.ones(1024, jnp.uint32)
+
+
+def pass_on(x):
+    return jax.lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])
+
+
+@jax.custom_vjp
+def passed_on(x):
+    return pass_on(x)
+
+
+passed_on.defvjp(lambda x: (pass_on(x), None), lambda _, gradient: (gradient,))
+
+COLLECTIVES = {
+    "psum": lambda: jax.lax.psum((operand(), operand()[:8]), "data"),
+    "pmax": lambda: jax.lax.pmax(operand(), "data"),
+    "pmin": lambda: jax.lax.pmin(operand(), "data"),
+    "all_gather": lambda: jax.lax.all_gather(operand(), "data"),
+    "invarying": lambda: jax.lax.all_gather(operand(), "data", to="invarying"),
+    "of pairs": lambda: jax.lax.all_gather(operand(), "data", axis_index_groups=[[0, 1], [2, 3]]),
+    "psum_scatter": lambda: jax.lax.psum_scatter(operand(), "data", tiled=True),
+    "all_to_all": lambda: jax.lax.all_to_all(operand().reshape(4, 256), "data", 0, 0),
+    "ppermute": lambda: pass_on(operand()),
+    "pshuffle": lambda: jax.lax.pshuffle(operand(), "data", [1, 2, 3, 0]),
+    "jit": lambda: jax.jit(pass_on)(operand()),
+    "checkpoint": lambda: jax.checkpoint(pass_on)(operand()),
+    "custom_vjp": lambda: passed_on(operand()),
+    "vmap": lambda: jax.vmap(pass_on)(operand().reshape(4, 256)),
+    "none": lambda: jax.lax.while_loop(lambda x: jnp.all(x < 5), lambda x: x + 1, operand()),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_count_as_in_the_compiled_program(name):
+    program, _ = axes.trace_worker(COLLECTIVES[name], AbstractMesh((4,), ("data",)))
+    counted = axes.bytes_handed_over(program, "data")
+
+    def worker():
+        return jax.tree.map(lambda x: x[None], COLLECTIVES[name]())
+
+    spread = jax.shard_map(
+        worker, mesh=mesh_of(4), in_specs=(), out_specs=P("data"), check_vma=False
+    )
+    found = hlo.collectives(jax.jit(spread).lower().compile().as_text())
+    assert counted == sum(one.operand_bytes for one in found)
+    assert (counted > 0) == (name != "none")
+
+
+def choose(number, *branches):
+    return jax.lax.switch(number, branches, operand())
+
+
+CONTROL_FLOW = {
+    "scan": (3, lambda: jax.lax.scan(lambda x, _: (pass_on(x), None), operand(), length=3)),
+    "fori_loop": (3, lambda: jax.lax.fori_loop(0, 3, lambda _, x: pass_on(x), operand())),
+    "map": (1, lambda: jax.lax.map(pass_on, operand().reshape(4, 256))),
+    "cond": (1, lambda: jax.lax.cond(True, pass_on, passed_on, operand())),
+    "switch": (2, lambda: choose(0, pass_on, lambda x: pass_on(pass_on(x)), lambda x: x)),
+    "both": (
+        6,
+        lambda: jax.lax.scan(
+            lambda x, _: (choose(x[0], lambda x: x, lambda x: pass_on(pass_on(x))), None),
+            operand(),
+            length=3,
+        ),
+    ),
+    "unused sizes": (
+        1,
+        lambda: jax.lax.ragged_all_to_all(
+            operand(), operand(), *[operand()[:4].astype(jnp.int32)] * 4, axis_name="data"
+        ),
+    ),
+    "another axis": (0, lambda: jax.lax.psum(jnp.ones(8), "inside")),
+    "both axes": (
+        1,
+        lambda: jax.lax.psum(axes.as_varying(operand(), "inside"), ("data", "inside")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_every_pass_counts_and_the_largest_branch(name):
+    times, fn = CONTROL_FLOW[name]
+    program, _ = axes.trace_worker(fn, AbstractMesh((4, 2), ("data", "inside")))
+    assert axes.bytes_handed_over(program, "data") == times * 4096
+
+
+def scatter_and_gather(x):
+    part = jax.lax.psum_scatter(x, "data", tiled=True) / 4
+    return jax.lax.all_gather(part, "data", tiled=True, to="invarying")
+
+
+def test_a_mean_of_ones_own_counts_in_the_step_too():
+    params, mesh = {"w": np.ones(256, np.float32)}, mesh_of(4)
+    mean = optax.stateless(lambda gradient, _: jax.tree.map(scatter_and_gather, gradient))
+    tx = optax.chain(mean, optax.sgd(1e-2))
+    step = demo_optax.make_train_step(lambda params, x: jnp.mean(x @ params["w"]), tx, mesh)
+    opt_state = demo_optax.init_opt_state(tx, params, mesh)
+    *_, metrics = step(params, opt_state, np.ones((8, 256), np.float32))
+    assert metrics.packet_bytes == 4 * 256 + 4 * 256 // 4
+    assert metrics.packet_bytes == demo_optax.packet_bytes(tx, params, workers=4)
 
 
 @pytest.mark.parametrize("mesh", [None, mesh_of(4)])

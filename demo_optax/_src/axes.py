@@ -5,12 +5,14 @@ Under ``check_vma=False``, ``pmap`` and ``vmap`` the types carry no varying-axes
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
@@ -22,6 +24,11 @@ AxisName = str | tuple[str, ...] | None
 
 PARAM_SPECS = "param_specs"
 """This extra argument of an update holds the specs of the parameters whose shards it sees."""
+
+_SENDS_NOTHING = (
+    "axis_index", "precv", "preduced", "pvary", "reduced_vary_cast", "vary_unreduced_cast",
+)  # fmt: skip
+"""These primitives of JAX name an axis but send nothing: they cast types or receive."""
 
 
 def names(axis_name: AxisName) -> tuple[str, ...]:
@@ -174,6 +181,35 @@ def trace_worker(fn: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> tup
     program = jax.shard_map(worker, mesh=mesh, in_specs=(), out_specs=P()) if mesh else worker
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return jax.make_jaxpr(program)(), results[-1]
+
+
+def bytes_handed_over(program: core.ClosedJaxpr, axis_name: AxisName) -> int | None:
+    """Returns the bytes that one device hands to a traced program's collectives on ``axis_name``.
+
+    A collective in a scan counts once per iteration, and a conditional counts as its branch that
+    hands over the most. The result is None if a collective stands in a ``while`` loop, whose number
+    of iterations is unknown.
+    """
+    worker_axes = set(names(axis_name))
+
+    def count(jaxpr: core.Jaxpr) -> float:
+        total = 0.0
+        for equation in jaxpr.eqns:
+            primitive, params = equation.primitive.name, equation.params
+            inner = [count(x) for x in core.jaxprs_in_params(params)]
+            passes = math.inf if primitive == "while" and any(inner) else 1
+            passes = params["length"] if primitive == "scan" else passes
+            total += max(inner) if primitive == "cond" else passes * sum(inner)
+            along = params.get("axes", params.get("axis_name", ()))
+            along = along if isinstance(along, tuple) else (along,)
+            if worker_axes & set(along) and not primitive.startswith(_SENDS_NOTHING):
+                # Any further operands are offsets, or buffers for a result.
+                operands: list[Any] = [x.aval for x in equation.invars[: len(equation.outvars)]]
+                total += sum(math.prod(x.shape) * x.dtype.itemsize for x in operands)
+        return total
+
+    total = count(program.jaxpr)
+    return None if math.isinf(total) else int(total)
 
 
 def axes_of(spec: P) -> tuple[str, ...]:

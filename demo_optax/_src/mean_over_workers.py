@@ -9,7 +9,6 @@ import optax
 from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, upcast
 from demo_optax._src.axes import AxisName
-from demo_optax._src.exchange.collectives import note_sent
 
 
 class MeanOverWorkersState(NamedTuple):
@@ -48,9 +47,7 @@ def mean_over_workers(axis_name: AxisName) -> optax.GradientTransformationExtraA
         workers, sharded = axes.names(axis_name), axes.sharded_axes_in(extra_args)
         participates = participation.decide(updates, axis_name, extra_args, sharded)
         # In float32 XLA sums it together with the gradients.
-        own = participates.astype(jnp.float32)
-        participants = jax.lax.psum(own, workers)
-        note_sent(own.nbytes + sum(x.nbytes for x in jax.tree.leaves(updates)))
+        participants = jax.lax.psum(participates.astype(jnp.float32), workers)
 
         def mean(g):
             total = jax.lax.psum(jnp.where(participates, g, jnp.zeros_like(g)), workers)

@@ -41,7 +41,6 @@ from demo_optax._src.compression.plan import Part, shared_positions
 from demo_optax._src.compression.settings import require_words, word_of
 from demo_optax._src.compression.transforms import is_redrawn
 from demo_optax._src.exchange import Delayed, Exchange
-from demo_optax._src.exchange.collectives import bytes_of_trace, note_sent
 from demo_optax._src.exchange.protocol import (
     EMPTY,
     IN_ROUND,
@@ -316,11 +315,7 @@ class Momentum:
         exchange: Any = self.exchange
         known = state.metrics, self.mean
         if packets is None:
-            with bytes_of_trace() as sent:
-                aggregate = exchange.exchange(plan, outbox, state.exchange, *known)
-            if exchange.axis_name is not None:  # one of the user's own says what it sends
-                workers = axes.size(exchange.axis_name)
-                note_sent(sum(sent) or exchange.traffic(plan, workers).sent)
+            aggregate = exchange.exchange(plan, outbox, state.exchange, *known)
             accepted = aggregate.accepted
         else:
             aggregate = exchange.average(plan, packets, outbox, worker, *known)

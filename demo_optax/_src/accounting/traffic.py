@@ -55,11 +55,13 @@ def packet_bytes(
     workers: int = 1,
     exchange: Exchange | None = None,
 ) -> int:
-    """Returns the bytes that each worker hands to the collectives of one exchange.
+    """Returns the bytes that each worker hands to the collectives of one update.
 
-    They follow from shapes: any optax chain is only traced. With fragments they are those of one.
-    For an optimizer without an axis, as in a swarm, they are those of ``outbox.packet``, which
-    another transport carries.
+    With local steps this is the last update of a round, or that of a fragment. Any optax chain will
+    do, since its update is only traced and nothing is computed. The bytes are those of the operands
+    of all collectives, on every pass of a scan and in the largest branch of a condition. For an
+    optimizer without an axis, as in a swarm, they are those of ``outbox.packet``, which another
+    transport carries.
 
     Args:
       tx_or_compression: an optax transformation that is not yet wrapped by `stack_workers`, or a
@@ -73,12 +75,13 @@ def packet_bytes(
       exchange: exchange for a compression alone; `demo_optax.AllGather` by default.
 
     Returns:
-      The bytes, summed over the worker's devices: of the packets, of both phases if there are two,
-      or of the dense gradient with `mean_over_workers`. They are 0 for ``axis_name=None``.
+      The bytes, summed over the worker's devices. They are those of the packet for
+      `decoupled_momentum`, those of the dense gradient for `mean_over_workers`, and 0 for a single
+      worker (``axis_name=None``).
 
     Raises:
       ValueError: the optimizer does not exchange over ``axis_name``, and has no ``send`` and
-        ``apply``; or it exchanges by collectives of the user's own alone.
+        ``apply``; or a collective is in a ``while`` loop, whose number of passes is unknown.
       TypeError: the exchange of an optimizer without an axis cannot be carried by a transport.
 
     Example:
@@ -106,15 +109,17 @@ def packet_bytes(
         if mesh is None:
             return exchange.traffic(_plan(tx, params), workers).sent
         tx = decoupled_momentum(compression=tx, exchange=exchange)
+
     if mesh is None:
         names = axes.names(axis_name) or ("",)  # which no optimizer exchanges over
         mesh = AbstractMesh((workers, *[1] * (len(names) - 1)), names)
-    sent = bytes_handed_over(tx, find_layout(tx, params, mesh, axis_name or (), param_specs))
+    layout = find_layout(tx, params, mesh, axis_name or (), param_specs)
+    sent = bytes_handed_over(tx, layout)
     if sent is None:
         raise ValueError(
-            f"over {axis_name!r} the optimizer exchanges by collectives of your own alone, whose "
-            "bytes are not known. Use mean_over_workers or an exchange of demo_optax, or count the "
-            "operands in the compiled program."
+            "the optimizer exchanges in a jax.lax.while_loop(...), whose passes nobody knows: "
+            "its bytes cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop from one Python "
+            "integer to another."
         )
     return sent * mesh.size // shards.num_workers(mesh, axis_name or ())
 

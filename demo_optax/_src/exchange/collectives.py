@@ -1,9 +1,7 @@
 """The collectives of a step, which send data replicated over a worker's devices only once."""
 
-import contextlib
-import contextvars
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,23 +16,6 @@ from demo_optax._src.compression.packet import MULTIPLE
 
 Gather = Callable[[Any, Any], Any]
 
-_sent: contextvars.ContextVar[list[int]] = contextvars.ContextVar("_sent")
-
-
-@contextlib.contextmanager
-def bytes_of_trace() -> Iterator[list[int]]:
-    """Lists the bytes that a device hands to each collective between workers that is traced."""
-    token = _sent.set([])
-    try:
-        yield _sent.get()
-    finally:
-        _sent.reset(token)
-
-
-def note_sent(size: int) -> None:
-    """Notes the bytes of the operands of a collective between workers for `bytes_of_trace`."""
-    _sent.get([]).append(size)
-
 
 def gather(
     packet: UInt32[Array, "words"], axis_name: AxisName, along: Gather | None = None
@@ -44,7 +25,6 @@ def gather(
     if axis_name is None:
         return packet[None]
     if axes.manual_names(axis_name) != axes.names(axis_name):
-        note_sent(packet.nbytes)
         return along(packet, axis_name)
     return split_across_devices(lambda x: along(x, axis_name), packet, axis_name)
 
@@ -153,7 +133,6 @@ def all_to_all(
         return packets
     all_names = axes.names(axis_name)
     if axes.manual_names(axis_name) != all_names:
-        note_sent(packets.nbytes)
         # Under vmap the shape would be wrong for an array that does not vary, so make it vary.
         packets = packets + jnp.uint32(0) * axes.index(axis_name).astype(jnp.uint32)
         exchanged = packets.reshape(*map(axes.size, all_names), -1)
@@ -174,14 +153,12 @@ def split_across_devices(
     """
     replicated = axes.replicated_axes(words, axis_name)
     if not replicated:
-        note_sent(words.nbytes)
         return collective(words)
     size = words.shape[-1]
     padding = [(0, 0)] * (words.ndim - 1) + [(0, -size % (axes.size(replicated) * MULTIPLE))]
     parts = jnp.pad(words, padding)
     parts = parts.reshape(*words.shape[:-1], axes.size(replicated), -1)
     part = jnp.take(parts, jax.lax.axis_index(replicated), axis=-2)
-    note_sent(part.nbytes)
     received = collective(part)
     whole = jax.lax.all_gather(
         received, replicated, axis=received.ndim - 1, tiled=True, to="invarying"

@@ -42,7 +42,7 @@ class TrainMetrics(NamedTuple):
       exchange: `demo_optax.ExchangeMetrics` of the last exchange; None if the optimizer has none.
       packet_bytes: int, bytes that all devices of a worker together send in an exchange. It is a
         Python integer even inside ``jax.jit``, and ``jax.lax.scan`` does not stack it. It is None
-        if no part of this library exchanges, but collectives of the user's own.
+        if an exchange stands in a ``while`` loop, whose number of iterations is unknown.
 
     Example:
       >>> import jax.numpy as jnp, demo_optax

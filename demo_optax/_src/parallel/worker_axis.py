@@ -21,7 +21,6 @@ from demo_optax._src import axes, checks, participation
 from demo_optax._src.arrays import IntScalar, boxed_inside, unboxed, zero_unless
 from demo_optax._src.axes import PARAM_SPECS, AxisName, sharded_axes
 from demo_optax._src.compression.settings import require_words
-from demo_optax._src.exchange.collectives import bytes_of_trace
 from demo_optax._src.local_state import LocalStepsState
 from demo_optax._src.mean_over_workers import MeanOverWorkersState
 from demo_optax._src.momentum import DecoupledMomentumState
@@ -160,8 +159,7 @@ def update_on_device(
     """Computes the updates and state of one device from its worker's gradient and state.
 
     ``participates`` tells whether the worker's gradient is finite, if that is known already. The
-    third result is the number of bytes that the device hands to the collectives of ours between
-    workers, or None if there are none.
+    third result is the number of bytes that the device hands to collectives between workers.
     """
     structure: Any = jax.tree.structure(gradient)
     gradient, params = unboxed(gradient), unboxed(params)
@@ -180,8 +178,7 @@ def update_on_device(
         return updates, shards.merge_shard_metrics(new, old, sharded)
 
     args = gradient, old, params, participates
-    with bytes_of_trace() as sent:
-        program = update.trace(*args).jaxpr
+    program = update.trace(*args).jaxpr
     updates, new = update(*args)
     updates = _frozen_zeros(program, updates, args, axis_name)
     everywhere = frozenset(shards.inner_axes(layout.mesh, axis_name))
@@ -192,8 +189,8 @@ def update_on_device(
     )
     _require_shared(new, layout)
     updates = _zero_updates_of_nobody(updates, new)
-    is_known = bool(sent) or not axes.names(axis_name)
-    return structure.unflatten(jax.tree.leaves(updates)), new, sum(sent) if is_known else None
+    sent = axes.bytes_handed_over(program, axis_name)
+    return structure.unflatten(jax.tree.leaves(updates)), new, sent
 
 
 def bytes_handed_over(tx, layout: StateLayout) -> int | None:
